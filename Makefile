@@ -1,0 +1,50 @@
+# make env   environment in .venv (first run about 90 s)
+# make demo  a served model: short, long and decode instances behind the router
+# make test  style, types, architecture and all tests
+# make lint  style, types and architecture alone
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.lock
+TORCH := torch==2.13.0
+STAMP := $(VENV)/.env-$(shell cat $(LOCK) pyproject.toml Makefile | cksum | cut -d' ' -f1)
+PYTEST_ARGS ?=
+
+.PHONY: env demo test unit lint format clean
+.DEFAULT_GOAL := env
+
+env: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make env: Python 3.11 or newer is needed (set PYTHON=...)")'
+	@test -x $(BIN)/python || { echo "[env 1/4] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "[env 2/4] installing $(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "[env 3/4] installing $$(grep -c == $(LOCK)) locked packages"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	@echo "[env 4/4] installing sglang-ext"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.env-*; touch $@
+
+demo: env
+	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))
+
+lint: env
+	@$(BIN)/ruff check --quiet --output-format concise .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+test: lint
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+unit: env
+	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+format: env
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis run

@@ -1,0 +1,207 @@
+"""What a router costs: ours beside `sglang-router` and `smg`, on the same static upstreams.
+
+    python bench/router_overhead.py [--repeats 3] [--seconds 5]
+
+All three serve prefill and decode apart: two short and two long prefill instances and two decode instances
+for ours, the same four and two for the peers. Upstreams and load generator (Debian: apt-get install nginx wrk)
+are not counted. The routers take turns in every repeat; each number is a median over the repeats.
+
+- processor time per request, all processes of the router, and latency, at concurrency 1, 16 and 64
+- processor time per streamed event, requests' own cost included (64 events of 200 bytes each)
+
+A run fails when an answer is outside 2xx, when a stream is not whole, or when a leg of a request did not
+reach its instances. The last line is `RESULT {json}`; its ratios are ours over the better peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+
+from sglang_ext.cluster.ports import pick_free_ports
+from support.result import give_up, machine, print_result, progress, versions
+from support.routers import COMMANDS, OURS, RouterError, RunningRouter, Upstreams
+from support.sse_upstream import EVENTS_PER_STREAM
+from support.static_upstreams import StaticUpstreams, UpstreamError, wait_until_healthy
+from support.wrk import WrkError, run_wrk
+
+CONCURRENCIES = (1, 16, 64)
+STREAM_CONCURRENCY = 32
+WARM_UP_S = 1.0
+
+Samples = dict[str, dict[str, list[float]]]  # router, quantity, one number per repeat
+
+
+class Bench:
+    """Upstreams, ports and the samples so far."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self.samples: Samples = defaultdict(lambda: defaultdict(list))
+        # Every other port is left to bootstrap servers, which nobody contacts here.
+        ports = iter(pick_free_ports("127.0.0.1", 12, draw=random.SystemRandom()))
+        self.whole = Upstreams([next(ports), next(ports)], [next(ports), next(ports)], [next(ports), next(ports)])
+        self.streaming = self.whole._replace(decode=[next(ports), next(ports)])
+        self.router_port = next(ports)
+        self.metrics_port = next(ports)
+
+    @contextmanager
+    def upstreams(self) -> Iterator[StaticUpstreams]:
+        with ExitStack() as stack:
+            static = stack.enter_context(StaticUpstreams(self.folder, self.whole.prefill, self.whole.decode))
+            for port in self.streaming.decode:
+                log = self.folder / f"sse-{port}.log"
+                command = [sys.executable, "-m", "support.sse_upstream", str(port)]
+                process = subprocess.Popen(command, cwd=Path(__file__).parent, stderr=log.open("wb"))
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+                wait_until_healthy(port, process, "the streaming upstream", log)
+            yield static
+
+    def router(self, name: str, upstreams: Upstreams) -> RunningRouter:
+        log = self.folder / f"{name}.log"
+        return RunningRouter(name, self.router_port, self.metrics_port, upstreams, log)
+
+    def measure_requests(self, name: str, static: StaticUpstreams) -> None:
+        """Add samples of whole answers; both legs of every request must reach their instances."""
+        with self.router(name, self.whole) as router:
+            content = json.loads(router.ask(stream=False))["choices"][0]["message"]["content"]
+            if content != "hello world":
+                raise RouterError(f"{name} does not pass the decode instance's answer on: {content!r}")
+            run_wrk(router.port, concurrency=8, duration_s=WARM_UP_S, stream=False)
+            before = static.served()
+            sent = 0
+            for concurrency in CONCURRENCIES:
+                used_s = router.processor_time_s
+                load = run_wrk(router.port, concurrency=concurrency, duration_s=self.seconds, stream=False)
+                used_s = router.processor_time_s - used_s
+                sent += load.requests
+                cpu_us = used_s / load.requests * 1e6
+                self._note(name, f"cpu_us_c{concurrency}", cpu_us)
+                self._note(name, f"p50_ms_c{concurrency}", load.p50_ms)
+                self._note(name, f"p99_ms_c{concurrency}", load.p99_ms)
+                progress(
+                    f"  {name:14s} concurrency {concurrency:2d}: {cpu_us:6.1f} us of CPU per request, "
+                    f"p50 {load.p50_ms:.3f} ms, p99 {load.p99_ms:.3f} ms, {load.requests_per_s:.0f} requests/s"
+                )
+            served = static.served() - before
+        # Requests under way when wrk stops are served but not in its count.
+        most = sent + sum(CONCURRENCIES)
+        for leg, ports in (("prefill", self.whole.prefill), ("decode", self.whole.decode)):
+            reached = sum(served[port] for port in ports)
+            if not sent <= reached <= most:
+                raise RouterError(f"{name}: {sent} requests were answered, {reached} reached a {leg} instance")
+        unused = [port for port in (*self.whole.short, *self.whole.decode) if not served[port]]
+        if unused:
+            raise RouterError(f"{name} sent nothing to the instances on ports {unused}")
+
+    def measure_stream(self, name: str) -> None:
+        """Add a sample of streamed answers; every event is counted where it is written."""
+        with self.router(name, self.streaming) as router:
+            events = [line for line in router.ask(stream=True).split(b"\n") if line.startswith(b"data: ")]
+            if len(events) != EVENTS_PER_STREAM + 1 or events[-1] != b"data: [DONE]":
+                raise RouterError(f"{name} passed {len(events)} events of {EVENTS_PER_STREAM + 1} on")
+            run_wrk(router.port, concurrency=8, duration_s=WARM_UP_S, stream=True)
+            used_s, sent = router.processor_time_s, self._events_sent()
+            run_wrk(router.port, concurrency=STREAM_CONCURRENCY, duration_s=self.seconds, stream=True)
+            used_s, sent = router.processor_time_s - used_s, self._events_sent() - sent
+        chunk_us = used_s / sent * 1e6
+        self._note(name, "cpu_us_chunk", chunk_us)
+        progress(f"  {name:14s} streaming     : {chunk_us:6.1f} us of CPU per event, {sent} events")
+
+    def _events_sent(self) -> int:
+        total = 0
+        for port in self.streaming.decode:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/sent", timeout=5) as reply:
+                total += int(reply.read())
+        return total
+
+    def _note(self, name: str, quantity: str, value: float) -> None:
+        self.samples[name][quantity].append(value)
+
+
+def main() -> None:
+    """Run the comparison and print the result line."""
+    arguments = _arguments()
+    names = [name for name in COMMANDS if name in arguments.routers]
+    if shutil.which("wrk") is None:
+        give_up("wrk is not installed: apt-get install nginx wrk")
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="router-overhead-") as scratch:
+        folder = Path(scratch)
+        bench = Bench(folder, arguments.seconds)
+        try:
+            with bench.upstreams() as static:
+                for repeat in range(arguments.repeats):
+                    # Nobody is always first, nor always after the same one.
+                    order = names[repeat % len(names) :] + names[: repeat % len(names)]
+                    for name in order:
+                        elapsed_s = time.monotonic() - began_s
+                        progress(f"[{elapsed_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}: {name}")
+                        bench.measure_requests(name, static)
+                        bench.measure_stream(name)
+        except (RouterError, UpstreamError, WrkError, OSError) as error:
+            for log in sorted(folder.glob("*.log")):
+                if log.name != "served.log" and log.stat().st_size:
+                    print(f"--- end of {log.name}\n{log.read_text(errors='replace')[-1500:]}", file=sys.stderr)
+            give_up(str(error))
+    print_result(summarise(bench.samples, arguments, time.monotonic() - began_s))
+
+
+def summarise(samples: Samples, arguments: argparse.Namespace, wall_s: float) -> dict[str, object]:
+    """Return the result line's values: ratios of ours to the better peer, and every median."""
+    medians = {
+        name: {quantity: round(median(values), 4) for quantity, values in quantities.items()}
+        for name, quantities in samples.items()
+    }
+    result: dict[str, object] = {}
+    peers = [medians[name] for name in medians if name != OURS]
+    if OURS in medians and peers:
+        quantities = {f"cpu_ratio_c{c}": f"cpu_us_c{c}" for c in CONCURRENCIES}
+        quantities |= {"p50_ratio_c1": "p50_ms_c1", "chunk_ratio": "cpu_us_chunk"}
+        for ratio, quantity in quantities.items():
+            result[ratio] = round(medians[OURS][quantity] / min(peer[quantity] for peer in peers), 3)
+    return {
+        **result,
+        "medians": medians,
+        "repeats": arguments.repeats,
+        "seconds_each": arguments.seconds,
+        "stream_concurrency": STREAM_CONCURRENCY,
+        "versions": versions("sglang-ext", "sglang-router", "smg"),
+        "machine": machine(),
+        "wall_s": round(wall_s, 1),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="samples of each number (default 3)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement (default 5)")
+    parser.add_argument(
+        "--routers",
+        nargs="+",
+        choices=list(COMMANDS),
+        default=list(COMMANDS),
+        help="measure only these; ratios need ours and a peer",
+    )
+    arguments = parser.parse_args()
+    if arguments.repeats < 1 or not arguments.seconds > 0:
+        parser.error("--repeats must be at least 1 and --seconds greater than 0")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

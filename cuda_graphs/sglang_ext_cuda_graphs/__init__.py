@@ -1,0 +1,1 @@
+"""Capture and replay of prefill graphs on a length x batch grid."""

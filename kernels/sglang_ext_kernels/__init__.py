@@ -1,0 +1,1 @@
+"""GPU kernels, one operation per file, a plain reference beside each."""

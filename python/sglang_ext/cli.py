@@ -1,0 +1,69 @@
+"""`sglang-ext COMMAND`: each command is a module with `add_arguments(parser)` and `run(args) -> int`.
+
+Only the chosen command's module is imported, so that the router starts without an engine installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_ext import __version__
+
+
+class Command(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "up": Command("sglang_ext.cluster.command", "start a whole cluster (pools and router) and keep it healthy"),
+    "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
+    "worker": Command("sglang_ext.sglang_plugin.worker", "start one SGLang instance with a role"),
+    "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
+    "model": Command("sglang_ext.models.command", "fetch and convert the small demonstration model"),
+}
+
+
+def _overview() -> str:
+    lines = [
+        "usage: sglang-ext COMMAND [options]",
+        "",
+        "Prefill disaggregation by prompt length for SGLang.",
+        "",
+        "commands:",
+    ]
+    lines += [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "`sglang-ext COMMAND --help` explains each; `sglang-ext --version` prints the version."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+        print(_overview())
+        return 0
+    if arguments[0] in {"-V", "--version"}:
+        print(f"sglang-ext {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"sglang-ext: unknown command {name!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(
+        prog=f"sglang-ext {name}",
+        description=command.summary[0].upper() + command.summary[1:] + ".",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(rest)) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

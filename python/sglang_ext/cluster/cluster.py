@@ -1,0 +1,162 @@
+"""A cluster as one object: prepare the model, pick ports, start, keep, stop."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from sglang_ext.cluster import plan as planning
+from sglang_ext.cluster.checks import ConfigError
+from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.model import PreparedModel, prepare_model
+from sglang_ext.cluster.plan import ClusterPlan
+from sglang_ext.cluster.ports import is_port_free, pick_free_ports
+from sglang_ext.cluster.state import ClusterState, ProgramState, lock_folder, remove_state, write_state
+from sglang_ext.cluster.supervisor import TICK_S, Member, Supervisor
+
+
+class Display(Protocol):
+    """Shows a person what the cluster's programs do."""
+
+    def changed(self, member: Member, line: str) -> None:
+        """One program changed its phase; `line` says how."""
+
+    def refresh(self, members: list[Member]) -> None:
+        """Called often while the cluster starts."""
+
+    def started(self) -> None:
+        """The start is over, well or not; from here on only `changed` is called."""
+
+
+def plan_cluster(config: ClusterConfig, model: PreparedModel) -> ClusterPlan:
+    """Lay out the cluster on this machine with ports that are free now. Raises ConfigError."""
+    for port, path in planning.given_ports(config).items():
+        host = config.router.host if path.startswith("router.") else config.host
+        if not is_port_free(host, port):
+            raise ConfigError(path, f"port {port} of {host} cannot be listened on: in use, or not permitted")
+    free_ports = pick_free_ports(
+        config.host,
+        planning.count_ports(config),
+        avoid=planning.given_ports(config),
+        draw=random.SystemRandom(),
+    )
+    return planning.make_plan(
+        config,
+        model=model,
+        machine=planning.find_machine(),
+        free_ports=free_ports,
+        admin_key=secrets.token_urlsafe(24),
+    )
+
+
+class Cluster:
+    """A running cluster; a context manager that starts it and leaves nothing running.
+
+    Entering raises ClusterInUseError, ConfigError, ModelError or StartError, and has stopped everything then.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, display: Display, *, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.config = config
+        self.folder = config.folder.resolve()
+        self._display = display
+        self._is_cancelled = is_cancelled
+        self._hurry: Callable[[], bool] = lambda: False
+        self.is_ready = False
+
+    @property
+    def url(self) -> str:
+        """The router's address, such as http://127.0.0.1:30000."""
+        return self.plan.router.url
+
+    @property
+    def members(self) -> list[Member]:
+        """Every program with its phase, the router last."""
+        return self._supervisor.members
+
+    def name_of(self, url: str) -> str:
+        """Return the name of the instance with this URL (`short-0`), or the URL where it is unknown."""
+        return next((m.program.name for m in self.members if m.program.url == url), url)
+
+    def __enter__(self) -> Cluster:
+        self._lock = lock_folder(self.folder)
+        try:
+            self.plan = plan_cluster(self.config, prepare_model(self.config.model))
+            self._supervisor = Supervisor(
+                self.plan,
+                self.folder / "logs",
+                start_timeout_s=self.config.start.timeout_s,
+                drain_s=self.config.stop.drain_s,
+                grace_s=self.config.stop.grace_s,
+                restarts=self.config.restart == "on-failure",
+                listener=self._changed,
+                is_cancelled=self._is_cancelled,
+            )
+        except BaseException:
+            self._lock.close()
+            raise
+        try:
+            self.is_ready = self._supervisor.start(lambda: self._display.refresh(self.members))
+        except BaseException:
+            self._display.started()
+            self._stop()
+            raise
+        self._display.started()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def stop_at_once_when(self, hurry: Callable[[], bool]) -> None:
+        """While stopping, kill everything as soon as `hurry` returns true."""
+        self._hurry = hurry
+
+    def serve(self, is_done: Callable[[], bool]) -> None:
+        """Keep the programs running until `is_done` returns true."""
+        while not is_done():
+            self._supervisor.tick()
+            time.sleep(TICK_S)
+
+    def _stop(self) -> None:
+        try:
+            self._supervisor.stop(self._hurry)
+        finally:
+            remove_state(self.folder)
+            self._lock.close()
+
+    def _changed(self, member: Member, line: str) -> None:
+        write_state(self.folder, self._state())
+        self._display.changed(member, line)
+
+    def _state(self) -> ClusterState:
+        return ClusterState(
+            name=self.config.name,
+            pid=os.getpid(),
+            url=self.plan.router.url,
+            model=self.plan.model_name,
+            admin_api_key=self.plan.admin_key,
+            programs=tuple(
+                ProgramState(
+                    name=member.program.name,
+                    role=str(member.program.role or planning.ROUTER_NAME),
+                    phase=str(member.phase),
+                    url=member.program.url,
+                    bootstrap_port=member.program.bootstrap_port,
+                    pid=member.pid,
+                    restarts=member.restarts,
+                    log=str(member.log),
+                )
+                for member in self.members
+            ),
+        )

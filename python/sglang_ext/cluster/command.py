@@ -1,0 +1,190 @@
+"""`sglang-ext up`: a whole cluster from options or a YAML file, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from sglang_ext.cluster.checks import ConfigError
+from sglang_ext.cluster.cluster import Cluster, plan_cluster
+from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.display import make_display
+from sglang_ext.cluster.model import DEMONSTRATION_MODEL, prepare_model
+from sglang_ext.cluster.ports import NoFreePortError
+from sglang_ext.cluster.records import read_record
+from sglang_ext.cluster.state import STATE_FILE, ClusterInUseError
+from sglang_ext.cluster.supervisor import StartError
+from sglang_ext.cluster.yaml_file import load_settings
+from sglang_ext.models.smollm2 import ModelError
+
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+ROLES = ("short", "long", "both", "decode")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `sglang-ext up`; each replaces the setting of the same name in the file."""
+    absent = argparse.SUPPRESS
+    parser.add_argument("--config", type=Path, metavar="FILE", default=absent, help="cluster in YAML")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
+    parser.add_argument(
+        "--model", metavar="M", default=absent, help="model folder or name; smollm2: demonstration model"
+    )
+    for role in ROLES:
+        kind = "decode" if role == "decode" else f"prefill ({role})"
+        parser.add_argument(f"--{role}", type=int, metavar="N", default=absent, help=f"{kind} instances")
+    for role in ROLES:
+        parser.add_argument(
+            f"--{role}-tp",
+            type=int,
+            metavar="N",
+            default=absent,
+            help=f"tensor-parallel ranks per {role} instance",
+        )
+    value_options: tuple[tuple[str, type[str] | type[int] | type[float], str], ...] = (
+        ("--name", str, "name of the cluster; its folder is RUN_DIR/NAME"),
+        ("--run-dir", str, "where clusters keep logs and state"),
+        ("--device", str, "auto, cpu or cuda"),
+        ("--served-model-name", str, "name of the model in the API"),
+        ("--host", str, "address that the router listens on"),
+        ("--port", int, "port that the router listens on; 0 picks a free one"),
+        ("--length-boundary-tokens", int, "longest short prefill, in new tokens"),
+        ("--router-args", str, "further router arguments, as one quoted string"),
+        ("--start-timeout-s", float, "longest wait for an instance to become healthy"),
+        ("--restart", str, "never or on-failure: start an instance again that dies while serving"),
+    )
+    for option, value_type, text in value_options:
+        parser.add_argument(option, type=value_type, default=absent, help=text, metavar=_METAVARS[value_type])
+    parser.add_argument(
+        "engine_args",
+        nargs="*",
+        metavar="-- SGLANG_ARGS",
+        default=absent,
+        help="SGLang server arguments of every instance",
+    )
+
+
+def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
+    """Resolve the file and the options into one configuration. Raises ConfigError."""
+    given = vars(args)
+    settings = load_settings(given["config"]) if "config" in given else {}
+    for option, path in (
+        ("model", ("model",)),
+        ("name", ("name",)),
+        ("run_dir", ("run_dir",)),
+        ("device", ("device",)),
+        ("served_model_name", ("served_model_name",)),
+        ("restart", ("restart",)),
+        ("host", ("router", "host")),
+        ("port", ("router", "port")),
+        ("length_boundary_tokens", ("router", "length_boundary_tokens")),
+        ("start_timeout_s", ("start", "timeout_s")),
+        *((role, ("pools", role, "count")) for role in ROLES),
+        *((f"{role}_tp", ("pools", role, "tp")) for role in ROLES),
+    ):
+        if option in given:
+            _put(settings, path, given[option])
+    if "router_args" in given:
+        _put(
+            settings,
+            ("router", "args"),
+            [*_list_at(settings, ("router", "args")), *_split(given["router_args"])],
+        )
+    if "engine_args" in given:
+        settings["args"] = [*_list_at(settings, ("args",)), *given["engine_args"]]
+    if "pools" not in settings:
+        settings["pools"] = {role: {"count": 1} for role in ("short", "long", "decode")}
+    settings.setdefault("model", DEMONSTRATION_MODEL)
+    return read_record(ClusterConfig, settings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the cluster until told to stop; 0: clean stop, 1: it cannot start, 2: bad input, 130: cancelled."""
+    try:
+        config = config_from_arguments(args)
+        if args.dry_run:
+            for line in plan_cluster(config, prepare_model(config.model)).shell_lines():
+                print(line)
+            return 0
+        return _serve(config)
+    except ConfigError as error:
+        return _fail(str(error), 2)
+    except StartError as error:
+        lines = "".join(f"  | {line}\n" for line in error.log_lines)
+        return _fail(f"{error}; everything is stopped. End of {error.log}:\n{lines}".rstrip(), 1)
+    except (ModelError, ClusterInUseError, NoFreePortError, OSError) as error:
+        return _fail(str(error), 1)
+
+
+def _serve(config: ClusterConfig) -> int:
+    asked = _StopSignals()
+    cluster = Cluster(config, make_display(), is_cancelled=asked.once)
+    cluster.stop_at_once_when(asked.twice)
+    with asked, cluster:
+        if not cluster.is_ready:
+            return 130
+        print(f"serving {cluster.plan.model_name} at {cluster.url}")
+        print(f"logs and {STATE_FILE} are in {cluster.folder}; Ctrl-C stops", flush=True)
+        cluster.serve(asked.once)
+        print("stopping (Ctrl-C again: at once)", file=sys.stderr, flush=True)
+    return 0
+
+
+class _StopSignals:
+    """Counts SIGINT, SIGTERM and SIGHUP while it is entered."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def once(self) -> bool:
+        return self._count >= 1
+
+    def twice(self) -> bool:
+        return self._count >= 2
+
+    def __enter__(self) -> None:
+        self._previous = [(number, signal.getsignal(number)) for number in self._NUMBERS]
+        for number, handler in self._previous:
+            if handler is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous:
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+
+
+def _put(settings: dict[str, object], path: tuple[str, ...], value: object) -> None:
+    *outer, last = path
+    for key in outer:
+        inner = settings.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return  # the file is wrong here; reading it says so
+        settings = inner
+    settings[last] = value
+
+
+def _list_at(settings: dict[str, object], path: tuple[str, ...]) -> list[object]:
+    value: object = settings
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, list) else []
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError("--router-args", f"{text!r} cannot be split into words: {error}") from None
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"sglang-ext up: error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,226 @@
+"""What a cluster is made of, resolved once into frozen records; field metadata is the reference text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from sglang_ext.cluster.checks import (
+    ConfigError,
+    check_at_least,
+    check_choice,
+    check_port,
+    check_positive,
+    parse_id_set,
+)
+from sglang_ext.types import Role
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def _no_variables() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """The instances of one role; they differ only in their ports."""
+
+    count: int = field(metadata=_help("instances"), default=1)
+    tp: int = field(metadata=_help("tensor-parallel ranks of each instance"), default=1)
+    ports: tuple[int, ...] = field(
+        metadata=_help("HTTP port of each instance; 0 or left out: a free one is picked"), default=()
+    )
+    bootstrap_ports: tuple[int, ...] = field(
+        metadata=_help("port of each prefill instance's bootstrap server; 0 or left out: a free one is picked"),
+        default=(),
+    )
+    threads: int | None = field(
+        metadata=_help("OMP threads of each rank; left out: the machine's cores shared out evenly, at least 1"),
+        default=None,
+    )
+    cores: tuple[str, ...] = field(
+        metadata=_help('CPU cores of each instance, such as ["0-3", "4-7"]; left out: not pinned'), default=()
+    )
+    gpus: tuple[str, ...] = field(
+        metadata=_help('GPUs of each instance, such as ["0", "1,2"]; left out: consecutive ones'), default=()
+    )
+    args: tuple[str, ...] = field(metadata=_help("further SGLang server arguments of these instances"), default=())
+    worker_args: tuple[str, ...] = field(
+        metadata=_help("further options of `sglang-ext worker` for these instances"), default=()
+    )
+    env: Mapping[str, str] = field(
+        metadata=_help("further environment variables of these instances"), default_factory=_no_variables
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least("count", self.count, 0)
+        check_at_least("tp", self.tp, 1)
+        if self.threads is not None:
+            check_at_least("threads", self.threads, 1)
+        for name in ("ports", "bootstrap_ports"):
+            values: tuple[int, ...] = getattr(self, name)
+            for position, port in enumerate(values):
+                check_port(f"{name}[{position}]", port)
+            if len(values) > self.count:
+                raise ConfigError(name, f"{len(values)} ports for a pool of {self.count}")
+        for name in ("cores", "gpus"):
+            sets: tuple[str, ...] = getattr(self, name)
+            if sets and len(sets) != self.count:
+                raise ConfigError(name, f"{len(sets)} entries for a pool of {self.count}")
+            for position, text in enumerate(sets):
+                parse_id_set(text, f"{name}[{position}]")
+        for position, text in enumerate(self.gpus):
+            gpu_count = len(parse_id_set(text, f"gpus[{position}]"))
+            if gpu_count != self.tp:
+                raise ConfigError(f"gpus[{position}]", f"{gpu_count} GPUs for tp {self.tp}")
+
+    def port_of(self, index: int) -> int:
+        """Return the HTTP port asked for by instance `index`, 0 for any."""
+        return self.ports[index] if index < len(self.ports) else 0
+
+    def bootstrap_port_of(self, index: int) -> int:
+        """Return the bootstrap port asked for by instance `index`, 0 for any."""
+        return self.bootstrap_ports[index] if index < len(self.bootstrap_ports) else 0
+
+
+_EMPTY_POOL = PoolConfig(count=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsConfig:
+    """One pool per role; an absent pool has no instances."""
+
+    short: PoolConfig = field(metadata=_help("prefill of short prompts"), default=_EMPTY_POOL)
+    long: PoolConfig = field(metadata=_help("prefill of long prompts"), default=_EMPTY_POOL)
+    both: PoolConfig = field(metadata=_help("prefill of short and long prompts in turn"), default=_EMPTY_POOL)
+    decode: PoolConfig = field(metadata=_help("decode"), default=_EMPTY_POOL)
+
+    def by_role(self) -> Iterator[tuple[Role, PoolConfig]]:
+        """Yield (role, pool), prefill first, in a fixed order."""
+        yield Role.SHORT, self.short
+        yield Role.LONG, self.long
+        yield Role.BOTH, self.both
+        yield Role.DECODE, self.decode
+
+    def __post_init__(self) -> None:
+        if self.decode.count < 1:
+            raise ConfigError("decode.count", "a cluster needs at least one decode instance")
+        if not any(pool.count for role, pool in self.by_role() if role.is_prefill):
+            raise ConfigError("short.count", "a cluster needs at least one prefill instance (short, long or both)")
+        if self.decode.bootstrap_ports:
+            raise ConfigError("decode.bootstrap_ports", "only prefill instances have a bootstrap server")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """The router's own part; `args` takes every further option of `sglang-ext router`."""
+
+    host: str = field(metadata=_help("address that the router listens on"), default="127.0.0.1")
+    port: int = field(metadata=_help("port that the router listens on; 0: a free one is picked"), default=30000)
+    length_boundary_tokens: int = field(
+        metadata=_help("a prefill of at most this many new tokens is short, a larger one long"), default=512
+    )
+    args: tuple[str, ...] = field(metadata=_help("further arguments of the router"), default=())
+    env: Mapping[str, str] = field(
+        metadata=_help("further environment variables of the router"), default_factory=_no_variables
+    )
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host", "must not be empty")
+        check_port("port", self.port)
+        check_at_least("length_boundary_tokens", self.length_boundary_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StartSettings:
+    """How the cluster is brought up."""
+
+    timeout_s: float = field(metadata=_help("longest wait for one instance to become healthy"), default=300.0)
+    parallel: int | None = field(
+        metadata=_help("instances that start at a time; left out: twice the cores, or 1 where instances share a GPU"),
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        check_positive("timeout_s", self.timeout_s)
+        if self.parallel is not None:
+            check_at_least("parallel", self.parallel, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StopSettings:
+    """How the cluster is taken down: the router drains, then the instances end."""
+
+    drain_s: float = field(metadata=_help("longest wait for running requests to end"), default=30.0)
+    grace_s: float = field(metadata=_help("wait between asking an instance to end and killing it"), default=15.0)
+
+    def __post_init__(self) -> None:
+        check_positive("drain_s", self.drain_s)
+        check_positive("grace_s", self.grace_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A whole cluster. Durations in seconds."""
+
+    model: str = field(
+        metadata=_help("folder or Hugging Face name of the model, or smollm2 for the demonstration model")
+    )
+    pools: PoolsConfig = field(metadata=_help("the instances"))
+    name: str = field(metadata=_help("name of the cluster: its folder is RUN_DIR/NAME"), default="default")
+    run_dir: str = field(metadata=_help("where clusters keep their logs and state"), default="run")
+    host: str = field(metadata=_help("address that the instances listen on"), default="127.0.0.1")
+    device: str = field(metadata=_help("auto, cpu or cuda; auto: cuda where the machine has a GPU"), default="auto")
+    served_model_name: str | None = field(
+        metadata=_help("name of the model in the API; left out: the last part of `model`"), default=None
+    )
+    args: tuple[str, ...] = field(metadata=_help("further SGLang server arguments of every instance"), default=())
+    worker_args: tuple[str, ...] = field(
+        metadata=_help("further options of `sglang-ext worker` for every instance"), default=()
+    )
+    env: Mapping[str, str] = field(
+        metadata=_help("further environment variables of every instance"), default_factory=_no_variables
+    )
+    router: RouterSettings = field(metadata=_help("the router"), default=RouterSettings())
+    start: StartSettings = field(metadata=_help("bringing it up"), default=StartSettings())
+    stop: StopSettings = field(metadata=_help("taking it down"), default=StopSettings())
+    restart: str = field(
+        metadata=_help("on-failure: an instance that dies while serving is started again; never: it is left"),
+        default="on-failure",
+    )
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model", "must not be empty")
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError("name", f"{self.name!r} must be letters, digits, '.', '_' and '-'")
+        if not self.host:
+            raise ConfigError("host", "must not be empty")
+        check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("restart", self.restart, ("never", "on-failure"))
+        self._check_ports_differ()
+
+    @property
+    def folder(self) -> Path:
+        """Where this cluster keeps its logs and state."""
+        return Path(self.run_dir) / self.name
+
+    def _check_ports_differ(self) -> None:
+        seen: dict[int, str] = {}
+        given = [("router.port", self.router.port)]
+        for role, pool in self.pools.by_role():
+            given += [(f"pools.{role}.ports[{i}]", port) for i, port in enumerate(pool.ports)]
+            given += [(f"pools.{role}.bootstrap_ports[{i}]", port) for i, port in enumerate(pool.bootstrap_ports)]
+        for path, port in given:
+            if port and port in seen:
+                raise ConfigError(path, f"port {port} is already taken by {seen[port]}")
+            seen[port] = path

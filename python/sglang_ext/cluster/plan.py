@@ -1,0 +1,238 @@
+"""The programs of a cluster: command lines, environments and addresses, from a configuration and ports."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sglang_ext.cluster.checks import ConfigError, parse_id_set
+from sglang_ext.cluster.config import ClusterConfig, PoolConfig
+from sglang_ext.cluster.model import PreparedModel
+from sglang_ext.sglang_plugin.device import cuda_device_count, torch_has_cuda
+from sglang_ext.types import Role
+
+ROUTER_NAME = "router"
+HIDDEN = "[hidden]"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the plan needs to know about the machine."""
+
+    core_ids: frozenset[int]
+    gpu_count: int  # those that the installed torch can use
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One program to run: an instance or the router."""
+
+    name: str  # unique in the cluster: short-0, decode-1, router
+    command: tuple[str, ...]
+    env: Mapping[str, str]  # added to the supervisor's own
+    cores: frozenset[int] | None  # None: not pinned
+    url: str
+    ready_path: str
+    role: Role | None  # None: the router
+    bootstrap_port: int | None  # prefill instances only
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Everything that the supervisor starts, in order."""
+
+    instances: tuple[Program, ...]
+    router: Program
+    start_parallel: int
+    admin_key: str
+    model_name: str
+
+    def shell_lines(self) -> Iterator[str]:
+        """Yield each program as a line for a shell, the admin key hidden."""
+        for program in (*self.instances, self.router):
+            words = [f"{name}={value}" for name, value in program.env.items()]
+            if program.cores is not None:
+                words += ["taskset", "-c", ",".join(map(str, sorted(program.cores)))]
+            words += [HIDDEN if word == self.admin_key else word for word in program.command]
+            yield shlex.join(words)
+
+
+def find_machine() -> Machine:
+    """Look at the cores that this process may use and the GPUs that are there."""
+    return Machine(
+        core_ids=frozenset(os.sched_getaffinity(0)),
+        gpu_count=cuda_device_count() if torch_has_cuda() else 0,
+    )
+
+
+def resolve_device(config: ClusterConfig, machine: Machine) -> str:
+    """Return cpu or cuda. Raises ConfigError for cuda without a GPU."""
+    if config.device == "cuda" and machine.gpu_count == 0:
+        raise ConfigError("device", "is cuda, but no GPU can be used here (driver, or torch without CUDA)")
+    if config.device == "auto":
+        return "cuda" if machine.gpu_count else "cpu"
+    return config.device
+
+
+def count_ports(config: ClusterConfig) -> int:
+    """Return how many ports have to be picked: those that the configuration leaves open."""
+    open_ports = int(config.router.port == 0)
+    for role, pool in config.pools.by_role():
+        open_ports += sum(pool.port_of(i) == 0 for i in range(pool.count))
+        if role.is_prefill:
+            open_ports += sum(pool.bootstrap_port_of(i) == 0 for i in range(pool.count))
+    return open_ports
+
+
+def given_ports(config: ClusterConfig) -> dict[int, str]:
+    """Return the ports that the configuration names, each with its setting's path."""
+    ports: dict[int, str] = {}
+    if config.router.port:
+        ports[config.router.port] = "router.port"
+    for role, pool in config.pools.by_role():
+        for field_name in ("ports", "bootstrap_ports"):
+            for i, port in enumerate(getattr(pool, field_name)):
+                if port:
+                    ports[port] = f"pools.{role}.{field_name}[{i}]"
+    return ports
+
+
+def make_plan(
+    config: ClusterConfig, *, model: PreparedModel, machine: Machine, free_ports: list[int], admin_key: str
+) -> ClusterPlan:
+    """Lay out the whole cluster.
+
+    `free_ports` holds at least `count_ports(config)` ports. Raises ConfigError for cores or GPUs that the
+    machine lacks.
+    """
+    ports = iter(free_ports)
+    device = resolve_device(config, machine)
+    model_name = config.served_model_name or model.name
+    rank_count = sum(pool.count * pool.tp for _, pool in config.pools.by_role())
+    threads = max(1, len(machine.core_ids) // rank_count)
+    next_gpu = 0
+    gpu_users: dict[str, int] = {}
+    instances: list[Program] = []
+    for role, pool in config.pools.by_role():
+        for index in range(pool.count):
+            path = f"pools.{role}"
+            env = {**config.env, **pool.env}
+            if device == "cuda":
+                gpus, next_gpu = _gpus(pool, index, next_gpu, machine, path)
+                for gpu in gpus:
+                    gpu_users[gpu] = gpu_users.get(gpu, 0) + 1
+                env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpus))
+            port = pool.port_of(index) or next(ports)
+            bootstrap_port = (pool.bootstrap_port_of(index) or next(ports)) if role.is_prefill else None
+            instances.append(
+                Program(
+                    name=f"{role}-{index}",
+                    command=_worker_command(
+                        config,
+                        role,
+                        pool,
+                        model.path,
+                        model_name,
+                        device,
+                        pool.threads or threads,
+                        port,
+                        bootstrap_port,
+                    ),
+                    env=env,
+                    cores=_cores(pool, index, machine, path),
+                    url=f"http://{_url_host(config.host)}:{port}",
+                    ready_path="/health",
+                    role=role,
+                    bootstrap_port=bootstrap_port,
+                )
+            )
+    default_parallel = 1 if any(users > 1 for users in gpu_users.values()) else 2 * len(machine.core_ids)
+    return ClusterPlan(
+        instances=tuple(instances),
+        router=_router(config, instances, config.router.port or next(ports), admin_key),
+        start_parallel=config.start.parallel or default_parallel,
+        admin_key=admin_key,
+        model_name=model_name,
+    )
+
+
+def _worker_command(
+    config: ClusterConfig,
+    role: Role,
+    pool: PoolConfig,
+    model_path: str,
+    model_name: str,
+    device: str,
+    threads: int,
+    port: int,
+    bootstrap_port: int | None,
+) -> tuple[str, ...]:
+    command = [sys.executable, "-m", "sglang_ext.cli", "worker", "--role", str(role)]
+    command += ["--model-path", model_path, "--host", config.host, "--port", str(port), "--device", device]
+    if bootstrap_port is not None:
+        command += ["--bootstrap-port", str(bootstrap_port)]
+    if device == "cpu":
+        command += ["--threads", str(threads)]
+    command += [*config.worker_args, *pool.worker_args]
+    command += ["--", "--served-model-name", model_name]
+    if pool.tp > 1:
+        command += ["--tp-size", str(pool.tp)]
+    return (*command, *config.args, *pool.args)
+
+
+_PREFILL_OPTIONS = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", Role.BOTH: "--prefill"}
+
+
+def _router(config: ClusterConfig, instances: list[Program], port: int, admin_key: str) -> Program:
+    command = [sys.executable, "-m", "sglang_ext.cli", "router"]
+    command += ["--host", config.router.host, "--port", str(port), "--pd-disaggregation"]
+    for instance in instances:
+        assert instance.role is not None
+        if instance.role is Role.DECODE:
+            command += ["--decode", instance.url]
+        else:
+            command += [_PREFILL_OPTIONS[instance.role], instance.url, str(instance.bootstrap_port)]
+    command += ["--length-boundary-tokens", str(config.router.length_boundary_tokens)]
+    command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}", "--admin-api-key", admin_key]
+    # A server that listens everywhere is reached by the loopback address.
+    reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.router.host, config.router.host)
+    return Program(
+        name=ROUTER_NAME,
+        command=(*command, *config.router.args),
+        env=dict(config.router.env),
+        cores=None,
+        url=f"http://{_url_host(reach)}:{port}",
+        ready_path="/readyz",
+        role=None,
+        bootstrap_port=None,
+    )
+
+
+def _gpus(pool: PoolConfig, index: int, next_gpu: int, machine: Machine, path: str) -> tuple[list[str], int]:
+    if pool.gpus:
+        chosen = sorted(parse_id_set(pool.gpus[index], path))
+        if chosen[-1] >= machine.gpu_count:
+            raise ConfigError(f"{path}.gpus[{index}]", f"this machine has {machine.gpu_count} GPUs")
+        return [str(gpu) for gpu in chosen], next_gpu
+    if pool.tp > machine.gpu_count:
+        raise ConfigError(f"{path}.tp", f"is {pool.tp}, but this machine has {machine.gpu_count} GPUs")
+    if next_gpu % machine.gpu_count + pool.tp > machine.gpu_count:
+        next_gpu = 0  # ranks of one instance need different GPUs
+    return [str((next_gpu + rank) % machine.gpu_count) for rank in range(pool.tp)], next_gpu + pool.tp
+
+
+def _cores(pool: PoolConfig, index: int, machine: Machine, path: str) -> frozenset[int] | None:
+    if not pool.cores:
+        return None
+    cores = parse_id_set(pool.cores[index], path)
+    missing = cores - machine.core_ids
+    if missing:
+        raise ConfigError(f"{path}.cores[{index}]", f"this machine has no core {min(missing)}")
+    return cores
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,93 @@
+"""One running program of a cluster: its session, its log, its health."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sglang_ext.cluster.plan import Program
+from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, end_processes, send_signal, session_processes
+
+PROBE_TIMEOUT_S = 5.0
+
+
+class RunningProgram:
+    """A program that was started; it leads a session that its descendants share."""
+
+    def __init__(self, program: Program, log: Path, cluster_id: str) -> None:
+        """Start it, appending to `log`. Raises OSError when it cannot be executed."""
+        self.program = program
+        environment = {**os.environ, **program.env, CLUSTER_ID_VARIABLE: cluster_id}
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                program.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        if program.cores is not None:
+            os.sched_setaffinity(self._process.pid, program.cores)
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of its session."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status as in subprocess (negative: the signal that ended it), None while it runs."""
+        return self._process.poll()
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to the program itself; it ends its own descendants."""
+        if self.exit_status is None:
+            send_signal([self.pid], signal.SIGTERM)
+
+    def end_now(self) -> None:
+        """Kill what is left of its session and wait until it is gone."""
+        end_processes(lambda: session_processes(self.pid), grace_s=0.0)
+        self._process.wait()
+
+
+def answers_ok(url: str, path: str) -> bool:
+    """Whether GET `url``path` is answered with 200 within PROBE_TIMEOUT_S."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def describe_exit(status: int) -> str:
+    """Return an exit status in words."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def log_tail(log: Path, line_count: int) -> list[str]:
+    """Return the last lines of a log file, at most `line_count`, without reading all of it."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    # Progress bars redraw a line with carriage returns; only its last state is of use.
+    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n")]
+    return [line for line in lines if line][-line_count:]

@@ -1,0 +1,94 @@
+"""`state.json`: where a running cluster's programs are, for people and scripts; for its owner only."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+STATE_FILE = "state.json"
+
+
+class ClusterInUseError(RuntimeError):
+    """Another process runs a cluster of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramState:
+    """One program at the moment of writing."""
+
+    name: str
+    role: str  # short, long, both, decode or router
+    phase: str
+    url: str
+    bootstrap_port: int | None
+    pid: int | None
+    restarts: int
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The contents of `state.json`; the admin key is why the file's mode is 0600."""
+
+    name: str
+    pid: int  # of the supervisor
+    url: str  # of the router
+    model: str
+    admin_api_key: str
+    programs: tuple[ProgramState, ...]
+
+
+def write_state(folder: Path, state: ClusterState) -> None:
+    """Replace `folder`/state.json as a whole: a reader sees the old or the new file."""
+    # mkstemp makes the file with mode 0600
+    handle, scratch = tempfile.mkstemp(prefix=f".{STATE_FILE}-", dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(asdict(state), file, indent=2)
+            file.write("\n")
+        os.replace(scratch, folder / STATE_FILE)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def read_state(folder: Path) -> ClusterState:
+    """Read `folder`/state.json. Raises OSError or ValueError."""
+    contents = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    programs = tuple(ProgramState(**program) for program in contents.pop("programs"))
+    return ClusterState(**contents, programs=programs)
+
+
+def remove_state(folder: Path) -> None:
+    """Delete the file: the cluster is down."""
+    with suppress(FileNotFoundError):
+        (folder / STATE_FILE).unlink()
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Make `folder` and take it for this process until the returned file is closed.
+
+    Raises ClusterInUseError when another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise ClusterInUseError(
+            f"a cluster runs in {folder} already (process {holder}); stop it or give another --name"
+        ) from None
+    file.seek(0)
+    file.truncate()
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file

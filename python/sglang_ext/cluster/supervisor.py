@@ -1,0 +1,251 @@
+"""Starts a cluster's programs, keeps them running, and ends them.
+
+One thread owns everything; health probes alone run on others, since a program that is busy may leave a
+connection waiting.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from sglang_ext.cluster.plan import ClusterPlan, Program
+from sglang_ext.cluster.process import RunningProgram, answers_ok, describe_exit, log_tail
+from sglang_ext.cluster.process_tree import cluster_processes, end_processes
+from sglang_ext.cluster.restart import RestartRecord
+from sglang_ext.cluster.watchdog import Watchdog
+
+TICK_S = 0.1
+PROBE_INTERVAL_S = 0.5
+LOG_TAIL_LINES = 20
+
+
+class Phase(StrEnum):
+    """Where a program is in its life."""
+
+    WAITING = "waiting"  # for its turn to start
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing off"  # died, will be started again
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class StartError(RuntimeError):
+    """The cluster did not come up; `log_lines` are the last lines of the log of the one that failed."""
+
+    def __init__(self, message: str, log: Path, log_lines: list[str]) -> None:
+        super().__init__(message)
+        self.log = log
+        self.log_lines = log_lines
+
+
+@dataclass(slots=True)
+class Member:
+    """A program and what became of it."""
+
+    program: Program
+    log: Path
+    phase: Phase = Phase.WAITING
+    running: RunningProgram | None = None
+    started_s: float = 0.0  # of the latest start
+    ready_s: float | None = None  # None: not healthy since the latest start
+    start_again_s: float = 0.0
+    restarts: int = 0
+    record: RestartRecord = field(default_factory=RestartRecord)
+    probe: Future[bool] | None = None
+    next_probe_s: float = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return self.running.pid if self.running is not None else None
+
+
+Listener = Callable[[Member, str], None]
+
+
+class Supervisor:
+    """A cluster's programs. Call `start`, then `tick` often, then `stop`; or `stop` at any time.
+
+    `listener` hears of every change, with a line that says what happened. `is_cancelled` is asked while
+    `start` waits. Times are of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        logs: Path,
+        *,
+        start_timeout_s: float,
+        drain_s: float,
+        grace_s: float,
+        restarts: bool,
+        listener: Listener,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.instances = [Member(program, logs / f"{program.name}.log") for program in plan.instances]
+        self.router = Member(plan.router, logs / f"{plan.router.name}.log")
+        self._start_parallel = plan.start_parallel
+        self._start_timeout_s = start_timeout_s
+        self._drain_s = drain_s
+        self._grace_s = grace_s
+        self._restarts = restarts
+        self._listener = listener
+        self._is_cancelled = is_cancelled
+        self._cluster_id = uuid.uuid4().hex
+        self._watchdog = Watchdog(self._cluster_id)
+        self._probes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="health")
+        logs.mkdir(parents=True, exist_ok=True)
+        for member in self.members:
+            member.log.unlink(missing_ok=True)  # one log is one run
+
+    @property
+    def members(self) -> list[Member]:
+        """Every program, the router last."""
+        return [*self.instances, self.router]
+
+    def start(self, on_tick: Callable[[], None] = lambda: None) -> bool:
+        """Start the instances, then the router; return whether all are ready (False: cancelled).
+
+        Raises StartError as soon as one dies or takes too long; the caller then calls `stop`.
+        """
+        while not self._all_ready():
+            if self._is_cancelled():
+                return False
+            now_s = time.monotonic()
+            starting = sum(member.phase is Phase.STARTING for member in self.instances)
+            for member in self.instances:
+                if member.phase is Phase.WAITING and starting < self._start_parallel:
+                    self._launch(member, now_s)
+                    starting += 1
+            if self.router.phase is Phase.WAITING and all(m.phase is Phase.READY for m in self.instances):
+                self._launch(self.router, now_s)
+            for member in self.members:
+                self._check_start(member, now_s)
+            on_tick()
+            time.sleep(TICK_S)
+        return True
+
+    def tick(self) -> None:
+        """Look once at every program: note deaths, start again what is due, note recoveries."""
+        now_s = time.monotonic()
+        for member in self.members:
+            if member.running is not None and member.running.exit_status is not None:
+                self._note_death(member, member.running, now_s)
+            elif member.phase is Phase.BACKING_OFF and now_s >= member.start_again_s:
+                member.restarts += 1
+                self._launch(member, now_s)
+            elif member.phase is Phase.STARTING:
+                self._probe(member, now_s)
+        if not self._watchdog.is_alive:
+            self._replace_watchdog()
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """End everything: the router drains, then the instances end. Once `hurry` is true, kill at once."""
+        self._end([self.router], self._drain_s, hurry)
+        self._end(self.instances, self._grace_s, hurry)
+        end_processes(lambda: cluster_processes(self._cluster_id, ()), grace_s=0.0)
+        self._watchdog.close()
+        self._probes.shutdown(wait=False, cancel_futures=True)
+
+    def _all_ready(self) -> bool:
+        return all(member.phase is Phase.READY for member in self.members)
+
+    def _launch(self, member: Member, now_s: float) -> None:
+        member.running = RunningProgram(member.program, member.log, self._cluster_id)
+        member.started_s = now_s
+        member.ready_s = None
+        member.next_probe_s = now_s
+        self._tell_watchdog(member.running.pid)
+        self._set(member, Phase.STARTING, f"started as process {member.running.pid}")
+
+    def _check_start(self, member: Member, now_s: float) -> None:
+        if member.running is None:
+            return
+        status = member.running.exit_status
+        if status is not None:
+            raise self._start_error(member, f"{member.program.name} {describe_exit(status)} during start")
+        if member.phase is Phase.STARTING:
+            self._probe(member, now_s)
+            if member.phase is Phase.STARTING and now_s - member.started_s > self._start_timeout_s:
+                raise self._start_error(
+                    member, f"{member.program.name} was not healthy within {self._start_timeout_s:g} s"
+                )
+
+    def _start_error(self, member: Member, message: str) -> StartError:
+        return StartError(message, member.log, log_tail(member.log, LOG_TAIL_LINES))
+
+    def _probe(self, member: Member, now_s: float) -> None:
+        if member.probe is None:
+            if now_s >= member.next_probe_s:
+                member.probe = self._probes.submit(answers_ok, member.program.url, member.program.ready_path)
+            return
+        if not member.probe.done():
+            return
+        is_ready = member.probe.result()
+        member.probe = None
+        member.next_probe_s = now_s + PROBE_INTERVAL_S
+        if is_ready:
+            member.ready_s = now_s
+            self._set(member, Phase.READY, f"ready after {now_s - member.started_s:.1f} s")
+
+    def _note_death(self, member: Member, running: RunningProgram, now_s: float) -> None:
+        status = running.exit_status
+        assert status is not None
+        self._clear(member, running)
+        served_s = None if member.ready_s is None else now_s - member.ready_s
+        how = describe_exit(status)
+        if not self._restarts:
+            self._set(member, Phase.STOPPED, f"{how}; not started again (restart: never)")
+            return
+        member.record = member.record.after_death(served_s)
+        member.start_again_s = now_s + member.record.delay_s
+        self._set(member, Phase.BACKING_OFF, f"{how}; starting again in {member.record.delay_s:g} s")
+
+    def _end(self, members: list[Member], grace_s: float, hurry: Callable[[], bool]) -> None:
+        for member in members:
+            if member.running is not None:
+                member.running.ask_to_end()
+                self._set(member, Phase.STOPPING, "stopping")
+        deadline_s = time.monotonic() + grace_s
+        waiting = [member for member in members if member.running is not None]
+        while waiting and time.monotonic() < deadline_s and not hurry():
+            time.sleep(TICK_S / 2)
+            waiting = [m for m in waiting if m.running is not None and m.running.exit_status is None]
+        for member in members:
+            if member.running is not None:
+                was_killed = member.running.exit_status is None
+                self._clear(member, member.running)
+                self._set(member, Phase.STOPPED, "killed" if was_killed else "stopped")
+
+    def _clear(self, member: Member, running: RunningProgram) -> None:
+        """End what a program left behind; its session's number is free afterwards."""
+        running.end_now()
+        member.running = None
+        member.probe = None
+        try:
+            self._watchdog.forget_session(running.pid)
+        except BrokenPipeError:
+            self._replace_watchdog()
+
+    def _tell_watchdog(self, session_id: int) -> None:
+        try:
+            self._watchdog.watch_session(session_id)
+        except BrokenPipeError:
+            self._replace_watchdog()
+
+    def _replace_watchdog(self) -> None:
+        self._watchdog.close()
+        self._watchdog = Watchdog(self._cluster_id)
+        for member in self.members:
+            if member.running is not None:
+                self._watchdog.watch_session(member.running.pid)
+
+    def _set(self, member: Member, phase: Phase, line: str) -> None:
+        member.phase = phase
+        self._listener(member, line)

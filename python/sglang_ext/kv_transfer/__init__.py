@@ -1,0 +1,1 @@
+"""Drivers and transports that move KV cache between instances."""

@@ -1,0 +1,108 @@
+"""Frames of the TCP transport: a greeting, then batches of blocks, each answered by one status byte.
+
+    greeting   magic (8 bytes), version (u16), reserved (6 bytes)          both directions, once
+    batch      block count (u32), reserved (u32), payload length (u64)     writer to owner
+               block count × (address u64, length u64)
+               payload: the blocks' bytes, in the order of the table
+    status     one byte                                                    owner to writer
+
+Integers are little-endian. A batch without blocks is a probe.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sglang_ext.kv_transfer.memory_regions import Span
+
+MAGIC = b"SGLXKV\r\n"
+VERSION = 1
+GREETING = struct.Struct("<8sH6x")
+BATCH_HEADER = struct.Struct("<IIQ")
+BLOCK = struct.Struct("<QQ")
+
+
+class ProtocolError(Exception):
+    """The peer sent something that this protocol does not allow."""
+
+
+class Status(IntEnum):
+    """What the owner of the memory answers to a batch."""
+
+    DONE = 0x5A
+    OUT_OF_BOUNDS = 0x01
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one batch may hold; both ends enforce it, so that a peer cannot exhaust memory."""
+
+    max_blocks: int = 1 << 20
+    max_payload_bytes: int = 1 << 36
+
+
+@dataclass(frozen=True)
+class BatchHeader:
+    block_count: int
+    payload_bytes: int
+
+    @property
+    def table_bytes(self) -> int:
+        return self.block_count * BLOCK.size
+
+
+def encode_greeting() -> bytes:
+    return GREETING.pack(MAGIC, VERSION)
+
+
+def check_greeting(data: bytes) -> None:
+    """Raise ProtocolError unless `data` is the greeting of this protocol version."""
+    magic, version = GREETING.unpack(data)
+    if magic != MAGIC:
+        raise ProtocolError("the peer does not speak the KV transfer protocol of sglang-ext")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks KV transfer version {version}, this process version {VERSION}")
+
+
+def encode_batch(spans: Sequence[Span], limits: Limits) -> bytes:
+    """Header and table of a batch that writes to `spans` of the peer's memory.
+
+    Raises ProtocolError when the batch exceeds `limits`.
+    """
+    payload_bytes = sum(span.length_bytes for span in spans)
+    _check_limits(len(spans), payload_bytes, limits)
+    flat = [number for span in spans for number in span]
+    return BATCH_HEADER.pack(len(spans), 0, payload_bytes) + struct.pack(f"<{len(flat)}Q", *flat)
+
+
+def decode_header(data: bytes, limits: Limits) -> BatchHeader:
+    """Parse a batch header. Raises ProtocolError when it is malformed or exceeds `limits`."""
+    block_count, reserved, payload_bytes = BATCH_HEADER.unpack(data)
+    if reserved:
+        raise ProtocolError("a reserved field of the batch header is set")
+    _check_limits(block_count, payload_bytes, limits)
+    return BatchHeader(block_count, payload_bytes)
+
+
+def decode_table(data: bytes | bytearray, header: BatchHeader) -> list[Span]:
+    """Parse the block table. Raises ProtocolError when it contradicts the header."""
+    if len(data) != header.table_bytes:
+        raise ProtocolError(f"block table of {len(data)} bytes, expected {header.table_bytes}")
+    spans = [Span(address, length) for address, length in BLOCK.iter_unpack(data)]
+    if any(span.length_bytes == 0 for span in spans):
+        raise ProtocolError("a block is empty")
+    if sum(span.length_bytes for span in spans) != header.payload_bytes:
+        raise ProtocolError("the blocks do not add up to the payload")
+    return spans
+
+
+def _check_limits(block_count: int, payload_bytes: int, limits: Limits) -> None:
+    if block_count > limits.max_blocks:
+        raise ProtocolError(f"a batch of {block_count} blocks exceeds the limit of {limits.max_blocks}")
+    if payload_bytes > limits.max_payload_bytes:
+        raise ProtocolError(f"a batch of {payload_bytes} bytes exceeds the limit of {limits.max_payload_bytes}")
+    if bool(block_count) != bool(payload_bytes):
+        raise ProtocolError("a batch has blocks without payload or payload without blocks")

@@ -1,0 +1,158 @@
+"""How many requests may be under way, and in which order the others wait: earliest effective deadline first.
+
+A request's effective deadline is the earlier of its own and its arrival plus the queue's timeout. Requests
+without a deadline therefore age: nobody who arrives later than a queue timeout after them can pass them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import Enum
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Admission(Enum):
+    """What became of a request that was offered."""
+
+    ADMITTED = "admitted"
+    QUEUED = "queued"
+    REFUSED = "refused"  # the queue is full
+
+
+_ADMITTED = Admission.ADMITTED
+
+
+class AdmissionQueue(Generic[T]):
+    """Bounded concurrency with a bounded queue. Items are told apart by equality and must be hashable.
+
+    `max_concurrent` None means no bound. Every admitted item must be released exactly once. Raises
+    ValueError, naming the argument, when a bound makes no sense.
+    """
+
+    __slots__ = (
+        "_heap",
+        "_late",
+        "_limit",
+        "_sequence",
+        "_waiting",
+        "admitted",
+        "expired",
+        "max_concurrent",
+        "queue_size",
+        "queue_timeout_s",
+        "queued",
+        "refused",
+        "removed",
+        "running",
+    )
+
+    def __init__(self, max_concurrent: int | None, queue_size: int, queue_timeout_s: float) -> None:
+        if max_concurrent is not None and max_concurrent < 1:
+            raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
+        if queue_size < 0:
+            raise ValueError(f"queue_size must be at least 0, got {queue_size}")
+        if not queue_timeout_s > 0:
+            raise ValueError(f"queue_timeout_s must be above 0, got {queue_timeout_s}")
+        self.max_concurrent = max_concurrent
+        self.queue_size = queue_size
+        self.queue_timeout_s = queue_timeout_s
+        self._limit: float = float("inf") if max_concurrent is None else max_concurrent
+        self._heap: list[tuple[float, int, T]] = []  # may hold removed items
+        self._waiting: dict[T, int] = {}  # item → its sequence number in the heap
+        self._late: list[T] = []  # found expired by a release, to be told by the next expire
+        self._sequence = 0
+        self.running = 0
+        # totals since the start
+        self.admitted = 0
+        self.queued = 0
+        self.refused = 0
+        self.expired = 0
+        self.removed = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def next_expiry_s(self) -> float | None:
+        """When `expire` will next have something to return; None while nobody waits."""
+        self._drop_removed()
+        return self._heap[0][0] if self._heap else None
+
+    def offer(self, item: T, now_s: float, deadline_s: float | None = None) -> Admission:
+        """Admit the item, queue it, or refuse it. Raises ValueError when it is queued already."""
+        if self.running < self._limit:
+            self.running += 1
+            self.admitted += 1
+            return _ADMITTED
+        if item in self._waiting:
+            raise ValueError(f"already queued: {item!r}")
+        if len(self._waiting) >= self.queue_size:
+            self.refused += 1
+            return Admission.REFUSED
+        effective_s = now_s + self.queue_timeout_s
+        if deadline_s is not None and deadline_s < effective_s:
+            effective_s = deadline_s
+        self._sequence += 1
+        self._waiting[item] = self._sequence
+        heappush(self._heap, (effective_s, self._sequence, item))
+        self.queued += 1
+        return Admission.QUEUED
+
+    def release(self, now_s: float) -> list[T]:
+        """One admitted item has ended; return the items admitted in its place, in order.
+
+        Items that have expired meanwhile are not admitted; the next `expire` returns them.
+        """
+        self.running -= 1
+        return self._admit(now_s) if self._heap else []
+
+    def expire(self, now_s: float) -> list[T]:
+        """Take out and return the items whose effective deadline is not after `now_s`, earliest first."""
+        self._collect_late(now_s)
+        if not self._late:
+            return []
+        late, self._late = self._late, []
+        for item in late:
+            del self._waiting[item]
+        self.expired += len(late)
+        return late
+
+    def remove(self, item: T) -> bool:
+        """The client of a queued item has left. Returns False when the item is not in the queue."""
+        if self._waiting.pop(item, None) is None:
+            return False
+        if item in self._late:
+            self._late.remove(item)
+        self.removed += 1
+        if len(self._heap) > 2 * len(self._waiting) + 64:
+            self._heap = [entry for entry in self._heap if self._waiting.get(entry[2]) == entry[1]]
+            self._heap.sort()  # a sorted list is a heap
+        return True
+
+    def _admit(self, now_s: float) -> list[T]:
+        admitted: list[T] = []
+        self._collect_late(now_s)
+        while self.running < self._limit and self._heap:
+            item = heappop(self._heap)[2]
+            del self._waiting[item]
+            self.running += 1
+            self.admitted += 1
+            admitted.append(item)
+            self._drop_removed()
+        return admitted
+
+    def _collect_late(self, now_s: float) -> None:
+        self._drop_removed()
+        while self._heap and self._heap[0][0] <= now_s:
+            self._late.append(heappop(self._heap)[2])
+            self._drop_removed()
+
+    def _drop_removed(self) -> None:
+        heap = self._heap
+        while heap and self._waiting.get(heap[0][2]) != heap[0][1]:
+            heappop(heap)

@@ -1,0 +1,146 @@
+"""What a prefill-decode exchange tells its driver to do: small frozen records, shared where possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import TypeAlias
+
+from sglang_ext.types import RequestState
+
+
+class Leg(IntEnum):
+    """The two upstream requests that serve one client request."""
+
+    PREFILL = 0
+    DECODE = 1
+
+
+class FailureReason(StrEnum):
+    """Why the router itself, and no instance, answers a request with an error."""
+
+    NO_INSTANCE = "no_instance"
+    CONNECT_FAILED = "connect_failed"
+    LEG_LOST = "leg_lost"
+    LEG_FAILED = "leg_failed"
+    QUEUE_TIMEOUT = "queue_timeout"
+    DEADLINE = "deadline"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class StartLegs:
+    """Choose a prefill and a decode instance and send the body to both, with a room never used before."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortLeg:
+    """Close this leg's connection at once; what it still says is of no interest."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class RelayHead:
+    """Send this leg's response head to the client: from here on nothing can be retried."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class RelayBody:
+    """Send this leg's body to the client, what was held back first, the rest as it arrives."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyError:
+    """Answer the client with an error of the router's own; nothing has been sent to it yet."""
+
+    status: int
+    reason: FailureReason
+
+
+@dataclass(frozen=True, slots=True)
+class EmitErrorEvent:
+    """Append an error event to the SSE stream and end it; close the connection if its framing is lost."""
+
+    reason: FailureReason
+
+
+@dataclass(frozen=True, slots=True)
+class CloseClient:
+    """Close the client's connection: a half-sent reply must not look like a whole one."""
+
+    reason: FailureReason
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRetry:
+    """Call `on_retry_timer` with the current attempt after the back-off of this index (0 for the first)."""
+
+    backoff_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Verdict on a leg: its instance failed."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Verdict on a leg: its instance did its part."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Absolve:
+    """Verdict on a leg: it says nothing about its instance (a breaker's trial is given back)."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Exclude:
+    """The next attempt should avoid the instance of this leg if another one can serve."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The exchange is over: both legs have ended and no further action will come."""
+
+    state: RequestState
+
+
+Action: TypeAlias = (
+    StartLegs
+    | AbortLeg
+    | RelayHead
+    | RelayBody
+    | ReplyError
+    | EmitErrorEvent
+    | CloseClient
+    | ScheduleRetry
+    | Blame
+    | Credit
+    | Absolve
+    | Exclude
+    | Finished
+)
+Actions: TypeAlias = tuple[Action, ...]
+
+# The happy path returns these very objects, so a driver may test for them with `is`.
+NOTHING: Actions = ()
+CREDIT_PREFILL: Actions = (Credit(Leg.PREFILL),)
+CREDIT_DECODE: Actions = (Credit(Leg.DECODE),)
+RELAY_DECODE: Actions = (RelayHead(Leg.DECODE), RelayBody(Leg.DECODE))
+CREDIT_DECODE_AND_FINISH: Actions = (Credit(Leg.DECODE), Finished(RequestState.FINISHED))
+CREDIT_PREFILL_AND_FINISH: Actions = (Credit(Leg.PREFILL), Finished(RequestState.FINISHED))

@@ -1,0 +1,1 @@
+"""The only package that touches SGLang: hooks, server arguments, the CPU platform, worker launch."""

@@ -1,0 +1,1 @@
+"""Implementations of the hooks; `hook_table` says where each one goes."""

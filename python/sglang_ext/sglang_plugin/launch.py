@@ -1,0 +1,56 @@
+"""`python -m sglang_ext.sglang_plugin.launch FLAGS`: `sglang.launch_server` with this project's extensions.
+
+This module is the `__main__` of the engine on purpose. SGLang spawns its processes with multiprocessing, which
+runs the top level of the main module in each child before anything else; so the CPU platform is in place
+there before SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    from sglang_ext.sglang_plugin import cpu_platform
+
+    cpu_platform.install()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until the server ends. Returns the exit status of the process."""
+    from sglang_ext.sglang_plugin.options import InvalidOptionsError, options_from_environment
+    from sglang_ext.sglang_plugin.verification import HookNotInForceError, verify_hooks
+
+    try:
+        options = options_from_environment(os.environ)
+    except InvalidOptionsError as error:
+        return _refuse(str(error))
+    if options is None:
+        return _refuse("start this engine with `sglang-ext worker`, which sets its options")
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        verify_hooks(options)
+    except HookNotInForceError as error:
+        return _refuse(str(error))
+    server_args = prepare_server_args(list(argv))
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"sglang-ext: {reason}", file=sys.stderr)
+    return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""Flags and environment of `sglang.launch_server` for one worker: a pure function of options and machine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang_ext.sglang_plugin.device import Device, Machine
+from sglang_ext.sglang_plugin.model_facts import ModelFacts
+from sglang_ext.sglang_plugin.options import ExtensionOptions
+from sglang_ext.sglang_plugin.transfer_backend import default_backend
+from sglang_ext.types import Role
+
+LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
+WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
+TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+# A CPU prefills no faster in larger chunks, and a chunk is the time that an abort waits.
+CPU_CHUNK_TOKENS = 256
+CPU_MAX_RUNNING_REQUESTS = 32
+MAX_KV_TOKENS = 65536
+UNKNOWN_MODEL_KV_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What the user of `sglang-ext worker` asks for."""
+
+    role: Role
+    model_path: str
+    model_is_local: bool
+    host: str = "127.0.0.1"
+    port: int = 30000
+    bootstrap_port: int = 8998
+    transfer_backend: str | None = None  # None chooses by device
+    advertise_host: str | None = None  # None: the host, or what SGLang finds for a wildcard host
+    threads: int | None = None  # None chooses by machine
+    kv_memory_mib: int = 512
+    engine_arguments: tuple[str, ...] = field(default=())  # for sglang.launch_server; these win
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """A process to start: its arguments, what its environment must hold, and what it holds unless the user says."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    default_environment: Mapping[str, str]
+
+    def full_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The environment to start with, given the one of the caller."""
+        return {**self.default_environment, **inherited, **self.environment}
+
+    def __str__(self) -> str:
+        """As a line for a POSIX shell."""
+        added = {**self.default_environment, **self.environment}
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in sorted(added.items())]
+        return " ".join([*assignments, shlex.join(self.argv)])
+
+
+def build_launch(worker: WorkerOptions, machine: Machine, model: ModelFacts | None = None) -> LaunchCommand:
+    """The command that serves `worker` on `machine`.
+
+    `model` lets a CPU engine size its KV cache; None takes a fixed number of tokens. Arguments in
+    `worker.engine_arguments` come last, so that they win over the flags chosen here.
+
+    Raises ValueError when the options contradict each other.
+    """
+    ranks = _tensor_parallel_size(worker.engine_arguments)
+    argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
+    environment = ExtensionOptions(role=worker.role, device=machine.device).to_environment()
+    defaults = _common_environment(worker)
+    if machine.device is Device.CPU:
+        argv += _cpu_flags(worker, model)
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
+        defaults |= _cpu_environment(worker, machine, ranks)
+    if worker.threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(worker.threads)}
+    return LaunchCommand((*argv, *worker.engine_arguments), environment, defaults)
+
+
+def _common_flags(worker: WorkerOptions, machine: Machine) -> Iterable[str]:
+    yield from ("--model-path", worker.model_path, "--host", worker.host, "--port", str(worker.port))
+    yield from ("--disaggregation-mode", "prefill" if worker.role.is_prefill else "decode")
+    backend = worker.transfer_backend or default_backend(machine.device)
+    yield from ("--disaggregation-transfer-backend", backend)
+    if worker.role.is_prefill:
+        yield from ("--disaggregation-bootstrap-port", str(worker.bootstrap_port))
+    yield from ("--enable-metrics", "--enable-cache-report")
+
+
+def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]:
+    # "auto" would keep KV in float16, and tokens would differ from the float32 model's.
+    yield from ("--device", "cpu", "--dtype", "float32")
+    yield from ("--attention-backend", "torch_native", "--sampling-backend", "pytorch")
+    yield "--disable-cuda-graph"
+    # Overlap needs CUDA events as soon as a prefix is cached.
+    yield "--disable-overlap-schedule"
+    # An idle scheduler polls otherwise, with 90% of a core.
+    yield "--sleep-on-idle"
+    yield from ("--chunked-prefill-size", str(CPU_CHUNK_TOKENS))
+    yield from ("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS))
+    yield from ("--max-total-tokens", str(_cpu_kv_tokens(worker.kv_memory_mib, model)))
+    if not worker.role.is_prefill:
+        # The default keeps retracted KV in a host pool, which wants pinned memory.
+        yield from ("--disaggregation-decode-retraction-backup", "cpu_tensor")
+
+
+def _cpu_kv_tokens(kv_memory_mib: int, model: ModelFacts | None) -> int:
+    if model is None:
+        return UNKNOWN_MODEL_KV_TOKENS
+    tokens = kv_memory_mib * 1024 * 1024 // model.kv_bytes_per_token
+    if model.context_tokens is not None and tokens < 256:
+        raise ValueError(
+            f"--kv-memory-mib {kv_memory_mib} holds only {tokens} tokens of this model "
+            f"({model.kv_bytes_per_token} bytes each); give at least {256 * model.kv_bytes_per_token // 2**20 + 1}"
+        )
+    return min(tokens, MAX_KV_TOKENS)
+
+
+def _common_environment(worker: WorkerOptions) -> dict[str, str]:
+    environment: dict[str, str] = {}
+    address = worker.advertise_host or (None if worker.host in WILDCARD_HOSTS else worker.host)
+    if address is not None:
+        environment["SGLANG_HOST_IP"] = environment["HOST_IP"] = address
+    if worker.model_is_local:
+        environment["HF_HUB_OFFLINE"] = "1"
+    # Notice a dead prefill instance in about 4 s instead of 10.
+    environment["SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"] = "2"
+    # A peer that came back is probed for after 30 s by default.
+    environment["SGLANG_FAILED_SESSION_PROBE_INTERVAL_S"] = "2"
+    # KV of an aborted request is held until prefill confirms that it no longer writes there; a dead one never does.
+    environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = "5"
+    return environment
+
+
+def _cpu_environment(worker: WorkerOptions, machine: Machine, ranks: int) -> dict[str, str]:
+    threads = worker.threads or max(1, len(machine.core_ids) // 2 // ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        # Several engines share the cores: a thread that waits must not spin.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if worker.transfer_backend == "mooncake":
+        environment |= {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
+    if ranks > 1:
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = _bind_ranks(machine.core_ids, ranks, threads)
+    return environment
+
+
+def _bind_ranks(core_ids: Sequence[int], ranks: int, threads: int) -> str:
+    """Cores of each rank, as SGLang reads them: '0,1|2,3'. Ranks share cores where there are too few."""
+    groups = [[core_ids[(rank * threads + i) % len(core_ids)] for i in range(threads)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, sorted(set(group)))) for group in groups)
+
+
+def _tensor_parallel_size(arguments: Sequence[str]) -> int:
+    size = 1
+    for position, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in TENSOR_PARALLEL_FLAGS:
+            text = value if equals else "".join(arguments[position + 1 : position + 2])
+            if not text.isdigit() or int(text) < 1:
+                raise ValueError(f"{flag} needs a positive number, got {text!r}")
+            size = int(text)
+    return size
+

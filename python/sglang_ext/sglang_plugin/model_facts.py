@@ -1,0 +1,50 @@
+"""What launch flags need to know of a model, read from its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Shape of the KV cache, and the model's context."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context_tokens: int | None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers, in float32."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * FLOAT32_BYTES
+
+
+def parse_model_config(config: Mapping[str, Any]) -> ModelFacts | None:
+    """Facts from the contents of a Hugging Face config.json; None when it has another shape."""
+    text = config.get("text_config", config)
+    try:
+        heads = int(text["num_attention_heads"])
+        return ModelFacts(
+            layers=int(text["num_hidden_layers"]),
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or text["hidden_size"] // heads),
+            context_tokens=int(text["max_position_embeddings"]) if "max_position_embeddings" in text else None,
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
+        return None
+
+
+def read_model_facts(model_path: str) -> ModelFacts | None:
+    """Facts of a model in a local folder; None for a model that is not local or not understood."""
+    try:
+        config = json.loads(Path(model_path, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return parse_model_config(config) if isinstance(config, dict) else None

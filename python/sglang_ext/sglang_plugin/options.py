@@ -1,0 +1,46 @@
+"""This project's own options of an engine, carried to every process of that engine.
+
+SGLang spawns its scheduler and detokenizer and pickles its own ServerArgs for them. Our options travel beside
+that, in one environment variable, so that they reach each process before SGLang is imported there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.types import Role
+
+ENVIRONMENT_VARIABLE = "SGLANG_EXT_OPTIONS"
+
+
+class InvalidOptionsError(ValueError):
+    """The environment variable holds something else than the options of this version."""
+
+
+@dataclass(frozen=True)
+class ExtensionOptions:
+    """Set by `sglang-ext worker`; absent in a stock SGLang process, where the plugin then does nothing."""
+
+    role: Role
+    device: Device
+
+    def to_environment(self) -> dict[str, str]:
+        return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), sort_keys=True)}
+
+
+def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions | None:
+    """The options of this process, or None in a stock SGLang process.
+
+    Raises InvalidOptionsError when the variable is set but cannot be read.
+    """
+    text = environment.get(ENVIRONMENT_VARIABLE)
+    if not text:
+        return None
+    try:
+        fields = json.loads(text)
+        return ExtensionOptions(role=Role(fields["role"]), device=Device(fields["device"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error

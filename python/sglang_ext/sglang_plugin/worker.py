@@ -1,0 +1,142 @@
+"""`sglang-ext worker`: one SGLang instance with a role in the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin.launch_plan import WorkerOptions, build_launch
+from sglang_ext.sglang_plugin.model_facts import read_model_facts
+from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
+from sglang_ext.sglang_plugin.versions import installed_sglang
+from sglang_ext.types import Role
+
+USAGE_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `sglang-ext worker`."""
+    parser.add_argument("--role", type=Role, choices=list(Role), required=True, help="what this instance serves")
+    parser.add_argument("--model-path", required=True, help="local folder or Hugging Face name of the model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=_port, default=30000, help="HTTP port")
+    parser.add_argument(
+        "--bootstrap-port", type=_port, default=8998, help="port where decode instances find this prefill instance"
+    )
+    parser.add_argument(
+        "--advertise-host",
+        default=None,
+        help="address that other instances reach this one at; needed where --host is a wildcard and the "
+        "machine has several addresses",
+    )
+    parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to run on")
+    parser.add_argument(
+        "--transfer-backend",
+        choices=["auto", *BACKENDS],
+        default="auto",
+        help="how KV cache travels from prefill to decode",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        default=None,
+        help="cores of a CPU engine, per tensor-parallel rank (default: half of the cores, divided by the ranks)",
+    )
+    parser.add_argument(
+        "--kv-memory-mib", type=_positive, default=512, help="memory for the KV cache of a CPU engine, in MiB"
+    )
+    parser.add_argument(
+        "--exit-with-parent",
+        action="store_true",
+        help="end this instance when the process that started it ends, however that happens (Linux)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
+    parser.add_argument(
+        "engine_arguments",
+        nargs="*",
+        metavar="-- SGLANG ARGUMENTS",
+        help="everything after -- goes to sglang.launch_server and wins over what is chosen here",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Become the engine: this process is replaced, so signals reach SGLang directly.
+
+    Returns only when it does not start (2: wrong usage) or for --dry-run (0).
+    """
+    machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
+    options = _worker_options(arguments)
+    problem = None if arguments.dry_run else _problem(options, machine)
+    if problem is not None:
+        return _refuse(problem)
+    try:
+        command = build_launch(options, machine, read_model_facts(options.model_path))
+    except ValueError as error:
+        return _refuse(str(error))
+    if arguments.dry_run:
+        print(command)
+        return 0
+    if arguments.exit_with_parent:
+        _end_with_parent()
+    sys.stdout.flush()
+    os.execve(command.argv[0], list(command.argv), command.full_environment(os.environ))
+
+
+def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
+    backend = arguments.transfer_backend
+    return WorkerOptions(
+        role=arguments.role,
+        model_path=arguments.model_path,
+        model_is_local=Path(arguments.model_path).is_dir(),
+        host=arguments.host,
+        port=arguments.port,
+        bootstrap_port=arguments.bootstrap_port,
+        transfer_backend=None if backend == "auto" else backend,
+        advertise_host=arguments.advertise_host,
+        threads=arguments.threads,
+        kv_memory_mib=arguments.kv_memory_mib,
+        engine_arguments=tuple(arguments.engine_arguments),
+    )
+
+
+def _problem(options: WorkerOptions, machine: Machine) -> str | None:
+    """Why this worker cannot start on this machine, found before SGLang's slow imports."""
+    if installed_sglang() is None:
+        return "SGLang is not installed; `sglang-ext doctor` tells how to get it"
+    if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
+        return f"--model-path {options.model_path}: there is no such folder"
+    return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)
+
+
+def _refuse(problem: str) -> int:
+    print(f"sglang-ext worker: {problem}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent ends; survives execve."""
+    import ctypes
+    import signal
+
+    set_parent_death_signal = 1
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("sglang-ext worker: the parent process has already ended")
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 < port < 65536:
+        raise argparse.ArgumentTypeError(f"{port} is not a port")
+    return port
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number

@@ -1,0 +1,93 @@
+"""The records that cross a boundary between components, and the names of a request's states.
+
+Nothing here does anything: a policy takes these and returns these, the router and the engine carry them
+out, the simulator replays them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class LengthClass(StrEnum):
+    """What a prefill is bound by: memory and launch cost (short) or compute (long)."""
+
+    SHORT = "short"
+    LONG = "long"
+
+
+class Role(StrEnum):
+    """What an instance serves. `both` takes short and long prefills in turn."""
+
+    SHORT = "short"
+    LONG = "long"
+    BOTH = "both"
+    DECODE = "decode"
+
+    @property
+    def is_prefill(self) -> bool:
+        return self is not Role.DECODE
+
+    def serves(self, length_class: LengthClass) -> bool:
+        """Whether a prefill of this class belongs on an instance of this role."""
+        return self is Role.BOTH or self.value == length_class.value
+
+
+class RequestState(StrEnum):
+    """A request's life; these names are used in metrics, logs and documents alike."""
+
+    RECEIVED = "received"
+    CLASSIFIED = "classified"
+    QUEUED = "queued"
+    BATCHED = "batched"
+    PREFILLING = "prefilling"
+    PARKED = "parked"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class RequestShape(NamedTuple):
+    """What a routing decision needs to know about a prompt.
+
+    `prompt_tokens` is an estimate unless `is_exact`; `max_output_tokens` is None where the client gave none.
+    """
+
+    prompt_tokens: int
+    is_exact: bool
+    max_output_tokens: int | None
+    sample_count: int  # sequences that the request makes: batch size times n
+
+
+class PrefillLoad(NamedTuple):
+    """One prefill instance at the moment of a decision."""
+
+    index: int  # position in the router's list of workers: what a decision names
+    pending_tokens: int  # uncached prompt tokens queued or being prefilled there
+    in_flight: int  # requests sent there whose prefill has not ended
+    cached_tokens: int  # of this request's prompt, believed to be in its prefix cache
+    tokens_per_s: float  # prefill rate last observed, or a prior
+
+
+class DecodeLoad(NamedTuple):
+    """One decode instance at the moment of a decision."""
+
+    index: int
+    free_kv_tokens: int  # KV slots reported free
+    reserved_tokens: int  # virtual usage: KV on its way, not yet in the report
+    batch_size: int  # requests running or on their way
+    max_prompt_tokens: int  # longest prompt that it can hold: context length and KV capacity
+
+
+class RouteDecision(NamedTuple):
+    """Where a request goes and why."""
+
+    length_class: LengthClass
+    prefill_index: int
+    decode_index: int
+    predicted_wait_s: float
+    new_tokens: int
+    cached_tokens: int

@@ -1,0 +1,210 @@
+"""Options of `sglang-ext router`, resolved once into a frozen record; field metadata is the help text."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+from urllib.parse import urlsplit
+
+from sglang_ext.policy.decode_choice import DECODE_POLICIES
+from sglang_ext.policy.prefill_choice import PREFILL_POLICIES
+from sglang_ext.types import Role
+
+
+class ConfigError(ValueError):
+    """An option that cannot be used; the message is one line and names the option."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """Where an instance is: its HTTP endpoint and, for prefill, the port of its bootstrap server.
+
+    A missing bootstrap port is learned from the instance's `/server_info`.
+    """
+
+    url: str
+    role: Role
+    bootstrap_port: int | None = None
+
+
+def _option(default: Any, help_text: str, **argparse_options: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **argparse_options})
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Everything the router was asked to do. Times in seconds, sizes as named."""
+
+    workers: tuple[WorkerAddress, ...] = ()
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(30000, "port to listen on")
+    processes: int = _option(1, "router processes that share the port (SO_REUSEPORT)")
+    # Which pool, which instance
+    length_boundary_tokens: int = _option(512, "a prefill of at most this many new tokens is short, a larger one long")
+    prefill_policy: str = _option("predicted_wait", "how a prefill instance is chosen", choices=PREFILL_POLICIES)
+    decode_policy: str = _option("freeness", "how a decode instance is chosen", choices=DECODE_POLICIES)
+    pool_spill: bool = _option(
+        True, "serve a request in the other prefill pool while its own has no instance that can be used"
+    )
+    prefix_index_blocks: int = _option(65536, "prefix-cache blocks remembered per prefill instance")
+    tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
+    # Admission
+    max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
+    queue_size: int = _option(100, "requests that wait beyond that; more get 429")
+    queue_timeout_secs: float = _option(60.0, "longest wait in that queue; then 408")
+    request_timeout_secs: float = _option(1800.0, "longest life of a request; then 504 and both legs are aborted")
+    # Failure
+    retry_max_retries: int = _option(5, "attempts after the first, on other instances where there are any")
+    retry_initial_backoff_ms: int = _option(50, "wait before the first retry")
+    retry_max_backoff_ms: int = _option(5000, "longest wait before a retry")
+    retry_backoff_multiplier: float = _option(2.0, "growth of that wait")
+    disable_retries: bool = _option(False, "never retry")
+    cb_failure_threshold: int = _option(5, "failures in the window that open an instance's circuit breaker")
+    cb_success_threshold: int = _option(2, "successes that close it again")
+    cb_timeout_duration_secs: float = _option(30.0, "how long it stays open before a trial")
+    cb_window_duration_secs: float = _option(60.0, "window in which failures count")
+    disable_circuit_breaker: bool = _option(False, "never take an instance out for failed requests")
+    # Health and load
+    health_check_interval_secs: float = _option(5.0, "time between health checks of an instance")
+    health_check_timeout_secs: float = _option(5.0, "longest wait for a health check's answer")
+    health_failure_threshold: int = _option(3, "failed checks in a row that take an instance out")
+    load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load")
+    # Client connections
+    max_payload_size: int = _option(64 << 20, "largest request body in bytes; larger ones get 413")
+    max_header_size: int = _option(64 << 10, "largest request head in bytes; larger ones get 431")
+    header_timeout_secs: float = _option(10.0, "time a client may take to send a request's head; then 408")
+    body_timeout_secs: float = _option(60.0, "time a client may take to send a request's body; then 408")
+    keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
+    shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after SIGTERM")
+    # Keys
+    api_key: str = _option("", "clients must send it as a bearer token; it is passed on to the workers")
+    admin_api_key: str = _option(
+        "", "bearer token for changing /workers; default: --api-key; with neither, changes are refused"
+    )
+    # Reports
+    disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
+    log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
+    log_json: bool = _option(False, "log JSON lines")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "port",
+            "processes",
+            "length_boundary_tokens",
+            "prefix_index_blocks",
+            "max_payload_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
+        for name in (
+            "max_concurrent_requests",
+            "queue_size",
+            "retry_max_retries",
+            "retry_initial_backoff_ms",
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name.endswith("_secs") and not value > 0:
+                raise ConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
+            choices = entry.metadata.get("choices")
+            if choices and value not in choices:
+                raise ConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
+        if self.port > 65535:
+            raise ConfigError(f"--port must be at most 65535, not {self.port}")
+        if self.max_header_size < 1024:
+            raise ConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
+        if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
+            raise ConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
+        urls = [worker.url for worker in self.workers]
+        for url in urls:
+            if urls.count(url) > 1:
+                raise ConfigError(f"the worker {url} is given twice")
+
+    @property
+    def effective_admin_key(self) -> str:
+        return self.admin_api_key or self.api_key
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse_worker_url(text: str, option: str) -> str:
+    """Normalise `http://host:port`; ConfigError names the option otherwise."""
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"{option}: {text!r} has no valid port") from None
+    if parts.scheme != "http":
+        raise ConfigError(f"{option}: {text!r} must be an http:// URL (workers are reached without TLS)")
+    if not parts.hostname or port is None or parts.path not in {"", "/"} or parts.query:
+        raise ConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{port}"
+
+
+_PREFILL_OPTIONS = (
+    ("--prefill-short", Role.SHORT, "prefill instance for short prompts"),
+    ("--prefill-long", Role.LONG, "prefill instance for long prompts"),
+    ("--prefill", Role.BOTH, "prefill instance for both"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one option per field of RouterConfig, and the workers' options."""
+    parser.add_argument(
+        "--pd-disaggregation",
+        action="store_true",
+        help="accepted for compatibility with sglang_router; this router always serves prefill and decode apart",
+    )
+    for option, role, what in _PREFILL_OPTIONS:
+        parser.add_argument(
+            option,
+            nargs="+",
+            action="append",
+            default=[],
+            dest=f"prefill_{role}",
+            metavar=("URL", "BOOTSTRAP_PORT"),
+            help=f"{what}; repeat for more. The bootstrap port is read from the instance if not given",
+        )
+    parser.add_argument("--decode", action="append", default=[], metavar="URL", help="decode instance; repeat for more")
+    for entry in fields(RouterConfig):
+        if entry.name == "workers":
+            continue
+        default = entry.default
+        assert default is not MISSING
+        options: dict[str, Any] = {"default": default, "help": entry.metadata["help"]}
+        if isinstance(default, bool):
+            options["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        else:
+            options["type"] = type(default)
+            options["choices"] = entry.metadata.get("choices")
+            if options["choices"] is None:
+                options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[type(default).__name__]
+        parser.add_argument(_flag(entry.name), **options)
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
+    """Resolve parsed arguments; ConfigError when they contradict each other."""
+    workers: list[WorkerAddress] = []
+    for option, role, _ in _PREFILL_OPTIONS:
+        for values in getattr(arguments, f"prefill_{role}"):
+            if len(values) > 2:
+                raise ConfigError(f"{option} takes a URL and at most one port, not {' '.join(values)!r}")
+            url = parse_worker_url(values[0], option)
+            workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
+    workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
+    values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
+    return RouterConfig(workers=tuple(workers), **values)
+
+
+def _bootstrap_port(text: str, option: str) -> int | None:
+    if text.lower() == "none":  # as sglang_router spells it
+        return None
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+        raise ConfigError(f"{option}: {text!r} is not a port")
+    return int(text)

@@ -1,0 +1,314 @@
+"""The control plane: everything that is not a generation request, as a FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Annotated, Any, Protocol
+
+import aiohttp
+import orjson
+from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from sglang_ext import __version__
+from sglang_ext.types import Role
+from sglang_ext_router import replies
+from sglang_ext_router.config import ConfigError, RouterConfig, WorkerAddress, parse_worker_url
+from sglang_ext_router.probe import Prober
+from sglang_ext_router.workers import Worker, WorkerRegistry, describe_roles
+
+TOKENISE_ROUTES = ("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize")
+
+
+class ControlTarget(Protocol):
+    """What the control plane may read and change of the router."""
+
+    config: RouterConfig
+    loop: asyncio.AbstractEventLoop
+    registry: WorkerRegistry
+    prober: Prober
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def requests_in_flight(self) -> int: ...
+
+    @property
+    def requests_queued(self) -> int: ...
+
+    def add_worker(self, address: WorkerAddress) -> Worker: ...
+
+    async def remove_worker(self, worker: Worker) -> None: ...
+
+    def drain_worker(self, worker: Worker, is_draining: bool) -> None: ...
+
+    def forget_prefixes(self) -> None: ...
+
+    def render_metrics(self) -> bytes: ...
+
+
+class NewWorker(BaseModel):
+    """Body of POST /workers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str
+    role: Role
+    bootstrap_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
+
+
+class Drain(BaseModel):
+    """Body of POST /workers/{id}/drain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    drain: bool = True
+
+
+def worker_id(worker: Worker) -> str:
+    """How an instance is named in paths: `host:port`."""
+    return worker.host_header.decode()
+
+
+def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
+    """One instance as JSON."""
+    state = "draining" if worker.is_draining else "ready" if worker.is_healthy else "unhealthy"
+    described: dict[str, Any] = {
+        "id": worker_id(worker),
+        "url": worker.url,
+        "role": worker.role.value,
+        "state": state,
+        "circuit": worker.breaker.state(now_s).value,
+        "model": worker.model or None,
+        "in_flight": worker.in_flight,
+        "running": worker.reported_running,
+        "max_prompt_tokens": worker.max_prompt_tokens if worker.has_info else None,
+        "last_error": worker.last_error or None,
+    }
+    if worker.role.is_prefill:
+        described["bootstrap_port"] = worker.bootstrap_port
+        described["pending_tokens"] = worker.pending_tokens
+        described["prefill_tokens_per_s"] = round(worker.rate.tokens_per_s, 1)
+    else:
+        described["free_kv_tokens"] = worker.reported_free_kv_tokens if worker.has_info else None
+        described["reserved_kv_tokens"] = worker.reserved_tokens
+    return described
+
+
+def build_app(router: ControlTarget) -> FastAPI:
+    """The application over one router process."""
+    app = FastAPI(title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None)
+    config = router.config
+    now = router.loop.time
+
+    def is_key(given: str | None, key: str) -> bool:
+        return hmac.compare_digest((given or "").encode(), f"Bearer {key}".encode())
+
+    def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
+        if config.api_key and not (
+            is_key(authorization, config.api_key)
+            or (config.admin_api_key and is_key(authorization, config.admin_api_key))
+        ):
+            raise HTTPException(401, "missing or wrong API key")
+
+    def check_admin(authorization: Annotated[str | None, Header()] = None) -> None:
+        key = config.effective_admin_key
+        if not key:
+            raise HTTPException(403, "changes are off: start the router with --admin-api-key to allow them")
+        if not is_key(authorization, key):
+            raise HTTPException(401, "missing or wrong admin API key")
+
+    client = [Depends(check_client)]
+    admin = [Depends(check_admin)]
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(_: Request, error: HTTPException) -> Response:
+        return _json_error(error.status_code, str(error.detail))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_bad_input(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part not in {"body", "query"})
+        return _json_error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+
+    @app.get("/health")
+    @app.get("/healthz")
+    @app.get("/liveness")
+    async def health() -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    @app.get("/readiness")
+    async def ready() -> Response:
+        """200 while every needed role has a ready instance and the router is not shutting down."""
+        missing = router.registry.missing_roles()
+        if router.is_draining:
+            return _json_error(503, "shutting down")
+        if missing:
+            return _json_error(503, f"no ready instance for: {', '.join(missing)}")
+        return Response(b'{"status":"ready"}', media_type="application/json")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics of all processes of this router."""
+        return Response(router.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models", dependencies=client)
+    async def models() -> dict[str, Any]:
+        """The models that the instances serve."""
+        listed = []
+        for name in router.registry.models():
+            lengths = [
+                worker.max_prompt_tokens for worker in router.registry if worker.model == name and worker.has_info
+            ]
+            listed.append(
+                {
+                    "id": name,
+                    "object": "model",
+                    "created": 0,
+                    "owned_by": "sglang",
+                    "root": name,
+                    "max_model_len": min(lengths) if lengths else None,
+                }
+            )
+        return {"object": "list", "data": listed}
+
+    async def ask_any(path: str, body: bytes | None) -> Response:
+        for worker in (*router.registry.ready_prefill, *router.registry.ready_decode):
+            try:
+                if body is None:
+                    return _json(await router.prober.get_json(worker, path))
+                status, answer = await router.prober.post(worker, path, body)
+            except (aiohttp.ClientError, TimeoutError, ValueError):
+                continue
+            return Response(answer, status_code=status, media_type="application/json")
+        return _json_error(503, "no instance can answer")
+
+    async def tokenise(request: Request) -> Response:
+        """Tokenise or detokenise as an instance does."""
+        return await ask_any(request.url.path, await request.body())
+
+    for path in TOKENISE_ROUTES:
+        app.add_api_route(path, tokenise, methods=["POST"], dependencies=client)
+
+    @app.get("/model_info", dependencies=client)
+    @app.get("/get_model_info", dependencies=client)
+    async def model_info() -> Response:
+        """An instance's description of the model."""
+        return await ask_any("/model_info", None)
+
+    @app.get("/server_info", dependencies=client)
+    @app.get("/get_server_info", dependencies=client)
+    async def server_info() -> Response:
+        """Every ready instance's own description, by kind."""
+        described: dict[str, list[Any]] = {"prefill": [], "decode": []}
+        for worker in (*router.registry.ready_prefill, *router.registry.ready_decode):
+            try:
+                info = await router.prober.get_json(worker, "/server_info")
+            except (aiohttp.ClientError, TimeoutError, ValueError):
+                continue
+            described["prefill" if worker.role.is_prefill else "decode"].append(info)
+        return _json(described)
+
+    @app.post("/flush_cache", dependencies=admin)
+    async def flush_cache() -> Response:
+        """Empty every instance's prefix cache and the router's picture of it."""
+        failed: dict[str, str] = {}
+        flushed: list[str] = []
+        for worker in router.registry:
+            try:
+                status, answer = await router.prober.post(worker, "/flush_cache", b"")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failed[worker.url] = str(error) or type(error).__name__
+                continue
+            if status == 200:
+                flushed.append(worker.url)
+            else:
+                failed[worker.url] = answer.decode("utf-8", "replace")[:200]
+        router.forget_prefixes()
+        return _json({"flushed": flushed, "failed": failed}, 200 if not failed else 502)
+
+    @app.get("/workers", dependencies=client)
+    async def workers() -> dict[str, Any]:
+        """All instances and their state."""
+        return {"workers": [describe_worker(worker, now()) for worker in router.registry]}
+
+    @app.post("/workers", dependencies=admin, status_code=202)
+    async def add_worker(new: NewWorker) -> dict[str, Any]:
+        """Add an instance; it takes requests once it is healthy."""
+        try:
+            url = parse_worker_url(new.url, "url")
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from None
+        if new.role is Role.DECODE and new.bootstrap_port is not None:
+            raise HTTPException(400, "bootstrap_port: a decode instance has none")
+        if router.registry.find(url) is not None:
+            raise HTTPException(409, f"{url} is a worker already")
+        return describe_worker(router.add_worker(WorkerAddress(url, new.role, new.bootstrap_port)), now())
+
+    def find(name: str) -> Worker:
+        for worker in router.registry:
+            if worker_id(worker) == name:
+                return worker
+        raise HTTPException(404, f"no worker {name}")
+
+    @app.get("/workers/{name}", dependencies=client)
+    async def one_worker(name: str) -> dict[str, Any]:
+        """One instance, named `host:port`."""
+        return describe_worker(find(name), now())
+
+    @app.delete("/workers/{name}", dependencies=admin)
+    async def remove_worker(name: str) -> dict[str, str]:
+        """Take an instance out; what it is serving runs to its end."""
+        worker = find(name)
+        await router.remove_worker(worker)
+        return {"removed": worker.url}
+
+    @app.post("/workers/{name}/drain", dependencies=admin)
+    async def drain_worker(name: str, drain: Drain) -> dict[str, Any]:
+        """Stop (or resume) sending new requests to an instance."""
+        worker = find(name)
+        router.drain_worker(worker, drain.drain)
+        return describe_worker(worker, now())
+
+    @app.get("/pools", dependencies=client)
+    async def pools() -> dict[str, Any]:
+        """The pools: instances and load of each."""
+        shown: dict[str, Any] = {}
+        for role in Role:
+            members = [worker for worker in router.registry if worker.role is role]
+            shown[role.value] = {
+                "instances": len(members),
+                "ready": sum(worker.is_ready for worker in members),
+                "in_flight": sum(worker.in_flight for worker in members),
+                "pending_tokens": sum(worker.pending_tokens for worker in members),
+                "workers": [worker.url for worker in members],
+            }
+        return {
+            "length_boundary_tokens": config.length_boundary_tokens,
+            "ready": describe_roles(router.registry),
+            "requests_in_flight": router.requests_in_flight,
+            "requests_queued": router.requests_queued,
+            "pools": shown,
+        }
+
+    return app
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def _json_error(status: int, message: str, param: str | None = None) -> Response:
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    return Response(
+        replies.error_json(status, message, param),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )

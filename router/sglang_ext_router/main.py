@@ -1,0 +1,75 @@
+"""`sglang-ext router`: options, event loop, signals."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+
+import uvloop
+
+from sglang_ext_router.config import ConfigError, RouterConfig, add_arguments, config_from_arguments
+from sglang_ext_router.logs import set_up_logging
+from sglang_ext_router.router import Router
+from sglang_ext_router.siblings import SiblingLink
+
+__all__ = ["add_arguments", "run", "serve"]
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 4096
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop; the exit status."""
+    try:
+        config = config_from_arguments(arguments)
+        sock = listen(config)
+    except ConfigError as error:
+        print(f"sglang-ext router: {error}", file=sys.stderr)
+        return 2
+    set_up_logging(config.log_level, config.log_json)
+    if not config.workers:
+        logger.warning("no workers given: add some with POST /workers")
+    status: int = uvloop.run(serve(config, sock))
+    return status
+
+
+def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
+    """A listening socket; ConfigError if the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+        sock.listen(LISTEN_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror or error}") from None
+    return sock
+
+
+async def serve(
+    config: RouterConfig, sock: socket.socket, process_index: int = 0, siblings: SiblingLink | None = None
+) -> int:
+    """Serve on a listening socket until SIGTERM or SIGINT, then drain."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    router = Router(config, loop, process_index, siblings)
+    await router.start()
+    server = await loop.create_server(router.connection, sock=sock, backlog=LISTEN_BACKLOG)
+    host, port = sock.getsockname()[:2]
+    logger.info("listening on http://%s:%d with %d workers", host, port, len(router.registry))
+    await stop.wait()
+    logger.info("stopping: %d requests run, %d wait", router.requests_in_flight, router.requests_queued)
+    server.close()
+    await router.drain(config.shutdown_grace_period_secs)
+    await router.stop()
+    return 0

@@ -1,0 +1,184 @@
+"""Watches every instance: health, identity, load. One task an instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from sglang_ext.types import Role
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.workers import Worker, WorkerRegistry
+
+logger = logging.getLogger(__name__)
+
+# What a broken answer of an instance can raise while it is read.
+_ANSWER_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError, IndexError)
+
+
+class Prober:
+    """Keeps the registry's view of the instances current until stopped."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: WorkerRegistry,
+        on_restarted: Callable[[Worker], None],
+        on_info: Callable[[Worker], None],
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._on_restarted = on_restarted
+        self._on_info = on_info
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._wake: dict[int, asyncio.Event] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        headers = {"authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=self._config.health_check_timeout_secs),
+            connector=aiohttp.TCPConnector(limit=0),
+            trust_env=False,
+        )
+        for worker in self._registry:
+            self.watch(worker)
+
+    def watch(self, worker: Worker) -> None:
+        self._wake[worker.id] = asyncio.Event()
+        self._tasks[worker.id] = asyncio.get_running_loop().create_task(self._run(worker))
+
+    async def forget(self, worker: Worker) -> None:
+        self._wake.pop(worker.id, None)
+        task = self._tasks.pop(worker.id, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def check_now(self, worker: Worker) -> None:
+        """A request saw the instance fail: do not wait for the next interval."""
+        wake = self._wake.get(worker.id)
+        if wake is not None:
+            wake.set()
+
+    async def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def get_json(self, worker: Worker, path: str) -> Any:
+        """GET from an instance; raises aiohttp.ClientError, TimeoutError or ValueError."""
+        assert self._session is not None
+        async with self._session.get(worker.url + path) as reply:
+            reply.raise_for_status()
+            return await reply.json(content_type=None)
+
+    async def post(self, worker: Worker, path: str, body: bytes) -> tuple[int, bytes]:
+        """POST to an instance and return status and body; errors as for get_json."""
+        assert self._session is not None
+        async with self._session.post(
+            worker.url + path, data=body, headers={"content-type": "application/json"}
+        ) as reply:
+            return reply.status, await reply.read()
+
+    async def _run(self, worker: Worker) -> None:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        next_check_s = 0.0
+        wake = self._wake[worker.id]
+        while True:
+            is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy
+            wake.clear()
+            if is_due:
+                await self._check(worker)
+                next_check_s = loop.time() + config.health_check_interval_secs
+            if worker.is_healthy:
+                await self._read_load(worker)
+            interval_s = config.load_poll_interval_secs
+            if not worker.is_healthy:
+                interval_s = min(1.0, config.health_check_interval_secs)
+            try:
+                async with asyncio.timeout(interval_s):
+                    await wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _check(self, worker: Worker) -> None:
+        assert self._session is not None
+        try:
+            async with self._session.get(worker.url + "/health") as reply:
+                if reply.status != 200:
+                    raise ValueError(f"/health answered {reply.status}")
+            if not worker.has_info:
+                self._take_info(worker, await self.get_json(worker, "/server_info"))
+        except _ANSWER_ERRORS as error:
+            self._failed(worker, str(error) or type(error).__name__)
+            return
+        worker.failed_checks = 0
+        worker.last_error = ""
+        if not worker.is_healthy:
+            worker.is_healthy = True
+            self._registry.refresh()
+            logger.info("worker %s (%s) is healthy", worker.url, worker.role)
+
+    def _failed(self, worker: Worker, reason: str) -> None:
+        worker.failed_checks += 1
+        worker.last_error = reason
+        refused = "Cannot connect" in reason
+        if worker.is_healthy and (refused or worker.failed_checks >= self._config.health_failure_threshold):
+            worker.is_healthy = False
+            # What it was and what it had cached may be gone when it comes back.
+            worker.has_info = False
+            self._registry.refresh()
+            self._on_restarted(worker)
+            logger.warning("worker %s (%s) is out: %s", worker.url, worker.role, reason)
+
+    def _take_info(self, worker: Worker, info: dict[str, Any]) -> None:
+        mode = info.get("disaggregation_mode")
+        wanted = "decode" if worker.role is Role.DECODE else "prefill"
+        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
+            raise ValueError(f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}")
+        worker.model = str(info.get("served_model_name") or info.get("model_path") or "")
+        worker.tokenizer_path = str(info.get("tokenizer_path") or info.get("model_path") or "")
+        capacity = _positive(info.get("max_total_num_tokens"))
+        longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
+        if capacity is not None:
+            worker.kv_capacity_tokens = capacity
+        if longest is not None:
+            worker.context_tokens = longest
+        if worker.role.is_prefill and worker.bootstrap_port is None:
+            port = _positive(info.get("disaggregation_bootstrap_port"))
+            if port is None:
+                raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
+            worker.set_bootstrap_port(port)
+        worker.serves_parallel_samples = isinstance(info.get("sglang_ext"), dict)
+        worker.has_info = True
+        self._on_info(worker)
+
+    async def _read_load(self, worker: Worker) -> None:
+        try:
+            reply = await self.get_json(worker, "/v1/loads?include=core")
+            ranks = reply["loads"]
+            running = sum(int(rank["num_running_reqs"]) for rank in ranks)
+            waiting_tokens = sum(int(rank.get("num_waiting_uncached_tokens", 0)) for rank in ranks)
+            used = sum(int(rank["num_used_tokens"]) for rank in ranks)
+            capacity = sum(int(rank["max_total_num_tokens"]) for rank in ranks)
+            prefilled = sum(int(rank.get("total_prefill_uncached_tokens", 0)) for rank in ranks)
+            busy_us = sum(int(rank.get("total_prefill_busy_us", 0)) for rank in ranks)
+        except _ANSWER_ERRORS as error:
+            logger.debug("no load report from %s: %s", worker.url, error)
+            return
+        worker.reported_running = running
+        worker.foreign_tokens = max(0, waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
+        worker.reported_free_kv_tokens = max(0, capacity - used)
+        worker.rate.observe(prefilled, busy_us)
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,274 @@
+"""One router process: what its parts share, and which of them serves a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+import secrets
+
+from prometheus_client.core import Metric
+
+from sglang_ext.policy.admission import AdmissionQueue
+from sglang_ext.policy.retry import RetryPolicy
+from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.asgi_bridge import AsgiCall
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.control import build_app
+from sglang_ext_router.exchange import Exchange
+from sglang_ext_router.http1 import Call, ClientConnection, ConnectionLimits, Request
+from sglang_ext_router.metrics import RouterMetrics, render, worker_families
+from sglang_ext_router.probe import Prober
+from sglang_ext_router.rooms import RoomAllocator
+from sglang_ext_router.routing import RoutePlanner
+from sglang_ext_router.siblings import NoSiblings, SiblingLink
+from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
+from sglang_ext_router.upstream import UpstreamPool
+from sglang_ext_router.workers import Worker, WorkerRegistry
+
+logger = logging.getLogger(__name__)
+
+GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/generate"})
+SWEEP_INTERVAL_S = 0.25
+
+
+class Router:
+    """Serves client connections; owns the registry, the planner, and everything under way."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        loop: asyncio.AbstractEventLoop,
+        process_index: int = 0,
+        siblings: SiblingLink | None = None,
+    ) -> None:
+        self.config = config
+        self.loop = loop
+        self.draw = random.random
+        self.metrics = RouterMetrics()
+        self.registry = WorkerRegistry(config)
+        self.planner = RoutePlanner(config, self.registry, self.draw)
+        self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
+        self.admission: AdmissionQueue[Exchange] = AdmissionQueue(
+            config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
+        )
+        self.rooms = RoomAllocator(secrets.randbits(31), process_index, config.processes)
+        self.retry_policy = RetryPolicy(
+            initial_backoff_s=config.retry_initial_backoff_ms / 1000,
+            max_backoff_s=config.retry_max_backoff_ms / 1000,
+            backoff_multiplier=config.retry_backoff_multiplier,
+        )
+        self.max_retries = 0 if config.disable_retries else config.retry_max_retries
+        self.tokeniser: PromptTokeniser | None = None
+        self.running: dict[Exchange, None] = {}  # in order of their start
+        self.is_draining = False
+        self._drained = asyncio.Event()
+        self.siblings: SiblingLink = siblings or NoSiblings()
+        self.app = build_app(self)
+        self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
+        authorization = b"authorization: %b\r\n" % self._client_key if self._client_key else b""
+        self.aborter = Aborter(self.pool, authorization, loop)
+        self._pools: dict[int, UpstreamPool] = {}
+        self._connections: set[ClientConnection] = set()
+        self._limits = ConnectionLimits(
+            config.max_header_size,
+            config.max_payload_size,
+            config.header_timeout_secs,
+            config.body_timeout_secs,
+            config.keep_alive_timeout_secs,
+        )
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._tokenizer_file = ""
+        if config.tokenizer_path:
+            self._load_tokenizer(config.tokenizer_path)
+
+    # -- life -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to watch the instances."""
+        await self.prober.start()
+        await self.siblings.start(self)
+        self._sweep()
+
+    def connection(self) -> ClientConnection:
+        """Protocol for a client that connects."""
+        return ClientConnection(self.dispatch, self._connections, self._limits, self.loop)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
+        self.is_draining = True
+        for connection in tuple(self._connections):
+            connection.drain()
+        self._check_drained()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._drained.wait()
+        except TimeoutError:
+            pass
+        if self.running:
+            logger.warning("%d requests were still running after %g s", len(self.running), grace_s)
+        for exchange in tuple(self.running):
+            exchange.on_timeout()
+        await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        """Free everything."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in tuple(self._connections):
+            connection.close()
+        await self.siblings.stop()
+        await self.prober.stop()
+        for pool in self._pools.values():
+            pool.close()
+        if self.tokeniser is not None:
+            self.tokeniser.close()
+
+    # -- requests ---------------------------------------------------------------------------------------
+
+    def dispatch(self, connection: ClientConnection, request: Request) -> Call | None:
+        """Generation requests take the lean path, everything else the control plane."""
+        if request.path not in GENERATION_PATHS:
+            return AsgiCall(self.app, connection, request)
+        if request.method != b"POST":
+            connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
+            return None
+        if self._client_key and not hmac.compare_digest(request.header(b"authorization") or b"", self._client_key):
+            self.count_refusal("unauthorized")
+            connection.respond_error(401, "missing or wrong API key", extra=b"www-authenticate: Bearer\r\n")
+            return None
+        exchange = Exchange(self, connection, request, self.loop.time())
+        # Before `begin`: a request that waits off the loop must hear that its client left.
+        connection.call = exchange
+        exchange.begin()
+        return exchange
+
+    def ended(self, exchange: Exchange, now_s: float) -> None:
+        """A running request is over: its place goes to the next in the queue."""
+        if self.running.pop(exchange, exchange) is None:
+            for waiting in self.admission.release(now_s):
+                waiting.start(now_s)
+            self._check_drained()
+
+    def pool(self, worker: Worker) -> UpstreamPool:
+        pool = self._pools.get(worker.id)
+        if pool is None:
+            pool = self._pools[worker.id] = UpstreamPool(worker, self.loop)
+        return pool
+
+    def _check_drained(self) -> None:
+        if self.is_draining and not self.running and not self.admission.waiting:
+            self._drained.set()
+
+    @property
+    def requests_in_flight(self) -> int:
+        return len(self.running)
+
+    @property
+    def requests_queued(self) -> int:
+        return self.admission.waiting
+
+    def _sweep(self) -> None:
+        """Enforce time limits of connections, queue and requests."""
+        now_s = self.loop.time()
+        for exchange in self.admission.expire(now_s):
+            exchange.on_queue_timeout()
+        self._check_drained()
+        limit_s = self.config.request_timeout_secs
+        expired = []
+        for exchange in self.running:
+            if now_s - exchange.started_s <= limit_s:
+                break  # the others were started later
+            expired.append(exchange)
+        for exchange in expired:
+            exchange.on_timeout()
+        for connection in tuple(self._connections):
+            connection.sweep(now_s)
+        self._sweeper = self.loop.call_later(SWEEP_INTERVAL_S, self._sweep)
+
+    # -- counting ---------------------------------------------------------------------------------------
+
+    def count_refusal(self, reason: str) -> None:
+        self.metrics.refused[reason] = self.metrics.refused.get(reason, 0) + 1
+
+    def count_abort(self, reason: str) -> None:
+        self.metrics.aborts[reason] = self.metrics.aborts.get(reason, 0) + 1
+
+    def count_retry(self, leg: str) -> None:
+        self.metrics.retries[leg] = self.metrics.retries.get(leg, 0) + 1
+
+    def count_worker_failure(self, worker: Worker) -> None:
+        self.metrics.worker_failures[worker.url] = self.metrics.worker_failures.get(worker.url, 0) + 1
+
+    def refused_for(self, exchange: Exchange, reason: str) -> None:
+        """No instance could take an admitted request."""
+        self.count_refusal("no_instance")
+        logger.warning("no instance for a request: %s", reason)
+
+    def render_metrics(self) -> bytes:
+        families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))
+        families += worker_families(self.registry, self.requests_in_flight, self.requests_queued, self.loop.time())
+        return render(families)
+
+    # -- membership -------------------------------------------------------------------------------------
+
+    def add_worker(self, address: WorkerAddress) -> Worker:
+        worker = self.adopt_worker(address)
+        self.siblings.tell_added(address)
+        return worker
+
+    def adopt_worker(self, address: WorkerAddress) -> Worker:
+        """Add an instance here only."""
+        worker = self.registry.add(address)
+        if worker.role.is_prefill:
+            self.planner.index.add_worker(worker.id)
+        self.prober.watch(worker)
+        logger.info("worker %s (%s) added", worker.url, worker.role)
+        return worker
+
+    async def remove_worker(self, worker: Worker) -> None:
+        self.siblings.tell_removed(worker.url)
+        await self.drop_worker(worker)
+
+    async def drop_worker(self, worker: Worker) -> None:
+        """Remove an instance here only; what it is serving runs to its end."""
+        self.registry.remove(worker)
+        if worker.role.is_prefill:
+            self.planner.index.remove_worker(worker.id)
+        await self.prober.forget(worker)
+        self._pools.pop(worker.id, None)
+        logger.info("worker %s (%s) removed", worker.url, worker.role)
+
+    def drain_worker(self, worker: Worker, is_draining: bool) -> None:
+        self.siblings.tell_draining(worker.url, is_draining)
+        self.set_draining(worker, is_draining)
+
+    def set_draining(self, worker: Worker, is_draining: bool) -> None:
+        worker.is_draining = is_draining
+        self.registry.refresh()
+        logger.info("worker %s (%s) %s", worker.url, worker.role, "is draining" if is_draining else "resumes")
+
+    def forget_prefixes(self) -> None:
+        for worker in self.registry:
+            if worker.role.is_prefill:
+                self.planner.index.clear(worker.id)
+
+    def _on_worker_lost(self, worker: Worker) -> None:
+        if worker.role.is_prefill:
+            self.planner.index.clear(worker.id)
+
+    def _on_worker_info(self, worker: Worker) -> None:
+        self.planner.learn_capacity(worker)
+        if self.tokeniser is None:
+            self._load_tokenizer(worker.tokenizer_path)
+
+    def _load_tokenizer(self, folder: str) -> None:
+        file = find_tokenizer_file(folder)
+        if file is None or str(file) == self._tokenizer_file:
+            return
+        self._tokenizer_file = str(file)  # tried once, whatever comes of it
+        try:
+            self.tokeniser = PromptTokeniser(file, self.loop)
+        except Exception as error:  # the library raises bare Exception
+            logger.warning("%s cannot be used, token counts stay estimates: %s", file, error)

@@ -1,0 +1,302 @@
+"""Connections to instances: pooled, kept alive, one request at a time each.
+
+A connection parses what comes back only as far as needed: status, start of the body, end of the message.
+Once its reply is being relayed, bytes go to the client as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+import httptools
+
+from sglang_ext.policy.pd_actions import Leg
+from sglang_ext_router.workers import Worker
+
+CONNECT_TIMEOUT_S = 5.0
+# uvicorn closes a connection that was idle for 5 s; one about to be closed is not used any more.
+REUSE_IDLE_S = 4.0
+# A kept connection that ends within this time of a request, unanswered, was closing already.
+RESEND_WITHIN_S = 1.0
+MAX_IDLE_CONNECTIONS = 512
+MAX_HELD_BYTES = 1 << 20  # of a reply that is not relayed yet
+
+
+class LegOwner(Protocol):
+    """What a leg reports to. `leg` is the connection; it belongs to the owner until it ends or is aborted."""
+
+    def on_leg_head(self, leg: UpstreamConnection) -> None: ...
+
+    def on_leg_body(self, leg: UpstreamConnection) -> None: ...
+
+    def on_leg_complete(self, leg: UpstreamConnection) -> None: ...
+
+    def on_leg_lost(self, leg: UpstreamConnection) -> None: ...
+
+    def relay(self, data: bytes) -> None: ...
+
+    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None: ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to one instance."""
+
+    __slots__ = (
+        "_body_told",
+        "_head_told",
+        "_is_fresh",
+        "_parser",
+        "_pool",
+        "_request",
+        "attempt",
+        "body_started",
+        "has_connected",
+        "idle_since_s",
+        "is_complete",
+        "is_relaying",
+        "kind",
+        "owner",
+        "raw",
+        "reply_keeps_alive",
+        "sent_s",
+        "status",
+        "transport",
+    )
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._request = b""
+        self._is_fresh = True  # has not answered a request yet
+        self.transport: asyncio.Transport | None = None
+        self.owner: LegOwner | None = None
+        self.kind = Leg.PREFILL
+        self.attempt = 0
+        self.has_connected = False
+        self.idle_since_s = 0.0
+        self.sent_s = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        self.status = 0
+        self.raw = b""  # the reply so far, until it is relayed; afterwards its last piece
+        self.body_started = False
+        self.is_complete = False
+        self.is_relaying = False
+        self.reply_keeps_alive = False
+        self._head_told = False
+        self._body_told = False
+
+    @property
+    def worker(self) -> Worker:
+        return self._pool.worker
+
+    def send(self, request: bytes) -> None:
+        self._request = request
+        if self.transport is not None:
+            self.transport.write(request)
+
+    def abort(self) -> None:
+        """Give the leg up: nothing more is told to its owner."""
+        self.owner = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- transport --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.has_connected = True
+        if self.owner is None:  # aborted while it was connecting
+            self.transport.abort()
+        else:
+            self.transport.write(self._request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        owner = self.owner
+        if owner is None:
+            self._pool.discard(self)
+            return
+        if not self._is_fresh and not self.raw and self._pool.resend(self):
+            return
+        self.owner = None
+        owner.on_leg_lost(self)
+
+    def connect_failed(self) -> None:
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner.on_leg_lost(self)
+
+    def take_over(self, other: UpstreamConnection) -> UpstreamConnection:
+        """Continue a request whose reused connection turned out to be closed already."""
+        self.owner, self.kind, self.attempt, self._request = (
+            other.owner,
+            other.kind,
+            other.attempt,
+            other._request,
+        )
+        other.owner = None
+        return self
+
+    def data_received(self, data: bytes) -> None:
+        owner = self.owner
+        if owner is None:  # an instance spoke without being asked
+            assert self.transport is not None
+            self.transport.abort()
+            return
+        if self.is_relaying:
+            self.raw = data
+            owner.relay(data)
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserError:
+                self._broken()
+                return
+            if self.is_complete:
+                self._end(owner)
+            return
+        self.raw = self.raw + data if self.raw else data
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._broken()
+            return
+        if self.status and not self._head_told:
+            self._head_told = True
+            owner.on_leg_head(self)
+        if self.body_started and not self._body_told and self.owner is owner:
+            self._body_told = True
+            owner.on_leg_body(self)
+        if self.is_complete and self.owner is owner:
+            self._end(owner)
+        elif not self.is_relaying and len(self.raw) > MAX_HELD_BYTES and self.status < 400:
+            self.raw = self.raw[-MAX_HELD_BYTES // 2 :]  # a prefill's reply, of which only the end is read
+
+    def eof_received(self) -> bool | None:
+        """Let asyncio close the connection: connection_lost tells the owner."""
+        return None
+
+    def _broken(self) -> None:
+        owner, self.owner = self.owner, None
+        assert self.transport is not None
+        self.transport.abort()
+        if owner is not None:
+            owner.on_leg_lost(self)
+
+    def _end(self, owner: LegOwner) -> None:
+        self.owner = None
+        self._is_fresh = False
+        owner.on_leg_complete(self)
+        self._pool.give_back(self)
+
+    # -- parser callbacks -------------------------------------------------------------------------------
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self.body_started = True
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+        self.reply_keeps_alive = self._parser.should_keep_alive()
+
+    # -- backpressure -----------------------------------------------------------------------------------
+
+    def pause_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def tail_ends_an_event(self) -> bool:
+        """Whether what was relayed so far ends at a chunk border behind a whole event, so that one more fits."""
+        return self.raw.endswith(b"\n\n\r\n")
+
+
+class UpstreamPool:
+    """The connections to one instance; the last one used is used first."""
+
+    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop) -> None:
+        self.worker = worker
+        self._loop = loop
+        self._idle: list[UpstreamConnection] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
+        """Send a request; what comes back is told to `owner`."""
+        idle = self._idle
+        connection: UpstreamConnection | None = None
+        while idle:
+            candidate = idle.pop()
+            assert candidate.transport is not None
+            if candidate.transport.is_closing():
+                continue
+            if self._loop.time() - candidate.idle_since_s > REUSE_IDLE_S:
+                candidate.transport.close()
+                continue
+            connection = candidate
+            connection.reset()
+            break
+        if connection is None:
+            connection = UpstreamConnection(self)
+            self._connect(connection)
+        connection.owner = owner
+        connection.kind = kind
+        connection.attempt = attempt
+        connection.sent_s = self._loop.time()
+        connection.send(request)
+        return connection
+
+    def _connect(self, connection: UpstreamConnection) -> None:
+        task = self._loop.create_task(self._open(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _open(self, connection: UpstreamConnection) -> None:
+        worker = self.worker
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._loop.create_connection(lambda: connection, worker.host, worker.port)
+        except OSError:  # TimeoutError is one
+            if not connection.has_connected:
+                connection.connect_failed()
+
+    def resend(self, lost: UpstreamConnection) -> bool:
+        """A kept connection was closed by the instance before it took the request: use a new one."""
+        owner = lost.owner
+        if owner is None or self._loop.time() - lost.sent_s > RESEND_WITHIN_S:
+            return False
+        fresh = UpstreamConnection(self).take_over(lost)
+        owner.replace_leg(lost, fresh)
+        self._connect(fresh)
+        return True
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """A request ended; keep its connection unless the instance wants it closed."""
+        transport = connection.transport
+        if transport is None or transport.is_closing():
+            return
+        if not connection.reply_keeps_alive or len(self._idle) >= MAX_IDLE_CONNECTIONS:
+            transport.close()
+            return
+        transport.resume_reading()
+        connection.raw = b""
+        connection._request = b""
+        connection.idle_since_s = self._loop.time()
+        self._idle.append(connection)
+
+    def discard(self, connection: UpstreamConnection) -> None:
+        try:
+            self._idle.remove(connection)
+        except ValueError:
+            pass
+
+    def close(self) -> None:
+        for connection in self._idle:
+            if connection.transport is not None:
+                connection.transport.close()
+        self._idle.clear()

@@ -1,0 +1,174 @@
+"""The instances that the router knows: address, health, load, and what it has sent them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from urllib.parse import urlsplit
+
+from sglang_ext.policy.circuit_breaker import CircuitBreaker
+from sglang_ext.types import DecodeLoad, PrefillLoad, Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.prefill_rate import PrefillRate
+
+UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has told its own
+
+
+class Worker:
+    """One instance. Plain attributes: the data path reads and adjusts them on every request."""
+
+    def __init__(self, worker_id: int, address: WorkerAddress, config: RouterConfig) -> None:
+        parts = urlsplit(address.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self.id = worker_id  # never reused while the router lives
+        self.url = address.url
+        self.role = address.role
+        self.host = parts.hostname
+        self.port = parts.port
+        self.breaker = CircuitBreaker(
+            failure_threshold=config.cb_failure_threshold,
+            success_threshold=config.cb_success_threshold,
+            open_s=config.cb_timeout_duration_secs,
+            window_s=config.cb_window_duration_secs,
+        )
+        self.rate = PrefillRate()
+        # Told by the instance
+        self.bootstrap_port = address.bootstrap_port
+        self.model = ""
+        self.tokenizer_path = ""
+        self.context_tokens = UNKNOWN_CAPACITY_TOKENS
+        self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
+        self.serves_parallel_samples = False
+        self.has_info = False
+        # Health
+        self.is_healthy = False
+        self.is_draining = False
+        self.failed_checks = 0
+        self.last_error = "not checked yet"
+        # Load: the router's own view, exact for what it sent, and the instance's last report
+        self.in_flight = 0
+        self.pending_tokens = 0
+        self.foreign_tokens = 0  # waiting there, sent by somebody else
+        self.reported_running = 0
+        self.reported_free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
+        self.reserved_tokens = 0  # decode: KV promised since the last report or still on its way
+        self.sibling_in_flight = 0  # sent by the router's other processes
+        self.sibling_tokens = 0
+        self._bind()
+
+    def _bind(self) -> None:
+        self.host_header = f"{self.host}:{self.port}".encode()
+        self.request_heads: dict[bytes, bytes] = {}
+        kind = "decode" if self.role is Role.DECODE else "prefill"
+        self.route_header = f"x-sglang-ext-{kind}: {self.url}\r\n".encode()
+        self.set_bootstrap_port(self.bootstrap_port)
+
+    def set_bootstrap_port(self, port: int | None) -> None:
+        """Take the port of its bootstrap server into the bytes that go into every body."""
+        self.bootstrap_port = port
+        self.bootstrap_json = b'"bootstrap_host":"%b","bootstrap_port":%d,"bootstrap_room":' % (
+            self.host.encode(),
+            port or 0,
+        )
+
+    def request_head(self, target: bytes) -> bytes:
+        """Start of a request to `target` there, up to the headers that differ from request to request."""
+        head = self.request_heads.get(target)
+        if head is None:
+            head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
+                target,
+                self.host_header,
+            )
+            if len(self.request_heads) < 64:  # targets come from clients (query strings): keep it bounded
+                self.request_heads[target] = head
+        return head
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests may go there, circuit breaker aside."""
+        return self.is_healthy and not self.is_draining
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return min(self.context_tokens, self.kv_capacity_tokens)
+
+    def prefill_load(self, cached_tokens: int) -> PrefillLoad:
+        return PrefillLoad(
+            self.id,
+            self.pending_tokens + self.foreign_tokens + self.sibling_tokens,
+            self.in_flight + self.sibling_in_flight,
+            cached_tokens,
+            self.rate.tokens_per_s,
+        )
+
+    def decode_load(self) -> DecodeLoad:
+        return DecodeLoad(
+            self.id,
+            self.reported_free_kv_tokens,
+            self.reserved_tokens + self.sibling_tokens,
+            self.in_flight + self.sibling_in_flight,
+            self.max_prompt_tokens,
+        )
+
+    def address(self) -> WorkerAddress:
+        return WorkerAddress(self.url, self.role, self.bootstrap_port)
+
+
+class WorkerRegistry:
+    """All known instances, and the ready ones by kind; rebuilt only when something changes."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._by_id: dict[int, Worker] = {}
+        self._next_id = 0
+        self.ready_prefill: tuple[Worker, ...] = ()
+        self.ready_decode: tuple[Worker, ...] = ()
+        for address in config.workers:
+            self.add(address)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, url: str) -> Worker | None:
+        return next((worker for worker in self._by_id.values() if worker.url == url), None)
+
+    def contains(self, worker: Worker) -> bool:
+        return self._by_id.get(worker.id) is worker
+
+    def add(self, address: WorkerAddress) -> Worker:
+        """Add an instance; it takes requests once a health check has passed."""
+        worker = Worker(self._next_id, address, self._config)
+        self._next_id += 1
+        self._by_id[worker.id] = worker
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        self._by_id.pop(worker.id, None)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute the ready lists; call after any change of health, draining or membership."""
+        ready = [worker for worker in self._by_id.values() if worker.is_ready]
+        self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
+        self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
+
+    def missing_roles(self) -> list[str]:
+        """What keeps the router from serving: `prefill`, `decode`, both, or nothing."""
+        missing = [] if self.ready_prefill else ["prefill"]
+        return missing if self.ready_decode else [*missing, "decode"]
+
+    def models(self) -> list[str]:
+        names = {worker.model for worker in self._by_id.values() if worker.model}
+        return sorted(names)
+
+
+def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:
+    """Number of ready instances by role."""
+    counts = {role.value: 0 for role in Role}
+    for worker in workers:
+        if worker.is_ready:
+            counts[worker.role.value] += 1
+    return counts

@@ -1,0 +1,251 @@
+"""Real engines for tests: started through `sglang-ext worker`, shared between tests, always stopped.
+
+    pair = FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.DECODE))
+
+An engine takes about 20 s and 1.4 GB, so tests ask the fleet for a specification and get the engine that
+already runs with it. The fleet keeps few alive, replaces dead ones, and ends with the test process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.types import Role
+from support.tiny_model import TinyModelShape, tiny_model
+
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 20.0
+MAX_ALIVE = 5
+LOG_TAIL_LINES = 40
+
+
+class EngineError(AssertionError):
+    """An engine died or did not become ready; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Which engine a test needs. Equal specifications share one engine."""
+
+    role: Role
+    shape: TinyModelShape = TinyModelShape()
+    arguments: tuple[str, ...] = ()  # for sglang.launch_server
+    worker_options: tuple[str, ...] = ()  # for sglang-ext worker
+    name: str = ""  # tells apart engines that are otherwise equal
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: Any  # parsed JSON where it is JSON, text otherwise
+
+
+@dataclass
+class Engine:
+    """One running engine. `start` returns at once, `wait_ready` when it serves."""
+
+    spec: EngineSpec
+    port: int
+    bootstrap_port: int
+    log_path: Path
+    process: subprocess.Popen[bytes]
+    last_used: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def start(cls, spec: EngineSpec) -> Engine:
+        port, bootstrap_port = free_port(), free_port()
+        descriptor, log_name = tempfile.mkstemp(prefix=f"engine-{spec.role}-{spec.name}-", suffix=".log")
+        command = [
+            *(sys.executable, "-m", "sglang_ext.cli", "worker", "--role", spec.role.value),
+            *("--model-path", str(tiny_model(spec.shape)), "--port", str(port)),
+            *("--bootstrap-port", str(bootstrap_port), "--exit-with-parent", "--threads", "1"),
+            *spec.worker_options,
+            "--",
+            *spec.arguments,
+        ]
+        with os.fdopen(descriptor, "wb") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        return cls(spec, port, bootstrap_port, Path(log_name), process)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Return when /health answers 200. Raises EngineError when the process ends or the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not self.is_alive:
+                raise self._error(f"ended with status {self.process.returncode} while starting")
+            try:
+                if self.get("/health", timeout_s=2).status == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.2)
+        raise self._error(f"was not ready within {timeout_s:.0f} s")
+
+    def get(self, path: str, timeout_s: float = 30.0) -> Reply:
+        return self._call(urllib.request.Request(self.url + path), timeout_s)
+
+    def post(self, path: str, body: Any, timeout_s: float = 120.0) -> Reply:
+        data = json.dumps(body).encode()
+        return self._call(
+            urllib.request.Request(self.url + path, data, {"content-type": "application/json"}), timeout_s
+        )
+
+    def load(self) -> dict[str, Any]:
+        """The first (only) entry of /v1/loads."""
+        entry: dict[str, Any] = self.get("/v1/loads").body["loads"][0]
+        return entry
+
+    def wait_for_load(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float) -> float:
+        """Seconds until the load meets `condition`. Raises EngineError when the time is up."""
+        start = time.monotonic()
+        while True:
+            load = self.load()
+            if condition(load):
+                return time.monotonic() - start
+            if time.monotonic() - start > timeout_s:
+                raise self._error(f"load after {timeout_s:.1f} s: {json.dumps(load)}")
+            time.sleep(0.05)
+
+    def process_ids(self) -> list[int]:
+        """The engine's processes: its session holds them all."""
+        return _session_members(self.process.pid)
+
+    def kill(self) -> None:
+        """kill -9 of the main process, as a crash would do it."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL for whatever is left. Safe to call again."""
+        if self.is_alive:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in self.process_ids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        text = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(line[:400] for line in text[-lines:])
+
+    def _call(self, request: urllib.request.Request, timeout_s: float) -> Reply:
+        self.last_used = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return Reply(response.status, _decode(response.read()))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, _decode(error.read()))
+
+    def _error(self, problem: str) -> EngineError:
+        return EngineError(
+            f"engine {self.spec.role} {self.spec.name} {problem}; log {self.log_path}:\n{self.log_tail()}"
+        )
+
+
+class EngineFleet:
+    """Engines by specification, at most `max_alive` at a time."""
+
+    def __init__(self, max_alive: int = MAX_ALIVE) -> None:
+        self._max_alive = max_alive
+        self._engines: dict[EngineSpec, Engine] = {}
+
+    def get(self, *specs: EngineSpec) -> list[Engine]:
+        """Ready engines for `specs`, in order; missing ones are started together."""
+        if len(specs) > self._max_alive:
+            raise ValueError(f"{len(specs)} engines asked for, {self._max_alive} may be alive at a time")
+        self._drop_dead()
+        self._make_room(specs)
+        started = []
+        for spec in specs:
+            if spec not in self._engines:
+                self._engines[spec] = Engine.start(spec)
+                started.append(spec)
+        try:
+            for spec in started:
+                self._engines[spec].wait_ready()
+        except BaseException:
+            for spec in started:
+                self._engines.pop(spec).stop()
+            raise
+        return [self._engines[spec] for spec in specs]
+
+    def close(self) -> None:
+        """Stop every engine."""
+        while self._engines:
+            self._engines.popitem()[1].stop()
+
+    def _drop_dead(self) -> None:
+        for spec, engine in list(self._engines.items()):
+            if not engine.is_alive:
+                engine.stop()
+                del self._engines[spec]
+
+    def _make_room(self, wanted: tuple[EngineSpec, ...]) -> None:
+        missing = [spec for spec in wanted if spec not in self._engines]
+        spare = sorted(
+            (spec for spec in self._engines if spec not in wanted), key=lambda spec: self._engines[spec].last_used
+        )
+        while len(self._engines) + len(missing) > self._max_alive:
+            self._engines.pop(spare.pop(0)).stop()
+
+
+FLEET = EngineFleet()
+atexit.register(FLEET.close)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")
+
+
+def _session_members(session: int) -> list[int]:
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        state, session_of = fields[0], int(fields[3])
+        if session_of == session and state != "Z":
+            members.append(int(stat.parent.name))
+    return members

@@ -1,0 +1,239 @@
+"""Watches one prefill-decode exchange from outside and fails at the first action that breaks a promise.
+
+It knows what was fed and what came out, nothing of the exchange's inner state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from sglang_ext.policy.pd_exchange import (
+    AbortLeg,
+    Absolve,
+    Actions,
+    Blame,
+    CloseClient,
+    Credit,
+    EmitErrorEvent,
+    Exclude,
+    Finished,
+    Leg,
+    PDExchange,
+    RelayBody,
+    RelayHead,
+    ReplyError,
+    ScheduleRetry,
+    StartLegs,
+)
+from sglang_ext.types import RequestState
+
+FAULTS = (500, 502, 503, 504)
+BUSY = (408, 429)
+
+
+class Event(NamedTuple):
+    """A call of a method of the exchange; `leg` and `status` where it takes them, `age` attempts too late."""
+
+    name: str
+    leg: Leg | None = None
+    status: int | None = None
+    age: int = 0
+
+
+_GLOBAL = ("start", "on_client_gone", "on_deadline", "on_timeout")
+
+
+def feed(exchange: PDExchange, event: Event) -> Actions:
+    """Carry an event to the exchange."""
+    method = getattr(exchange, event.name)
+    if event.name in _GLOBAL:
+        actions: Actions = method()
+    elif event.leg is None:
+        actions = method(exchange.attempt - event.age)
+    elif event.status is None:
+        actions = method(event.leg, exchange.attempt - event.age)
+    else:
+        actions = method(event.leg, exchange.attempt - event.age, event.status)
+    return actions
+
+
+@dataclass
+class LegRecord:
+    """One leg of the current attempt."""
+
+    status: int = 0  # of its head; 0 before it
+    is_failed_inside: bool = False
+    is_closed: bool = False  # completed, lost or aborted
+    is_completed: bool = False
+    is_lost: bool = False
+    is_judged: bool = False
+
+    @property
+    def is_fine(self) -> bool:
+        return 200 <= self.status < 300 and not self.is_failed_inside
+
+
+@dataclass
+class Monitor:
+    """Everything that may be known of an exchange without looking into it."""
+
+    max_retries: int
+    is_stream: bool
+    legs: list[LegRecord] | None = None
+    attempt: int = -1
+    scheduled: int = -1  # highest back-off index asked for
+    relayed: Leg | None = None
+    body_relayed: bool = False
+    replied: bool = False
+    broken: bool = False
+    over: RequestState | None = None
+    total_aborts: dict[tuple[int, Leg], int] = field(default_factory=dict)
+
+    def copy(self) -> Monitor:
+        legs = None if self.legs is None else [replace(leg) for leg in self.legs]
+        return replace(self, legs=legs, total_aborts=dict(self.total_aborts))
+
+    def key(self) -> tuple[object, ...]:
+        """For telling visited states apart."""
+        legs = () if self.legs is None else tuple(tuple(vars(leg).values()) for leg in self.legs)
+        return (
+            legs,
+            self.attempt,
+            self.scheduled,
+            self.relayed,
+            self.body_relayed,
+            self.replied,
+            self.broken,
+            self.over,
+        )
+
+    def step(self, event: Event, actions: Actions) -> None:
+        """Take in an event and what it brought about."""
+        if self.over is not None:
+            assert actions == (), "an action after the end"
+            return
+        self._note(event)
+        finished_at = None
+        for position, action in enumerate(actions):
+            assert finished_at is None, "an action after Finished"
+            match action:
+                case StartLegs(attempt):
+                    assert attempt == self.attempt + 1 <= self.max_retries
+                    assert self.relayed is None
+                    assert not self.replied
+                    assert attempt == 0 or self.scheduled == attempt - 1, "a retry that was not scheduled"
+                    self._check_nothing_leaks()
+                    self.attempt = attempt
+                    self.legs = [LegRecord(), LegRecord()]
+                case AbortLeg(leg):
+                    record = self._leg(leg)
+                    assert not record.is_closed, "aborted what had ended"
+                    record.is_closed = True
+                    key = (self.attempt, leg)
+                    self.total_aborts[key] = self.total_aborts.get(key, 0) + 1
+                    assert self.total_aborts[key] == 1
+                case Credit(leg):
+                    record = self._judge(leg)
+                    assert record.is_completed
+                    assert record.is_fine
+                case Blame(leg):
+                    record = self._judge(leg)
+                    assert record.is_lost or record.is_failed_inside or record.status in FAULTS
+                    assert record.is_lost or record.status not in BUSY
+                case Absolve(leg):
+                    record = self._judge(leg)
+                    assert not record.is_lost
+                    assert self.relayed is not leg or record.status not in FAULTS, "a shown 5xx without blame"
+                case Exclude(leg):
+                    record = self._leg(leg)
+                    assert record.is_lost or not record.is_fine
+                    assert self.scheduled == self.attempt or any(
+                        isinstance(later, ScheduleRetry) for later in actions
+                    ), "an exclusion without another attempt"
+                case ScheduleRetry(index):
+                    assert index == self.attempt > self.scheduled
+                    assert index < self.max_retries
+                    assert self.relayed is None
+                    self.scheduled = index
+                case RelayHead(leg):
+                    assert self.relayed is None, "two heads"
+                    assert not self.replied
+                    record = self._leg(leg)
+                    assert record.status >= 200
+                    assert leg is Leg.DECODE or not record.is_fine, "prefill's success is never shown"
+                    assert isinstance(actions[position + 1], RelayBody)
+                    self.relayed = leg
+                case RelayBody(leg):
+                    assert self.relayed is leg
+                    assert not self.body_relayed
+                    self.body_relayed = True
+                case ReplyError(status, _):
+                    assert self.relayed is None
+                    assert not self.replied
+                    assert 400 <= status < 600
+                    self.replied = True
+                case EmitErrorEvent() | CloseClient():
+                    assert self.relayed is not None
+                    assert not self.broken
+                    assert not isinstance(action, EmitErrorEvent) or self.is_stream
+                    self.broken = True
+                case Finished(state):
+                    finished_at = position
+                    self.over = state
+                    self._check_end(event, state)
+        if self.over is None and self.legs is not None and self.relayed is None and self.attempt >= 0:
+            both_closed = all(leg.is_closed for leg in self.legs)
+            assert not both_closed or self.scheduled == self.attempt, "stuck: nothing open, nothing scheduled"
+
+    def _note(self, event: Event) -> None:
+        """What the event says about the legs, if it is about the current attempt."""
+        if event.name == "on_no_instance" and event.age == 0 and self.legs is not None:
+            untouched = all(vars(leg) == vars(LegRecord()) for leg in self.legs)
+            if untouched and self.scheduled < self.attempt:
+                self.legs = None
+        if event.leg is None or event.age or self.legs is None:
+            return
+        record = self.legs[event.leg]
+        if record.is_closed:
+            return
+        match event.name:
+            case "on_leg_head" if record.status == 0 and event.status is not None and event.status >= 200:
+                record.status = event.status
+            case "on_error_event" if record.is_fine:
+                assert event.status is not None
+                record.is_failed_inside = True
+                record.status = event.status
+            case "on_leg_complete" if record.status:
+                record.is_completed = record.is_closed = True
+            case "on_leg_complete" | "on_leg_lost" | "on_leg_connect_failed":
+                record.is_lost = record.is_closed = True
+
+    def _leg(self, leg: Leg) -> LegRecord:
+        assert self.legs is not None, "an action on a leg that was not started"
+        return self.legs[leg]
+
+    def _judge(self, leg: Leg) -> LegRecord:
+        record = self._leg(leg)
+        assert not record.is_judged, "two verdicts"
+        assert record.is_closed, "a verdict before the end"
+        record.is_judged = True
+        return record
+
+    def _check_nothing_leaks(self) -> None:
+        for record in self.legs or ():
+            assert record.is_closed, "a leg was left open"
+            assert record.is_judged, "a leg without a verdict"
+
+    def _check_end(self, event: Event, state: RequestState) -> None:
+        self._check_nothing_leaks()
+        assert (state is RequestState.ABORTED) == (event.name == "on_client_gone")
+        if state is RequestState.FINISHED:
+            assert self.relayed is Leg.DECODE
+            assert not self.broken
+            assert self._leg(Leg.DECODE).is_completed
+            assert self._leg(Leg.DECODE).is_fine
+        elif state is RequestState.FAILED:
+            assert self.replied or self.relayed is not None, "the client was told nothing"
+            if self.relayed is Leg.DECODE and self._leg(Leg.DECODE).is_fine:
+                assert self.broken, "a reply cut short looks whole"
