@@ -40,6 +40,7 @@ from support.wrk import WrkError, run_wrk
 CONCURRENCIES = (1, 16, 64)
 STREAM_CONCURRENCY = 32
 WARM_UP_S = 1.0
+WARM_UP_CONCURRENCY = 8
 
 Samples = dict[str, dict[str, list[float]]]  # router, quantity, one number per repeat
 
@@ -81,7 +82,7 @@ class Bench:
             content = json.loads(router.ask(stream=False))["choices"][0]["message"]["content"]
             if content != "hello world":
                 raise RouterError(f"{name} does not pass the decode instance's answer on: {content!r}")
-            run_wrk(router.port, concurrency=8, duration_s=WARM_UP_S, stream=False)
+            run_wrk(router.port, concurrency=WARM_UP_CONCURRENCY, duration_s=WARM_UP_S, stream=False)
             before = static.served()
             sent = 0
             for concurrency in CONCURRENCIES:
@@ -99,7 +100,7 @@ class Bench:
                 )
             served = static.served() - before
         # Requests under way when wrk stops are served but not in its count.
-        most = sent + sum(CONCURRENCIES)
+        most = sent + sum(CONCURRENCIES) + WARM_UP_CONCURRENCY
         for leg, ports in (("prefill", self.whole.prefill), ("decode", self.whole.decode)):
             reached = sum(served[port] for port in ports)
             if not sent <= reached <= most:
@@ -114,7 +115,7 @@ class Bench:
             events = [line for line in router.ask(stream=True).split(b"\n") if line.startswith(b"data: ")]
             if len(events) != EVENTS_PER_STREAM + 1 or events[-1] != b"data: [DONE]":
                 raise RouterError(f"{name} passed {len(events)} events of {EVENTS_PER_STREAM + 1} on")
-            run_wrk(router.port, concurrency=8, duration_s=WARM_UP_S, stream=True)
+            run_wrk(router.port, concurrency=WARM_UP_CONCURRENCY, duration_s=WARM_UP_S, stream=True)
             used_s, sent = router.processor_time_s, self._events_sent()
             run_wrk(router.port, concurrency=STREAM_CONCURRENCY, duration_s=self.seconds, stream=True)
             used_s, sent = router.processor_time_s - used_s, self._events_sent() - sent

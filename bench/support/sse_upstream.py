@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import cast
 
+import httptools
 import uvloop
 
 from support.static_upstreams import control_replies
@@ -37,37 +39,32 @@ CONTROL = {path.encode(): json.dumps(reply).encode() for path, reply in control_
 
 
 class StreamingInstance(asyncio.Protocol):
-    """Reads just enough HTTP to answer whole requests of well-behaved clients, one after the other."""
+    """Answers the requests of one connection, one after the other."""
 
     sent_events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._input = b""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
         self._left = 0
 
     def data_received(self, data: bytes) -> None:
-        self._input += data
-        head, blank, rest = self._input.partition(b"\r\n\r\n")
-        if not blank:
-            return
-        length = 0
-        for line in head.lower().split(b"\r\n"):
-            if line.startswith(b"content-length:"):
-                length = int(line.partition(b":")[2])
-        if len(rest) < length:
-            return
-        self._input = rest[length:]
-        method, target, _ = head.split(b" ", 2)
-        if method == b"GET":
-            self._answer(target.partition(b"?")[0])
-            return
-        self._transport.write(HEAD)
-        self._left = EVENTS_PER_STREAM
-        self._write_event()
+        self._parser.feed_data(data)
 
-    def _answer(self, path: bytes) -> None:
+    def on_message_begin(self) -> None:
+        self._target = b""
+
+    def on_url(self, part: bytes) -> None:
+        self._target += part
+
+    def on_message_complete(self) -> None:
+        path = self._target.partition(b"?")[0]
+        if path == b"/v1/chat/completions":
+            self._transport.write(HEAD)
+            self._left = EVENTS_PER_STREAM
+            self._write_event()
+            return
         body = b"%d" % StreamingInstance.sent_events if path == b"/sent" else CONTROL.get(path, b"{}")
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._transport.write(head + body)

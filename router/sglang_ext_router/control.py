@@ -42,7 +42,7 @@ class ControlTarget(Protocol):
 
     def add_worker(self, address: WorkerAddress) -> Worker: ...
 
-    async def remove_worker(self, worker: Worker) -> None: ...
+    def remove_worker(self, worker: Worker) -> None: ...
 
     def drain_worker(self, worker: Worker, is_draining: bool) -> None: ...
 
@@ -101,7 +101,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
 
 def build_app(router: ControlTarget) -> FastAPI:
     """The application over one router process."""
-    app = FastAPI(title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False)
     config = router.config
     now = router.loop.time
 
@@ -266,7 +266,7 @@ def build_app(router: ControlTarget) -> FastAPI:
     async def remove_worker(name: str) -> dict[str, str]:
         """Take an instance out; what it is serving runs to its end."""
         worker = find(name)
-        await router.remove_worker(worker)
+        router.remove_worker(worker)
         return {"removed": worker.url}
 
     @app.post("/workers/{name}/drain", dependencies=admin)

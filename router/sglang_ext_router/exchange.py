@@ -32,6 +32,7 @@ from sglang_ext.policy.pd_actions import (
 from sglang_ext.policy.pd_exchange import PDExchange
 from sglang_ext.types import RequestState
 from sglang_ext_router import replies
+from sglang_ext_router.logprobs import join, reply_body, wants_input_logprobs
 from sglang_ext_router.prompt import (
     BadRequestError,
     Prompt,
@@ -89,6 +90,7 @@ class Exchange:
         "_forwarded",
         "_has_first_byte",
         "_is_queued",
+        "_joined",
         "_legs",
         "_machine",
         "_prefill_open_tokens",
@@ -121,6 +123,7 @@ class Exchange:
         self._relaying: UpstreamConnection | None = None
         self._has_first_byte = False
         self._is_queued = False
+        self._joined: list[bytes | None] | None = None  # both replies, where they must be joined
         self._timer: asyncio.TimerHandle | None = None
         self._slo_s: float | None = None
         self._room_id = b""
@@ -142,6 +145,8 @@ class Exchange:
             self._body = parse_body(request.body)
             self._prompt = prompt = measure(request.path, self._body)
             self._check_servable(prompt)
+            if wants_input_logprobs(request.path, self._body):
+                self._joined = [None, None]
         except BadRequestError as error:
             self._refuse(400, str(error), "bad_request", error.param)
             return
@@ -234,6 +239,11 @@ class Exchange:
         legs[_DECODE] = router.pool(route.decode).start(
             self, _DECODE, attempt, route.decode.request_head(target) + rest
         )
+        if self._joined is not None:
+            self._joined = [None, None]
+            for leg in legs:
+                if leg is not None:
+                    leg.keeps_reply = True
 
     # -- what the legs and the client say ---------------------------------------------------------------
 
@@ -268,6 +278,9 @@ class Exchange:
         if is_relayed:
             self._relaying = None
             self._client_served()
+        elif self._joined is not None and leg.status == 200:
+            self._joined[kind] = leg.raw
+            self._join()
         self._act(actions)
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None:
@@ -361,6 +374,8 @@ class Exchange:
         raw = leg.raw
         split = raw.index(b"\r\n\r\n") + 2
         self._status = leg.status
+        if self._joined is not None and leg.status == 200:
+            return
         head = raw[:split]
         lowered = head.lower()
         if b"\nconnection:" in lowered or b"\nkeep-alive:" in lowered:
@@ -371,7 +386,24 @@ class Exchange:
             return
         leg.is_relaying = True
         self._relaying = leg
-        client.write(b"%b%b%b" % (head, self._reply_headers(client), raw[split:]))
+        connection = b"" if client.keeps_alive else b"connection: close\r\n"
+        client.write(b"%b%b%b%b" % (head, self._reply_headers(), connection, raw[split:]))
+
+    def _join(self) -> None:
+        """Answer once both replies are there."""
+        assert self._joined is not None
+        prefill, decode = self._joined
+        client = self._client
+        if prefill is None or decode is None or client is None:
+            return
+        self._client = None
+        try:
+            body = join(reply_body(prefill), reply_body(decode))
+        except (ValueError, KeyError, TypeError):
+            self._status = 502
+            client.respond_error(502, "the instances' replies do not match")
+            return
+        client.respond(200, body, extra=self._reply_headers())
 
     def _first_byte(self, leg: UpstreamConnection) -> None:
         router = self._router
@@ -397,19 +429,17 @@ class Exchange:
         if client is not None:
             client.finish(client.keeps_alive)
 
-    def _reply_headers(self, client: ClientConnection) -> bytes:
+    def _reply_headers(self) -> bytes:
         request_id = self._request_id or self._room_id
-        connection = b"\r\n" if client.keeps_alive else b"connection: close\r\n\r\n"
         route = self._route
         if route is None or self._router.config.disable_route_headers:
-            return b"x-request-id: %b\r\n%b" % (request_id, connection[:-2])
-        return b"x-request-id: %b\r\nx-sglang-ext-class: %b\r\n%b%bx-sglang-ext-queue-ms: %d\r\n%b" % (
+            return b"x-request-id: %b\r\n" % request_id
+        return b"x-request-id: %b\r\nx-sglang-ext-class: %b\r\n%b%bx-sglang-ext-queue-ms: %d\r\n" % (
             request_id,
             route.decision.length_class.encode(),
             route.prefill.route_header,
             route.decode.route_header,
             int(self.queue_s * 1000),
-            connection[:-2],
         )
 
     def _answer(self, status: int, message: str, param: str | None = None) -> None:
@@ -488,8 +518,8 @@ class Exchange:
         router.metrics.count_request(
             self._request.path.decode(), label, 499 if state is RequestState.ABORTED else self._status
         )
-        if self._client is not None:  # nothing was relayed and nothing answered
-            self._cut_client()
+        if self._client is not None:  # relayed nothing, answered nothing: prefill's half of a joined reply failed
+            self._answer(502, _REASON_TEXT[FailureReason.LEG_FAILED])
         router.ended(self, now_s)
 
     # -- load and learning ------------------------------------------------------------------------------
@@ -512,8 +542,13 @@ class Exchange:
         prefill.breaker.on_start(now_s)
         decode.breaker.on_start(now_s)
         router.planner.learn_route(self._prompt, prefill)
+        if router.siblings.shares_prefixes and self._prompt.hashes:
+            router.siblings.tell_prefix(prefill.url, self._prompt.hashes)
         metrics = router.metrics
         metrics.prompt_tokens += self._prompt_tokens
+        sent = metrics.worker_requests
+        sent[prefill.url] = sent.get(prefill.url, 0) + 1
+        sent[decode.url] = sent.get(decode.url, 0) + 1
         metrics.cached_tokens += route.decision.cached_tokens
         if route.is_spilled:
             metrics.spilled += 1

@@ -8,13 +8,16 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 import uvloop
 
 from sglang_ext_router.config import ConfigError, RouterConfig, add_arguments, config_from_arguments
 from sglang_ext_router.logs import set_up_logging
 from sglang_ext_router.router import Router
-from sglang_ext_router.siblings import SiblingLink
+from sglang_ext_router.siblings import DatagramSiblings, SiblingLink
+from sglang_ext_router.supervisor import child_place, is_child, supervise
 
 __all__ = ["add_arguments", "run", "serve"]
 
@@ -27,14 +30,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; the exit status."""
     try:
         config = config_from_arguments(arguments)
-        sock = listen(config)
+        if config.processes > 1 and not is_child():
+            listen(config).close()  # say now, and once, that the address cannot be had
+        else:
+            sock = listen(config, reuse_port=is_child())
     except ConfigError as error:
         print(f"sglang-ext router: {error}", file=sys.stderr)
         return 2
     set_up_logging(config.log_level, config.log_json)
     if not config.workers:
         logger.warning("no workers given: add some with POST /workers")
-    status: int = uvloop.run(serve(config, sock))
+    if config.processes > 1 and not is_child():
+        return supervise(config, sys.argv[2:])
+    if not is_child():
+        return _run(serve(config, sock))
+    index, folder = child_place()
+    return _run(serve(config, sock, index, DatagramSiblings(folder, index, config), ends_with_stdin=True))
+
+
+def _run(serving: Coroutine[Any, Any, int]) -> int:
+    status: int = uvloop.run(serving)
     return status
 
 
@@ -55,13 +70,19 @@ def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
 
 
 async def serve(
-    config: RouterConfig, sock: socket.socket, process_index: int = 0, siblings: SiblingLink | None = None
+    config: RouterConfig,
+    sock: socket.socket,
+    process_index: int = 0,
+    siblings: SiblingLink | None = None,
+    ends_with_stdin: bool = False,
 ) -> int:
-    """Serve on a listening socket until SIGTERM or SIGINT, then drain."""
+    """Serve on a listening socket until SIGTERM or SIGINT (or the end of standard input), then drain."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
+    if ends_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), stop.set)
     router = Router(config, loop, process_index, siblings)
     await router.start()
     server = await loop.create_server(router.connection, sock=sock, backlog=LISTEN_BACKLOG)
@@ -70,6 +91,8 @@ async def serve(
     await stop.wait()
     logger.info("stopping: %d requests run, %d wait", router.requests_in_flight, router.requests_queued)
     server.close()
+    if ends_with_stdin:
+        loop.remove_reader(sys.stdin.fileno())
     await router.drain(config.shutdown_grace_period_secs)
     await router.stop()
     return 0

@@ -52,12 +52,11 @@ class Prober:
         self._wake[worker.id] = asyncio.Event()
         self._tasks[worker.id] = asyncio.get_running_loop().create_task(self._run(worker))
 
-    async def forget(self, worker: Worker) -> None:
+    def forget(self, worker: Worker) -> None:
         self._wake.pop(worker.id, None)
         task = self._tasks.pop(worker.id, None)
         if task is not None:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     def check_now(self, worker: Worker) -> None:
         """A request saw the instance fail: do not wait for the next interval."""

@@ -227,16 +227,16 @@ class Router:
         logger.info("worker %s (%s) added", worker.url, worker.role)
         return worker
 
-    async def remove_worker(self, worker: Worker) -> None:
+    def remove_worker(self, worker: Worker) -> None:
         self.siblings.tell_removed(worker.url)
-        await self.drop_worker(worker)
+        self.drop_worker(worker)
 
-    async def drop_worker(self, worker: Worker) -> None:
+    def drop_worker(self, worker: Worker) -> None:
         """Remove an instance here only; what it is serving runs to its end."""
         self.registry.remove(worker)
         if worker.role.is_prefill:
             self.planner.index.remove_worker(worker.id)
-        await self.prober.forget(worker)
+        self.prober.forget(worker)
         self._pools.pop(worker.id, None)
         logger.info("worker %s (%s) removed", worker.url, worker.role)
 

@@ -1,18 +1,39 @@
-"""Soft state shared between the processes of one router."""
+"""Soft state shared between the processes of one router: membership, load, prefixes, metrics.
+
+Every process sends its state to the others as datagrams, again and again; nobody waits for anybody, and a
+process that is gone is forgotten after `FORGET_AFTER_S`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sglang_ext_router.config import WorkerAddress
+import orjson
+
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.membership import MembershipTable
 
 if TYPE_CHECKING:
     from sglang_ext_router.router import Router
 
+logger = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.1
+METRICS_EVERY = 10  # load messages
+FORGET_AFTER_S = 2.0
+MAX_DATAGRAM_BYTES = 128 << 10
+MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
+
 
 class SiblingLink(Protocol):
     """How a process tells the others what they cannot see for themselves."""
+
+    shares_prefixes: bool
 
     async def start(self, router: Router) -> None: ...
 
@@ -24,11 +45,15 @@ class SiblingLink(Protocol):
 
     def tell_draining(self, url: str, is_draining: bool) -> None: ...
 
+    def tell_prefix(self, url: str, hashes: Sequence[int]) -> None: ...
+
     def metric_snapshots(self) -> Iterable[Mapping[str, Any]]: ...
 
 
 class NoSiblings:
     """A router of one process."""
+
+    shares_prefixes = False
 
     async def start(self, router: Router) -> None:
         """Nobody to meet."""
@@ -45,5 +70,143 @@ class NoSiblings:
     def tell_draining(self, url: str, is_draining: bool) -> None:
         """Nobody to tell."""
 
+    def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
+        """Nobody to tell."""
+
     def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
         return ()
+
+
+class _SiblingState(NamedTuple):
+    heard_s: float
+    loads: dict[str, tuple[int, int]]  # url → requests under way, tokens promised
+    metrics: dict[str, Any] | None
+
+
+class DatagramSiblings(asyncio.DatagramProtocol):
+    """The link between processes `0 .. config.processes - 1`, through Unix sockets in one folder."""
+
+    shares_prefixes = True
+
+    def __init__(self, folder: Path, index: int, config: RouterConfig) -> None:
+        self._folder = folder
+        self._index = index
+        self._others = [folder / f"{i}.sock" for i in range(config.processes) if i != index]
+        self._table = MembershipTable(index, config.workers)
+        self._states: dict[int, _SiblingState] = {}
+        self._prefixes: list[tuple[str, list[int]]] = []
+        self._prefix_blocks = 0
+        self._ticks = 0
+        self._router: Router
+        self._transport: asyncio.BaseTransport
+        self._socket: socket.socket
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self, router: Router) -> None:
+        self._router = router
+        path = self._folder / f"{self._index}.sock"
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(path))
+        await router.loop.create_datagram_endpoint(lambda: self, sock=self._socket)
+        self._tick()
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    # -- telling ----------------------------------------------------------------------------------------
+
+    def tell_added(self, address: WorkerAddress) -> None:
+        self._table.change(address.url, address)
+        self._send_state()
+
+    def tell_removed(self, url: str) -> None:
+        self._table.change(url, None)
+        self._send_state()
+
+    def tell_draining(self, url: str, is_draining: bool) -> None:
+        self._table.change(url, self._table.address(url), is_draining)
+        self._send_state()
+
+    def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
+        if self._prefix_blocks + len(hashes) <= MAX_SHARED_BLOCKS:
+            self._prefixes.append((url, list(hashes)))
+            self._prefix_blocks += len(hashes)
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        self._send_state()
+        self._apply_loads()
+        self._timer = self._router.loop.call_later(LOAD_INTERVAL_S, self._tick)
+
+    def _send_state(self) -> None:
+        router = self._router
+        state: dict[str, Any] = {
+            "index": self._index,
+            "members": self._table.wire(),
+            "loads": {
+                worker.url: (worker.in_flight, worker.pending_tokens + worker.reserved_tokens)
+                for worker in router.registry
+                if worker.in_flight
+            },
+            "prefixes": self._prefixes,
+        }
+        self._prefixes, self._prefix_blocks = [], 0
+        if self._ticks % METRICS_EVERY == 1:
+            state["metrics"] = router.metrics.snapshot()
+        message = orjson.dumps(state)
+        if len(message) > MAX_DATAGRAM_BYTES:
+            state["prefixes"] = []
+            message = orjson.dumps(state)
+        for other in self._others:
+            try:
+                self._socket.sendto(message, str(other))
+            except OSError:
+                continue  # not there yet, gone, or its buffer is full: the next message says the same
+
+    # -- hearing ----------------------------------------------------------------------------------------
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        state = orjson.loads(data)
+        router = self._router
+        known = self._states.get(state["index"])
+        self._states[state["index"]] = _SiblingState(
+            router.loop.time(),
+            {url: (load[0], load[1]) for url, load in state["loads"].items()},
+            state.get("metrics") or (known.metrics if known else None),
+        )
+        for url, entry in self._table.merge(tuple(item) for item in state["members"]):
+            worker = router.registry.find(url)
+            if entry.address is None:
+                if worker is not None:
+                    router.drop_worker(worker)
+                continue
+            if worker is None:
+                worker = router.adopt_worker(entry.address)
+            if worker.is_draining != entry.is_draining:
+                router.set_draining(worker, entry.is_draining)
+        for url, hashes in state["prefixes"]:
+            worker = router.registry.find(url)
+            if worker is not None and worker.role.is_prefill:
+                router.planner.index.record(worker.id, hashes)
+
+    def _apply_loads(self) -> None:
+        """Add up what the living siblings have under way on each instance."""
+        now_s = self._router.loop.time()
+        for index, state in tuple(self._states.items()):
+            if now_s - state.heard_s > FORGET_AFTER_S:
+                # Its counters stay in the metrics; its requests are gone.
+                self._states[index] = state._replace(loads={})
+        for worker in self._router.registry:
+            loads = [state.loads.get(worker.url, (0, 0)) for state in self._states.values()]
+            worker.sibling_in_flight = sum(load[0] for load in loads)
+            worker.sibling_tokens = sum(load[1] for load in loads)
+
+    def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
+        return [state.metrics for state in self._states.values() if state.metrics is not None]

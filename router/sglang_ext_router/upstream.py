@@ -55,6 +55,7 @@ class UpstreamConnection(asyncio.Protocol):
         "idle_since_s",
         "is_complete",
         "is_relaying",
+        "keeps_reply",
         "kind",
         "owner",
         "raw",
@@ -84,6 +85,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.body_started = False
         self.is_complete = False
         self.is_relaying = False
+        self.keeps_reply = False  # the whole reply stays in `raw`
         self.reply_keeps_alive = False
         self._head_told = False
         self._body_told = False
@@ -170,7 +172,7 @@ class UpstreamConnection(asyncio.Protocol):
             owner.on_leg_body(self)
         if self.is_complete and self.owner is owner:
             self._end(owner)
-        elif not self.is_relaying and len(self.raw) > MAX_HELD_BYTES and self.status < 400:
+        elif not self.is_relaying and len(self.raw) > MAX_HELD_BYTES and not self.keeps_reply and self.status < 400:
             self.raw = self.raw[-MAX_HELD_BYTES // 2 :]  # a prefill's reply, of which only the end is read
 
     def eof_received(self) -> bool | None:

@@ -138,9 +138,7 @@ class TcpTransferEngine:
         host, _, port = session_id.rpartition(":")
         if not host or not port.isdigit():
             raise wire.ProtocolError(f"{session_id!r} is not a host:port pair")
-        connection = socket.create_connection(
-            (host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s
-        )
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(self._options.io_timeout_s)
@@ -188,9 +186,7 @@ class TcpTransferEngine:
                     logger.warning("refused a KV writer from %s: too many connections", peer[0])
                 _shut(connection)
                 continue
-            threading.Thread(
-                target=self._serve, args=(connection, peer[0]), name="kv-tcp-serve", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(connection, peer[0]), name="kv-tcp-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         try:

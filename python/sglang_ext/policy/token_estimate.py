@@ -20,7 +20,7 @@ _TRUSTED_SIZE_SAMPLES = 8  # … for prompts of sizes of which so many were seen
 _SIZE_MEMORY_SAMPLES = 2000  # a size not seen for so long is unknown again
 _MAX_SIZE_BITS = 32
 _SORT_EVERY = 16
-_PRIOR_WEIGHT = 4.0  # samples that the prior is worth at the start
+_PRIOR_SAMPLES = 1.0  # what the prior of slope and overhead is worth
 _SMALL_PROMPT_BYTES = 64.0  # relative errors below this size are mostly the template's
 _SMALL_PROMPT_TOKENS = 50.0
 _TAIL = 0.01  # quantile left out at each end of the window
@@ -43,10 +43,7 @@ class TokenEstimator:
         self._template_tokens = template_tokens
         self._slope = 1 / PRIOR_BYTES_PER_TOKEN
         self._overhead = 0.0
-        # Sums of the weighted least squares in which the prior counts as samples at two sizes.
-        self._w = self._wx = self._wxx = self._wy = self._wxy = 0.0
-        for size_bytes in (200.0, 2000.0):
-            self._add(size_bytes, size_bytes / PRIOR_BYTES_PER_TOKEN, _PRIOR_WEIGHT / 2)
+        self._w = self._wx = self._wxx = self._wy = self._wxy = 0.0  # of the weighted least squares
         self._samples = 0
         self._errors: list[float] = []  # ring of the last scaled errors, unclipped
         self._low_error = 0.0
@@ -106,7 +103,7 @@ class TokenEstimator:
         self._remember(error)
         # Pulled in, an absurd sample weighs no more than an odd one; a change of traffic still gets through.
         clipped = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
-        self._add(float(prompt_bytes), estimate + clipped * scale, 1.0)
+        self._add(float(prompt_bytes), estimate + clipped * scale)
         self._fit()
 
     def _is_size_known(self, prompt_bytes: int) -> bool:
@@ -139,8 +136,8 @@ class TokenEstimator:
             self._low_error = min(0.0, ordered[left_out]) * (1 + _MARGIN)
             self._high_error = max(0.0, ordered[-1 - left_out]) * (1 + _MARGIN)
 
-    def _add(self, size_bytes: float, tokens: float, samples: float) -> None:
-        weight = samples / (size_bytes + _SMALL_PROMPT_BYTES) ** 2
+    def _add(self, size_bytes: float, tokens: float) -> None:
+        weight = 1 / (size_bytes + _SMALL_PROMPT_BYTES) ** 2
         keep = 1 - 1 / _MEMORY_SAMPLES
         self._w = self._w * keep + weight
         self._wx = self._wx * keep + weight * size_bytes
@@ -149,15 +146,15 @@ class TokenEstimator:
         self._wxy = self._wxy * keep + weight * size_bytes * tokens
 
     def _fit(self) -> None:
-        # Prompts of one size do not determine the overhead: a little ridge keeps it near 0 then.
-        w = self._w * 1.0005
-        determinant = w * self._wxx - self._wx * self._wx
-        if determinant > 0:
-            slope = (w * self._wxy - self._wx * self._wy) / determinant
-            overhead = (self._wxx * self._wy - self._wx * self._wxy) / determinant
-        else:
-            slope, overhead = self._wxy / self._wxx, 0.0
+        # Prompts of one size cannot tell slope from overhead. The prior decides then: it counts as one sample that
+        # has the prior's slope, and as one of the size seen that has no overhead.
+        w = self._w * (1 + _PRIOR_SAMPLES / min(self._samples, _MEMORY_SAMPLES))
+        wxx = self._wxx + _PRIOR_SAMPLES
+        wxy = self._wxy + _PRIOR_SAMPLES / PRIOR_BYTES_PER_TOKEN
+        determinant = w * wxx - self._wx * self._wx  # above 0, by Cauchy-Schwarz and the prior
+        slope = (w * wxy - self._wx * self._wy) / determinant
+        overhead = (wxx * self._wy - self._wx * wxy) / determinant
         if overhead < 0:  # templates only add
-            slope, overhead = self._wxy / self._wxx, 0.0
+            slope, overhead = wxy / wxx, 0.0
         self._slope = min(max(slope, _MIN_TOKENS_PER_BYTE), _MAX_TOKENS_PER_BYTE)
         self._overhead = overhead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from sglang_ext.sglang_plugin.hook_table import hooks_for
+from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.sglang_plugin.transfer_backend import TCP
 from sglang_ext.sglang_plugin.versions import installed_sglang
@@ -16,15 +16,14 @@ def register() -> None:
 
     An error here is logged and swallowed by SGLang; `verification.verify_hooks` turns it into a refusal.
     """
-    options = options_from_environment(os.environ)
     installed = installed_sglang()
-    if options is None or installed is None:
+    if options_from_environment(os.environ) is None or installed is None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
     add_disagg_transfer_backend_choices([TCP])
-    for hook in hooks_for(options):
+    for hook in HOOK_TABLE:
         target = hook.target_in(installed)
         if target is not None:
             HookRegistry.register(target, load_implementation(hook.implementation), HookType(hook.kind.value))

@@ -6,13 +6,11 @@ The table is data. `entry_point.register` puts the hooks that apply into SGLang'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from sglang_ext.sglang_plugin.device import Device
-from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.versions import SglangVersion
 
 
@@ -28,6 +26,10 @@ class HookKind(StrEnum):
 V17, V23 = SglangVersion(0, 5, 17), SglangVersion(0, 5, 23)
 
 
+class UnsupportedVersionError(RuntimeError):
+    """The installed SGLang is older than everything that this project knows."""
+
+
 @dataclass(frozen=True)
 class Hook:
     """One change to SGLang."""
@@ -36,25 +38,23 @@ class Hook:
     why: str
     kind: HookKind
     implementation: str  # module:attribute, imported when the hook is registered
-    targets: Mapping[SglangVersion, str]  # dotted path by the first SGLang version that has it there
-    applies: Callable[[ExtensionOptions], bool]
+    # Dotted path by the first SGLang version that has it there; None where that version has nothing to hook,
+    # and the engine does without.
+    targets: Mapping[SglangVersion, str | None]
 
     def target_in(self, installed: SglangVersion) -> str | None:
-        """Where the hook goes in an installed SGLang; None when that version is older than every column."""
+        """Where the hook goes in an installed SGLang; None where it does without.
+
+        Raises UnsupportedVersionError for an SGLang older than every column.
+        """
         known = [version for version in self.targets if version <= installed]
-        return self.targets[max(known)] if known else None
+        if not known:
+            raise UnsupportedVersionError(f"SGLang {installed} is older than {min(self.targets)}")
+        return self.targets[max(known)]
 
 
-def _same_in_all(target: str) -> Mapping[SglangVersion, str]:
+def _same_in_all(target: str) -> Mapping[SglangVersion, str | None]:
     return MappingProxyType({V17: target})
-
-
-def _always(options: ExtensionOptions) -> bool:
-    return True
-
-
-def _on_cpu(options: ExtensionOptions) -> bool:
-    return options.device is Device.CPU
 
 
 _HOOKS = "sglang_ext.sglang_plugin.hooks"
@@ -66,7 +66,6 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.REPLACE,
         implementation=f"{_HOOKS}.transfer_backends:ExtendedTransferBackend",
         targets=_same_in_all("sglang.srt.disaggregation.utils.TransferBackend"),
-        applies=_always,
     ),
     Hook(
         name="transfer-backend-classes",
@@ -74,7 +73,6 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.transfer_backends:get_kv_class",
         targets=_same_in_all("sglang.srt.disaggregation.utils.get_kv_class"),
-        applies=_always,
     ),
     Hook(
         name="parallel-samples",
@@ -82,7 +80,6 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.parallel_samples:normalize_batch_and_arguments",
         targets=_same_in_all("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"),
-        applies=_always,
     ),
     Hook(
         name="room-guard",
@@ -90,35 +87,26 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.room_guard:add_request_to_queue",
         targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"),
-        applies=_always,
     ),
     Hook(
-        name="scheduler-report",
-        why="each scheduler process verifies its own hooks and says so to the main process",
+        name="statement",
+        why="each scheduler process verifies its own hooks, and /server_info tells version, role and hooks",
         kind=HookKind.AFTER,
-        implementation=f"{_HOOKS}.self_report:add_scheduler_report",
+        implementation=f"{_HOOKS}.self_report:add_statement",
         targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler.get_init_info"),
-        applies=_always,
     ),
     Hook(
-        name="scheduler-report-check",
+        name="statement-check",
         why="the main process refuses to serve when a scheduler runs without the hooks",
         kind=HookKind.AFTER,
-        implementation=f"{_HOOKS}.self_report:check_scheduler_reports",
+        implementation=f"{_HOOKS}.self_report:check_statements",
         targets=_same_in_all("sglang.srt.entrypoints.engine._wait_for_scheduler_ready"),
-        applies=_always,
     ),
     Hook(
-        name="server-info",
-        why="tells the router version, role and hooks of this engine",
+        name="prefill-abort-notice",
+        why="a prefill that is aborted before its transfer leaves decode waiting for 300 s; tells decode",
         kind=HookKind.AFTER,
-        implementation=f"{_HOOKS}.self_report:add_server_info",
-        targets=MappingProxyType({V23: "sglang.srt.utils.common.build_server_info"}),
-        applies=_always,
+        implementation=f"{_HOOKS}.abort_notice:tell_decode",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVSender.abort"}),
     ),
 )
-
-
-def hooks_for(options: ExtensionOptions) -> tuple[Hook, ...]:
-    """The hooks that an engine with these options needs."""
-    return tuple(hook for hook in HOOK_TABLE if hook.applies(options))

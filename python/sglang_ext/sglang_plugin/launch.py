@@ -23,11 +23,10 @@ def main(argv: Sequence[str]) -> int:
     from sglang_ext.sglang_plugin.verification import HookNotInForceError, verify_hooks
 
     try:
-        options = options_from_environment(os.environ)
+        if options_from_environment(os.environ) is None:
+            return _refuse("start this engine with `sglang-ext worker`, which sets its options")
     except InvalidOptionsError as error:
         return _refuse(str(error))
-    if options is None:
-        return _refuse("start this engine with `sglang-ext worker`, which sets its options")
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
     load_plugins()
     try:
-        verify_hooks(options)
+        verify_hooks()
     except HookNotInForceError as error:
         return _refuse(str(error))
     server_args = prepare_server_args(list(argv))

@@ -166,4 +166,3 @@ def _tensor_parallel_size(arguments: Sequence[str]) -> int:
                 raise ValueError(f"{flag} needs a positive number, got {text!r}")
             size = int(text)
     return size
-

@@ -9,11 +9,11 @@ from __future__ import annotations
 import pkgutil
 import sys
 from dataclasses import dataclass
+from enum import StrEnum
 from types import ModuleType
 
 from sglang_ext.sglang_plugin.entry_point import load_implementation
-from sglang_ext.sglang_plugin.hook_table import Hook, hooks_for
-from sglang_ext.sglang_plugin.options import ExtensionOptions
+from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE, Hook, UnsupportedVersionError
 from sglang_ext.sglang_plugin.versions import SglangVersion, installed_sglang
 
 
@@ -21,45 +21,51 @@ class HookNotInForceError(RuntimeError):
     """A hook is not in force; the message names it."""
 
 
+class HookState(StrEnum):
+    IN_FORCE = "in force"
+    NOT_NEEDED = "does without"  # this SGLang version has nothing to hook
+    BROKEN = "not in force"
+
+
 @dataclass(frozen=True)
 class HookStatus:
-    """Whether one hook is in force, and if not, why."""
+    """One hook in this process; `detail` is its target, or what is wrong."""
 
     name: str
-    target: str
-    problem: str | None
-
-    @property
-    def in_force(self) -> bool:
-        return self.problem is None
+    state: HookState
+    detail: str
 
 
-def inspect_hooks(options: ExtensionOptions) -> list[HookStatus]:
-    """The state, in this process, of every hook that an engine with these options needs."""
+def inspect_hooks() -> list[HookStatus]:
+    """The state of every hook in this process."""
     installed = installed_sglang()
     if installed is None:
-        return [HookStatus(hook.name, "", "SGLang is not installed") for hook in hooks_for(options)]
-    return [_inspect(hook, installed) for hook in hooks_for(options)]
+        return [HookStatus(hook.name, HookState.BROKEN, "SGLang is not installed") for hook in HOOK_TABLE]
+    return [_inspect(hook, installed) for hook in HOOK_TABLE]
 
 
-def verify_hooks(options: ExtensionOptions) -> list[str]:
-    """Names of the hooks in force. Raises HookNotInForceError naming each that is not."""
-    statuses = inspect_hooks(options)
-    broken = [status for status in statuses if not status.in_force]
+def verify_hooks() -> list[str]:
+    """Names of the hooks in force. Raises HookNotInForceError naming each that should be and is not."""
+    statuses = inspect_hooks()
+    broken = [f"{status.name}: {status.detail}" for status in statuses if status.state is HookState.BROKEN]
     if broken:
         raise HookNotInForceError(
-            "refusing to start, because not every hook into SGLang is in force: "
-            + "; ".join(f"{status.name} ({status.target}): {status.problem}" for status in broken)
+            "refusing to start, because not every hook into SGLang is in force: " + "; ".join(broken)
         )
-    return [status.name for status in statuses]
+    return [status.name for status in statuses if status.state is HookState.IN_FORCE]
 
 
 def _inspect(hook: Hook, installed: SglangVersion) -> HookStatus:
-    target = hook.target_in(installed)
+    try:
+        target = hook.target_in(installed)
+    except UnsupportedVersionError as error:
+        return HookStatus(hook.name, HookState.BROKEN, str(error))
     if target is None:
-        oldest = min(hook.targets)
-        return HookStatus(hook.name, "", f"SGLang {installed} does not have its target, {oldest} does")
-    return HookStatus(hook.name, target, _problem(hook, target))
+        return HookStatus(hook.name, HookState.NOT_NEEDED, f"SGLang {installed} has no place for it")
+    problem = _problem(hook, target)
+    if problem is not None:
+        return HookStatus(hook.name, HookState.BROKEN, f"{target}: {problem}")
+    return HookStatus(hook.name, HookState.IN_FORCE, target)
 
 
 def _problem(hook: Hook, target: str) -> str | None:
@@ -120,5 +126,3 @@ def _sglang_modules() -> list[ModuleType]:
         for name, module in list(sys.modules.items())
         if name.startswith("sglang.") and isinstance(module, ModuleType)
     ]
-
-

@@ -74,9 +74,7 @@ def absent_packages() -> tuple[str, ...]:
     installed = _installed_finder()
     if installed is not None:
         return tuple(name for name in CANDIDATES if name in installed.packages)
-    return tuple(
-        name for name in CANDIDATES if name not in sys.modules and importlib.util.find_spec(name) is None
-    )
+    return tuple(name for name in CANDIDATES if name not in sys.modules and importlib.util.find_spec(name) is None)
 
 
 def install() -> tuple[str, ...]:

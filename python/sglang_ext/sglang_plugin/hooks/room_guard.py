@@ -12,9 +12,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 logger = logging.getLogger(__name__)
 
 
-def add_request_to_queue(
-    stock: Callable[..., None], scheduler: Any, request: Any, is_retracted: bool = False
-) -> None:
+def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: Any, is_retracted: bool = False) -> None:
     """AROUND `Scheduler._add_request_to_queue(req, is_retracted)`.
 
     Refuses (400) a request whose room another live request uses. Each rank sees the same queues and decides
@@ -26,7 +24,10 @@ def add_request_to_queue(
     message = f"bootstrap room {request.bootstrap_room} is already in use by another request"
     logger.warning("%s (request %s)", message, request.rid)
     prepare_abort(request, message, status_code=HTTPStatus.BAD_REQUEST)
-    scheduler._release_aborted_request(request)
+    # Newer versions keep cache-side state from arrival on.
+    release = getattr(scheduler, "_release_aborted_request", None)
+    if release is not None:
+        release(request)
     scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 

@@ -24,9 +24,7 @@ ExtendedTransferBackend = Enum(  # type: ignore[misc]  # members are those of th
 )
 
 
-def get_kv_class(
-    stock: Callable[..., type | None], transfer_backend: Any, class_type: KVClassType
-) -> type | None:
+def get_kv_class(stock: Callable[..., type | None], transfer_backend: Any, class_type: KVClassType) -> type | None:
     """AROUND `get_kv_class(transfer_backend, class_type)`."""
     if transfer_backend.value == TCP and class_type is not KVClassType.KVARGS:
         from sglang_ext.sglang_plugin import tcp_transfer
