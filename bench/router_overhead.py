@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import median
 
 from sglang_ext.cluster.ports import pick_free_ports
+from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, versions
 from support.routers import COMMANDS, OURS, RouterError, RunningRouter, Upstreams
 from support.sse_upstream import EVENTS_PER_STREAM
@@ -40,6 +41,7 @@ from support.wrk import WrkError, run_wrk
 CONCURRENCIES = (1, 16, 64)
 STREAM_CONCURRENCY = 32
 WARM_UP_S = 1.0
+QUIET_CORES = 0.1
 WARM_UP_CONCURRENCY = 8
 
 Samples = dict[str, dict[str, list[float]]]  # router, quantity, one number per repeat
@@ -141,6 +143,7 @@ def main() -> None:
     if shutil.which("wrk") is None:
         give_up("wrk is not installed: apt-get install nginx wrk")
     began_s = time.monotonic()
+    load = OtherLoad()
     with tempfile.TemporaryDirectory(prefix="router-overhead-") as scratch:
         folder = Path(scratch)
         bench = Bench(folder, arguments.seconds)
@@ -159,10 +162,14 @@ def main() -> None:
                 if log.name != "served.log" and log.stat().st_size:
                     print(f"--- end of {log.name}\n{log.read_text(errors='replace')[-1500:]}", file=sys.stderr)
             give_up(str(error))
-    print_result(summarise(bench.samples, arguments, time.monotonic() - began_s))
+    others = round(load.mean_cores(), 2)
+    if others > QUIET_CORES:
+        progress(f"note: other programs used {others:g} cores meanwhile; run it again on a quiet machine")
+    result = summarise(bench.samples, arguments)
+    print_result({**result, "other_load_cores": others, "wall_s": round(time.monotonic() - began_s, 1)})
 
 
-def summarise(samples: Samples, arguments: argparse.Namespace, wall_s: float) -> dict[str, object]:
+def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, object]:
     """Return the result line's values: ratios of ours to the better peer, and every median."""
     medians = {
         name: {quantity: round(median(values), 4) for quantity, values in quantities.items()}
@@ -183,7 +190,6 @@ def summarise(samples: Samples, arguments: argparse.Namespace, wall_s: float) ->
         "stream_concurrency": STREAM_CONCURRENCY,
         "versions": versions("sglang-ext", "sglang-router", "smg"),
         "machine": machine(),
-        "wall_s": round(wall_s, 1),
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import time
 
 from sglang_ext.cluster.process_tree import all_processes
 
@@ -20,3 +22,29 @@ def processor_time_s(root_pid: int) -> float:
             break
         family |= children
     return sum(stats[pid].cpu_ticks for pid in family if pid in stats) / _TICKS_PER_S
+
+
+class OtherLoad:
+    """How busy the machine is with programs that are not this one's: what a measurement suffers from."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._machine_s = _machine_busy_s()
+        self._own_s = _own_s()
+
+    def mean_cores(self) -> float:
+        """Return the mean number of cores that others have used; call it when all children have ended."""
+        others_s = (_machine_busy_s() - self._machine_s) - (_own_s() - self._own_s)
+        return max(0.0, others_s) / (time.monotonic() - self._began_s)
+
+
+def _machine_busy_s() -> float:
+    with open("/proc/stat", encoding="ascii") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, _steal = ticks
+    return (user + nice + system + irq + softirq) / _TICKS_PER_S
+
+
+def _own_s() -> float:
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in own)

@@ -31,7 +31,13 @@ class Role(StrEnum):
 
     def serves(self, length_class: LengthClass) -> bool:
         """Whether a prefill of this class belongs on an instance of this role."""
-        return self is Role.BOTH or self.value == length_class.value
+        if self is _BOTH:
+            return True
+        return self is (_SHORT if length_class is LengthClass.SHORT else _LONG)
+
+
+# Looking a member up in its class takes longer than comparing it.
+_SHORT, _LONG, _BOTH = Role.SHORT, Role.LONG, Role.BOTH
 
 
 class RequestState(StrEnum):

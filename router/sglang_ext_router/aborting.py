@@ -28,6 +28,7 @@ class Aborter:
         self._pool = pool
         self._authorization = authorization
         self._loop = loop
+        self._nobody = _Nobody()
 
     def abort(self, worker: Worker, request_ids: Sequence[str]) -> None:
         """Abort these requests on an instance, now and once more a little later."""
@@ -41,23 +42,31 @@ class Aborter:
             body = orjson.dumps({"rid": request_id})
             head = worker.request_head(b"/abort_request")
             request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, self._authorization, len(body), body)
-            self._pool(worker).start(_NOBODY, Leg.PREFILL, 0, request)
+            self._nobody.open_requests += 1
+            self._pool(worker).start(self._nobody, Leg.PREFILL, 0, request)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an abort is on its way."""
+        return self._nobody.open_requests > 0
 
 
 class _Nobody:
-    """Owner of a request whose answer is of no interest."""
+    """Owner of requests whose answers are of no interest."""
+
+    def __init__(self) -> None:
+        self.open_requests = 0
 
     def on_leg_head(self, leg: UpstreamConnection) -> None: ...
 
     def on_leg_body(self, leg: UpstreamConnection) -> None: ...
 
-    def on_leg_complete(self, leg: UpstreamConnection) -> None: ...
+    def on_leg_complete(self, leg: UpstreamConnection) -> None:
+        self.open_requests -= 1
 
-    def on_leg_lost(self, leg: UpstreamConnection) -> None: ...
+    def on_leg_lost(self, leg: UpstreamConnection) -> None:
+        self.open_requests -= 1
 
     def relay(self, data: bytes) -> None: ...
 
     def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None: ...
-
-
-_NOBODY = _Nobody()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -88,21 +89,10 @@ class RouterConfig:
     log_json: bool = _option(False, "log JSON lines")
 
     def __post_init__(self) -> None:
-        for name in (
-            "port",
-            "processes",
-            "length_boundary_tokens",
-            "prefix_index_blocks",
-            "max_payload_size",
-        ):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
-        for name in (
-            "max_concurrent_requests",
-            "queue_size",
-            "retry_max_retries",
-            "retry_initial_backoff_ms",
-        ):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
@@ -114,6 +104,8 @@ class RouterConfig:
                 raise ConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
         if self.port > 65535:
             raise ConfigError(f"--port must be at most 65535, not {self.port}")
+        if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
+            raise ConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
         if self.max_header_size < 1024:
             raise ConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
@@ -128,17 +120,24 @@ class RouterConfig:
         return self.admin_api_key or self.api_key
 
 
+_POSITIVE = (
+    *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
+    *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
+)
+_NOT_NEGATIVE = ("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms")
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 def parse_worker_url(text: str, option: str) -> str:
     """Normalise `http://host:port`; ConfigError names the option otherwise."""
-    parts = urlsplit(text if "://" in text else f"http://{text}")
     try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError:
-        raise ConfigError(f"{option}: {text!r} has no valid port") from None
+        raise ConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
     if parts.scheme != "http":
         raise ConfigError(f"{option}: {text!r} must be an http:// URL (workers are reached without TLS)")
     if not parts.hostname or port is None or parts.path not in {"", "/"} or parts.query:

@@ -101,12 +101,15 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
 
 def build_app(router: ControlTarget) -> FastAPI:
     """The application over one router process."""
-    app = FastAPI(title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False)
+    app = FastAPI(
+        title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
+    )
     config = router.config
     now = router.loop.time
 
     def is_key(given: str | None, key: str) -> bool:
-        return hmac.compare_digest((given or "").encode(), f"Bearer {key}".encode())
+        # Header values come decoded as Latin-1, whatever bytes they were.
+        return hmac.compare_digest((given or "").encode("latin-1"), f"Bearer {key}".encode())
 
     def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
         if config.api_key and not (
@@ -127,7 +130,7 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> Response:
-        return _json_error(error.status_code, str(error.detail))
+        return _json_error(error.status_code, str(error.detail), headers=dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def on_bad_input(_: Request, error: RequestValidationError) -> Response:
@@ -135,14 +138,19 @@ def build_app(router: ControlTarget) -> FastAPI:
         where = ".".join(str(part) for part in first["loc"] if part not in {"body", "query"})
         return _json_error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz")
+    @app.head("/liveness", include_in_schema=False)
     @app.get("/liveness")
     async def health() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
+    @app.head("/readiness", include_in_schema=False)
     @app.get("/readiness")
     async def ready() -> Response:
         """200 while every needed role has a ready instance and the router is not shutting down."""
@@ -304,8 +312,10 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
-def _json_error(status: int, message: str, param: str | None = None) -> Response:
-    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+def _json_error(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> Response:
+    headers = headers or {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     return Response(
         replies.error_json(status, message, param),
         status_code=status,

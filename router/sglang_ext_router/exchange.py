@@ -7,11 +7,12 @@ state machine `PDExchange`, whose actions `_act` carries out.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING
 
 from sglang_ext.policy.admission import Admission
 from sglang_ext.policy.pd_actions import (
-    NOTHING,
+    RELAY_DECODE,
     AbortLeg,
     Absolve,
     Actions,
@@ -35,8 +36,10 @@ from sglang_ext_router import replies
 from sglang_ext_router.logprobs import join, reply_body, wants_input_logprobs
 from sglang_ext_router.prompt import (
     BadRequestError,
+    CleanBody,
     Prompt,
     abort_ids,
+    clean_body,
     find_int,
     measure,
     parse_body,
@@ -64,6 +67,7 @@ _FORWARDED = frozenset(
     }
 )
 _ERROR_EVENT = b'data: {"error"'
+_HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 
 _REASON_TEXT = {
@@ -82,8 +86,8 @@ class Exchange:
 
     __slots__ = (
         "_attempt_started_s",
-        "_body",
         "_cached_tokens",
+        "_clean",
         "_client",
         "_exact_tokens",
         "_excluded",
@@ -127,11 +131,13 @@ class Exchange:
         self._timer: asyncio.TimerHandle | None = None
         self._slo_s: float | None = None
         self._room_id = b""
+        self._request_id = b""
+        self._forwarded = b""
         self._exact_tokens: int | None = None
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._prefill_open_tokens = 0
-        self._body: dict[str, Any]
+        self._clean: CleanBody
         self._prompt: Prompt
         self._machine: PDExchange
 
@@ -142,10 +148,11 @@ class Exchange:
         request = self._request
         try:
             self._read_headers(request)
-            self._body = parse_body(request.body)
-            self._prompt = prompt = measure(request.path, self._body)
+            body = parse_body(request.body)
+            self._prompt = prompt = measure(request.path, body)
             self._check_servable(prompt)
-            if wants_input_logprobs(request.path, self._body):
+            self._clean = clean_body(request.body, body)
+            if wants_input_logprobs(request.path, body):
                 self._joined = [None, None]
         except BadRequestError as error:
             self._refuse(400, str(error), "bad_request", error.param)
@@ -174,7 +181,7 @@ class Exchange:
         planner = router.planner
         tokens = self._exact_tokens if self._exact_tokens is not None else planner.estimate_tokens(self._prompt)
         self._prompt_tokens = max(1, tokens)
-        limit = planner.longest_prompt_tokens()
+        limit = router.registry.longest_prompt_tokens
         if limit is not None and tokens > limit:
             message = f"the prompt has about {tokens} tokens, more than the {limit} that a decode instance can hold"
             self._refuse(400, message, "too_long")
@@ -222,7 +229,7 @@ class Exchange:
         self._attempt_started_s = now_s
         room = router.rooms.take(prompt.sequence_count)
         self._room_id = room_id = b"%016x" % room
-        body = with_bootstrap(self._request.body, self._body, route.prefill.bootstrap_json, room, room_id)
+        body = with_bootstrap(self._clean, route.prefill.bootstrap_json, room, room_id)
         rest = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
             self._forwarded,
             self._request_id or room_id,
@@ -253,12 +260,14 @@ class Exchange:
             self._act(actions)
 
     def on_leg_body(self, leg: UpstreamConnection) -> None:
-        if leg.kind is not _DECODE or leg.status != 200:
+        if leg.status != 200:
             return
         if self._prompt.is_stream:
-            start = leg.raw.find(b"\r\n\r\n") + 4
-            at = leg.raw.find(_ERROR_EVENT, start, start + len(_ERROR_EVENT) + 12)  # behind the chunk's size
-            if at >= 0:
+            body = leg.body_so_far()
+            if len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body):
+                leg.body_told = False  # not enough to tell: ask again when more is there
+                return
+            if body.startswith(_ERROR_EVENT):
                 status = find_int(leg.raw, b'"code":') or 500
                 self._act(self._machine.on_error_event(_DECODE, leg.attempt, status))
                 return
@@ -270,7 +279,7 @@ class Exchange:
         is_relayed = leg is self._relaying
         if kind is _PREFILL:
             self._legs[_PREFILL] = None
-            if leg.status == 200:
+            if leg.status == 200 and self._router.planner.wants_token_count():
                 self._learn(leg.raw)
         else:
             self._legs[_DECODE] = None
@@ -334,18 +343,21 @@ class Exchange:
     # -- carrying out actions ---------------------------------------------------------------------------
 
     def _act(self, actions: Actions) -> None:
-        if actions is NOTHING:
+        if actions is RELAY_DECODE:
+            self._relay_head(_DECODE)
             return
         for action in actions:
             match action:
+                case Credit():
+                    self._leg_ended(action.leg, is_success=True)
+                case Finished():
+                    self._end(action.state)
                 case StartLegs():
                     self._send_legs(action.attempt)
                 case RelayHead():
                     self._relay_head(action.leg)
                 case RelayBody():
                     pass  # follows the head by itself
-                case Credit():
-                    self._leg_ended(action.leg, is_success=True)
                 case Blame():
                     self._leg_failed(action.leg)
                 case Absolve():
@@ -362,8 +374,6 @@ class Exchange:
                     self._emit_error_event(action.reason)
                 case CloseClient():
                     self._cut_client()
-                case Finished():
-                    self._end(action.state)
 
     def _relay_head(self, kind: Leg) -> None:
         """Send the leg's head with the router's own headers, and all of its body that is here."""
@@ -377,12 +387,11 @@ class Exchange:
         if self._joined is not None and leg.status == 200:
             return
         head = raw[:split]
-        lowered = head.lower()
-        if b"\nconnection:" in lowered or b"\nkeep-alive:" in lowered:
+        if b"onnection:" in head or b"eep-alive:" in head or b"EEP-ALIVE:" in head or b"ONNECTION:" in head:
             head = _without_hop_headers(head)
-        if b"\ntransfer-encoding:" in lowered and not self._request.is_http_11:
-            self._abort_leg(kind)
+        if not self._request.is_http_11 and b"\ntransfer-encoding:" in head.lower():
             self._answer(400, "a streamed reply needs HTTP/1.1")
+            self._act(self._machine.on_client_gone())
             return
         leg.is_relaying = True
         self._relaying = leg
@@ -411,7 +420,7 @@ class Exchange:
         assert route is not None
         elapsed_s = router.loop.time() - self.started_s
         self._has_first_byte = True
-        one = router.metrics.by_class[route.decision.length_class]
+        one = router.metrics.of(route.decision.length_class)
         one.ttft_s.observe(elapsed_s)
         if self._slo_s is not None:
             if elapsed_s <= self._slo_s:
@@ -472,6 +481,9 @@ class Exchange:
         self._client_served()
 
     def _cut_client(self) -> None:
+        if self._joined is not None:
+            self._answer(502, _REASON_TEXT[FailureReason.LEG_FAILED])  # nothing has been relayed
+            return
         client, self._client = self._client, None
         self._relaying = None
         if client is not None:
@@ -483,8 +495,7 @@ class Exchange:
         if leg is None:
             return
         leg.abort()  # it may stay `_relaying`: its last bytes tell whether an error event fits behind them
-        prompt = self._prompt
-        ids = abort_ids(self._body, self._room_id.decode(), prompt.sequence_count, prompt.samples_per_prompt)
+        ids = abort_ids(self._clean, self._room_id, self._prompt.sequence_count)
         self._router.aborter.abort(leg.worker, ids)
 
     def _exclude(self, kind: Leg) -> None:
@@ -510,8 +521,8 @@ class Exchange:
         label = "none"
         if route is not None:
             length_class = route.decision.length_class
-            label = length_class.value
-            one = router.metrics.by_class[length_class]
+            label = str.__str__(length_class)
+            one = router.metrics.of(length_class)
             one.duration_s.observe(now_s - self.started_s)
             one.queue_s.observe(self.queue_s)
             one.new_tokens.observe(route.decision.new_tokens)
@@ -539,8 +550,9 @@ class Exchange:
         prefill.pending_tokens += new_tokens
         decode.in_flight += 1
         decode.reserved_tokens += self._prompt_tokens
-        prefill.breaker.on_start(now_s)
-        decode.breaker.on_start(now_s)
+        if router.registry.suspects:
+            prefill.breaker.on_start(now_s)
+            decode.breaker.on_start(now_s)
         router.planner.learn_route(self._prompt, prefill)
         if router.siblings.shares_prefixes and self._prompt.hashes:
             router.siblings.tell_prefix(prefill.url, self._prompt.hashes)
@@ -556,15 +568,22 @@ class Exchange:
     def _leg_ended(self, kind: Leg, is_success: bool) -> None:
         """Verdict without blame; each started leg gets exactly one verdict, so this is where its load ends."""
         worker = self._worker(kind)
-        if is_success:
-            worker.breaker.on_success(self._router.loop.time())
-        else:
-            worker.breaker.on_abandoned()
+        suspects = self._router.registry.suspects
+        if suspects and worker.id in suspects:
+            now_s = self._router.loop.time()
+            if is_success:
+                worker.breaker.on_success(now_s, self._attempt_started_s)
+                if worker.breaker.is_quiet:
+                    suspects.discard(worker.id)
+            else:
+                worker.breaker.on_abandoned()
         self._release_load(kind, worker, is_success)
 
     def _leg_failed(self, kind: Leg) -> None:
         worker = self._worker(kind)
         worker.breaker.on_failure(self._attempt_started_s, self._router.loop.time())
+        if self._router.registry.contains(worker):
+            self._router.registry.suspects.add(worker.id)
         self._router.count_worker_failure(worker)
         self._release_load(kind, worker, False)
 
@@ -616,6 +635,4 @@ def _slo_seconds(value: bytes) -> float:
 
 
 def _without_hop_headers(head: bytes) -> bytes:
-    lines = head.split(b"\r\n")
-    kept = [line for line in lines if not line.lower().startswith((b"connection:", b"keep-alive:"))]
-    return b"\r\n".join(kept)
+    return _HOP_HEADER.sub(b"", head)

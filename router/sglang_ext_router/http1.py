@@ -10,13 +10,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import httptools
 
 from sglang_ext_router import replies
 
 MAX_PIPELINED = 32
+LINGER_S = 1.0  # for a refused client to read why
 
 
 class Request:
@@ -70,6 +71,13 @@ class ConnectionLimits:
     keep_alive_timeout_s: float
 
 
+class _Refusal(NamedTuple):
+    """A reply to what could not be parsed, which waits for the replies before it."""
+
+    status: int
+    message: str
+
+
 class _RefusedError(Exception):
     """Raised inside a parser callback to stop parsing; the reply is already written."""
 
@@ -89,7 +97,7 @@ class ClientConnection(asyncio.Protocol):
         self._limits = limits
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
-        self._pending: deque[Request] = deque()
+        self._pending: deque[Request | _Refusal] = deque()
         self._pending_bytes = 0
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -100,7 +108,10 @@ class ClientConnection(asyncio.Protocol):
         self._head_done = False
         self._since_s = 0.0  # start of a message that has not arrived whole; 0 when there is none
         self._idle_since_s = loop.time()
+        self._quiet_bytes = 0  # since the last piece of a body: chunk sizes and trailers
+        self._linger_until_s = 0.0
         self._is_reading = True
+        self._is_write_paused = False
         self._stopped = False  # nothing more is parsed from this client
         self._is_draining = False
         self.call: Call | None = None
@@ -124,18 +135,23 @@ class ClientConnection(asyncio.Protocol):
             call.on_client_gone()
 
     def pause_writing(self) -> None:
+        self._is_write_paused = True
         if self.call is not None:
             self.call.pause()
 
     def resume_writing(self) -> None:
+        self._is_write_paused = False
         if self.call is not None:
             self.call.resume()
+        else:
+            self._next()
 
     def data_received(self, data: bytes) -> None:
         if self._stopped:
             return
         if not self._head_done:
             self._head_bytes += len(data)
+        body_bytes = self._body_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -156,6 +172,10 @@ class ClientConnection(asyncio.Protocol):
                 self.refuse(431, f"request head larger than {self._limits.max_header_bytes} bytes")
             elif not self._since_s:
                 self._since_s = self._loop.time()
+            if self._head_done:
+                self._quiet_bytes = 0 if self._body_bytes != body_bytes else self._quiet_bytes + len(data)
+                if self._quiet_bytes > self._limits.max_header_bytes:
+                    self.refuse(431, f"trailers larger than {self._limits.max_header_bytes} bytes")
 
     # -- parser callbacks -------------------------------------------------------------------------------
 
@@ -164,6 +184,7 @@ class ClientConnection(asyncio.Protocol):
         self._headers = []
         self._body = []
         self._body_bytes = 0
+        self._quiet_bytes = 0
         self._in_message = True
         self._head_done = False
 
@@ -171,14 +192,17 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_done:  # a trailer: it must not pass for a header
+            return
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._head_done = True
-        # The first read may hold body too; only a head that was really that large is refused.
-        size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-        if size > self._limits.max_header_bytes:
-            self._stop(431, f"request head larger than {self._limits.max_header_bytes} bytes")
+        if self._head_bytes > self._limits.max_header_bytes:
+            # What was read may hold body too; only a head that is really that large is refused.
+            size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+            if size > self._limits.max_header_bytes:
+                self._stop(431, f"request head larger than {self._limits.max_header_bytes} bytes")
         self._head_bytes = 0
         expects = False
         hosts = 0
@@ -207,16 +231,17 @@ class ClientConnection(asyncio.Protocol):
         self._since_s = 0.0
         parser = self._parser
         body = self._body
+        is_http_11 = parser.get_http_version() == "1.1"
         request = Request(
             parser.get_method(),
             self._target,
             self._headers,
             body[0] if len(body) == 1 else b"".join(body),
-            parser.should_keep_alive(),
-            parser.get_http_version() == "1.1",
+            is_http_11 and parser.should_keep_alive(),
+            is_http_11,
         )
         self._body = []
-        if self.request is None:
+        if self.request is None and not self._pending and not self._is_write_paused:
             self._serve(request)
             return
         self._pending.append(request)
@@ -240,7 +265,7 @@ class ClientConnection(asyncio.Protocol):
     def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: bytes = b"") -> None:
         """Answer the current request whole and go on to the next."""
         request = self.request
-        keep_alive = request is not None and request.keep_alive and not self._is_draining
+        keep_alive = self.keeps_alive
         send_body = request is None or request.method != b"HEAD"
         self.write(replies.complete(status, body, content_type, extra, keep_alive, send_body))
         self.finish(keep_alive)
@@ -252,18 +277,23 @@ class ClientConnection(asyncio.Protocol):
         """The reply to the current request is written; serve the next one or close."""
         self.call = None
         self.request = None
-        if not keep_alive or self._is_draining or self._stopped:
+        if not keep_alive:
             self.close()
-            return
-        self._idle_since_s = self._loop.time()
-        if self._pending:
+        elif self._pending:
             # From the loop, not from here: a long pipeline must not grow the stack.
             self._loop.call_soon(self._next)
+        elif self._stopped or (self._is_draining and not self._in_message):
+            self.close()
+        else:
+            self._idle_since_s = self._loop.time()
 
     def _next(self) -> None:
-        if self.request is not None or not self._pending or self.transport.is_closing():
+        if self.request is not None or not self._pending or self._is_write_paused or self.transport.is_closing():
             return
         request = self._pending.popleft()
+        if isinstance(request, _Refusal):
+            self._write_refusal(request)
+            return
         self._pending_bytes -= len(request.body)
         if not self._is_reading and not self._stopped:
             self._is_reading = True
@@ -273,21 +303,31 @@ class ClientConnection(asyncio.Protocol):
     @property
     def keeps_alive(self) -> bool:
         """Whether the connection may stay open after the current reply."""
-        return self.request is not None and self.request.keep_alive and not self._is_draining
+        request = self.request
+        if request is None or not request.keep_alive:
+            return False
+        return bool(self._pending) or not (self._is_draining or self._stopped)
 
     def refuse(self, status: int, message: str) -> None:
         """Answer a request that cannot be parsed, behind whatever is still being served, and close."""
         self._stopped = True
         self._in_message = False
         self._since_s = 0.0
-        if self.request is not None:
-            # A reply is under way: it goes first; the bad request only costs the connection afterwards.
-            self._pending.clear()
-            self.request.keep_alive = False
-            return
-        body = replies.error_json(status, message)
-        self.write(replies.complete(status, body, b"application/json", b"", False, True))
-        self.close()
+        refusal = _Refusal(status, message)
+        if self.request is not None or self._pending:
+            self._pending.append(refusal)
+        else:
+            self._write_refusal(refusal)
+
+    def _write_refusal(self, refusal: _Refusal) -> None:
+        body = replies.error_json(refusal.status, refusal.message)
+        self.write(replies.complete(refusal.status, body, b"application/json", b"", False, True))
+        # Closing while the client still sends would reset the connection, and the reply be lost with it.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._linger_until_s = self._loop.time() + LINGER_S
+        else:
+            self.close()
 
     def close(self) -> None:
         self._stopped = True
@@ -311,9 +351,12 @@ class ClientConnection(asyncio.Protocol):
     def sweep(self, now_s: float) -> None:
         """Enforce the deadlines; called about once a second."""
         limits = self._limits
-        if self._since_s:
+        if self._linger_until_s:
+            if now_s > self._linger_until_s:
+                self.close()
+        elif self._since_s and self._is_reading:
             limit_s = limits.body_timeout_s if self._head_done else limits.header_timeout_s
             if now_s - self._since_s > limit_s:
                 self.refuse(408, f"request not complete after {limit_s:g} s")
-        elif self.request is None and now_s - self._idle_since_s > limits.keep_alive_timeout_s:
+        elif self.request is None and not self._pending and now_s - self._idle_since_s > limits.keep_alive_timeout_s:
             self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -64,8 +65,9 @@ def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
         sock.bind(address)
         sock.listen(LISTEN_BACKLOG)
         sock.setblocking(False)
-    except OSError as error:
-        raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"--host {config.host} --port {config.port}: {reason}") from None
     return sock
 
 
@@ -86,6 +88,10 @@ async def serve(
     router = Router(config, loop, process_index, siblings)
     await router.start()
     server = await loop.create_server(router.connection, sock=sock, backlog=LISTEN_BACKLOG)
+    # What lives until the end is not looked at again by the collector, and it runs less often.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     host, port = sock.getsockname()[:2]
     logger.info("listening on http://%s:%d with %d workers", host, port, len(router.registry))
     await stop.wait()

@@ -84,7 +84,8 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, str, int], int] = {}  # (path, class, status) → count
-        self.by_class = {length_class: ClassMetrics() for length_class in LengthClass}
+        self.short = ClassMetrics()
+        self.long = ClassMetrics()
         self.refused: dict[str, int] = {}  # reason → count
         self.retries: dict[str, int] = {}  # leg that failed → count
         self.aborts: dict[str, int] = {}  # reason → count
@@ -95,6 +96,12 @@ class RouterMetrics:
         self.spilled = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
+
+    def of(self, length_class: LengthClass) -> ClassMetrics:
+        return self.short if length_class is LengthClass.SHORT else self.long
+
+    def _classes(self) -> tuple[tuple[LengthClass, ClassMetrics], ...]:
+        return (LengthClass.SHORT, self.short), (LengthClass.LONG, self.long)
 
     def count_request(self, path: str, length_class: str, status: int) -> None:
         key = (path, length_class, status)
@@ -128,7 +135,7 @@ class RouterMetrics:
             ("length_class", "met"),
             [
                 ((cls.value, met), count)
-                for cls, one in self.by_class.items()
+                for cls, one in self._classes()
                 for met, count in (("true", one.slo_met), ("false", one.slo_missed))
             ],
         )
@@ -146,7 +153,7 @@ class RouterMetrics:
         )
 
     def _histograms(self) -> Iterator[tuple[str, str, LengthClass, Histogram]]:
-        for length_class, one in self.by_class.items():
+        for length_class, one in self._classes():
             yield "ttft_seconds", "Time to the first byte of the reply's body", length_class, one.ttft_s
             yield "request_duration_seconds", "Time to the end of the reply", length_class, one.duration_s
             yield "queue_wait_seconds", "Time in the router's own queue", length_class, one.queue_s

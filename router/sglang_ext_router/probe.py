@@ -16,7 +16,16 @@ from sglang_ext_router.workers import Worker, WorkerRegistry
 logger = logging.getLogger(__name__)
 
 # What a broken answer of an instance can raise while it is read.
-_ANSWER_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError, IndexError)
+_ANSWER_ERRORS = (
+    aiohttp.ClientError,
+    TimeoutError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+)
 
 
 class Prober:
@@ -149,15 +158,15 @@ class Prober:
         longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
         if capacity is not None:
             worker.kv_capacity_tokens = capacity
-        if longest is not None:
-            worker.context_tokens = longest
-        if worker.role.is_prefill and worker.bootstrap_port is None:
+        worker.max_prompt_tokens = min(longest or worker.kv_capacity_tokens, worker.kv_capacity_tokens)
+        if worker.role.is_prefill and not worker.has_given_bootstrap_port:
             port = _positive(info.get("disaggregation_bootstrap_port"))
             if port is None:
                 raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
             worker.set_bootstrap_port(port)
         worker.serves_parallel_samples = isinstance(info.get("sglang_ext"), dict)
         worker.has_info = True
+        self._registry.refresh()
         self._on_info(worker)
 
     async def _read_load(self, worker: Worker) -> None:

@@ -60,7 +60,7 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
             if body.get("input_embeds") is None:
                 raise BadRequestError("text or input_ids is required", "text")
             given = ["input_embeds"]
-        items = _items(body[given[0]], given[0]) if given != ["input_embeds"] else [""]
+        items = _embedded(body["input_embeds"]) if given == ["input_embeds"] else _items(body[given[0]], given[0])
     samples = _samples(path, body)
     sequences = len(items) * samples
     if sequences > MAX_SEQUENCES:
@@ -122,6 +122,22 @@ def _items(value: Any, name: str) -> list[str | list[int]]:
     return list(value)
 
 
+def _embedded(value: Any) -> list[str | list[int]]:
+    """Prompts given as embeddings: one matrix, or a list of them; only their lengths matter here."""
+    matrices = value if type(value) is list and value and _depth(value) == 3 else [value]
+    if not all(type(matrix) is list and matrix for matrix in matrices):
+        raise BadRequestError("input_embeds must be a non-empty matrix or a list of these", "input_embeds")
+    return [[0] * len(matrix) for matrix in matrices]
+
+
+def _depth(value: Any) -> int:
+    depth = 0
+    while type(value) is list:
+        depth += 1
+        value = value[0] if value else None
+    return depth
+
+
 def _chat_text(body: dict[str, Any]) -> str:
     """Roles and texts of all messages; tools are part of the prompt too."""
     messages = body.get("messages")
@@ -130,7 +146,7 @@ def _chat_text(body: dict[str, Any]) -> str:
     parts: list[str] = []
     tools = body.get("tools")
     if tools:
-        parts.append(orjson.dumps(tools).decode())
+        parts.append(_dump(tools).decode())
     for message in messages:
         if type(message) is not dict:
             raise BadRequestError("each message must be an object", "messages")
@@ -143,13 +159,15 @@ def _chat_text(body: dict[str, Any]) -> str:
             parts += [part["text"] for part in content if type(part) is dict and type(part.get("text")) is str]
         calls = message.get("tool_calls")
         if calls:
-            parts.append(orjson.dumps(calls).decode())
+            parts.append(_dump(calls).decode())
     return "\n".join(parts)
 
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:
     if path == b"/generate":
         parameters = body.get("sampling_params")
+        if type(parameters) is list and parameters:
+            parameters = parameters[0]  # SGLang takes the first one's for all
         if type(parameters) is not dict:
             return 1
         value, name = parameters.get("n"), "sampling_params.n"
@@ -162,40 +180,64 @@ def _samples(path: bytes, body: dict[str, Any]) -> int:
     return value
 
 
-def with_bootstrap(raw: bytes, body: dict[str, Any], bootstrap_json: bytes, room: int, request_id: bytes) -> bytes:
-    """The body with where to meet, and a request id unless the client gave one.
+class CleanBody(NamedTuple):
+    """A body without the fields that the router sets itself."""
 
-    `bootstrap_json` ends in `"bootstrap_room":`. A client's own bootstrap fields are always overwritten. Where
-    there are none the text is extended rather than written anew: parsing is paid already, writing is not.
+    raw: bytes
+    is_empty: bool
+    request_ids: str | list[str] | None  # the client's own, under which it finds its reply
+
+
+def clean_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
+    """Take out a client's bootstrap fields and request id; where there are none the text stays as it came.
+
+    BadRequestError for an id that is not a string or a list of strings.
     """
-    own_id = body.get("rid") is not None
-    if (
-        "bootstrap_room" in body
-        or "bootstrap_host" in body
-        or "bootstrap_port" in body
-        or ("rid" in body and not own_id)
-    ):
-        kept = {key: value for key, value in body.items() if not key.startswith("bootstrap_")}
-        if not own_id:
-            kept.pop("rid", None)
-        raw = orjson.dumps(kept)
-        body = kept
-    end = raw.rindex(b"}")
-    comma = b"," if body else b""
-    if own_id:
-        return b"%b%b%b%d}" % (raw[:end], comma, bootstrap_json, room)
-    return b'%b%b%b%d,"rid":"%b"}' % (raw[:end], comma, bootstrap_json, room, request_id)
-
-
-def abort_ids(body: dict[str, Any], request_id: str, sequence_count: int, samples: int) -> list[str]:
-    """Request ids by which the instances know the sequences of this request."""
     given = body.get("rid")
-    if type(given) is list:
-        return [item for item in given if type(item) is str]
-    base = given if type(given) is str else request_id
-    if sequence_count == 1:
-        return [base]
-    return [f"{base}_{i}" for i in range(sequence_count)]
+    if not (given is None or type(given) is str or (type(given) is list and all(type(item) is str for item in given))):
+        raise BadRequestError("rid must be a string or a list of strings", "rid")
+    if not (_ROUTER_FIELDS & body.keys()):
+        return CleanBody(raw, not body, None)
+    kept = {key: value for key, value in body.items() if key not in _ROUTER_FIELDS}
+    return CleanBody(_dump(kept), not kept, given)
+
+
+def with_bootstrap(clean: CleanBody, bootstrap_json: bytes, room: int, room_id: bytes) -> bytes:
+    """The body with where to meet (`bootstrap_json` ends in `"bootstrap_room":`) and a request id.
+
+    The text is extended rather than written anew: parsing is paid already, writing is not. An id is made
+    unique by the room, because SGLang aborts every request whose id begins with the one to abort.
+    """
+    end = clean.raw.rindex(b"}")
+    comma = b"" if clean.is_empty else b","
+    given = clean.request_ids
+    if given is None:
+        return b'%b%b%b%d,"rid":"%b"}' % (clean.raw[:end], comma, bootstrap_json, room, room_id)
+    suffix = "-" + room_id.decode()
+    unique = given + suffix if isinstance(given, str) else [item + suffix for item in given]
+    return b'%b%b%b%d,"rid":%b}' % (clean.raw[:end], comma, bootstrap_json, room, _dump(unique))
+
+
+def abort_ids(clean: CleanBody, room_id: bytes, sequence_count: int) -> list[str]:
+    """Request ids by which the instances know the sequences of this request."""
+    given = clean.request_ids
+    suffix = "-" + room_id.decode()
+    if isinstance(given, list):
+        return [item + suffix for item in given]
+    # Aborting an id aborts all that begin with it, which a batch's `ID_0`, `ID_1`, ... do; an instance's front
+    # end however knows only the whole ones.
+    base = room_id.decode() if given is None else given + suffix
+    return [base] if sequence_count == 1 else [f"{base}_{i}" for i in range(sequence_count)]
+
+
+_ROUTER_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"})
+
+
+def _dump(value: object) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        raise BadRequestError("the body is nested too deeply") from None
 
 
 def find_int(data: bytes, key: bytes) -> int | None:

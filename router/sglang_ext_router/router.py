@@ -7,6 +7,7 @@ import hmac
 import logging
 import random
 import secrets
+from collections import deque
 
 from prometheus_client.core import Metric
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/generate"})
 SWEEP_INTERVAL_S = 0.25
+DRAIN_POLL_S = 0.02
+LAST_WORDS_S = 1.0  # for aborts and error replies when the grace period is over
 
 
 class Router:
@@ -62,11 +65,13 @@ class Router:
         self.max_retries = 0 if config.disable_retries else config.retry_max_retries
         self.tokeniser: PromptTokeniser | None = None
         self.running: dict[Exchange, None] = {}  # in order of their start
+        self._admitted: deque[Exchange] = deque()
+        self._is_starting = False
         self.is_draining = False
-        self._drained = asyncio.Event()
         self.siblings: SiblingLink = siblings or NoSiblings()
         self.app = build_app(self)
         self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
+        self._admin_key = f"Bearer {config.effective_admin_key}".encode()
         authorization = b"authorization: %b\r\n" % self._client_key if self._client_key else b""
         self.aborter = Aborter(self.pool, authorization, loop)
         self._pools: dict[int, UpstreamPool] = {}
@@ -100,17 +105,12 @@ class Router:
         self.is_draining = True
         for connection in tuple(self._connections):
             connection.drain()
-        self._check_drained()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._drained.wait()
-        except TimeoutError:
-            pass
+        await self._wait_drained(grace_s)
         if self.running:
             logger.warning("%d requests were still running after %g s", len(self.running), grace_s)
         for exchange in tuple(self.running):
             exchange.on_timeout()
-        await asyncio.sleep(0)
+        await self._wait_drained(LAST_WORDS_S)
 
     async def stop(self) -> None:
         """Free everything."""
@@ -134,7 +134,7 @@ class Router:
         if request.method != b"POST":
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
             return None
-        if self._client_key and not hmac.compare_digest(request.header(b"authorization") or b"", self._client_key):
+        if self._client_key and not self._is_authorised(request.header(b"authorization") or b""):
             self.count_refusal("unauthorized")
             connection.respond_error(401, "missing or wrong API key", extra=b"www-authenticate: Bearer\r\n")
             return None
@@ -144,22 +144,39 @@ class Router:
         exchange.begin()
         return exchange
 
+    def _is_authorised(self, given: bytes) -> bool:
+        is_client = hmac.compare_digest(given, self._client_key)
+        return hmac.compare_digest(given, self._admin_key) or is_client
+
     def ended(self, exchange: Exchange, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
-        if self.running.pop(exchange, exchange) is None:
-            for waiting in self.admission.release(now_s):
-                waiting.start(now_s)
-            self._check_drained()
+        if self.running.pop(exchange, exchange) is not None:
+            return
+        self._admitted += self.admission.release(now_s)
+        if self._is_starting:
+            return  # one that was just started has ended at once: the loop below goes on
+        self._is_starting = True
+        while self._admitted:
+            self._admitted.popleft().start(now_s)
+        self._is_starting = False
 
     def pool(self, worker: Worker) -> UpstreamPool:
         pool = self._pools.get(worker.id)
         if pool is None:
-            pool = self._pools[worker.id] = UpstreamPool(worker, self.loop)
+            pool = UpstreamPool(worker, self.loop)
+            if self.registry.contains(worker):  # else only for what is left to say to a removed instance
+                self._pools[worker.id] = pool
         return pool
 
-    def _check_drained(self) -> None:
-        if self.is_draining and not self.running and not self.admission.waiting:
-            self._drained.set()
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._connections or self.running or self.aborter.is_busy)
+
+    async def _wait_drained(self, limit_s: float) -> None:
+        """Until every connection has closed, which it does behind its last reply, and every abort is sent."""
+        end_s = self.loop.time() + limit_s
+        while self.loop.time() < end_s and self._is_busy:  # noqa: ASYNC110 - nobody knows of all of it
+            await asyncio.sleep(DRAIN_POLL_S)
 
     @property
     def requests_in_flight(self) -> int:
@@ -171,10 +188,10 @@ class Router:
 
     def _sweep(self) -> None:
         """Enforce time limits of connections, queue and requests."""
+        self._sweeper = self.loop.call_later(SWEEP_INTERVAL_S, self._sweep)
         now_s = self.loop.time()
         for exchange in self.admission.expire(now_s):
             exchange.on_queue_timeout()
-        self._check_drained()
         limit_s = self.config.request_timeout_secs
         expired = []
         for exchange in self.running:
@@ -185,7 +202,6 @@ class Router:
             exchange.on_timeout()
         for connection in tuple(self._connections):
             connection.sweep(now_s)
-        self._sweeper = self.loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 
     # -- counting ---------------------------------------------------------------------------------------
 
@@ -237,7 +253,9 @@ class Router:
         if worker.role.is_prefill:
             self.planner.index.remove_worker(worker.id)
         self.prober.forget(worker)
-        self._pools.pop(worker.id, None)
+        pool = self._pools.pop(worker.id, None)
+        if pool is not None:
+            pool.close()
         logger.info("worker %s (%s) removed", worker.url, worker.role)
 
     def drain_worker(self, worker: Worker, is_draining: bool) -> None:

@@ -11,10 +11,12 @@ from sglang_ext.policy.pool_choice import choose_pool
 from sglang_ext.policy.prefill_choice import predicted_wait_s, prefill_policy
 from sglang_ext.policy.prefix_index import BLOCK_BYTES, PrefixIndex
 from sglang_ext.policy.token_estimate import TokenEstimator
-from sglang_ext.types import RouteDecision
+from sglang_ext.types import Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.prompt import Prompt
 from sglang_ext_router.workers import Worker, WorkerRegistry
+
+TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
 
 
 class Route(NamedTuple):
@@ -42,6 +44,7 @@ class RoutePlanner:
         self._allow_spill = config.pool_spill
         self._use_breakers = not config.disable_circuit_breaker
         self.estimator = TokenEstimator()
+        self._tokens_told = 0
         self.index = PrefixIndex(capacity_blocks=config.prefix_index_blocks)
         for worker in registry:
             if worker.role.is_prefill:
@@ -56,24 +59,18 @@ class RoutePlanner:
 
     def needs_exact_count(self, prompt: Prompt) -> bool:
         """Whether estimate errors could change the class, or whether the prompt fits an instance."""
-        if not prompt.longest_bytes:
+        size_bytes = prompt.longest_bytes
+        if not size_bytes:
             return False
-        low, high = self.estimator.interval(prompt.longest_bytes)
-        cached = self._best_cached_tokens(prompt, (low + high) // 2)
-        if is_in_doubt(low, high, cached, self._boundary):
+        low, high = self.estimator.interval(size_bytes)
+        limit = self._registry.longest_prompt_tokens
+        if limit is not None and low <= limit < high:
             return True
-        limit = self.longest_prompt_tokens()
-        return limit is not None and low <= limit < high
-
-    def longest_prompt_tokens(self) -> int | None:
-        """The longest prompt that some ready decode instance can hold; None while there is none."""
-        return max((worker.max_prompt_tokens for worker in self._registry.ready_decode), default=None)
-
-    def _best_cached_tokens(self, prompt: Prompt, prompt_tokens: int) -> int:
-        if not prompt.hashes:
-            return 0
         matched = self.index.matched_blocks(prompt.hashes)
-        return _cached_tokens(max(matched.values(), default=0), prompt, prompt_tokens)
+        cached = 0
+        if matched:
+            cached = int(max(matched.values()) * _tokens_per_block(prompt, (low + high) // 2))
+        return is_in_doubt(low, high, cached, self._boundary)
 
     # -- choice -----------------------------------------------------------------------------------------
 
@@ -89,19 +86,19 @@ class RoutePlanner:
 
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
         """
-        prefills = self._usable(self._registry.ready_prefill, prefill_excluded, now_s)
-        decodes = self._usable(self._registry.ready_decode, decode_excluded, now_s)
+        registry = self._registry
+        prefills: Sequence[Worker] = registry.ready_prefill
+        decodes: Sequence[Worker] = registry.ready_decode
+        roles: Sequence[Role] = registry.prefill_roles
+        if registry.suspects or prefill_excluded or decode_excluded:
+            prefills = self._usable(prefills, prefill_excluded, now_s)
+            decodes = self._usable(decodes, decode_excluded, now_s)
+            roles = [worker.role for worker in prefills]
         if not prefills or not decodes:
             raise NoInstanceError("no prefill instance is ready" if not prefills else "no decode instance is ready")
 
-        matched = self.index.matched_blocks(prompt.hashes) if prompt.hashes else None
-        if matched:
-            cached = [_cached_tokens(matched.get(worker.id, 0), prompt, prompt_tokens) for worker in prefills]
-        else:
-            cached = [0] * len(prefills)
-        pool = choose_pool(
-            prompt_tokens, [worker.role for worker in prefills], cached, self._boundary, self._allow_spill
-        )
+        cached = self._cached_tokens(prompt, prompt_tokens, prefills)
+        pool = choose_pool(prompt_tokens, roles, cached, self._boundary, self._allow_spill)
         if not pool.candidates:
             raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
         prefill_loads = [prefills[i].prefill_load(cached[i]) for i in pool.candidates]
@@ -110,11 +107,13 @@ class RoutePlanner:
         prefill = prefills[pool.candidates[chosen]]
 
         decode_loads = [worker.decode_load() for worker in decodes]
-        able = [i for i, one in enumerate(decode_loads) if fits(one, prompt_tokens)]
-        if not able:
-            raise NoInstanceError("no decode instance that could hold the prompt is ready")
-        chosen = self._decode_policy.choose([decode_loads[i] for i in able], self._draw())
-        decode = decodes[able[chosen]]
+        if prompt_tokens > registry.shortest_limit_tokens:
+            able = [i for i, one in enumerate(decode_loads) if fits(one, prompt_tokens)]
+            if not able:
+                raise NoInstanceError("no decode instance that could hold the prompt is ready")
+            decodes = [decodes[i] for i in able]
+            decode_loads = [decode_loads[i] for i in able]
+        decode = decodes[self._decode_policy.choose(decode_loads, self._draw())]
         decision = RouteDecision(
             pool.length_class,
             prefill.id,
@@ -125,12 +124,28 @@ class RoutePlanner:
         )
         return Route(decision, prefill, decode, pool.is_spilled)
 
+    def _cached_tokens(self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker]) -> list[int]:
+        """Tokens of the prompt that each instance is believed to hold."""
+        matched = self.index.matched_blocks(prompt.hashes)
+        if not matched:
+            return [0] * len(prefills)
+        per_block = _tokens_per_block(prompt, prompt_tokens)
+        most = prompt_tokens - 1  # the last token is always computed anew
+        cached = []
+        for worker in prefills:
+            blocks = matched.get(worker.id)
+            if blocks is None:
+                cached.append(0)
+            else:
+                tokens = int(blocks * per_block)
+                cached.append(tokens if tokens < most else most)
+        return cached
+
     def _usable(self, ready: Sequence[Worker], excluded: Set[int], now_s: float) -> Sequence[Worker]:
         """Without open circuits and excluded instances, unless that leaves none."""
         if self._use_breakers:
             closed = [worker for worker in ready if worker.breaker.can_try(now_s)]
-            if closed and len(closed) < len(ready):
-                ready = closed
+            ready = closed or ready
         if excluded:
             others = [worker for worker in ready if worker.id not in excluded]
             if others:
@@ -141,14 +156,18 @@ class RoutePlanner:
 
     def learn_route(self, prompt: Prompt, prefill: Worker) -> None:
         """The prompt's prefix will be in this instance's cache."""
-        if prompt.hashes:
-            self.index.record(prefill.id, prompt.hashes)
+        self.index.record(prefill.id, prompt.hashes)
 
     def learn_not_prefilled(self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int) -> None:
         """The prefill did not end: what the instance did not hold before, it may not hold now."""
         if prompt.hashes and self._registry.contains(prefill):
             held_blocks = len(prompt.hashes) * held_tokens // max(1, prompt_tokens)
             self.index.forget(prefill.id, prompt.hashes, held_blocks)
+
+    def wants_token_count(self) -> bool:
+        """Whether to read a reply's token count: every one at first, then a sample of them."""
+        self._tokens_told += 1
+        return self._tokens_told < 256 or self._tokens_told % 8 == 0
 
     def learn_tokens(self, prompt: Prompt, prompt_tokens: int) -> None:
         """An instance told how many tokens the prompt had."""
@@ -159,10 +178,9 @@ class RoutePlanner:
         """An instance told the size of its KV cache: it cannot hold more prefixes than that."""
         if prefill.role.is_prefill:
             size_bytes = prefill.kv_capacity_tokens * self.estimator.bytes_per_token
-            self.capacity_blocks = max(1, int(size_bytes / BLOCK_BYTES))
+            self.index.set_capacity(prefill.id, max(1, int(size_bytes / BLOCK_BYTES)))
 
 
-def _cached_tokens(blocks: int, prompt: Prompt, prompt_tokens: int) -> int:
-    """Tokens in that many matched blocks; at least the last token is always computed anew."""
-    size = prompt.longest_bytes or (prompt.longest_known_tokens or 1) * 8
-    return min(blocks * BLOCK_BYTES * prompt_tokens // max(1, size), max(0, prompt_tokens - 1))
+def _tokens_per_block(prompt: Prompt, prompt_tokens: int) -> float:
+    size_bytes = prompt.longest_bytes or (prompt.longest_known_tokens or 1) * TOKEN_ID_BYTES
+    return BLOCK_BYTES * prompt_tokens / size_bytes

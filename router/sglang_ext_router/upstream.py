@@ -20,6 +20,7 @@ REUSE_IDLE_S = 4.0
 # A kept connection that ends within this time of a request, unanswered, was closing already.
 RESEND_WITHIN_S = 1.0
 MAX_IDLE_CONNECTIONS = 512
+_DECODE = Leg.DECODE
 MAX_HELD_BYTES = 1 << 20  # of a reply that is not relayed yet
 
 
@@ -43,7 +44,6 @@ class UpstreamConnection(asyncio.Protocol):
     """One connection to one instance."""
 
     __slots__ = (
-        "_body_told",
         "_head_told",
         "_is_fresh",
         "_parser",
@@ -51,6 +51,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_request",
         "attempt",
         "body_started",
+        "body_told",
         "has_connected",
         "idle_since_s",
         "is_complete",
@@ -88,7 +89,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.keeps_reply = False  # the whole reply stays in `raw`
         self.reply_keeps_alive = False
         self._head_told = False
-        self._body_told = False
+        self.body_told = False
 
     @property
     def worker(self) -> Worker:
@@ -167,8 +168,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self.status and not self._head_told:
             self._head_told = True
             owner.on_leg_head(self)
-        if self.body_started and not self._body_told and self.owner is owner:
-            self._body_told = True
+        if self.body_started and not self.body_told and self.kind is _DECODE and self.owner is owner:
+            self.body_told = True
             owner.on_leg_body(self)
         if self.is_complete and self.owner is owner:
             self._end(owner)
@@ -213,6 +214,13 @@ class UpstreamConnection(asyncio.Protocol):
     def resume_reading(self) -> None:
         if self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
+
+    def body_so_far(self) -> bytes:
+        """The start of a chunked reply's first chunk, as far as it is here."""
+        raw = self.raw
+        size_line = raw.find(b"\r\n\r\n") + 4
+        start = raw.find(b"\r\n", size_line)
+        return b"" if start < 0 else raw[start + 2 : start + 66]
 
     def tail_ends_an_event(self) -> bool:
         """Whether what was relayed so far ends at a chunk border behind a whole event, so that one more fits."""

@@ -34,10 +34,11 @@ class Worker:
         self.rate = PrefillRate()
         # Told by the instance
         self.bootstrap_port = address.bootstrap_port
+        self.has_given_bootstrap_port = address.bootstrap_port is not None
         self.model = ""
         self.tokenizer_path = ""
-        self.context_tokens = UNKNOWN_CAPACITY_TOKENS
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
+        self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
         self.serves_parallel_samples = False
         self.has_info = False
         # Health
@@ -57,7 +58,7 @@ class Worker:
         self._bind()
 
     def _bind(self) -> None:
-        self.host_header = f"{self.host}:{self.port}".encode()
+        self.host_header = self.url.removeprefix("http://").encode()
         self.request_heads: dict[bytes, bytes] = {}
         kind = "decode" if self.role is Role.DECODE else "prefill"
         self.route_header = f"x-sglang-ext-{kind}: {self.url}\r\n".encode()
@@ -88,10 +89,6 @@ class Worker:
         """Whether new requests may go there, circuit breaker aside."""
         return self.is_healthy and not self.is_draining
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        return min(self.context_tokens, self.kv_capacity_tokens)
-
     def prefill_load(self, cached_tokens: int) -> PrefillLoad:
         return PrefillLoad(
             self.id,
@@ -111,7 +108,7 @@ class Worker:
         )
 
     def address(self) -> WorkerAddress:
-        return WorkerAddress(self.url, self.role, self.bootstrap_port)
+        return WorkerAddress(self.url, self.role, self.bootstrap_port if self.has_given_bootstrap_port else None)
 
 
 class WorkerRegistry:
@@ -123,6 +120,11 @@ class WorkerRegistry:
         self._next_id = 0
         self.ready_prefill: tuple[Worker, ...] = ()
         self.ready_decode: tuple[Worker, ...] = ()
+        self.prefill_roles: tuple[Role, ...] = ()
+        # Prompts up to the first fit every ready decode instance, beyond the second none.
+        self.shortest_limit_tokens = 0
+        self.longest_prompt_tokens: int | None = None
+        self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
         for address in config.workers:
             self.add(address)
 
@@ -147,6 +149,7 @@ class WorkerRegistry:
 
     def remove(self, worker: Worker) -> None:
         self._by_id.pop(worker.id, None)
+        self.suspects.discard(worker.id)
         self.refresh()
 
     def refresh(self) -> None:
@@ -154,6 +157,10 @@ class WorkerRegistry:
         ready = [worker for worker in self._by_id.values() if worker.is_ready]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
+        self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
+        limits = [worker.max_prompt_tokens for worker in self.ready_decode]
+        self.longest_prompt_tokens = max(limits, default=None)
+        self.shortest_limit_tokens = min(limits, default=0)
 
     def missing_roles(self) -> list[str]:
         """What keeps the router from serving: `prefill`, `decode`, both, or nothing."""

@@ -19,13 +19,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.types import Role
-from support.tiny_model import TinyModelShape, tiny_model
+from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
@@ -42,7 +43,7 @@ class EngineSpec:
     """Which engine a test needs. Equal specifications share one engine."""
 
     role: Role
-    shape: TinyModelShape = TinyModelShape()
+    shape: TinyModelShape = STANDARD_SHAPE
     arguments: tuple[str, ...] = ()  # for sglang.launch_server
     worker_options: tuple[str, ...] = ()  # for sglang-ext worker
     name: str = ""  # tells apart engines that are otherwise equal
@@ -130,9 +131,29 @@ class Engine:
                 raise self._error(f"load after {timeout_s:.1f} s: {json.dumps(load)}")
             time.sleep(0.05)
 
-    def process_ids(self) -> list[int]:
-        """The engine's processes: its session holds them all."""
-        return _session_members(self.process.pid)
+    def wait_idle(self, timeout_s: float = 10.0) -> float:
+        """Seconds until no request and no KV slot in use is left."""
+        return self.wait_for_load(is_idle, timeout_s)
+
+    def process_ids(self, title: str = "") -> list[int]:
+        """The engine's processes (its session holds them all), or those whose command line has `title`."""
+        return [pid for pid in _session_members(self.process.pid) if title in _command_line(pid)]
+
+    @contextmanager
+    def frozen_scheduler(self) -> Iterator[None]:
+        """Stop the scheduler's processes, as a machine does that hangs."""
+        schedulers = self.process_ids("sglang::scheduler")
+        assert schedulers, f"no scheduler among {self.process_ids()}"
+        for pid in schedulers:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in schedulers:
+                try:
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    pass
 
     def kill(self) -> None:
         """kill -9 of the main process, as a crash would do it."""
@@ -224,6 +245,12 @@ FLEET = EngineFleet()
 atexit.register(FLEET.close)
 
 
+def is_idle(load: dict[str, Any]) -> bool:
+    """Whether an entry of /v1/loads shows no request in any queue and no KV slot in use."""
+    queues = [count for name, count in load["disaggregation"].items() if name.endswith("_queue_reqs")]
+    return not any((load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"], *queues))
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -236,6 +263,13 @@ def _decode(data: bytes) -> Any:
         return json.loads(data)
     except ValueError:
         return data.decode(errors="replace")
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
 
 
 def _session_members(session: int) -> list[int]:

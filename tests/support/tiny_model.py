@@ -34,7 +34,10 @@ class TinyModelShape:
     seed: int = 0
 
 
-def tiny_model(shape: TinyModelShape = TinyModelShape()) -> Path:  # noqa: B008 - frozen
+STANDARD_SHAPE = TinyModelShape()
+
+
+def tiny_model(shape: TinyModelShape = STANDARD_SHAPE) -> Path:
     """Folder with weights, tokenizer and chat template; built on first use.
 
     The cache key covers the shape, this file and the Python whose library trains the tokenizer.

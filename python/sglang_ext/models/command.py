@@ -12,9 +12,7 @@ from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sglang-ext model` to `parser`."""
     parser.add_argument("name", choices=["smollm2"], help="smollm2: SmolLM2-135M-Instruct, 540 MB")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write the model into this folder instead of the cache"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the model into this folder instead of the cache")
 
 
 def run(args: argparse.Namespace) -> int:

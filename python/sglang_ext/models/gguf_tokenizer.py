@@ -43,9 +43,7 @@ class GgufVocabulary:
             raise UnsupportedTokenizerError(f"tokenizer.ggml.model is {self.model!r}, not 'gpt2'")
         if self.pre_tokenizer not in PRE_TOKENIZERS:
             known = ", ".join(sorted(PRE_TOKENIZERS))
-            raise UnsupportedTokenizerError(
-                f"tokenizer.ggml.pre is {self.pre_tokenizer!r}; supported are: {known}"
-            )
+            raise UnsupportedTokenizerError(f"tokenizer.ggml.pre is {self.pre_tokenizer!r}; supported are: {known}")
         if len(self.tokens) != len(self.token_types):
             raise ValueError(
                 f"tokenizer.ggml.tokens has {len(self.tokens)} entries, token_type {len(self.token_types)}"
@@ -92,9 +90,7 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == CONTROL_TOKEN]
     )
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED_TOKEN]
-    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED_TOKEN])
     return tokenizer
 
 

@@ -77,7 +77,6 @@ class AdmissionQueue(Generic[T]):
         """Requests in the queue."""
         return len(self._waiting)
 
-    @property
     def next_expiry_s(self) -> float | None:
         """When `expire` will next have something to return; None while nobody waits."""
         self._drop_removed()

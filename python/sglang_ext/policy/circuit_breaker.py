@@ -1,9 +1,9 @@
 """When to stop sending to an instance that fails, and how to find out that it has recovered.
 
-The states and their defaults are sglang_router's. Two things differ. A burst is one piece of evidence: a
-failure counts only if its request was started after the last counted failure was seen, so a hundred requests
-that die together do not open the circuit. And a pool whose circuits are all open is tried anyway
-(`choose_usable`): refusing everything is never better than trying.
+The states are the usual three. Two things are not. A burst is one piece of evidence: a failure counts only if
+its request was started after the last counted failure was seen, so a hundred requests that die together do not
+open the circuit. And a pool whose circuits are all open is tried anyway (`choose_usable`): refusing everything
+is never better than trying.
 """
 
 from __future__ import annotations
@@ -86,6 +86,11 @@ class CircuitBreaker:
         if self.state(now_s) is _OPEN:
             return False
         return self._trial_s is None or now_s - self._trial_s >= self.open_s
+
+    @property
+    def is_quiet(self) -> bool:
+        """Closed, and no failure remembered: successes and starts need not be told."""
+        return self._state is _CLOSED and not self._failures_s
 
     def on_start(self, now_s: float) -> None:
         """A request is sent. In half-open it is the trial, if there is none yet."""

@@ -13,6 +13,9 @@ from sglang_ext.policy.length_class import Boundary, classify
 from sglang_ext.types import LengthClass, Role
 
 
+_BOTH = Role.BOTH
+
+
 class PoolChoice(NamedTuple):
     """Class of the request, positions of its candidates, and whether another pool had to help out."""
 
@@ -35,16 +38,17 @@ def choose_pool(
     """
     best_cached = max(cached_tokens, default=0)
     length_class = classify(prompt_tokens - best_cached, best_cached, boundary)
-    if best_cached == 0:
-        candidates = tuple(i for i, role in enumerate(roles) if role.serves(length_class))
-    else:
-        candidates = tuple(
-            i
-            for i, (role, cached) in enumerate(zip(roles, cached_tokens, strict=True))
-            if role.serves(classify(prompt_tokens - cached, cached, boundary))
-        )
-    if candidates or not roles:
-        return PoolChoice(length_class, candidates, False)
+    class_of = {best_cached: length_class}
+    found = []
+    for i, role in enumerate(roles):
+        cached = cached_tokens[i]
+        class_there = class_of.get(cached)
+        if class_there is None:
+            class_there = class_of[cached] = classify(prompt_tokens - cached, cached, boundary)
+        if role is _BOTH or role.serves(class_there):
+            found.append(i)
+    if found or not roles:
+        return PoolChoice(length_class, tuple(found), False)
     if not allow_spill and not (best_cached and length_class is LengthClass.SHORT):
         return PoolChoice(length_class, (), False)
     holders = tuple(i for i, cached in enumerate(cached_tokens) if cached == best_cached)

@@ -47,6 +47,7 @@ class PrefixIndex:
         self.capacity_blocks = capacity_blocks
         self._workers_of: dict[int, int] = {}  # block hash → bit mask of the workers that have it
         self._blocks_of: dict[int, OrderedDict[int, None]] = {}  # worker → its blocks, oldest use first
+        self._capacity_of: dict[int, int] = {}
         self._bit_of: dict[int, int] = {}
         self._worker_at: dict[int, int] = {}  # bit → worker
 
@@ -69,6 +70,18 @@ class PrefixIndex:
         self._bit_of[worker_id] = bit
         self._worker_at[bit] = worker_id
         self._blocks_of[worker_id] = OrderedDict()
+        self._capacity_of[worker_id] = self.capacity_blocks
+
+    def set_capacity(self, worker_id: int, capacity_blocks: int) -> None:
+        """The worker's cache holds so many blocks: remember no more of it, and never more than `capacity_blocks`.
+
+        Without effect if the worker is not known. Raises ValueError below 1.
+        """
+        if capacity_blocks < 1:
+            raise ValueError(f"capacity_blocks must be at least 1, got {capacity_blocks}")
+        if worker_id in self._capacity_of:
+            self._capacity_of[worker_id] = min(capacity_blocks, self.capacity_blocks)
+            self._evict(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker; without effect if it is not known. Takes time in proportion to its blocks."""
@@ -76,6 +89,7 @@ class PrefixIndex:
             self.clear(worker_id)
             del self._worker_at[self._bit_of.pop(worker_id)]
             del self._blocks_of[worker_id]
+            del self._capacity_of[worker_id]
 
     def clear(self, worker_id: int) -> None:
         """The worker's cache is empty (restarted, flushed). Without effect if the worker is not known."""
@@ -113,14 +127,14 @@ class PrefixIndex:
             return
         bit = self._bit_of[worker_id]
         workers_of = self._workers_of
-        for block in reversed(hashes[: self.capacity_blocks]):
+        for block in reversed(hashes[: self._capacity_of[worker_id]]):
             if block in blocks:
                 blocks.move_to_end(block)
             else:
                 blocks[block] = None
                 workers_of[block] = workers_of.get(block, 0) | bit
-        while len(blocks) > self.capacity_blocks:
-            self._drop(blocks.popitem(last=False)[0], bit)
+        if len(blocks) > self._capacity_of[worker_id]:
+            self._evict(worker_id)
 
     def forget(self, worker_id: int, hashes: Sequence[int], from_block: int) -> None:
         """The worker turned out not to have these blocks from position `from_block` on."""
@@ -132,6 +146,12 @@ class PrefixIndex:
             if block in blocks:
                 del blocks[block]
                 self._drop(block, bit)
+
+    def _evict(self, worker_id: int) -> None:
+        blocks = self._blocks_of[worker_id]
+        bit = self._bit_of[worker_id]
+        while len(blocks) > self._capacity_of[worker_id]:
+            self._drop(blocks.popitem(last=False)[0], bit)
 
     def _set_depth(self, depths: dict[int, int], workers: int, depth: int) -> None:
         while workers:

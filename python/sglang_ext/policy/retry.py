@@ -10,7 +10,7 @@ RETRYABLE_STATUS: frozenset[int] = frozenset({408, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Exponential back-off with symmetric jitter; the defaults are those of sglang_router.
+    """Exponential back-off with symmetric jitter.
 
     Raises ValueError, naming the field, when a value makes no sense.
     """

@@ -82,6 +82,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=_same_in_all("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"),
     ),
     Hook(
+        name="abort-family",
+        why="a batch or a request with n > 1 cannot be aborted by its id; aborts every member",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.abort_family:abort_request",
+        targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"),
+    ),
+    Hook(
         name="room-guard",
         why="a bootstrap room that is already in use crashes the scheduler; refuses that request instead",
         kind=HookKind.AROUND,

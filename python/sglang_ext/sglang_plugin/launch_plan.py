@@ -16,6 +16,7 @@ from sglang_ext.types import Role
 LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
 TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # A CPU prefills no faster in larger chunks, and a chunk is the time that an abort waits.
 CPU_CHUNK_TOKENS = 256
 CPU_MAX_RUNNING_REQUESTS = 32
@@ -143,6 +144,10 @@ def _cpu_environment(worker: WorkerOptions, machine: Machine, ranks: int) -> dic
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if TORCH_COMPILE_FLAG not in worker.engine_arguments:
+        # SGLang compiles a few small functions whatever the flags: without this, each engine with tensor
+        # parallelism needs a C++ compiler and a minute of start-up.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     if worker.transfer_backend == "mooncake":
         environment |= {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
     if ranks > 1:

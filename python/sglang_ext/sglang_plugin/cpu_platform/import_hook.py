@@ -15,6 +15,8 @@ from sglang_ext.sglang_plugin.cpu_platform.missing import MissingObject, missing
 
 # What SGLang 0.5.17 to 0.5.23 import unconditionally on their CPU path.
 CANDIDATES = ("triton", "torchvision", "torchaudio", "sgl_kernel")
+# What SGLang's benchmark tools import unconditionally, for data sets that most runs do not use.
+BENCHMARK_CANDIDATES = ("datasets",)
 # A CPU build of sgl_kernel has no other modules on the paths that SGLang takes without AMX.
 WITHOUT_SUBMODULES = frozenset({"sgl_kernel"})
 # SGLang copes with their absence, and would call into them otherwise.
@@ -69,21 +71,24 @@ class StandInFinder(MetaPathFinder):
         return ModuleSpec(fullname, StandInLoader(), is_package=package not in WITHOUT_SUBMODULES)
 
 
-def absent_packages() -> tuple[str, ...]:
-    """Which of the packages that SGLang needs at import time are not installed here."""
+def absent_packages(candidates: Sequence[str] = CANDIDATES) -> tuple[str, ...]:
+    """Which of `candidates` are not installed here, stand-ins not counted."""
     installed = _installed_finder()
-    if installed is not None:
-        return tuple(name for name in CANDIDATES if name in installed.packages)
-    return tuple(name for name in CANDIDATES if name not in sys.modules and importlib.util.find_spec(name) is None)
+    stood_in: frozenset[str] = installed.packages if installed is not None else frozenset()
+    return tuple(
+        name
+        for name in candidates
+        if name in stood_in or (name not in sys.modules and importlib.util.find_spec(name) is None)
+    )
 
 
-def install() -> tuple[str, ...]:
-    """Put stand-ins in place of the absent packages and return their names.
+def install(candidates: Sequence[str] = CANDIDATES) -> tuple[str, ...]:
+    """Put stand-ins in place of those `candidates` that are absent, and return their names.
 
-    Safe to call again. Probes by `importlib.util.find_spec` (as in transformers' `is_torchvision_available`)
-    still see the packages as absent.
+    Safe to call again; only the first call in a process has an effect. Probes by
+    `importlib.util.find_spec` (as in transformers' `is_torchvision_available`) still see them as absent.
     """
-    absent = absent_packages()
+    absent = absent_packages(candidates)
     if not absent or _installed_finder() is not None:
         return absent
     finder = StandInFinder(frozenset(absent))

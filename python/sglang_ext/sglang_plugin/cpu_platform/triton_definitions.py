@@ -67,6 +67,8 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
     "triton": TOP_LEVEL,
     "triton.language": LANGUAGE,
     "triton.experimental.gluon": {"jit": jit},
+    # torch looks here for a device that triton can compile for.
+    "triton.backends": {"backends": {}},
 }
 
 

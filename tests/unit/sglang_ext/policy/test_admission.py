@@ -53,11 +53,11 @@ def test_expiry_is_at_the_timeout_or_the_own_deadline() -> None:
     queue.offer("timeout", 0.0)
     queue.offer("deadline", 0.0, 2.0)
     queue.offer("far deadline", 0.0, 99.0)
-    assert queue.next_expiry_s == 2.0
+    assert queue.next_expiry_s() == 2.0
     assert queue.expire(1.9) == []
     assert queue.expire(2.0) == ["deadline"]
     assert queue.expire(5.0) == ["timeout", "far deadline"]
-    assert queue.next_expiry_s is None
+    assert queue.next_expiry_s() is None
     assert queue.expired == 3
 
 
@@ -93,7 +93,7 @@ def test_an_item_can_come_back() -> None:
     queue.offer("again", 0.0, 50.0)
     queue.remove("again")
     queue.offer("again", 1.0, 40.0)
-    assert queue.next_expiry_s == 40.0
+    assert queue.next_expiry_s() == 40.0
     with pytest.raises(ValueError, match="already queued: 'again'"):
         queue.offer("again", 2.0)
 

@@ -30,20 +30,26 @@ class TestOpening:
         breaker = CircuitBreaker()
         for number in range(100):
             breaker.on_failure(started_s=number / 1000, now_s=1.0 + number / 1000)
-        assert breaker.can_try(2.0)
+        assert breaker.state(2.0) is CircuitState.CLOSED
 
     def test_requests_of_the_burst_that_fail_late_do_not_count_either(self) -> None:
         breaker = CircuitBreaker()
         for number in range(100):
             breaker.on_failure(started_s=0.5, now_s=1.0 + number)
-        assert breaker.can_try(200.0)
+        assert breaker.state(101.0) is CircuitState.CLOSED
+
+    def test_requests_started_at_the_moment_of_a_failure_had_not_seen_it(self) -> None:
+        breaker = CircuitBreaker()
+        for _ in range(10):
+            breaker.on_failure(started_s=1.0, now_s=1.0)
+        assert breaker.state(1.0) is CircuitState.CLOSED
 
     def test_a_success_in_between_starts_anew(self) -> None:
         breaker = CircuitBreaker()
         end_s = fail_in_sequence(breaker, 4)
         breaker.on_success(end_s + 1)
-        fail_in_sequence(breaker, 4, start_s=end_s + 2)
-        assert breaker.can_try(60.0)
+        end_s = fail_in_sequence(breaker, 4, start_s=end_s + 2)
+        assert breaker.state(end_s) is CircuitState.CLOSED
 
     def test_a_success_of_before_the_failure_does_not(self) -> None:
         breaker = CircuitBreaker()
@@ -55,8 +61,8 @@ class TestOpening:
     def test_failures_outside_the_window_are_forgotten(self) -> None:
         breaker = CircuitBreaker(window_s=60.0)
         for number in range(20):
-            breaker.on_failure(started_s=number * 15.1, now_s=number * 15.1 + 0.05)
-        assert breaker.can_try(400.0)
+            breaker.on_failure(started_s=number * 15.0, now_s=number * 15.0 + 0.5)
+            assert breaker.state(number * 15.0 + 0.5) is CircuitState.CLOSED
         breaker = CircuitBreaker(window_s=60.0)
         for number in range(5):
             breaker.on_failure(started_s=number * 14.9, now_s=number * 14.9 + 0.05)
@@ -115,19 +121,43 @@ class TestHalfOpen:
         breaker = self.opened()
         assert all(breaker.can_try(130.0) for _ in range(3))
 
+    def test_successes_of_before_a_failed_trial_do_not_count(self) -> None:
+        breaker = self.opened()
+        breaker.on_start(130.0)
+        breaker.on_success(131.0)
+        breaker.on_start(131.0)
+        breaker.on_failure(started_s=131.0, now_s=132.0)
+        breaker.on_start(162.0)
+        breaker.on_success(163.0)
+        assert breaker.state(163.0) is CircuitState.HALF_OPEN
+
+    def test_a_success_while_open_starts_the_count_of_successes(self) -> None:
+        breaker = self.opened()
+        breaker.on_start(130.0)
+        breaker.on_success(131.0)
+        breaker.on_failure(started_s=131.0, now_s=132.0)
+        breaker.on_success(134.0, started_s=133.0)
+        assert breaker.state(134.0) is CircuitState.HALF_OPEN
+
     def test_failures_before_opening_do_not_count_after_closing(self) -> None:
         breaker = CircuitBreaker(failure_threshold=2, success_threshold=1)
         end_s = fail_in_sequence(breaker, 2)
         breaker.on_start(end_s + 30)
         breaker.on_success(end_s + 31)
         fail_in_sequence(breaker, 1, start_s=end_s + 32)
-        assert breaker.can_try(end_s + 33)
+        assert breaker.state(end_s + 33) is CircuitState.CLOSED
 
     def test_a_success_while_open_is_a_trial_passed(self) -> None:
         breaker = self.opened(success_threshold=1)
         breaker.on_start(101.0)  # every other circuit of the pool was open
         breaker.on_success(102.0, started_s=101.0)
         assert breaker.state(102.0) is CircuitState.CLOSED
+
+
+def test_defaults() -> None:
+    breaker = CircuitBreaker()
+    bounds = (breaker.failure_threshold, breaker.success_threshold, breaker.open_s, breaker.window_s)
+    assert bounds == (5, 2, 30.0, 60.0)
 
 
 @pytest.mark.parametrize("field", ["failure_threshold", "success_threshold", "open_s", "window_s"])

@@ -32,3 +32,22 @@ def test_turns_remember_a_bounded_number_of_indices() -> None:
     for index in range(20_000):
         turns.take([index, index + 1])
     assert len(turns._last_turn) <= 4096
+
+
+def test_the_last_turn_longest_ago_is_next_and_newcomers_come_first() -> None:
+    turns = LeastRecent()
+    assert [turns.take([7, 3]) for _ in range(3)] == [0, 1, 0]
+    assert turns.take([7, 3, 9]) == 2
+    assert turns.take([9, 7, 3]) == 2
+    assert turns.take([9, 7]) == 1
+    assert turns.take([9, 7]) == 0
+
+
+def test_more_instances_than_are_remembered_still_take_turns() -> None:
+    turns = LeastRecent()
+    everybody = list(range(5000))
+    taken = Counter(turns.take(everybody) for _ in range(5))
+    assert taken == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
+    for _ in range(4995):
+        turns.take(everybody)
+    assert turns.take(everybody) == 0

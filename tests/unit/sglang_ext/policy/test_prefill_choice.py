@@ -55,6 +55,7 @@ def test_names() -> None:
 
 def test_predicted_wait_s() -> None:
     assert predicted_wait_s(load(pending=500)) == 0.5
+    assert predicted_wait_s(load(pending=1, rate=0.5)) == 2.0
     assert predicted_wait_s(load(pending=0, rate=0.0)) == 0.0
     assert predicted_wait_s(load(pending=1, rate=0.0)) == float("inf")
 
@@ -75,6 +76,10 @@ class TestPredictedWait:
 
     def test_what_is_cached_beyond_the_prompt_saves_nothing(self) -> None:
         assert self.choose([load(pending=1, cached=10_000), load(cached=100)], 100, 0.0) == 1
+
+    def test_a_prompt_that_is_cached_whole_still_costs_its_last_token(self) -> None:
+        assert self.choose([load(cached=100, in_flight=1), load(cached=99)], 100, 0.0) == 1
+        assert self.choose([load(cached=100, in_flight=1), load(cached=98)], 100, 0.0) == 0
 
     def test_ties_go_to_the_fewest_in_flight(self) -> None:
         assert self.choose([load(in_flight=2), load(in_flight=1), load(in_flight=2)], 10, 0.0) == 1
@@ -156,6 +161,15 @@ class TestCacheAware:
     def test_a_relative_difference_alone_or_an_absolute_one_alone_is_no_imbalance(self) -> None:
         assert self.choose([load(cached=1000, in_flight=10), load(in_flight=1)], 1000, 0.0) == 0
         assert self.choose([load(cached=1000, in_flight=1100), load(in_flight=1000)], 1000, 0.0) == 0
+
+    def test_the_default_thresholds_of_balance(self) -> None:
+        assert self.choose([load(cached=1000, in_flight=70), load(in_flight=40)], 1000, 0.0) == 0
+        assert self.choose([load(cached=1000, in_flight=200), load(in_flight=134)], 1000, 0.0) == 0
+        assert self.choose([load(cached=1000, in_flight=200), load(in_flight=133)], 1000, 0.0) == 1
+
+    def test_the_ends_of_the_ranges_are_allowed(self) -> None:
+        CacheAware(cache_threshold=0, balance_abs=0, balance_rel=1)
+        CacheAware(cache_threshold=1)
 
     def test_an_idle_pool_is_spread_by_the_draw(self) -> None:
         assert [self.choose([load(), load()], 1000, draw) for draw in (0.0, 0.6)] == [0, 1]

@@ -45,5 +45,11 @@ def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
         RetryPolicy(**{field: value})  # type: ignore[arg-type]
 
 
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    RetryPolicy(max_retries=0, initial_backoff_s=0.0, max_backoff_s=0.0, backoff_multiplier=1.0, jitter=0.0)
+    defaults = RetryPolicy()
+    assert (defaults.max_retries, defaults.jitter) == (5, 0.2)
+
+
 def test_retryable_statuses() -> None:
     assert sorted(RETRYABLE_STATUS) == [408, 429, 500, 502, 503, 504]

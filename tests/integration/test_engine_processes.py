@@ -1,0 +1,102 @@
+"""Engines end completely, and survive the death of their partner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+from support.pd import greedy, with_room
+from support.reference import greedy_reference, random_prompt
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+# Heartbeats every 2 s, two may be missed, each may take 3 s to fail.
+PARTNER_DEATH_LIMIT_S = 12.0
+VICTIM = EngineSpec(Role.LONG, name="victim")
+
+
+@pytest.fixture(scope="module")
+def decode() -> Engine:
+    return FLEET.get(EngineSpec(Role.DECODE))[0]
+
+
+@pytest.fixture
+def victim(decode: Engine) -> Iterator[Engine]:
+    (engine,) = FLEET.get(VICTIM)
+    yield engine
+    engine.stop()
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
+    """Those of `pids` that are still alive after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while pids and time.monotonic() < deadline:
+        time.sleep(0.1)
+        pids = [pid for pid in pids if is_running(pid)]
+    return pids
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_decode_recovers_from_a_killed_prefill(decode: Engine, victim: Engine) -> None:
+    prompt = random_prompt(150, seed=11)
+    body = with_room({"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}, victim)
+    pids = victim.process_ids()
+    assert len(pids) >= 3
+    with ThreadPoolExecutor(1) as thread:
+        with victim.frozen_scheduler():
+            waiting = thread.submit(decode.post, "/generate", body)
+            decode.wait_for_load(lambda load: load["disaggregation"]["decode_transfer_queue_reqs"] == 1, 5)
+            victim.kill()
+            killed_at = time.monotonic()
+        reply = waiting.result(timeout=60)
+    assert reply.status == 500
+    assert "Lost connection with prefill instance" in str(reply.body)
+    decode.wait_idle(PARTNER_DEATH_LIMIT_S)
+    assert time.monotonic() - killed_at < PARTNER_DEATH_LIMIT_S
+    # kill -9 of the main process takes its children with it.
+    assert wait_until_gone(pids, 5) == []
+
+    (replacement,) = FLEET.get(VICTIM)
+    assert replacement.process.pid != victim.process.pid
+    assert greedy(replacement, decode, prompt, 8) == greedy_reference(prompt, 8)
+    pids = replacement.process_ids()
+    replacement.process.send_signal(signal.SIGTERM)
+    assert replacement.process.wait(20) == 0
+    assert wait_until_gone(pids, 5) == []
+
+
+def test_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """`--exit-with-parent`, with a parent that is killed while the engine is still starting."""
+    starter = (
+        "import subprocess, sys, time;"
+        "p = subprocess.Popen([sys.executable, '-m', 'sglang_ext.cli', 'worker', '--role', 'short',"
+        f" '--model-path', {str(tmp_path)!r}, '--device', 'cpu', '--exit-with-parent']);"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", starter], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    engine_pid = int(parent.stdout.readline())
+    time.sleep(2)
+    assert is_running(engine_pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert wait_until_gone([engine_pid], 5) == []

@@ -1,0 +1,179 @@
+"""`sglang-ext up`: options and file become one configuration; mistakes are one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.cluster.command import add_arguments, config_from_arguments, run
+from sglang_ext.cluster.config import ClusterConfig
+
+FILE = """
+model: m
+pools: {short: {count: 2, args: [--a]}, decode: {tp: 2}}
+router: {port: 0, args: [--x]}
+args: [--b]
+"""
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def config_of(*words: str) -> ClusterConfig:
+    return config_from_arguments(parse(*words))
+
+
+def counts(config: ClusterConfig) -> dict[str, int]:
+    return {str(role): pool.count for role, pool in config.pools.by_role()}
+
+
+def test_without_options_the_demonstration_cluster() -> None:
+    config = config_of()
+    assert config.model == "smollm2"
+    assert counts(config) == {"short": 1, "long": 1, "both": 0, "decode": 1}
+
+
+def test_options_alone() -> None:
+    config = config_of("--model", "m", "--both", "2", "--decode", "1", "--decode-tp", "3", "--", "--dtype", "float32")
+    assert counts(config) == {"short": 0, "long": 0, "both": 2, "decode": 1}
+    assert config.pools.decode.tp == 3
+    assert config.args == ("--dtype", "float32")
+
+
+def test_options_replace_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(FILE)
+    config = config_of(
+        *("--config", str(path), "--short", "1", "--port", "31000", "--length-boundary-tokens", "64"),
+        *("--router-args", "--log-level 'warning'", "--start-timeout-s", "9", "--", "--c"),
+    )
+    assert counts(config) == {"short": 1, "long": 0, "both": 0, "decode": 1}
+    assert config.pools.short.args == ("--a",)
+    assert config.pools.decode.tp == 2
+    assert (config.router.port, config.router.length_boundary_tokens) == (31000, 64)
+    assert config.router.args == ("--x", "--log-level", "warning")
+    assert config.args == ("--b", "--c")
+    assert config.start.timeout_s == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--decode", "0"], "pools.decode.count: a cluster needs at least one decode instance"),
+        (["--port", "99999"], "router.port: 99999 is not a port (0 to 65535)"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
+        (["--router-args", "'"], '--router-args: "\'" cannot be split into words: No closing quotation'),
+        (["--model", "/nowhere", "--port", "0"], "model: /nowhere is not a folder with a config.json"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run(parse("--run-dir", str(tmp_path), *words)) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"sglang-ext up: error: {message}\n"
+    assert captured.out == ""
+
+
+def model_folder(tmp_path: Path) -> str:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def test_dry_run_prints_commands_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_folder(tmp_path)
+    assert run(parse("--dry-run", "--run-dir", str(tmp_path / "run"), "--model", model, "--port", "0")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert ["worker --role short" in lines[0], " router --host " in lines[3]] == [True, True]
+    assert "[hidden]" in lines[3]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_folder(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run(parse("--run-dir", str(tmp_path), "--model", model, "--port", str(port))) == 2
+    expected = f"router.port: port {port} of 127.0.0.1 cannot be listened on: in use, or not permitted"
+    assert expected in capsys.readouterr().err
+
+
+# The whole command, with a module in place of `sglang_ext.cli` that runs stand-ins for workers and router.
+STAND_IN_CLI = """
+import sys
+words = sys.argv[1:]
+port = words[words.index("--port") + 1]
+extra = sys.argv[sys.argv.index("--") + 3:] if "--" in sys.argv else []
+sys.argv = ["stand-in", port, *extra]
+from support.stand_in_server import main
+main()
+"""
+
+
+def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    from support.stand_in_cluster import TESTS
+
+    (tmp_path / "stand_in_cli.py").write_text(STAND_IN_CLI)
+    code = (
+        "import sys, argparse; import sglang_ext.cluster.plan as plan; from sglang_ext.cluster import command;"
+        "parser = argparse.ArgumentParser(); command.add_arguments(parser);"
+        "make = plan.make_plan;"
+        "plan.make_plan = lambda *a, **k: plan_with_stand_ins(make(*a, **k));"
+        "import dataclasses;"
+        "swap = lambda p: dataclasses.replace(p, command=tuple("
+        "'stand_in_cli' if w == 'sglang_ext.cli' else w for w in p.command));"
+        "plan_with_stand_ins = lambda p: dataclasses.replace("
+        "p, instances=tuple(map(swap, p.instances)), router=swap(p.router));"
+        "sys.exit(command.run(parser.parse_args(sys.argv[1:])))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{tmp_path}"}
+    command = [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run"), "--name", "t", "--port", "0"]
+    return subprocess.Popen(
+        [*command, "--model", model_folder(tmp_path), *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    with start_up(tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("serving tiny at http://127.0.0.1:")
+        state = json.loads((tmp_path / "run" / "t" / "state.json").read_text())
+        assert {program["phase"] for program in state["programs"]} == {"ready"}
+        assert state["pid"] == process.pid
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "run" / "t" / "state.json").exists()
+
+
+def test_up_fails_with_the_log_of_the_one_that_died(tmp_path: Path) -> None:
+    words = ["--", "--say", "the reason", "--die-after-s", "0.2", "--unhealthy"]
+    with start_up(tmp_path, *words) as process:
+        out, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert out == ""
+    assert "exited with status 3 during start; everything is stopped. End of " in errors
+    assert errors.endswith("  | the reason\n")
+    assert "Traceback" not in errors

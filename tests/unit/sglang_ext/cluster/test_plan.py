@@ -1,0 +1,162 @@
+"""The programs of a cluster: command lines, addresses, environments, cores and GPUs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.cluster.checks import ConfigError
+from sglang_ext.cluster.config import ClusterConfig, PoolConfig, PoolsConfig, RouterSettings
+from sglang_ext.cluster.model import PreparedModel, prepare_model
+from sglang_ext.cluster.plan import ClusterPlan, Machine, Program, count_ports, given_ports, make_plan
+
+CPU = Machine(core_ids=frozenset(range(8)), gpu_count=0)
+MODEL = PreparedModel("/models/m", "m")
+
+
+def plan_of(config: ClusterConfig, machine: Machine = CPU) -> ClusterPlan:
+    free = list(range(20000, 20000 + count_ports(config)))
+    return make_plan(config, model=MODEL, machine=machine, free_ports=free, admin_key="secret")
+
+
+def cluster(router: RouterSettings | None = None, **pools: PoolConfig) -> ClusterConfig:
+    return ClusterConfig(model="m", pools=PoolsConfig(**pools), router=router or RouterSettings(port=0))
+
+
+def option(program: Program, name: str) -> str:
+    return program.command[program.command.index(name) + 1]
+
+
+def test_a_small_cluster_word_by_word() -> None:
+    config = cluster(
+        short=PoolConfig(args=("--chunked-prefill-size", "64")),
+        long=PoolConfig(ports=(31000,), bootstrap_ports=(31001,)),
+        decode=PoolConfig(tp=3),
+    )
+    plan = plan_of(config)
+    start = (sys.executable, "-m", "sglang_ext.cli")
+    short, long, decode = plan.instances
+    assert short.command == (
+        *start,
+        *[
+            "worker",
+            "--role",
+            "short",
+            "--model-path",
+            "/models/m",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "20000",
+            "--device",
+            "cpu",
+        ],
+        *[
+            "--bootstrap-port",
+            "20001",
+            "--threads",
+            "1",
+            "--",
+            "--served-model-name",
+            "m",
+            "--chunked-prefill-size",
+            "64",
+        ],
+    )
+    assert (long.url, long.bootstrap_port) == ("http://127.0.0.1:31000", 31001)
+    assert decode.command[-4:] == ("--served-model-name", "m", "--tp-size", "3")
+    assert "--bootstrap-port" not in decode.command
+    assert plan.router.command == (
+        *start,
+        *["router", "--host", "127.0.0.1", "--port", "20003", "--pd-disaggregation"],
+        *["--prefill-short", "http://127.0.0.1:20000", "20001", "--prefill-long", "http://127.0.0.1:31000", "31001"],
+        *["--decode", "http://127.0.0.1:20002", "--length-boundary-tokens", "512"],
+        *["--shutdown-grace-period-secs", "30", "--admin-api-key", "secret"],
+    )
+    assert [program.name for program in plan.instances] == ["short-0", "long-0", "decode-0"]
+    assert (plan.router.ready_path, short.ready_path) == ("/readyz", "/health")
+
+
+def test_every_open_port_is_picked_once() -> None:
+    config = cluster(both=PoolConfig(count=3, ports=(31000,)), decode=PoolConfig(count=2))
+    assert count_ports(config) == 1 + 2 + 3 + 2
+    plan = plan_of(config)
+    ports = [int(program.url.rpartition(":")[2]) for program in (*plan.instances, plan.router)]
+    ports += [program.bootstrap_port for program in plan.instances if program.bootstrap_port is not None]
+    assert len(ports) == len(set(ports)) == 9
+    assert given_ports(config) == {31000: "pools.both.ports[0]"}
+    assert option(plan.router, "--prefill") == "http://127.0.0.1:31000"
+
+
+def test_threads_share_the_cores() -> None:
+    plan = plan_of(cluster(both=PoolConfig(), decode=PoolConfig(tp=2)), Machine(frozenset(range(7)), 0))
+    assert [option(program, "--threads") for program in plan.instances] == ["2", "2"]
+    plan = plan_of(cluster(both=PoolConfig(threads=5), decode=PoolConfig()), Machine(frozenset({0}), 0))
+    assert [option(program, "--threads") for program in plan.instances] == ["5", "1"]
+
+
+def test_cores_are_those_of_the_machine() -> None:
+    pool = PoolConfig(count=2, cores=("0-1", "2,3"))
+    assert [p.cores for p in plan_of(cluster(both=pool, decode=PoolConfig())).instances] == [{0, 1}, {2, 3}, None]
+    with pytest.raises(ConfigError, match=r"pools.both.cores\[1\]: this machine has no core 2"):
+        plan_of(cluster(both=pool, decode=PoolConfig()), Machine(frozenset({0, 1}), 0))
+
+
+def gpus_of(plan: ClusterPlan) -> list[str]:
+    return [program.env["CUDA_VISIBLE_DEVICES"] for program in plan.instances]
+
+
+def test_gpus_are_consecutive_and_whole_instances_stay_together() -> None:
+    pools = {"short": PoolConfig(), "long": PoolConfig(tp=2), "decode": PoolConfig(tp=2)}
+    plan = plan_of(cluster(**pools), Machine(CPU.core_ids, 5))
+    assert gpus_of(plan) == ["0", "1,2", "3,4"]
+    assert "--threads" not in plan.instances[0].command
+    assert option(plan.instances[0], "--device") == "cuda"
+    assert plan.start_parallel == 16
+    shared = plan_of(cluster(**pools), Machine(CPU.core_ids, 4))
+    assert gpus_of(shared) == ["0", "1,2", "0,1"]
+    assert shared.start_parallel == 1  # instances that share a GPU measure its free memory in turn
+
+
+def test_gpus_by_hand() -> None:
+    config = cluster(both=PoolConfig(count=2, gpus=("3", "1")), decode=PoolConfig())
+    assert gpus_of(plan_of(config, Machine(CPU.core_ids, 4))) == ["3", "1", "0"]
+    with pytest.raises(ConfigError, match=r"pools.both.gpus\[0\]: this machine has 2 GPUs"):
+        plan_of(config, Machine(CPU.core_ids, 2))
+
+
+def test_a_gpu_is_not_imagined() -> None:
+    pools = PoolsConfig(both=PoolConfig(), decode=PoolConfig())
+    with pytest.raises(ConfigError, match="device: is cuda, but no GPU"):
+        plan_of(ClusterConfig(model="m", pools=pools, device="cuda"))
+    with pytest.raises(ConfigError, match=r"pools.decode.tp: is 3, but this machine has 2 GPUs"):
+        plan_of(cluster(both=PoolConfig(), decode=PoolConfig(tp=3)), Machine(CPU.core_ids, 2))
+
+
+def test_addresses_can_be_ipv6_and_wildcards_are_reached_by_loopback() -> None:
+    pools = PoolsConfig(both=PoolConfig(), decode=PoolConfig())
+    config = ClusterConfig(model="m", pools=pools, host="::1", router=RouterSettings(host="0.0.0.0", port=0))
+    plan = plan_of(config)
+    assert plan.instances[0].url == "http://[::1]:20000"
+    assert plan.router.url == "http://127.0.0.1:20003"
+    assert option(plan.router, "--host") == "0.0.0.0"
+
+
+def test_shell_lines_hide_the_key() -> None:
+    lines = list(plan_of(cluster(both=PoolConfig(cores=("0",)), decode=PoolConfig())).shell_lines())
+    assert len(lines) == 3
+    assert lines[0].startswith("taskset -c 0 ")
+    assert "secret" not in "\n".join(lines)
+
+
+def test_models(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(ConfigError, match=r"is not a folder with a config\.json"):
+        prepare_model(str(tmp_path / "tiny"))
+    with pytest.raises(ConfigError, match=r"model: \./nowhere"):
+        prepare_model("./nowhere")
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    assert prepare_model(f"{tmp_path}/tiny/") == PreparedModel(str(tmp_path / "tiny"), "tiny")
+    assert prepare_model("org/name") == PreparedModel("org/name", "name")

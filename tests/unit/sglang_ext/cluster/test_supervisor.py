@@ -1,0 +1,196 @@
+"""Start, restart and stop, with real processes that stand in for SGLang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.cluster.process_tree import session_processes
+from sglang_ext.cluster.supervisor import Member, Phase, StartError, Supervisor
+from support.stand_in_cluster import TESTS, is_alive, stand_in_plan, stand_in_supervisor, wait_until_gone
+
+
+class Events:
+    """A listener that keeps what it heard."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def __call__(self, member: Member, line: str) -> None:
+        self.lines.append((member.program.name, line))
+
+    def of(self, name: str) -> list[str]:
+        return [line for who, line in self.lines if who == name]
+
+
+def tick_until(supervisor: Supervisor, done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline_s, [(m.program.name, m.phase) for m in supervisor.members]
+        supervisor.tick()
+        time.sleep(0.02)
+
+
+def pids_of(supervisor: Supervisor) -> list[int]:
+    return [member.pid for member in supervisor.members if member.pid is not None]
+
+
+def test_all_become_ready_and_all_end(tmp_path: Path) -> None:
+    events = Events()
+    supervisor = stand_in_supervisor(stand_in_plan({"long-0": ["--say", "hello log"]}), tmp_path, listener=events)
+    assert supervisor.start()
+    pids = pids_of(supervisor)
+    assert len(pids) == 4
+    names = [name for name, line in events.lines if line.startswith("started")]
+    assert names[-1] == "router"
+    ready = [name for name, line in events.lines if line.startswith("ready")]
+    assert ready[-1] == "router"  # only when every instance was
+    supervisor.stop()
+    assert wait_until_gone(pids, 0) == []
+    assert {member.phase for member in supervisor.members} == {Phase.STOPPED}
+    stops = [name for name, line in events.lines if line == "stopped"]
+    assert stops[0] == "router"  # it drains before the instances go
+    assert (tmp_path / "long-0.log").read_text() == "hello log\n"
+    assert sorted(log.name for log in tmp_path.iterdir()) == [
+        "decode-0.log",
+        "long-0.log",
+        "router.log",
+        "short-0.log",
+    ]
+
+
+def test_starts_are_bounded(tmp_path: Path) -> None:
+    most = 0
+    supervisor = stand_in_supervisor(stand_in_plan(start_parallel=1), tmp_path)
+
+    def count() -> None:
+        nonlocal most
+        most = max(most, sum(member.phase is Phase.STARTING for member in supervisor.instances))
+
+    assert supervisor.start(count)
+    supervisor.stop()
+    assert most == 1
+
+
+def test_death_during_start_stops_everything_and_shows_the_log(tmp_path: Path) -> None:
+    plan = stand_in_plan({"long-0": ["--say", "no such model", "--die-after-s", "0.3", "--unhealthy"]})
+    supervisor = stand_in_supervisor(plan, tmp_path)
+    with pytest.raises(StartError, match="long-0 exited with status 3 during start") as caught:
+        supervisor.start()
+    assert caught.value.log_lines == ["no such model"]
+    pids = pids_of(supervisor)
+    supervisor.stop()
+    assert wait_until_gone(pids, 0) == []
+
+
+def test_an_instance_that_never_gets_healthy(tmp_path: Path) -> None:
+    supervisor = stand_in_supervisor(stand_in_plan({"short-0": ["--unhealthy"]}), tmp_path, start_timeout_s=1.0)
+    with pytest.raises(StartError, match=r"short-0 was not healthy within 1 s"):
+        supervisor.start()
+    supervisor.stop()
+
+
+def test_cancelled_start(tmp_path: Path) -> None:
+    plan = stand_in_plan({"short-0": ["--unhealthy"]})
+    supervisor = Supervisor(
+        plan,
+        tmp_path,
+        start_timeout_s=60,
+        drain_s=1,
+        grace_s=1,
+        restarts=True,
+        listener=lambda member, line: None,
+        is_cancelled=lambda: any(m.phase is Phase.READY for m in supervisor.instances),
+    )
+    assert supervisor.start() is False
+    pids = pids_of(supervisor)
+    supervisor.stop()
+    assert wait_until_gone(pids, 0) == []
+
+
+def test_a_killed_instance_comes_back_at_its_address(tmp_path: Path) -> None:
+    events = Events()
+    supervisor = stand_in_supervisor(stand_in_plan({"decode-0": ["--child"]}), tmp_path, listener=events)
+    assert supervisor.start()
+    decode = supervisor.instances[2]
+    before = decode.pid
+    assert before is not None
+    left_behind = [pid for pid in session_processes(before) if pid != before]
+    assert len(left_behind) == 1
+    os.kill(before, signal.SIGKILL)
+    tick_until(supervisor, lambda: decode.phase is Phase.BACKING_OFF)
+    assert not is_alive(left_behind[0])  # nothing of the dead instance holds its port or memory
+    tick_until(supervisor, lambda: decode.phase is Phase.READY)
+    assert decode.pid != before
+    assert decode.restarts == 1
+    assert "was ended by SIGKILL; starting again in 1 s" in events.of("decode-0")
+    supervisor.stop()
+
+
+def test_restart_never(tmp_path: Path) -> None:
+    supervisor = stand_in_supervisor(stand_in_plan(), tmp_path, restarts=False)
+    assert supervisor.start()
+    short = supervisor.instances[0]
+    assert short.pid is not None
+    os.kill(short.pid, signal.SIGKILL)
+    tick_until(supervisor, lambda: short.phase is Phase.STOPPED)
+    supervisor.tick()
+    assert short.phase is Phase.STOPPED
+    supervisor.stop()
+
+
+def test_a_stubborn_instance_is_killed_after_the_grace(tmp_path: Path) -> None:
+    events = Events()
+    plan = stand_in_plan({"short-0": ["--ignore-term"]})
+    supervisor = stand_in_supervisor(plan, tmp_path, listener=events, grace_s=0.5)
+    assert supervisor.start()
+    began_s = time.monotonic()
+    supervisor.stop()
+    assert 0.5 <= time.monotonic() - began_s < 5
+    assert events.of("short-0")[-1] == "killed"
+    assert events.of("long-0")[-1] == "stopped"
+
+
+def test_hurry_cuts_the_grace_short(tmp_path: Path) -> None:
+    plan = stand_in_plan({"router": ["--slow-term-s", "60"], "short-0": ["--ignore-term"]})
+    supervisor = stand_in_supervisor(plan, tmp_path, grace_s=60)
+    assert supervisor.start()
+    pids = pids_of(supervisor)
+    began_s = time.monotonic()
+    supervisor.stop(hurry=lambda: time.monotonic() - began_s > 0.3)
+    assert time.monotonic() - began_s < 10
+    assert wait_until_gone(pids, 0) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_supervisor_that_dies(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "support.stand_in_cluster", str(tmp_path / "logs")]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        own, *programs = map(int, words)
+        everyone = [pid for program in programs for pid in session_processes(program)]
+        assert len(everyone) == 4 + 2  # two have a child
+        os.kill(own, number)
+    assert wait_until_gone(everyone, 15) == []
+
+
+def test_a_killed_watchdog_is_replaced_and_knows_everyone(tmp_path: Path) -> None:
+    supervisor = stand_in_supervisor(stand_in_plan({"short-0": ["--child"]}), tmp_path)
+    assert supervisor.start()
+    everyone = [pid for member_pid in pids_of(supervisor) for pid in session_processes(member_pid)]
+    first = supervisor._watchdog
+    os.kill(first.pid, signal.SIGKILL)
+    tick_until(supervisor, lambda: supervisor._watchdog is not first)
+    # Closing the new one's input is what a dead supervisor looks like to it.
+    supervisor._watchdog.close()
+    assert wait_until_gone([pid for pid in everyone if pid not in pids_of(supervisor)], 0) == []
+    assert all(member.running is not None and member.running.exit_status is not None for member in supervisor.members)

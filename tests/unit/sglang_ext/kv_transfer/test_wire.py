@@ -1,0 +1,77 @@
+"""Frames of the TCP transport: what is accepted, and that nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.kv_transfer import wire
+from sglang_ext.kv_transfer.memory_regions import Span
+
+LIMITS = wire.Limits()
+spans = st.lists(st.builds(Span, st.integers(0, 2**64 - 1), st.integers(1, 2**20)), max_size=40)
+
+
+def test_greeting_round_trip() -> None:
+    wire.check_greeting(wire.encode_greeting())
+
+
+@pytest.mark.parametrize(
+    ("greeting", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n", "does not speak"),
+        (wire.GREETING.pack(wire.MAGIC, wire.VERSION + 1), f"version {wire.VERSION + 1}"),
+    ],
+)
+def test_foreign_greeting_is_refused(greeting: bytes, reason: str) -> None:
+    with pytest.raises(wire.ProtocolError, match=reason):
+        wire.check_greeting(greeting)
+
+
+@given(spans)
+def test_batch_round_trip(targets: list[Span]) -> None:
+    frame = wire.encode_batch(targets, LIMITS)
+    header = wire.decode_header(frame[: wire.BATCH_HEADER.size], LIMITS)
+    assert header.payload_bytes == sum(span.length_bytes for span in targets)
+    assert wire.decode_table(frame[wire.BATCH_HEADER.size :], header) == targets
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        wire.BATCH_HEADER.pack(LIMITS.max_blocks + 1, 0, 1),
+        wire.BATCH_HEADER.pack(1, 0, LIMITS.max_payload_bytes + 1),
+        wire.BATCH_HEADER.pack(0, 0, 1),
+        wire.BATCH_HEADER.pack(1, 0, 0),
+        wire.BATCH_HEADER.pack(1, 7, 1),
+    ],
+    ids=["blocks", "payload", "payload without blocks", "blocks without payload", "reserved"],
+)
+def test_bad_header_is_refused(header: bytes) -> None:
+    with pytest.raises(wire.ProtocolError):
+        wire.decode_header(header, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("table", "header"),
+    [
+        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(1, 9)),
+        (wire.BLOCK.pack(4096, 8) + wire.BLOCK.pack(0, 0), wire.BatchHeader(2, 8)),
+        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(2, 8)),
+    ],
+    ids=["sum", "empty block", "length"],
+)
+def test_table_that_contradicts_its_header_is_refused(table: bytes, header: wire.BatchHeader) -> None:
+    with pytest.raises(wire.ProtocolError):
+        wire.decode_table(table, header)
+
+
+@given(st.binary(min_size=wire.BATCH_HEADER.size, max_size=wire.BATCH_HEADER.size))
+def test_any_header_is_within_limits_or_refused(data: bytes) -> None:
+    try:
+        header = wire.decode_header(data, LIMITS)
+    except wire.ProtocolError:
+        return
+    assert header.block_count <= LIMITS.max_blocks
+    assert header.payload_bytes <= LIMITS.max_payload_bytes

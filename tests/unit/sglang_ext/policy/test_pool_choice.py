@@ -1,0 +1,71 @@
+"""Which instances may take a prompt whose class depends on where it is cached."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.policy.length_class import FixedBoundary, classify
+from sglang_ext.policy.pool_choice import choose_pool
+from sglang_ext.types import LengthClass, Role
+
+BOUNDARY = FixedBoundary(512)
+SHORT, LONG, BOTH = Role.SHORT, Role.LONG, Role.BOTH
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "length_class", "candidates"),
+    [(512, LengthClass.SHORT, (0, 2)), (513, LengthClass.LONG, (1, 2))],
+)
+def test_without_a_cache_the_class_chooses(
+    prompt_tokens: int, length_class: LengthClass, candidates: tuple[int, ...]
+) -> None:
+    choice = choose_pool(prompt_tokens, [SHORT, LONG, BOTH], [0, 0, 0], BOUNDARY, allow_spill=False)
+    assert choice == (length_class, candidates, False)
+
+
+def test_a_long_prompt_is_short_where_most_of_it_is_cached() -> None:
+    choice = choose_pool(2000, [SHORT, SHORT, LONG], [1800, 0, 0], BOUNDARY, allow_spill=False)
+    assert choice == (LengthClass.SHORT, (0, 2), False)
+
+
+def test_a_short_re_prefill_may_run_on_the_long_instance_that_holds_the_prefix() -> None:
+    choice = choose_pool(2000, [LONG], [1800], BOUNDARY, allow_spill=False)
+    assert choice == (LengthClass.SHORT, (0,), False)
+
+
+def test_the_holders_help_out_rather_than_anybody() -> None:
+    choice = choose_pool(4000, [SHORT, SHORT], [0, 1000], BOUNDARY, allow_spill=True)
+    assert choice == (LengthClass.LONG, (1,), False)
+
+
+def test_another_pool_helps_out_only_if_it_may() -> None:
+    assert choose_pool(2000, [SHORT, SHORT], [0, 0], BOUNDARY, allow_spill=True) == (LengthClass.LONG, (0, 1), True)
+    assert choose_pool(2000, [SHORT, SHORT], [0, 0], BOUNDARY, allow_spill=False).candidates == ()
+
+
+def test_no_instances() -> None:
+    assert choose_pool(2000, [], [], BOUNDARY, allow_spill=True).candidates == ()
+
+
+@given(
+    instances=st.lists(st.tuples(st.sampled_from([SHORT, LONG, BOTH]), st.integers(0, 3000)), max_size=6),
+    prompt_tokens=st.integers(1, 3000),
+)
+def test_without_spill_a_candidate_serves_the_class_it_sees_or_holds_the_prefix(
+    instances: list[tuple[Role, int]], prompt_tokens: int
+) -> None:
+    roles = [role for role, _ in instances]
+    cached = [min(tokens, prompt_tokens - 1) for _, tokens in instances]
+    choice = choose_pool(prompt_tokens, roles, cached, BOUNDARY, allow_spill=False)
+    serving = tuple(
+        position
+        for position, role in enumerate(roles)
+        if role.serves(classify(prompt_tokens - cached[position], cached[position], BOUNDARY))
+    )
+    if serving:
+        assert choice.candidates == serving
+    else:
+        assert all(cached[position] == max(cached) > 0 for position in choice.candidates)
+    assert not choice.is_spilled

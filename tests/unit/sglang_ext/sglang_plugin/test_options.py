@@ -1,0 +1,31 @@
+"""Options that travel to every process of an engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.options import (
+    ENVIRONMENT_VARIABLE,
+    ExtensionOptions,
+    InvalidOptionsError,
+    options_from_environment,
+)
+from sglang_ext.types import Role
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("device", list(Device))
+def test_round_trip(role: Role, device: Device) -> None:
+    options = ExtensionOptions(role, device)
+    assert options_from_environment(options.to_environment()) == options
+
+
+def test_stock_process_has_none() -> None:
+    assert options_from_environment({}) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"short"', '{"role": "short"}', '{"role": "x", "device": "cpu"}'])
+def test_unreadable_options_are_refused(text: str) -> None:
+    with pytest.raises(InvalidOptionsError, match=ENVIRONMENT_VARIABLE):
+        options_from_environment({ENVIRONMENT_VARIABLE: text})

@@ -1,0 +1,71 @@
+"""The command line of `sglang-ext worker`, without starting an engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.sglang_plugin import worker
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sglang-ext worker")
+    worker.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_dry_run_prints_the_command_and_passes_the_rest_through(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = parse(
+        *("--role", "decode", "--model-path", str(tmp_path), "--device", "cpu", "--port", "31007", "--dry-run"),
+        *("--", "--tp", "2", "--log-level", "debug"),
+    )
+    assert worker.run(arguments) == 0
+    line = capsys.readouterr().out.strip()
+    assert line.endswith("--tp 2 --log-level debug")
+    assert "--port 31007" in line
+    assert "--disaggregation-mode decode" in line
+
+
+def test_missing_model_folder_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert worker.run(parse("--role", "short", "--model-path", "/no/such/model", "--device", "cpu")) == 2
+    error = capsys.readouterr().err
+    assert error == "sglang-ext worker: --model-path /no/such/model: there is no such folder\n"
+
+
+def test_tcp_backend_is_refused_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model-path", str(tmp_path), "--device", "cuda", "--transfer-backend", "sglang_ext_tcp")
+    assert worker.run(parse("--role", "short", *options)) == 2
+    assert "host memory only" in capsys.readouterr().err
+
+
+def test_absent_backend_names_its_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.sglang_plugin.transfer_backend._importable", lambda module: False)
+    options = ("--model-path", str(tmp_path), "--device", "cpu", "--transfer-backend", "nixl")
+    assert worker.run(parse("--role", "short", *options)) == 2
+    error = capsys.readouterr().err
+    assert "pip install nixl" in error
+    assert error.count("\n") == 1
+
+
+def test_contradiction_in_engine_arguments_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--model-path", str(tmp_path), "--device", "cpu", "--", "--tp", "two")
+    assert worker.run(parse("--role", "short", *options)) == 2
+    assert capsys.readouterr().err == "sglang-ext worker: --tp needs a positive number, got 'two'\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("--role", "medium"), ("--role", "short", "--port", "0"), ("--role", "short", "--port", "70000")],
+)
+def test_wrong_usage_is_refused(wrong: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        parse(*wrong, "--model-path", "m")
+    assert refusal.value.code == 2
