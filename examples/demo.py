@@ -27,6 +27,7 @@ from sglang_ext.cluster.checks import ConfigError
 from sglang_ext.cluster.cluster import Cluster
 from sglang_ext.cluster.config import ClusterConfig, PoolConfig, PoolsConfig, RouterSettings
 from sglang_ext.cluster.display import make_display
+from sglang_ext.cluster.plan import find_machine
 from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
@@ -53,6 +54,7 @@ def questions() -> list[Question]:
 
 def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     """Return the demonstration's cluster. Raises ConfigError."""
+    shares_gpus = 0 < find_machine().gpu_count < 2 + arguments.decode_tp
     return ClusterConfig(
         name="demo",
         run_dir=str(EXAMPLES.parent / "run"),
@@ -60,6 +62,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         pools=PoolsConfig(
             short=PoolConfig(count=1), long=PoolConfig(count=1), decode=PoolConfig(count=1, tp=arguments.decode_tp)
         ),
+        args=("--mem-fraction-static", "0.2") if shares_gpus else (),
         router=RouterSettings(port=arguments.port, length_boundary_tokens=LENGTH_BOUNDARY_TOKENS),
     )
 
@@ -90,7 +93,7 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
     asked = questions()
     _step(f"{len(asked)} requests at the same time through the openai client at {cluster.url}/v1")
     view = make_view(sys.stdout, [question.label for question in asked])
-    with view, _Background(cluster):
+    with view, cluster.kept_running():
         replies = asyncio.run(ask_all(f"{cluster.url}/v1", cluster.plan.model_name, asked, view))
     _step("where each request went")
     print_table(replies, cluster.name_of, sys.stdout)
@@ -119,21 +122,6 @@ def _keep(cluster: Cluster) -> None:
     _step("still serving; Ctrl-C stops. Try:")
     print(shlex.join(command), flush=True)
     cluster.serve(stop.is_set)
-
-
-class _Background:
-    """Keeps the cluster's programs running from a thread while the main one is busy."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=cluster.serve, args=(self._is_over.is_set,))
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
 
 
 def _step(title: str) -> None:

@@ -17,6 +17,7 @@ import httptools
 from sglang_ext_router import replies
 
 MAX_PIPELINED = 32
+_UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 LINGER_S = 1.0  # for a refused client to read why
 
 
@@ -154,11 +155,8 @@ class ClientConnection(asyncio.Protocol):
         body_bytes = self._body_bytes
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Served as plain HTTP/1.1; what follows could be another protocol, so it is not read.
-            self._stopped = True
-            if self.request is None:
-                self.close()
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserCallbackError as error:
             if not isinstance(error.__context__, _RefusedError):
@@ -176,6 +174,18 @@ class ClientConnection(asyncio.Protocol):
                 self._quiet_bytes = 0 if self._body_bytes != body_bytes else self._quiet_bytes + len(data)
                 if self._quiet_bytes > self._limits.max_header_bytes:
                     self.refuse(431, f"trailers larger than {self._limits.max_header_bytes} bytes")
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Serve the request as HTTP/1.1: read its head again without the wish for another protocol."""
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self.refuse(405, "CONNECT is not served")
+            return
+        lines = [b"%b %b HTTP/1.1\r\n" % (method, self._target)]
+        lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in _UPGRADE_HEADERS]
+        self._parser = httptools.HttpRequestParser(self)
+        self._head_bytes = 0
+        self.data_received(b"".join(lines) + b"\r\n" + rest)
 
     # -- parser callbacks -------------------------------------------------------------------------------
 
@@ -207,6 +217,8 @@ class ClientConnection(asyncio.Protocol):
         expects = False
         hosts = 0
         for name, value in self._headers:
+            if name == b"content-length" and len(value) > 20:
+                self._stop(400, "malformed Content-Length")
             if name == b"content-length" and int(value) > self._limits.max_body_bytes:
                 self._stop(413, f"request body larger than {self._limits.max_body_bytes} bytes")
             elif name == b"expect" and value.lower() == b"100-continue":
@@ -225,11 +237,13 @@ class ClientConnection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
+        parser = self._parser
+        if parser.should_upgrade():
+            return  # the parser stops behind the head: see _decline_upgrade
         self._in_message = False
         self._head_done = False
         self._head_bytes = 0
         self._since_s = 0.0
-        parser = self._parser
         body = self._body
         is_http_11 = parser.get_http_version() == "1.1"
         request = Request(

@@ -45,10 +45,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_head_told",
+        "_is_between_chunks",
         "_is_fresh",
+        "_last_body",
         "_parser",
         "_pool",
         "_request",
+        "_tail",
         "attempt",
         "body_started",
         "body_told",
@@ -82,7 +85,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     def reset(self) -> None:
         self.status = 0
-        self.raw = b""  # the reply so far, until it is relayed; afterwards its last piece
+        self.raw = b""  # the reply so far, until it is relayed
+        self._last_body = b""  # end of what came of the body
+        self._is_between_chunks = False
+        self._tail = b""  # end of what was relayed after `raw`
         self.body_started = False
         self.is_complete = False
         self.is_relaying = False
@@ -149,8 +155,8 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.abort()
             return
         if self.is_relaying:
-            self.raw = data
             owner.relay(data)
+            self._tail = data if len(data) >= 3 else (self._tail + data)[-3:]
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserError:
@@ -200,6 +206,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self.body_started = True
+        self._is_between_chunks = False
+        self._last_body = body if len(body) > 1 else self._last_body[-1:] + body
+
+    def on_chunk_complete(self) -> None:
+        self._is_between_chunks = True
 
     def on_message_complete(self) -> None:
         self.is_complete = True
@@ -224,7 +235,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def tail_ends_an_event(self) -> bool:
         """Whether what was relayed so far ends at a chunk border behind a whole event, so that one more fits."""
-        return self.raw.endswith(b"\n\n\r\n")
+        # Behind a chunk there must not even be a part of the next one's size.
+        is_at_border = self._is_between_chunks and (self._tail or self.raw).endswith(b"\n\r\n")
+        return is_at_border and self._last_body.endswith(b"\n\n")
 
 
 class UpstreamPool:
@@ -294,7 +307,7 @@ class UpstreamPool:
             transport.close()
             return
         transport.resume_reading()
-        connection.raw = b""
+        connection.raw = connection._last_body = b""
         connection._request = b""
         connection.idle_since_s = self._loop.time()
         self._idle.append(connection)

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
-from support.pd import new_room, send_both
+from support.pd import new_room, send_both, with_room
 from support.reference import greedy_reference, random_prompt
 
 pytestmark = pytest.mark.integration
@@ -71,21 +71,33 @@ def test_rooms_that_cannot_be_told_apart_are_refused(
         assert reason in str(reply.body)
 
 
-def test_room_in_use_refuses_the_second_request_and_serves_on(pair: list[Engine]) -> None:
+def test_decode_refuses_a_room_in_use_and_serves_on(pair: list[Engine]) -> None:
     prefill, decode = pair
     room = new_room()
     body = {"input_ids": PROMPTS[0], "sampling_params": sampling(max_new_tokens=400)}
     with ThreadPoolExecutor(1) as first:
         running = first.submit(send_both, prefill, decode, body, room=room)
         decode.wait_for_load(lambda load: load["num_running_reqs"] == 1, timeout_s=10)
-        _, refused = send_both(prefill, decode, body, room=room)
-        assert refused.status == 400
-        assert f"bootstrap room {room} is already in use" in str(refused.body)
+        refused = decode.post("/generate", with_room(body, prefill, room))
         _, served = running.result()
+    assert refused.status == 400
+    assert f"bootstrap room {room} is already in use" in str(refused.body)
     assert served.status == 200
     assert len(served.body["output_ids"]) == 400
-    # The refused prefill leg had no partner; its sender takes it back, as a router does.
-    prefill.post("/abort_request", {"rid": "", "abort_all": True})
+    # The room is free again.
     assert send_both(prefill, decode, body, room=room)[1].status == 200
-    for engine in pair:
-        engine.wait_idle()
+    decode.wait_idle()
+
+
+def test_prefill_refuses_a_room_in_use_and_serves_on(pair: list[Engine]) -> None:
+    prefill, decode = pair
+    body = {"rid": "first", "input_ids": PROMPTS[0], "sampling_params": sampling()}
+    room = new_room()
+    with ThreadPoolExecutor(1) as first:
+        waiting = first.submit(prefill.post, "/generate", with_room(body, prefill, room))
+        prefill.wait_for_load(lambda load: load["disaggregation"]["prefill_bootstrap_queue_reqs"] == 1, 10)
+        refused = prefill.post("/generate", with_room({**body, "rid": "second"}, prefill, room))
+        assert decode.post("/generate", with_room(body, prefill, room)).status == 200
+        assert waiting.result().status == 200
+    assert refused.status == 400
+    prefill.wait_idle()

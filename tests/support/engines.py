@@ -67,8 +67,9 @@ class Engine:
     last_used: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def start(cls, spec: EngineSpec) -> Engine:
-        port, bootstrap_port = free_port(), free_port()
+    def start(cls, spec: EngineSpec, ports: tuple[int, int] | None = None) -> Engine:
+        """Start an engine on given ports (its own, its bootstrap server's) or on free ones."""
+        port, bootstrap_port = ports or (free_port(), free_port())
         descriptor, log_name = tempfile.mkstemp(prefix=f"engine-{spec.role}-{spec.name}-", suffix=".log")
         command = [
             *(sys.executable, "-m", "sglang_ext.cli", "worker", "--role", spec.role.value),

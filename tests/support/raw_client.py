@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.1 ([1-5][0-9][0-9]) [\t\x20-\x7e]*")
 _HEADER_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+): ?([\t\x20-\x7e\x80-\xff]*)")
 
 CLIENT_TIMEOUT_S = 10.0
+KEPT_BYTES = 1 << 14  # of a reply, for the message if it breaks off
 
 
 class Reply(NamedTuple):
@@ -42,7 +44,7 @@ class Reply(NamedTuple):
 
 
 class BrokenReplyError(Exception):
-    """The connection ended, or what came was not a whole well-formed reply; `got` is what had come of it."""
+    """The connection ended, or what came was not a whole well-formed reply; `got` is the end of what had come."""
 
     def __init__(self, why: str, got: bytes = b"") -> None:
         super().__init__(f"{why}: {got[-200:]!r}")
@@ -71,13 +73,15 @@ class RawClient:
     @classmethod
     async def connect(cls, port: int, receive_buffer_bytes: int | None = None) -> RawClient:
         """Connect to this host; a small receive buffer makes the sender feel a slow reader."""
-        import socket
-
         sock = socket.socket()
         if receive_buffer_bytes is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        except OSError:
+            sock.close()
+            raise
         limit = 1 << 26 if receive_buffer_bytes is None else receive_buffer_bytes
         return cls(*await asyncio.open_connection(sock=sock, limit=limit))
 
@@ -169,8 +173,7 @@ class RawClient:
         self._writer.transport.abort()
 
     def stop_reading(self) -> None:
-        cast_transport = self._writer.transport
-        cast_transport.pause_reading()  # type: ignore[attr-defined]
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     def resume_reading(self) -> None:
         self._writer.transport.resume_reading()  # type: ignore[attr-defined]
@@ -200,10 +203,10 @@ class RawClient:
             data = await self._reader.readuntil(end)
         except asyncio.LimitOverrunError:
             raise BrokenReplyError("line too long", self._got) from None
-        self._got += data
+        self._got = (self._got + data)[-KEPT_BYTES:]
         return data
 
     async def _exactly(self, count: int) -> bytes:
         data = await self._reader.readexactly(count)
-        self._got += data
+        self._got = (self._got + data)[-KEPT_BYTES:]
         return data

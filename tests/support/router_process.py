@@ -46,9 +46,13 @@ class RunningRouter:
         self.server = server
         self.port = port
         self._workers: set[Worker] = set(router.registry)  # all ever seen, the removed ones too
+        self.clients: list[RawClient] = []
 
     async def connect(self, receive_buffer_bytes: int | None = None) -> RawClient:
-        return await RawClient.connect(self.port, receive_buffer_bytes)
+        """A client, closed at the latest when the router is."""
+        client = await RawClient.connect(self.port, receive_buffer_bytes)
+        self.clients.append(client)
+        return client
 
     async def ask(
         self, method: str, target: str, content: object = None, headers: Mapping[str, str] | None = None
@@ -101,6 +105,7 @@ class Cluster(RunningRouter):
         self, running: RunningRouter, engines: dict[Role, list[ScriptedEngine]], all_engines: list[ScriptedEngine]
     ) -> None:
         super().__init__(running.router, running.server, running.port)
+        self.clients = running.clients
         self.short = engines[Role.SHORT]
         self.long = engines[Role.LONG]
         self.both = engines[Role.BOTH]
@@ -137,9 +142,12 @@ async def running_router(
     router = Router(config, loop, process_index, siblings)
     await router.start()
     server = await loop.create_server(router.connection, sock=sock, backlog=4096)
+    running = RunningRouter(router, server, sock.getsockname()[1])
     try:
-        yield RunningRouter(router, server, sock.getsockname()[1])
+        yield running
     finally:
+        for client in running.clients:
+            client.close()
         server.close()
         await router.stop()
 

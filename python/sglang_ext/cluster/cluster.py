@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -127,6 +129,18 @@ class Cluster:
         while not is_done():
             self._supervisor.tick()
             time.sleep(TICK_S)
+
+    @contextmanager
+    def kept_running(self) -> Iterator[None]:
+        """For the duration of the block, keep the programs running from a thread of its own."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self.serve, args=(is_over.is_set,), name="cluster")
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def _stop(self) -> None:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_ext.sglang_plugin.device import Device
@@ -16,17 +17,26 @@ class TransferBackendFacts:
 
     name: str
     module: str | None  # imported by SGLang, None where nothing beyond SGLang is needed
-    package: str | None  # what to install for it
+    packages: Mapping[Device, str]  # what to install for it
     devices: frozenset[Device]
 
 
-EVERY_DEVICE = frozenset(Device)
 BACKENDS = {
     facts.name: facts
     for facts in (
-        TransferBackendFacts(TCP, None, None, frozenset({Device.CPU})),
-        TransferBackendFacts("mooncake", "mooncake.engine", "mooncake-transfer-engine", EVERY_DEVICE),
-        TransferBackendFacts("nixl", "nixl._api", "nixl", EVERY_DEVICE),
+        TransferBackendFacts(TCP, None, {}, frozenset({Device.CPU})),
+        TransferBackendFacts(
+            "mooncake",
+            "mooncake.engine",
+            {
+                Device.CPU: "mooncake-transfer-engine-non-cuda, and the system library libibverbs1",
+                Device.CUDA: "mooncake-transfer-engine, and the system library libibverbs1",
+            },
+            frozenset(Device),
+        ),
+        TransferBackendFacts(
+            "nixl", "nixl._api", {Device.CPU: "nixl nixl-cu12", Device.CUDA: "nixl"}, frozenset(Device)
+        ),
     )
 }
 
@@ -41,16 +51,19 @@ def why_unavailable(name: str, device: Device) -> str | None:
     facts = BACKENDS[name]
     if device not in facts.devices:
         return f"transfer backend {name} moves host memory only; choose mooncake or nixl on a {device} machine"
-    if facts.module is not None and not _importable(facts.module):
-        return (
-            f"transfer backend {name} needs the Python package {facts.package}, which is not installed "
-            f"(pip install {facts.package})"
-        )
+    if facts.module is None:
+        return None
+    package = facts.packages[device]
+    problem = import_problem(facts.module)
+    if problem is not None:
+        return f"transfer backend {name} cannot be imported ({problem}); it needs: pip install {package}"
     return None
 
 
-def _importable(module: str) -> bool:
+def import_problem(module: str) -> str | None:
+    """Why `module` cannot be imported, in one line; None when it can."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        importlib.import_module(module)
+    except ImportError as error:
+        return str(error).splitlines()[0]
+    return None

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
-from sglang_ext.sglang_plugin.launch_plan import WorkerOptions, build_launch
+from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import read_model_facts
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
 from sglang_ext.sglang_plugin.versions import installed_sglang
@@ -81,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.exit_with_parent:
         _end_with_parent()
-    sys.stdout.flush()
-    os.execve(command.argv[0], list(command.argv), command.full_environment(os.environ))
+    return _become(command)
 
 
 def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
@@ -109,6 +108,12 @@ def _problem(options: WorkerOptions, machine: Machine) -> str | None:
     if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
         return f"--model-path {options.model_path}: there is no such folder"
     return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)
+
+
+def _become(command: LaunchCommand) -> int:
+    """Replace this process by the command. Does not return."""
+    sys.stdout.flush()
+    os.execve(command.argv[0], list(command.argv), command.full_environment(os.environ))
 
 
 def _refuse(problem: str) -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any, TypeVar
 
 import pytest
 import uvloop
+
+T = TypeVar("T")
 
 TEST_TIMEOUT_S = 30.0
 
@@ -43,31 +46,68 @@ def _no_errors_logged() -> Iterator[None]:
     assert complaints.messages == []
 
 
+class Stage:
+    """A loop that lives as long as the test, for property tests whose examples share one cluster."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+        self._open: list[AbstractAsyncContextManager[Any]] = []
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(_within_limit(coroutine))
+
+    def enter(self, context: AbstractAsyncContextManager[T]) -> T:
+        """Enter a context that is left after the last example."""
+
+        async def entered() -> T:
+            return await context.__aenter__()
+
+        value = self.run(entered())
+        self._open.append(context)
+        return value
+
+    def leave(self) -> None:
+        async def left(context: AbstractAsyncContextManager[Any]) -> None:
+            await context.__aexit__(None, None, None)
+
+        for context in reversed(self._open):
+            self.run(left(context))
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with _guarded_runner("uvloop") as runner:
+        stage = Stage(runner)
+        yield stage
+        stage.leave()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    run_on_loop(test(**arguments), arguments.get("event_loop", "uvloop"))
+    with _guarded_runner(arguments.get("event_loop", "uvloop")) as runner:
+        runner.run(_within_limit(test(**arguments)))
     return True
 
 
-def run_on_loop(test: Any, loop_name: str = "uvloop") -> None:
-    """Run a coroutine; AssertionError for exceptions that reached the event loop."""
+async def _within_limit(coroutine: Coroutine[Any, Any, T]) -> T:
+    async with asyncio.timeout(TEST_TIMEOUT_S):
+        return await coroutine
+
+
+@contextmanager
+def _guarded_runner(loop_name: str) -> Iterator[asyncio.Runner]:
+    """A loop; AssertionError at its end if an exception reached it that nobody handled."""
     unhandled: list[dict[str, Any]] = []
-
-    async def guarded() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-        async with asyncio.timeout(TEST_TIMEOUT_S):
-            await test
-
     with asyncio.Runner(loop_factory=LOOPS[loop_name]) as runner:
+        runner.get_loop().set_exception_handler(lambda _, context: unhandled.append(context))
         try:
-            runner.run(guarded())
+            yield runner
         finally:
             for context in unhandled:
-                error = context.get("exception")
-                if error is not None:
+                if (error := context.get("exception")) is not None:
                     raise AssertionError(f"unhandled on the loop: {context['message']}") from error
     assert unhandled == []

@@ -187,9 +187,10 @@ async def test_its_own_id_is_the_one_aborted() -> None:
     async with cluster() as served:
         served.decode[0].script = hang()
         client = await sent(served, {**PROMPT, "rid": "chatcmpl-1234"})
-        await served.decode[0].received(1)
+        rid = (await served.decode[0].received(1))[0].rid
+        assert rid.startswith("chatcmpl-1234")
         await leave(client, "close")
-        await served.decode[0].abort_of("chatcmpl-1234", 1.0)
+        await served.decode[0].abort_of(rid, 1.0)
 
 
 async def test_every_sequence_of_a_batch_is_aborted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -227,7 +228,7 @@ async def test_each_event_is_passed_on_when_it_comes() -> None:
             while await client.chunk():
                 times.append(loop.time())
             assert len(times) == len(EVENTS)
-            gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+            gaps = [later - earlier for earlier, later in pairwise(times)]
             assert all(0.1 < gap < 0.4 for gap in gaps), gaps
 
 

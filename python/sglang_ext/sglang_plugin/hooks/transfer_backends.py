@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.disaggregation.utils import TransferBackend as _StockTransferBackend
 
 from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.hooks import nixl_host_memory
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.sglang_plugin.transfer_backend import TCP
 
@@ -30,8 +31,12 @@ def get_kv_class(stock: Callable[..., type | None], transfer_backend: Any, class
         from sglang_ext.sglang_plugin import tcp_transfer
 
         return tcp_transfer.CLASSES[class_type]
+    if not _on_cpu():
+        return stock(transfer_backend, class_type)
+    if transfer_backend.value == "nixl" and class_type is KVClassType.MANAGER:
+        nixl_host_memory.use_host_memory()
     found = stock(transfer_backend, class_type)
-    if found is None or class_type is not KVClassType.SENDER or not _on_cpu():
+    if found is None or class_type is not KVClassType.SENDER:
         return found
     return _without_pinned_memory(found)
 

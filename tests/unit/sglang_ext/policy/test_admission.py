@@ -80,6 +80,14 @@ def test_a_removed_item_is_neither_admitted_nor_expired() -> None:
     assert queue.expire(1000.0) == []
 
 
+def test_the_next_expiry_is_of_somebody_who_still_waits() -> None:
+    queue = full_queue()
+    queue.offer("gone", 0.0, 1.0)
+    queue.offer("waiting", 0.0, 2.0)
+    queue.remove("gone")
+    assert queue.next_expiry_s() == 2.0
+
+
 def test_an_item_that_expired_at_a_release_can_still_be_removed() -> None:
     queue = full_queue(queue_timeout_s=5.0)
     queue.offer("dead", 0.0)

@@ -154,6 +154,21 @@ class TestHalfOpen:
         assert breaker.state(102.0) is CircuitState.CLOSED
 
 
+def test_quiet_is_closed_without_a_remembered_failure() -> None:
+    breaker = CircuitBreaker(failure_threshold=2, success_threshold=1)
+    assert breaker.is_quiet
+    breaker.on_failure(started_s=0.0, now_s=1.0)
+    assert not breaker.is_quiet
+    breaker.on_success(3.0, started_s=2.0)
+    assert breaker.is_quiet
+    end_s = fail_in_sequence(breaker, 2, start_s=4.0)
+    assert not breaker.is_quiet
+    breaker.on_start(end_s + 30)
+    assert not breaker.is_quiet
+    breaker.on_success(end_s + 31)
+    assert breaker.is_quiet
+
+
 def test_defaults() -> None:
     breaker = CircuitBreaker()
     bounds = (breaker.failure_threshold, breaker.success_threshold, breaker.open_s, breaker.window_s)

@@ -57,6 +57,12 @@ def relaying(*, prefill_done: bool = False, is_stream: bool = True, is_single_se
     return exchange
 
 
+def test_by_default_it_is_one_plain_sequence_with_five_retries() -> None:
+    exchange = PDExchange()
+    assert (exchange.max_retries, exchange.is_stream, exchange.is_single_sequence) == (5, False, True)
+    assert exchange.attempt == 0
+
+
 class TestHappyPath:
     def test_prefill_ends_first(self) -> None:
         exchange = started()
@@ -75,11 +81,21 @@ class TestHappyPath:
         assert exchange.on_client_gone() == NOTHING, "the client has all it asked for"
         exchange.on_leg_head(P, 0, 200)
         assert exchange.on_leg_complete(P, 0) is CREDIT_PREFILL_AND_FINISH
+        assert exchange.is_over
 
     def test_an_empty_reply_is_relayed_too(self) -> None:
         exchange = started()
         exchange.on_leg_head(D, 0, 204)
         assert exchange.on_leg_complete(D, 0) == (*RELAY_DECODE, Credit(D))
+
+    @pytest.mark.parametrize("status", [200, 201, 299])
+    def test_every_2xx_is_a_success(self, status: int) -> None:
+        exchange = started()
+        assert exchange.on_leg_head(D, 0, status) is NOTHING
+        assert exchange.on_first_body(D, 0) is RELAY_DECODE
+
+    def test_a_redirection_is_an_answer(self) -> None:
+        assert RelayHead(D) in started().on_leg_head(D, 0, 300)
 
     def test_informational_heads_are_not_heads(self) -> None:
         exchange = started()

@@ -67,6 +67,44 @@ def test_what_others_build_on_is_dropped_last() -> None:
     assert index.matched_blocks([1, 2, 5]) == {0: 3}
 
 
+def test_what_was_used_least_recently_is_dropped_first() -> None:
+    index = PrefixIndex(4)
+    index.add_worker(0)
+    index.record(0, [1, 2])
+    index.record(0, [3, 4])
+    index.record(0, [1, 2])
+    index.record(0, [5])
+    assert index.matched_blocks([1, 2]) == {0: 2}
+    assert index.matched_blocks([3, 4]) == {0: 1}
+    assert index.block_count == 4
+
+
+def test_forgetting_corrects_one_worker_downwards() -> None:
+    index = PrefixIndex(10)
+    for worker in (0, 1):
+        index.add_worker(worker)
+        index.record(worker, [1, 2, 3])
+    index.forget(0, [1, 2, 3, 4], from_block=1)
+    assert index.matched_blocks([1, 2, 3]) == {0: 1, 1: 3}
+    index.forget(1, [1, 2, 3], from_block=0)
+    assert index.matched_blocks([1, 2, 3]) == {0: 1}
+    assert index.block_count == 1
+
+
+def test_a_workers_own_capacity_bounds_it_at_once() -> None:
+    index = PrefixIndex(5)
+    index.add_worker(0)
+    index.record(0, [1, 2, 3, 4, 5])
+    index.set_capacity(0, 2)
+    assert index.matched_blocks([1, 2, 3]) == {0: 2}
+    index.set_capacity(0, 100)
+    index.record(0, list(range(1, 9)))
+    assert index.worker_block_count(0) == 5
+    index.set_capacity(7, 1)  # nobody's
+    with pytest.raises(ValueError, match="capacity_blocks must be at least 1"):
+        index.set_capacity(0, 0)
+
+
 def test_a_prompt_longer_than_the_capacity_keeps_its_start() -> None:
     index = PrefixIndex(3)
     index.add_worker(0)
@@ -123,7 +161,7 @@ def test_memory_per_block() -> None:
 PROMPTS = st.lists(st.sampled_from("ab"), max_size=CAPACITY_BLOCKS + 2).map(
     lambda letters: [hash_of("".join(letters[: end + 1])) for end in range(len(letters))]
 )
-WORKERS = st.integers(0, 3)
+WORKERS = st.integers(0, 2)
 
 
 def hash_of(path: str) -> int:
@@ -137,16 +175,28 @@ class AgainstNaiveModel(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(CAPACITY_BLOCKS)
         self.model: dict[int, list[int]] = {}  # worker → blocks, oldest use first
+        self.capacity: dict[int, int] = {}
+        for worker in (0, 1):
+            self.add(worker)
 
     @rule(worker=WORKERS)
     def add(self, worker: int) -> None:
         self.index.add_worker(worker)
         self.model.setdefault(worker, [])
+        self.capacity.setdefault(worker, CAPACITY_BLOCKS)
 
     @rule(worker=WORKERS)
     def remove(self, worker: int) -> None:
         self.index.remove_worker(worker)
         self.model.pop(worker, None)
+        self.capacity.pop(worker, None)
+
+    @rule(worker=WORKERS, capacity=st.integers(3, CAPACITY_BLOCKS + 1))
+    def set_capacity(self, worker: int, capacity: int) -> None:
+        self.index.set_capacity(worker, capacity)
+        if worker in self.model:
+            self.capacity[worker] = min(capacity, CAPACITY_BLOCKS)
+            self.model[worker] = self.model[worker][-self.capacity[worker] :]
 
     @rule(worker=WORKERS)
     def clear(self, worker: int) -> None:
@@ -158,9 +208,9 @@ class AgainstNaiveModel(RuleBasedStateMachine):
     def record(self, worker: int, prompt: list[int]) -> None:
         self.index.record(worker, prompt)
         if worker in self.model:
-            kept = prompt[:CAPACITY_BLOCKS]
+            kept = prompt[: self.capacity[worker]]
             untouched = [block for block in self.model[worker] if block not in kept]
-            self.model[worker] = (untouched + kept[::-1])[-CAPACITY_BLOCKS:]
+            self.model[worker] = (untouched + kept[::-1])[-self.capacity[worker] :]
 
     @rule(worker=WORKERS, prompt=PROMPTS, from_block=st.integers(0, CAPACITY_BLOCKS))
     def forget(self, worker: int, prompt: list[int], from_block: int) -> None:
@@ -183,7 +233,7 @@ class AgainstNaiveModel(RuleBasedStateMachine):
     @invariant()
     def holds_what_the_model_holds(self) -> None:
         for worker, blocks in self.model.items():
-            assert self.index.worker_block_count(worker) == len(blocks) <= CAPACITY_BLOCKS
+            assert self.index.worker_block_count(worker) == len(blocks) <= self.capacity[worker]
         assert self.index.block_count == len({block for blocks in self.model.values() for block in blocks})
 
 

@@ -43,7 +43,7 @@ def test_broken_hook_is_found(hooks: list[HookStatus]) -> None:
 
 
 def test_optional_backend_does_not_matter(hooks: list[HookStatus], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.sglang_plugin.transfer_backend._importable", lambda module: False)
+    monkeypatch.setattr("sglang_ext.sglang_plugin.transfer_backend.import_problem", lambda module: "no such module")
     assert unfit(LARGE) == set()
 
 

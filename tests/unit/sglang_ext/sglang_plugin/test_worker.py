@@ -45,7 +45,7 @@ def test_tcp_backend_is_refused_on_cuda(tmp_path: Path, capsys: pytest.CaptureFi
 def test_absent_backend_names_its_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_ext.sglang_plugin.transfer_backend._importable", lambda module: False)
+    monkeypatch.setattr("sglang_ext.sglang_plugin.transfer_backend.import_problem", lambda module: "no such module")
     options = ("--model-path", str(tmp_path), "--device", "cpu", "--transfer-backend", "nixl")
     assert worker.run(parse("--role", "short", *options)) == 2
     error = capsys.readouterr().err

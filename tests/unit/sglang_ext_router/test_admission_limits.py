@@ -1,0 +1,255 @@
+"""What is refused before any instance hears of it: full queue, deadlines, prompts too long, keys, sizes, methods."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from support.raw_client import RawClient, request_bytes
+from support.router_process import Cluster, cluster
+from support.scripted_engine import CONTEXT_TOKENS, hang, reply
+
+PROMPT = {"text": "x"}
+
+
+@asynccontextmanager
+async def busy(**options: Any) -> AsyncIterator[Cluster]:
+    """A cluster that serves one request at a time and is serving one that does not end."""
+    async with cluster(max_concurrent_requests=1, **options) as served:
+        served.decode[0].script = hang()
+        first = await waiting(served)
+        await served.decode[0].received(1)
+        yield served
+        first.close()
+
+
+async def waiting(served: Cluster, headers: dict[str, str] | None = None, rid: str = "") -> RawClient:
+    """A client that has sent a request and waits."""
+    client = await served.connect()
+    body = {**PROMPT, "rid": rid} if rid else PROMPT
+    await client.send(request_bytes("POST", "/generate", json.dumps(body).encode(), headers))
+    return client
+
+
+async def test_a_full_queue_gives_429_at_once() -> None:
+    async with busy(queue_size=2) as served:
+        queued = [await waiting(served) for _ in range(2)]
+        await served.until(lambda: served.router.requests_queued == 2)
+        answer = await served.ask("POST", "/generate", PROMPT)
+        assert answer.status == 429
+        assert answer.error["type"] == "rate_limit_error"
+        assert answer.headers["retry-after"] == "1"
+        assert served.router.metrics.refused == {"queue_full": 1}
+        assert len(served.decode[0].requests) == 1
+        for client in queued:
+            client.close()
+
+
+async def test_a_queue_of_size_zero() -> None:
+    async with busy(queue_size=0) as served:
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 429
+
+
+async def test_waiting_too_long_gives_408() -> None:
+    async with busy(queue_timeout_secs=0.2) as served:
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        answer = await served.ask("POST", "/generate", PROMPT)
+        assert 0.2 <= loop.time() - start_s < 0.6
+        assert answer.status == 408
+        assert answer.error["type"] == "timeout_error"
+        assert len(served.decode[0].requests) == 1
+
+
+async def test_a_deadline_ends_the_wait_earlier() -> None:
+    async with busy(queue_timeout_secs=20.0) as served:
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        answer = await served.ask("POST", "/generate", PROMPT, {"x-sgl-ttft-slo-ms": "150"})
+        assert answer.status == 408
+        assert 0.15 <= loop.time() - start_s < 0.6
+
+
+async def test_the_earliest_deadline_is_served_first() -> None:
+    async with cluster(max_concurrent_requests=1, queue_timeout_secs=20.0) as served:
+        served.decode[0].plan(hang())
+        first = await waiting(served)
+        await served.decode[0].received(1)
+        clients = []
+        for name, slo_ms in (("late", "9000"), ("none", ""), ("early", "5000")):
+            clients.append(await waiting(served, {"x-sgl-ttft-slo-ms": slo_ms} if slo_ms else None, name))
+            await served.until(lambda count=len(clients): served.router.requests_queued == count)  # type: ignore[misc]
+        first.close()
+        for client in clients:
+            assert (await client.reply()).status == 200
+            client.close()
+        order = [request.rid.split("-")[0] for request in served.decode[0].requests[1:]]
+        assert order == ["early", "late", "none"]
+
+
+async def test_the_queue_wait_is_told() -> None:
+    async with cluster(max_concurrent_requests=1) as served:
+        served.decode[0].plan(reply(delay_s=0.3))
+        first = await waiting(served)
+        await served.decode[0].received(1)
+        answer = await served.ask("POST", "/generate", PROMPT)
+        assert 200 <= int(answer.headers["x-sglang-ext-queue-ms"]) <= 400
+        first.close()
+
+
+async def test_never_more_requests_under_way_than_allowed() -> None:
+    async with cluster(max_concurrent_requests=3, queue_size=100) as served:
+        most = 0
+
+        async def play(turn: Any) -> None:
+            nonlocal most
+            most = max(most, len(served.decode[0].turns))
+            await reply(delay_s=0.005)(turn)
+
+        served.decode[0].script = play
+        answers = await asyncio.gather(*(served.ask("POST", "/generate", PROMPT) for _ in range(60)))
+        assert {answer.status for answer in answers} == {200}
+        assert most == 3
+
+
+@pytest.mark.parametrize("queued", [300])
+async def test_a_long_queue_that_meets_no_instance_is_refused_whole(queued: int) -> None:
+    async with cluster(max_concurrent_requests=1, queue_size=queued) as served:
+        served.decode[0].plan(hang())
+        first = await waiting(served)
+        await served.decode[0].received(1)
+        clients = [await waiting(served) for _ in range(queued)]
+        await served.until(lambda: served.router.requests_queued == queued)
+        served.router.drain_worker(served.worker(served.decode[0].url), True)
+        first.close()
+        for client in clients:
+            assert (await client.reply()).status == 503
+            client.close()
+
+
+@pytest.mark.parametrize("slo", ["", "abc", "0", "-1", "nan", "inf", "-inf", "1e999", "0x10", "1 2"])
+async def test_a_bad_deadline_gives_400(slo: str) -> None:
+    async with cluster() as served:
+        answer = await served.ask("POST", "/generate", PROMPT, {"x-sgl-ttft-slo-ms": slo})
+        assert answer.status == 400
+        assert answer.error["param"] == "x-sgl-ttft-slo-ms"
+        assert served.upstream_requests() == 0
+
+
+async def test_met_and_missed_deadlines_are_counted() -> None:
+    async with cluster() as served:
+        served.decode[0].script = reply(delay_s=0.1)
+        for slo_ms in ("10000", "20", "10000"):
+            assert (await served.ask("POST", "/generate", PROMPT, {"x-sgl-ttft-slo-ms": slo_ms})).status == 200
+        assert (served.router.metrics.short.slo_met, served.router.metrics.short.slo_missed) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        ("/generate", {"input_ids": [7] * (CONTEXT_TOKENS + 1)}),
+        ("/v1/completions", {"prompt": [[1], [7] * (CONTEXT_TOKENS + 1)]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abcd" * 10 * CONTEXT_TOKENS}]}),
+    ],
+)
+async def test_a_prompt_that_no_decode_instance_can_hold_gives_400(target: str, body: dict[str, Any]) -> None:
+    async with cluster() as served:
+        answer = await served.ask("POST", target, body)
+        assert answer.status == 400
+        assert str(CONTEXT_TOKENS) in answer.error["message"]
+        assert served.upstream_requests() == 0
+
+
+async def test_a_prompt_that_just_fits_is_served() -> None:
+    async with cluster() as served:
+        answer = await served.ask("POST", "/generate", {"input_ids": [7] * CONTEXT_TOKENS})
+        assert (answer.status, answer.headers["x-sglang-ext-class"]) == (200, "long")
+
+
+BAD_BODIES: list[tuple[str, bytes]] = [
+    ("/generate", b""),
+    ("/generate", b"{"),
+    ("/generate", b"[]"),
+    ("/generate", b"null"),
+    ("/generate", b'"text"'),
+    ("/generate", b'{"text": "x"} {"text": "y"}'),
+    ("/generate", b'{"text": "x"}\x00'),
+    ("/generate", b'{"text": "\xff"}'),
+    ("/generate", b'{"text": NaN}'),
+    ("/generate", b'{"text": "\\ud800"}'),
+    ("/generate", b"{}"),
+    ("/generate", b'{"text": 1}'),
+    ("/generate", b'{"text": []}'),
+    ("/generate", b'{"text": [1.5]}'),
+    ("/generate", b'{"text": {"a": 1}}'),
+    ("/generate", b'{"text": "x", "input_ids": [1]}'),
+    ("/generate", b'{"input_ids": [1, "a"]}'),
+    ("/generate", b'{"input_ids": [99999999999999999999]}'),
+    ("/generate", b'{"text": "x", "sampling_params": {"n": 0}}'),
+    ("/generate", b'{"text": "x", "sampling_params": {"n": "2"}}'),
+    ("/generate", b'{"text": "x", "sampling_params": {"n": true}}'),
+    ("/generate", b'{"text": "x", "sampling_params": {"n": 1000000000}}'),
+    ("/v1/completions", b'{"prompt": null}'),
+    ("/v1/completions", b'{"prompt": ""}' + b"}"),
+    ("/v1/completions", b'{"prompt": ["a", 1]}'),
+    ("/v1/completions", b'{"prompt": "x", "n": -1}'),
+    ("/v1/completions", b'{"prompt": "x", "rid": 5}'),
+    ("/v1/chat/completions", b'{"prompt": "x"}'),
+    ("/v1/chat/completions", b'{"messages": []}'),
+    ("/v1/chat/completions", b'{"messages": {}}'),
+    ("/v1/chat/completions", b'{"messages": ["hi"]}'),
+    ("/generate", b'{"text": "x", "a": ' + b"[" * 2000 + b"]" * 2000 + b"}"),
+    ("/v1/chat/completions", b'{"messages": [{}], "tools": ' + b"[" * 400 + b"]" * 400 + b"}"),
+    ("/v1/chat/completions", b'{"messages": [{"tool_calls": ' + b"[" * 400 + b"]" * 400 + b"}]}"),
+    ("/generate", b'{"text": "x", "bootstrap_room": 1, "a": ' + b"[" * 400 + b"]" * 400 + b"}"),
+]
+
+
+async def test_a_body_that_cannot_be_served_gives_400_and_one_line() -> None:
+    async with cluster() as served, await served.connect() as client:
+        for target, body in BAD_BODIES:
+            answer = await client.ask("POST", target, body)
+            assert answer.status == 400, body[:80]
+            assert answer.error["type"] == "invalid_request_error"
+            assert len(answer.error["message"]) < 200
+        assert served.upstream_requests() == 0
+        assert served.router.metrics.refused == {"bad_request": len(BAD_BODIES)}
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [(None, 401), ("Bearer wrong", 401), ("secret", 401), ("bearer secret", 401), ("Bearer secret", 200)],
+)
+async def test_the_key(authorization: str | None, status: int) -> None:
+    async with cluster(api_key="secret") as served:
+        headers = {"Authorization": authorization} if authorization else {}
+        answer = await served.ask("POST", "/generate", PROMPT, headers)
+        assert answer.status == status
+        if status == 401:
+            assert answer.error["type"] == "authentication_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert served.upstream_requests() == (2 if status == 200 else 0)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+async def test_only_post(method: str, path: str) -> None:
+    async with cluster() as served, await served.connect() as client:
+        for _ in range(2):
+            answer = await client.ask(method, path)
+            assert answer.status == 405
+            assert answer.headers["allow"] == "POST"
+            assert (answer.body == b"") == (method == "HEAD")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat/completions/", "/generate/", "//generate", "/V1/completions"])
+async def test_unknown_paths(path: str) -> None:
+    async with cluster() as served:
+        answer = await served.ask("POST", path, PROMPT)
+        assert answer.status == 404
+        assert answer.error["type"] == "not_found_error"
