@@ -84,6 +84,7 @@ def main() -> None:
             "failures": failures,
             "requests": sum(load.requests for load in loads.values()),
             "classes": summary,
+            "overlap_s": round(_overlap_s(list(results.values())), 1),
             "model": MODEL_NAME,
             "versions": versions("sglang-ext", "sglang", "torch"),
             "machine": machine(),
@@ -111,6 +112,12 @@ def _summary(result: ClassResult, target: Target) -> dict[str, object]:
         "good_share": round(good / max(1, len(result.ttft_ms)), 3),
         "target": target._asdict(),
     }
+
+
+def _overlap_s(results: list[ClassResult]) -> float:
+    """Return how long all classes were under load together."""
+    began_s = max(result.end_s - result.duration_s for result in results)
+    return max(0.0, min(result.end_s for result in results) - began_s)
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

@@ -36,6 +36,7 @@ class ClassResult(NamedTuple):
     input_tokens: int
     output_tokens: int
     duration_s: float
+    end_s: float  # when the file was written, as time.time()
 
 
 class BenchServing:
@@ -97,4 +98,5 @@ def read_result(path: Path) -> ClassResult:
         input_tokens=record["total_input_tokens"],
         output_tokens=record["total_output_tokens"],
         duration_s=record["duration"],
+        end_s=path.stat().st_mtime,
     )

@@ -24,6 +24,7 @@ COMMANDS = {
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
     "worker": Command("sglang_ext.sglang_plugin.worker", "start one SGLang instance with a role"),
     "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
+    "run-module": Command("sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"),
     "model": Command("sglang_ext.models.command", "fetch and convert the small demonstration model"),
 }
 
@@ -36,7 +37,7 @@ def _overview() -> str:
         "",
         "commands:",
     ]
-    lines += [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
     lines += ["", "`sglang-ext COMMAND --help` explains each; `sglang-ext --version` prints the version."]
     return "\n".join(lines)
 

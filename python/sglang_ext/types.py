@@ -56,22 +56,10 @@ class RequestState(StrEnum):
     FAILED = "failed"
 
 
-class RequestShape(NamedTuple):
-    """What a routing decision needs to know about a prompt.
-
-    `prompt_tokens` is an estimate unless `is_exact`; `max_output_tokens` is None where the client gave none.
-    """
-
-    prompt_tokens: int
-    is_exact: bool
-    max_output_tokens: int | None
-    sample_count: int  # sequences that the request makes: batch size times n
-
-
 class PrefillLoad(NamedTuple):
     """One prefill instance at the moment of a decision."""
 
-    index: int  # position in the router's list of workers: what a decision names
+    worker_id: int  # what a decision names
     pending_tokens: int  # uncached prompt tokens queued or being prefilled there
     in_flight: int  # requests sent there whose prefill has not ended
     cached_tokens: int  # of this request's prompt, believed to be in its prefix cache
@@ -81,7 +69,7 @@ class PrefillLoad(NamedTuple):
 class DecodeLoad(NamedTuple):
     """One decode instance at the moment of a decision."""
 
-    index: int
+    worker_id: int
     free_kv_tokens: int  # KV slots reported free
     reserved_tokens: int  # virtual usage: KV on its way, not yet in the report
     batch_size: int  # requests running or on their way
@@ -92,8 +80,8 @@ class RouteDecision(NamedTuple):
     """Where a request goes and why."""
 
     length_class: LengthClass
-    prefill_index: int
-    decode_index: int
+    prefill_id: int  # worker ids, as in the loads
+    decode_id: int
     predicted_wait_s: float
     new_tokens: int
     cached_tokens: int

@@ -495,7 +495,8 @@ class Exchange:
         if leg is None:
             return
         leg.abort()  # it may stay `_relaying`: its last bytes tell whether an error event fits behind them
-        ids = abort_ids(self._clean, self._room_id, self._prompt.sequence_count)
+        prompt = self._prompt
+        ids = abort_ids(self._clean, self._room_id, prompt.sequence_count, prompt.samples_per_prompt)
         self._router.aborter.abort(leg.worker, ids)
 
     def _exclude(self, kind: Leg) -> None:

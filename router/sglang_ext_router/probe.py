@@ -15,6 +15,7 @@ from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
+PARALLEL_SAMPLES_HOOK = "parallel-samples"
 # What a broken answer of an instance can raise while it is read.
 _ANSWER_ERRORS = (
     aiohttp.ClientError,
@@ -164,7 +165,9 @@ class Prober:
             if port is None:
                 raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
             worker.set_bootstrap_port(port)
-        worker.serves_parallel_samples = isinstance(info.get("sglang_ext"), dict)
+        extension = info.get("sglang_ext")
+        hooks = extension.get("hooks") if isinstance(extension, dict) else None
+        worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
         worker.has_info = True
         self._registry.refresh()
         self._on_info(worker)

@@ -218,12 +218,14 @@ def with_bootstrap(clean: CleanBody, bootstrap_json: bytes, room: int, room_id: 
     return b'%b%b%b%d,"rid":%b}' % (clean.raw[:end], comma, bootstrap_json, room, _dump(unique))
 
 
-def abort_ids(clean: CleanBody, room_id: bytes, sequence_count: int) -> list[str]:
+def abort_ids(clean: CleanBody, room_id: bytes, sequence_count: int, samples: int) -> list[str]:
     """Request ids by which the instances know the sequences of this request."""
     given = clean.request_ids
     suffix = "-" + room_id.decode()
     if isinstance(given, list):
-        return [item + suffix for item in given]
+        if samples == 1:
+            return [item + suffix for item in given]
+        return [f"{item}{suffix}_{i}" for item in given for i in range(samples)]
     # Aborting an id aborts all that begin with it, which a batch's `ID_0`, `ID_1`, ... do; an instance's front
     # end however knows only the whole ones.
     base = room_id.decode() if given is None else given + suffix

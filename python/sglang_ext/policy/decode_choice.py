@@ -67,7 +67,7 @@ class RoundRobin:
         self._turns = LeastRecent()
 
     def choose(self, loads: Sequence[DecodeLoad], draw: float) -> int:
-        return self._turns.take([load.index for load in loads])
+        return self._turns.take([load.worker_id for load in loads])
 
 
 class RandomChoice:

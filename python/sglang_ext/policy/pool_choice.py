@@ -12,7 +12,6 @@ from typing import NamedTuple
 from sglang_ext.policy.length_class import Boundary, classify
 from sglang_ext.types import LengthClass, Role
 
-
 _BOTH = Role.BOTH
 
 

@@ -2,7 +2,7 @@
 
 This module is the `__main__` of the engine on purpose. SGLang spawns its processes with multiprocessing, which
 runs the top level of the main module in each child before anything else; so the CPU platform is in place
-there before SGLang is imported.
+there before SGLang is imported, and each child is bound to its parent's life.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+
+from sglang_ext.sglang_plugin.process_lifetime import join_process_tree
+
+if __name__ in {"__main__", "__mp_main__"}:
+    join_process_tree(os.environ, is_child=__name__ == "__mp_main__")
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from sglang_ext.sglang_plugin import cpu_platform

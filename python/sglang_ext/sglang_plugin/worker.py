@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import read_model_facts
+from sglang_ext.sglang_plugin.process_lifetime import end_with_parent
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
 from sglang_ext.sglang_plugin.versions import installed_sglang
 from sglang_ext.types import Role
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(command)
         return 0
     if arguments.exit_with_parent:
-        _end_with_parent()
+        end_with_parent(os.getppid(), signal.SIGTERM)
     return _become(command)
 
 
@@ -119,18 +121,6 @@ def _become(command: LaunchCommand) -> int:
 def _refuse(problem: str) -> int:
     print(f"sglang-ext worker: {problem}", file=sys.stderr)
     return USAGE_ERROR
-
-
-def _end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the parent ends; survives execve."""
-    import ctypes
-    import signal
-
-    set_parent_death_signal = 1
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit("sglang-ext worker: the parent process has already ended")
 
 
 def _port(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from sglang_ext.types import LengthClass, Role
 
 

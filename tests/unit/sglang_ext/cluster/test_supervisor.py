@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.cluster.process_tree import session_processes
+from sglang_ext.cluster.process_tree import send_signal, session_processes
 from sglang_ext.cluster.supervisor import Member, Phase, StartError, Supervisor
 from support.stand_in_cluster import TESTS, is_alive, stand_in_plan, stand_in_supervisor, wait_until_gone
 
@@ -180,7 +180,9 @@ def test_nothing_outlives_a_supervisor_that_dies(tmp_path: Path, number: signal.
         everyone = [pid for program in programs for pid in session_processes(program)]
         assert len(everyone) == 4 + 2  # two have a child
         os.kill(own, number)
-    assert wait_until_gone(everyone, 15) == []
+    left = wait_until_gone(everyone, 15)
+    send_signal(left, signal.SIGKILL)
+    assert left == []
 
 
 def test_a_killed_watchdog_is_replaced_and_knows_everyone(tmp_path: Path) -> None:

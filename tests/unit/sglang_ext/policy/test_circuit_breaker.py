@@ -156,17 +156,18 @@ class TestHalfOpen:
 
 def test_quiet_is_closed_without_a_remembered_failure() -> None:
     breaker = CircuitBreaker(failure_threshold=2, success_threshold=1)
-    assert breaker.is_quiet
+    quiet = [breaker.is_quiet]
     breaker.on_failure(started_s=0.0, now_s=1.0)
-    assert not breaker.is_quiet
+    quiet.append(breaker.is_quiet)
     breaker.on_success(3.0, started_s=2.0)
-    assert breaker.is_quiet
+    quiet.append(breaker.is_quiet)
     end_s = fail_in_sequence(breaker, 2, start_s=4.0)
-    assert not breaker.is_quiet
+    quiet.append(breaker.is_quiet)
     breaker.on_start(end_s + 30)
-    assert not breaker.is_quiet
+    quiet.append(breaker.is_quiet)
     breaker.on_success(end_s + 31)
-    assert breaker.is_quiet
+    quiet.append(breaker.is_quiet)
+    assert quiet == [True, False, True, False, False, True]
 
 
 def test_defaults() -> None:

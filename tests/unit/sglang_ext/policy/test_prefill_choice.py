@@ -112,7 +112,7 @@ class TestRoundRobin:
     def test_two_pools_in_turn_do_not_starve_anybody(self) -> None:
         policy = RoundRobin()
         short, long = [load(1), load(2)], [load(3), load(4)]
-        taken = Counter(pool[policy.choose(pool, 1, 0.0)].index for _ in range(50) for pool in (short, long))
+        taken = Counter(pool[policy.choose(pool, 1, 0.0)].worker_id for _ in range(50) for pool in (short, long))
         assert taken == {1: 25, 2: 25, 3: 25, 4: 25}
 
     @given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=60))
@@ -121,7 +121,7 @@ class TestRoundRobin:
         waiting: dict[int, set[int]] = {}  # who was taken while this one was present and not taken
         for present in sets:
             loads = [load(index) for index in sorted(present)]
-            taken = loads[policy.choose(loads, 1, 0.0)].index
+            taken = loads[policy.choose(loads, 1, 0.0)].worker_id
             waiting[taken] = set()
             for index in present - {taken}:
                 assert taken not in waiting.setdefault(index, set())
