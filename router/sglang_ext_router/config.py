@@ -90,7 +90,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:  # NaN included
                 raise ConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
@@ -131,6 +131,10 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _is_host(name: str) -> bool:
+    return name.isascii() and not any(character.isspace() or character in '"\\<>^`{|}' for character in name)
+
+
 def parse_worker_url(text: str, option: str) -> str:
     """Normalise `http://host:port`; ConfigError names the option otherwise."""
     try:
@@ -140,7 +144,8 @@ def parse_worker_url(text: str, option: str) -> str:
         raise ConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
     if parts.scheme != "http":
         raise ConfigError(f"{option}: {text!r} must be an http:// URL (workers are reached without TLS)")
-    if not parts.hostname or port is None or parts.path not in {"", "/"} or parts.query:
+    extra = parts.query or parts.fragment or parts.username or parts.password
+    if not parts.hostname or not port or parts.path not in {"", "/"} or extra or not _is_host(parts.hostname):
         raise ConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{port}"

@@ -246,6 +246,8 @@ class Exchange:
         legs[_DECODE] = router.pool(route.decode).start(
             self, _DECODE, attempt, route.decode.request_head(target) + rest
         )
+        if prompt.is_stream and (leg := legs[_PREFILL]) is not None:
+            leg.tells_body = True  # which may be an error
         if self._joined is not None:
             self._joined = [None, None]
             for leg in legs:
@@ -267,22 +269,20 @@ class Exchange:
             if len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body):
                 leg.body_told = False  # not enough to tell: ask again when more is there
                 return
-            if body.startswith(_ERROR_EVENT):
-                status = find_int(leg.raw, b'"code":') or 500
-                self._act(self._machine.on_error_event(_DECODE, leg.attempt, status))
+            status = _error_status(body, leg.raw)
+            if status is not None:
+                self._act(self._machine.on_error_event(leg.kind, leg.attempt, status))
                 return
+        if leg.kind is _PREFILL:
+            return
         self._first_byte(leg)
         self._act(self._machine.on_first_body(_DECODE, leg.attempt))
 
     def on_leg_complete(self, leg: UpstreamConnection) -> None:
         kind = leg.kind
         is_relayed = leg is self._relaying
-        if kind is _PREFILL:
-            self._legs[_PREFILL] = None
-            if leg.status == 200 and self._router.planner.wants_token_count():
-                self._learn(leg.raw)
-        else:
-            self._legs[_DECODE] = None
+        if kind is _PREFILL and leg.status == 200 and self._router.planner.wants_token_count():
+            self._learn(leg.raw)
         actions = self._machine.on_leg_complete(kind, leg.attempt)
         if is_relayed:
             self._relaying = None
@@ -291,6 +291,8 @@ class Exchange:
             self._joined[kind] = leg.raw
             self._join()
         self._act(actions)
+        if self._legs[kind] is leg:
+            self._legs[kind] = None
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None:
         self._legs[leg.kind] = None
@@ -397,6 +399,10 @@ class Exchange:
         self._relaying = leg
         connection = b"" if client.keeps_alive else b"connection: close\r\n"
         client.write(b"%b%b%b%b" % (head, self._reply_headers(), connection, raw[split:]))
+        if leg.is_complete:  # here whole already
+            leg.is_relaying = False
+            self._relaying = None
+            self._client_served()
 
     def _join(self) -> None:
         """Answer once both replies are there."""
@@ -623,6 +629,18 @@ class Exchange:
 
 
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
+
+
+def _error_status(first_chunk: bytes, raw: bytes) -> int | None:
+    """Status of the failure that a streamed reply begins with; None if it begins with a token.
+
+    The OpenAI endpoints say it as `{"error": ...}`, `/generate` also as an output whose finish reason is abort.
+    """
+    if first_chunk.startswith(_ERROR_EVENT):
+        return find_int(raw, b'"code":') or 500
+    if b'"finish_reason":{"type":"abort"' in raw:
+        return find_int(raw, b'"status_code":') or 500
+    return None
 
 
 def _slo_seconds(value: bytes) -> float:

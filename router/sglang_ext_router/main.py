@@ -56,6 +56,7 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
     """A listening socket; ConfigError if the address cannot be had."""
+    sock: socket.socket | None = None
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -66,6 +67,8 @@ def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
         sock.listen(LISTEN_BACKLOG)
         sock.setblocking(False)
     except (OSError, UnicodeError) as error:
+        if sock is not None:
+            sock.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"--host {config.host} --port {config.port}: {reason}") from None
     return sock

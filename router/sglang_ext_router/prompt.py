@@ -196,7 +196,7 @@ def clean_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
     given = body.get("rid")
     if not (given is None or type(given) is str or (type(given) is list and all(type(item) is str for item in given))):
         raise BadRequestError("rid must be a string or a list of strings", "rid")
-    if not (_ROUTER_FIELDS & body.keys()):
+    if _ROUTER_FIELDS.isdisjoint(body):
         return CleanBody(raw, not body, None)
     kept = {key: value for key, value in body.items() if key not in _ROUTER_FIELDS}
     return CleanBody(_dump(kept), not kept, given)

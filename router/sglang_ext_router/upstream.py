@@ -66,6 +66,7 @@ class UpstreamConnection(asyncio.Protocol):
         "reply_keeps_alive",
         "sent_s",
         "status",
+        "tells_body",
         "transport",
     )
 
@@ -78,6 +79,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.owner: LegOwner | None = None
         self.kind = Leg.PREFILL
         self.attempt = 0
+        self.tells_body = False  # whether the owner hears of the start of the body
         self.has_connected = False
         self.idle_since_s = 0.0
         self.sent_s = 0.0
@@ -139,6 +141,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def take_over(self, other: UpstreamConnection) -> UpstreamConnection:
         """Continue a request whose reused connection turned out to be closed already."""
+        self.tells_body, self.keeps_reply = other.tells_body, other.keeps_reply
         self.owner, self.kind, self.attempt, self._request = (
             other.owner,
             other.kind,
@@ -174,7 +177,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self.status and not self._head_told:
             self._head_told = True
             owner.on_leg_head(self)
-        if self.body_started and not self.body_told and self.kind is _DECODE and self.owner is owner:
+        if self.body_started and not self.body_told and self.tells_body and self.owner is owner:
             self.body_told = True
             owner.on_leg_body(self)
         if self.is_complete and self.owner is owner:
@@ -269,6 +272,7 @@ class UpstreamPool:
             self._connect(connection)
         connection.owner = owner
         connection.kind = kind
+        connection.tells_body = kind is _DECODE
         connection.attempt = attempt
         connection.sent_s = self._loop.time()
         connection.send(request)

@@ -250,7 +250,7 @@ class ScriptedEngine:
             "max_total_num_tokens": 1 << 20,
             "context_length": CONTEXT_TOKENS,
             "disaggregation_bootstrap_port": BOOTSTRAP_PORT,
-            "sglang_ext": {},
+            "sglang_ext": {"hooks": ["parallel-samples"]},
         }
         self.loads: object = {"loads": [{"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1 << 20}]}
         self.connections_made = 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.cli import main
 from sglang_ext.types import Role
+from sglang_ext_router import main as main_module
 from sglang_ext_router.config import (
     ConfigError,
     RouterConfig,
@@ -21,6 +22,7 @@ from sglang_ext_router.config import (
     config_from_arguments,
     parse_worker_url,
 )
+from sglang_ext_router.workers import Worker
 
 
 def parse(*arguments: str) -> RouterConfig:
@@ -98,8 +100,13 @@ BAD: list[tuple[str, ...]] = [
 
 @pytest.mark.parametrize("arguments", BAD, ids=" ".join)
 def test_a_bad_option_gives_status_2_and_one_line(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def serve(config: RouterConfig, sock: socket.socket) -> None:
+        sock.close()
+        pytest.fail("accepted")
+
+    monkeypatch.setattr(main_module, "serve", serve)
     with pytest.raises(SystemExit) as caught:
         raise SystemExit(main(["router", *arguments]))
     assert caught.value.code == 2
@@ -186,13 +193,11 @@ def test_any_url_is_normalised_or_refused_in_one_line(text: str) -> None:
         assert len(str(error).splitlines()) == 1
         return
     assert parse_worker_url(url, "--decode") == url
-    Worker_ok(url)
+    check_heads(url)
 
 
-def Worker_ok(url: str) -> None:
+def check_heads(url: str) -> None:
     """A URL that was accepted makes a worker whose heads are well formed."""
-    from sglang_ext_router.workers import Worker
-
     head = Worker(0, WorkerAddress(url, Role.DECODE), RouterConfig()).request_head(b"/generate")
     assert head.count(b"\r\n") == 3
     assert head.isascii()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +39,31 @@ def test_scattered_bytes_arrive_in_order(data: list[bytes], receivers: int) -> N
         writer.start()
         socket_io.receive_into(right, split(received, sizes))
         writer.join()
+    assert bytes(received) == sent
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection with a timeout, on which calls move only what fits now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        right, _ = server.accept()
+    with left, right:
+        for end in (left, right):
+            end.settimeout(10)
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        yield left, right
+
+
+def test_calls_that_end_inside_a_buffer_continue_there(connection: tuple[socket.socket, socket.socket]) -> None:
+    left, right = connection
+    sent = random.Random(1).randbytes(3 << 20)
+    sizes = [700_001, 1, 333_333, len(sent) - 1_033_335]
+    received = bytearray(len(sent))
+    writer = threading.Thread(target=socket_io.send_all, args=(left, split(bytearray(sent), sizes)))
+    writer.start()
+    socket_io.receive_into(right, split(received, sizes[::-1]))
+    writer.join()
     assert bytes(received) == sent
 
 
