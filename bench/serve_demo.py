@@ -1,6 +1,6 @@
 """The demonstration's cluster under SGLang's own load generator: short and long prompts at the same time.
 
-    python bench/serve_demo.py [--short 24] [--long 6]
+    python bench/serve_demo.py [--short 20] [--long 5]
 
 Starts one short prefill, one long prefill and one decode instance of SmolLM2-135M-Instruct and the router, then
 runs `sglang.bench_serving` twice at once, unmodified, with random prompts: one process sends the short prompts,
@@ -143,10 +143,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--short", type=int, default=24, help="short prompts: 64 to 128 tokens")
-    parser.add_argument("--long", type=int, default=6, help="long prompts: 600 to 1200 tokens")
-    parser.add_argument("--short-rate", type=float, default=0.8, help="short prompts per second")
-    parser.add_argument("--long-rate", type=float, default=0.15, help="long prompts per second")
+    parser.add_argument("--short", type=int, default=20, help="short prompts: 64 to 128 tokens")
+    parser.add_argument("--long", type=int, default=5, help="long prompts: 600 to 1200 tokens")
+    parser.add_argument("--short-rate", type=float, default=0.5, help="short prompts per second")
+    parser.add_argument("--long-rate", type=float, default=0.12, help="long prompts per second")
     parser.add_argument("--output-tokens", type=int, default=16, help="longest answer")
     parser.add_argument("--short-ttft-ms", type=float, default=3000, help="target of short prompts")
     parser.add_argument("--long-ttft-ms", type=float, default=15000, help="target of long prompts")

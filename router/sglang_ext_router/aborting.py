@@ -7,12 +7,12 @@ decode instance would keep waiting for KV that never comes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import orjson
 
 from sglang_ext.policy.pd_actions import Leg
-from sglang_ext_router.upstream import UpstreamConnection, UpstreamPool
+from sglang_ext_router.upstream import UpstreamConnection, UpstreamPools
 from sglang_ext_router.workers import Worker
 
 # The first abort can arrive before the instance has registered the request; unknown ids are ignored there.
@@ -22,10 +22,8 @@ REPEAT_AFTER_S = 0.5
 class Aborter:
     """Fire and forget: an instance that cannot be reached has nothing left to abort."""
 
-    def __init__(
-        self, pool: Callable[[Worker], UpstreamPool], authorization: bytes, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._pool = pool
+    def __init__(self, pools: UpstreamPools, authorization: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        self._pools = pools
         self._authorization = authorization
         self._loop = loop
         self._nobody = _Nobody()
@@ -43,7 +41,7 @@ class Aborter:
             head = worker.request_head(b"/abort_request")
             request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, self._authorization, len(body), body)
             self._nobody.open_requests += 1
-            self._pool(worker).start(self._nobody, Leg.PREFILL, 0, request)
+            self._pools.start(worker, self._nobody, Leg.PREFILL, 0, request)
 
     @property
     def is_busy(self) -> bool:

@@ -7,7 +7,7 @@ state machine `PDExchange`, whose actions `_act` carries out.
 from __future__ import annotations
 
 import asyncio
-import re
+import logging
 from typing import TYPE_CHECKING
 
 from sglang_ext.policy.admission import Admission
@@ -33,6 +33,8 @@ from sglang_ext.policy.pd_actions import (
 from sglang_ext.policy.pd_exchange import PDExchange
 from sglang_ext.types import RequestState
 from sglang_ext_router import replies
+from sglang_ext_router.account import AttemptAccount
+from sglang_ext_router.client_headers import ClientHeaders, read_headers
 from sglang_ext_router.logprobs import join, reply_body, wants_input_logprobs
 from sglang_ext_router.prompt import (
     BadRequestError,
@@ -45,29 +47,16 @@ from sglang_ext_router.prompt import (
     parse_body,
     with_bootstrap,
 )
-from sglang_ext_router.routing import NoInstanceError, Route
+from sglang_ext_router.relaying import begins_unclear, is_chunked, route_headers, split_head, stream_error_status
+from sglang_ext_router.routing import NoInstanceError
+from sglang_ext_router.services import Services
+from sglang_ext_router.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
     from sglang_ext_router.http1 import ClientConnection, Request
-    from sglang_ext_router.router import Router
-    from sglang_ext_router.upstream import UpstreamConnection
-    from sglang_ext_router.workers import Worker
 
-SLO_HEADER = b"x-sgl-ttft-slo-ms"
-# Client headers that the instances may see.
-_FORWARDED = frozenset(
-    {
-        b"authorization",
-        b"traceparent",
-        b"tracestate",
-        b"baggage",
-        SLO_HEADER,
-        b"x-sgl-tps-slo",
-        b"x-smg-routing-key",
-    }
-)
-_ERROR_EVENT = b'data: {"error"'
-_HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
+logger = logging.getLogger(__name__)
+
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 
 _REASON_TEXT = {
@@ -85,61 +74,49 @@ class Exchange:
     """Serves one request; also its client connection's Call and its legs' owner."""
 
     __slots__ = (
-        "_attempt_started_s",
-        "_cached_tokens",
+        "_account",
         "_clean",
         "_client",
         "_exact_tokens",
         "_excluded",
-        "_forwarded",
-        "_has_first_byte",
+        "_headers",
         "_is_queued",
         "_joined",
         "_legs",
         "_machine",
-        "_prefill_open_tokens",
         "_prompt",
         "_prompt_tokens",
         "_relaying",
         "_request",
-        "_request_id",
         "_room_id",
-        "_route",
-        "_router",
-        "_slo_s",
+        "_services",
         "_status",
         "_timer",
         "queue_s",
         "started_s",
     )
 
-    def __init__(self, router: Router, client: ClientConnection, request: Request, now_s: float) -> None:
-        self._router = router
-        self._client: ClientConnection | None = client
+    def __init__(self, services: Services, client: ClientConnection, request: Request, now_s: float) -> None:
+        self._services = services
+        self._client: ClientConnection | None = client  # None once it has its reply, or has left
         self._request = request
         self.started_s = now_s
         self.queue_s = 0.0
-        self._attempt_started_s = now_s
-        self._status = 0
-        self._legs: list[UpstreamConnection | None] = [None, None]
-        self._excluded: tuple[set[int], set[int]] | None = None
-        self._route: Route | None = None
-        self._relaying: UpstreamConnection | None = None
-        self._has_first_byte = False
-        self._is_queued = False
-        self._joined: list[bytes | None] | None = None  # both replies, where they must be joined
-        self._timer: asyncio.TimerHandle | None = None
-        self._slo_s: float | None = None
-        self._room_id = b""
-        self._request_id = b""
-        self._forwarded = b""
+        self._headers = _NO_HEADERS
+        self._prompt: Prompt
+        self._clean: CleanBody
         self._exact_tokens: int | None = None
         self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._prefill_open_tokens = 0
-        self._clean: CleanBody
-        self._prompt: Prompt
-        self._machine: PDExchange
+        self._is_queued = False
+        self._machine: PDExchange | None = None
+        self._account: AttemptAccount | None = None  # of the latest attempt
+        self._room_id = b""
+        self._legs: list[UpstreamConnection | None] = [None, None]
+        self._relaying: UpstreamConnection | None = None
+        self._joined: list[bytes | None] | None = None  # both replies, where they must be joined
+        self._excluded: tuple[set[int], set[int]] | None = None  # prefill and decode that have failed this request
+        self._timer: asyncio.TimerHandle | None = None
+        self._status = 0
 
     # -- the path of a request --------------------------------------------------------------------------
 
@@ -147,23 +124,24 @@ class Exchange:
         """Read the body and find out how large the prompt is."""
         request = self._request
         try:
-            self._read_headers(request)
+            self._headers = read_headers(request.headers, self._services.authorization)
             body = parse_body(request.body)
             self._prompt = prompt = measure(request.path, body)
-            self._check_servable(prompt)
+            if prompt.is_stream and not request.is_http_11:
+                raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
             self._clean = clean_body(request.body, body)
             if wants_input_logprobs(request.path, body):
                 self._joined = [None, None]
         except BadRequestError as error:
             self._refuse(400, str(error), "bad_request", error.param)
             return
-        router = self._router
+        services = self._services
         self._machine = PDExchange(
-            router.max_retries, is_stream=prompt.is_stream, is_single_sequence=prompt.sequence_count == 1
+            services.max_retries, is_stream=prompt.is_stream, is_single_sequence=prompt.sequence_count == 1
         )
-        if router.tokeniser is not None and router.planner.needs_exact_count(prompt):
-            router.metrics.tokenised += 1
-            router.tokeniser.count(prompt.texts, self._on_counted)
+        if services.tokeniser is not None and services.planner.needs_exact_count(prompt):
+            services.metrics.tokenised += 1
+            services.tokeniser.count(prompt.texts, self._on_counted)
         else:
             self._admit()
 
@@ -172,119 +150,115 @@ class Exchange:
             return
         if counts:
             # The chat template's own tokens are what the estimator adds to an empty prompt.
-            self._exact_tokens = max(counts) + int(self._router.planner.estimator.overhead_tokens)
+            self._exact_tokens = max(counts) + int(self._services.planner.estimator.overhead_tokens)
         self._admit()
 
     def _admit(self) -> None:
         """Refuse what cannot fit anywhere, then wait for a place."""
-        router = self._router
-        planner = router.planner
+        services = self._services
+        planner = services.planner
         tokens = self._exact_tokens if self._exact_tokens is not None else planner.estimate_tokens(self._prompt)
         self._prompt_tokens = max(1, tokens)
-        limit = router.registry.longest_prompt_tokens
+        limit = services.registry.longest_prompt_tokens
         if limit is not None and tokens > limit:
             message = f"the prompt has about {tokens} tokens, more than the {limit} that a decode instance can hold"
             self._refuse(400, message, "too_long")
             return
-        deadline_s = None if self._slo_s is None else self.started_s + self._slo_s
-        outcome = router.admission.offer(self, self.started_s, deadline_s)
+        slo_s = self._headers.ttft_slo_s
+        deadline_s = None if slo_s is None else self.started_s + slo_s
+        outcome = services.admission.offer(self, self.started_s, deadline_s)
         if outcome is Admission.ADMITTED:
             self.start(self.started_s)
         elif outcome is Admission.QUEUED:
             self._is_queued = True
         else:
-            self._refuse(
-                429,
-                "too many requests are waiting; try again later",
-                "queue_full",
-                extra=b"retry-after: 1\r\n",
-            )
+            self._refuse(429, "too many requests are waiting; try again later", "queue_full")
 
     def start(self, now_s: float) -> None:
         """There is a place: send the request."""
         self._is_queued = False
         self.queue_s = now_s - self.started_s
-        self._router.running[self] = None
+        self._services.running[self] = None
+        assert self._machine is not None
         self._act(self._machine.start())
 
-    def _send_legs(self, attempt: int) -> None:
+    def _send_legs(self, machine: PDExchange, attempt: int) -> None:
         """Choose the instances and send the same body to both."""
-        router = self._router
+        services = self._services
         prompt = self._prompt
-        now_s = router.loop.time()
+        now_s = services.loop.time()
         excluded = self._excluded or _NONE_EXCLUDED
         try:
-            self._route = route = router.planner.route(prompt, self._prompt_tokens, excluded[0], excluded[1], now_s)
+            route = services.planner.route(prompt, self._prompt_tokens, excluded[0], excluded[1], now_s)
         except NoInstanceError as error:
-            router.refused_for(self, str(error))
-            self._act(self._machine.on_no_instance(attempt))
+            services.metrics.count(services.metrics.refused, "no_instance")
+            logger.warning("no instance for a request: %s", error)
+            self._act(machine.on_no_instance(attempt))
             return
         if prompt.samples_per_prompt > 1 and not (
             route.prefill.serves_parallel_samples and route.decode.serves_parallel_samples
         ):
-            self._machine.on_no_instance(attempt)
             self._answer(400, "n > 1 needs instances started by `sglang-ext worker`", "n")
-            self._end(RequestState.FAILED)
+            self._act(machine.on_no_instance(attempt))
             return
-        self._attempt_started_s = now_s
-        room = router.rooms.take(prompt.sequence_count)
+        self._account = AttemptAccount(services, route, prompt, self._prompt_tokens, now_s)
+        room = services.rooms.take(prompt.sequence_count)
         self._room_id = room_id = b"%016x" % room
         body = with_bootstrap(self._clean, route.prefill.bootstrap_json, room, room_id)
+        headers = self._headers
         rest = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
-            self._forwarded,
-            self._request_id or room_id,
+            headers.forwarded,
+            headers.request_id or room_id,
             len(body),
             body,
         )
         target = self._request.target
-        self._cached_tokens = route.decision.cached_tokens
-        self._take_load(route, now_s)
-        legs = self._legs
-        legs[_PREFILL] = router.pool(route.prefill).start(
-            self, _PREFILL, attempt, route.prefill.request_head(target) + rest
-        )
-        legs[_DECODE] = router.pool(route.decode).start(
-            self, _DECODE, attempt, route.decode.request_head(target) + rest
-        )
-        if prompt.is_stream and (leg := legs[_PREFILL]) is not None:
-            leg.tells_body = True  # which may be an error
+        start = services.pools.start
+        prefill = start(route.prefill, self, _PREFILL, attempt, route.prefill.request_head(target) + rest)
+        decode = start(route.decode, self, _DECODE, attempt, route.decode.request_head(target) + rest)
+        self._legs = [prefill, decode]
+        if prompt.is_stream:
+            prefill.tells_body = True  # which may be an error
         if self._joined is not None:
             self._joined = [None, None]
-            for leg in legs:
-                if leg is not None:
-                    leg.keeps_reply = True
+            prefill.keeps_reply = decode.keeps_reply = True
 
     # -- what the legs and the client say ---------------------------------------------------------------
 
     def on_leg_head(self, leg: UpstreamConnection) -> None:
-        actions = self._machine.on_leg_head(leg.kind, leg.attempt, leg.status)
+        machine = self._machine
+        assert machine is not None
+        actions = machine.on_leg_head(leg.kind, leg.attempt, leg.status)
         if actions:
             self._act(actions)
 
     def on_leg_body(self, leg: UpstreamConnection) -> None:
-        if leg.status != 200:
+        machine = self._machine
+        if leg.status != 200 or machine is None:
             return
         if self._prompt.is_stream:
-            body = leg.body_so_far()
-            if len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body):
-                leg.body_told = False  # not enough to tell: ask again when more is there
+            if begins_unclear(leg):
+                leg.body_told = False  # ask again when more is there
                 return
-            status = _error_status(body, leg.raw)
+            status = stream_error_status(leg)
             if status is not None:
-                self._act(self._machine.on_error_event(leg.kind, leg.attempt, status))
+                self._act(machine.on_error_event(leg.kind, leg.attempt, status))
                 return
-        if leg.kind is _PREFILL:
-            return
-        self._first_byte(leg)
-        self._act(self._machine.on_first_body(_DECODE, leg.attempt))
+        if leg.kind is _DECODE:
+            self._first_byte()
+            self._act(machine.on_first_body(_DECODE, leg.attempt))
 
     def on_leg_complete(self, leg: UpstreamConnection) -> None:
         kind = leg.kind
-        is_relayed = leg is self._relaying
-        if kind is _PREFILL and leg.status == 200 and self._router.planner.wants_token_count():
-            self._learn(leg.raw)
-        actions = self._machine.on_leg_complete(kind, leg.attempt)
-        if is_relayed:
+        machine = self._machine
+        assert machine is not None
+        if kind is _PREFILL and leg.status == 200 and self._services.planner.wants_token_count():
+            # Its reply says how many tokens the prompt had.
+            tokens = find_int(leg.raw, b'"prompt_tokens":')
+            if tokens:
+                self._services.planner.learn_tokens(self._prompt, tokens)
+        actions = machine.on_leg_complete(kind, leg.attempt)
+        if leg is self._relaying:
             self._relaying = None
             self._client_served()
         elif self._joined is not None and leg.status == 200:
@@ -296,8 +270,9 @@ class Exchange:
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None:
         self._legs[leg.kind] = None
-        self._router.prober.check_now(leg.worker)
+        self._services.prober.check_now(leg.worker)
         machine = self._machine
+        assert machine is not None
         event = machine.on_leg_lost if leg.has_connected else machine.on_leg_connect_failed
         self._act(event(leg.kind, leg.attempt))
 
@@ -313,21 +288,21 @@ class Exchange:
     def on_client_gone(self) -> None:
         self._client = None
         if self._is_queued:
-            self._router.admission.remove(self)
+            self._services.admission.remove(self)
             self._is_queued = False
-        machine = getattr(self, "_machine", None)
-        if machine is not None:
-            self._router.count_abort("client_gone")
-            self._act(machine.on_client_gone())
+        if self._machine is not None:
+            self._services.metrics.count(self._services.metrics.aborts, "client_gone")
+            self._act(self._machine.on_client_gone())
 
-    def on_retry_timer(self, attempt: int) -> None:
+    def on_retry_timer(self, machine: PDExchange, attempt: int) -> None:
         self._timer = None
-        self._act(self._machine.on_retry_timer(attempt))
+        self._act(machine.on_retry_timer(attempt))
 
     def on_timeout(self) -> None:
         """The request has used up `--request-timeout-secs`."""
-        self._router.count_abort("timeout")
-        self._act(self._machine.on_timeout())
+        if self._machine is not None:
+            self._services.metrics.count(self._services.metrics.aborts, "timeout")
+            self._act(self._machine.on_timeout())
 
     def on_queue_timeout(self) -> None:
         """It waited in the queue until its deadline or the queue's limit."""
@@ -348,28 +323,34 @@ class Exchange:
         if actions is RELAY_DECODE:
             self._relay_head(_DECODE)
             return
+        machine, account = self._machine, self._account
+        assert machine is not None
         for action in actions:
             match action:
                 case Credit():
-                    self._leg_ended(action.leg, is_success=True)
+                    assert account is not None
+                    account.credit(action.leg)
                 case Finished():
                     self._end(action.state)
                 case StartLegs():
-                    self._send_legs(action.attempt)
+                    self._send_legs(machine, action.attempt)
                 case RelayHead():
                     self._relay_head(action.leg)
                 case RelayBody():
                     pass  # follows the head by itself
                 case Blame():
-                    self._leg_failed(action.leg)
+                    assert account is not None
+                    account.blame(action.leg)
                 case Absolve():
-                    self._leg_ended(action.leg, is_success=False)
+                    assert account is not None
+                    account.absolve(action.leg)
                 case AbortLeg():
                     self._abort_leg(action.leg)
                 case Exclude():
-                    self._exclude(action.leg)
+                    assert account is not None
+                    self._exclude(action.leg, account)
                 case ScheduleRetry():
-                    self._schedule_retry(action.backoff_index)
+                    self._schedule_retry(machine, action.backoff_index)
                 case ReplyError():
                     self._answer(action.status, _REASON_TEXT[action.reason])
                 case EmitErrorEvent():
@@ -383,22 +364,19 @@ class Exchange:
         client = self._client
         if leg is None or client is None:
             return
-        raw = leg.raw
-        split = raw.index(b"\r\n\r\n") + 2
         self._status = leg.status
         if self._joined is not None and leg.status == 200:
             return
-        head = raw[:split]
-        if b"onnection:" in head or b"eep-alive:" in head or b"EEP-ALIVE:" in head or b"ONNECTION:" in head:
-            head = _without_hop_headers(head)
-        if not self._request.is_http_11 and b"\ntransfer-encoding:" in head.lower():
+        head, rest = split_head(leg.raw)
+        if not self._request.is_http_11 and is_chunked(head):
             self._answer(400, "a streamed reply needs HTTP/1.1")
+            assert self._machine is not None
             self._act(self._machine.on_client_gone())
             return
         leg.is_relaying = True
         self._relaying = leg
         connection = b"" if client.keeps_alive else b"connection: close\r\n"
-        client.write(b"%b%b%b%b" % (head, self._reply_headers(), connection, raw[split:]))
+        client.write(b"%b%b%b%b" % (head, self._reply_headers(), connection, rest))
         if leg.is_complete:  # here whole already
             leg.is_relaying = False
             self._relaying = None
@@ -420,23 +398,19 @@ class Exchange:
             return
         client.respond(200, body, extra=self._reply_headers())
 
-    def _first_byte(self, leg: UpstreamConnection) -> None:
-        router = self._router
-        route = self._route
-        assert route is not None
-        elapsed_s = router.loop.time() - self.started_s
-        self._has_first_byte = True
-        one = router.metrics.of(route.decision.length_class)
+    def _first_byte(self) -> None:
+        account = self._account
+        assert account is not None
+        elapsed_s = self._services.loop.time() - self.started_s
+        one = self._services.metrics.of(account.route.decision.length_class)
         one.ttft_s.observe(elapsed_s)
-        if self._slo_s is not None:
-            if elapsed_s <= self._slo_s:
+        slo_s = self._headers.ttft_slo_s
+        if slo_s is not None:
+            if elapsed_s <= slo_s:
                 one.slo_met += 1
             else:
                 one.slo_missed += 1
-        # The KV has arrived: no longer promised but used, which the instance's next report will say.
-        decode = route.decode
-        decode.reserved_tokens -= self._prompt_tokens
-        decode.reported_free_kv_tokens -= self._prompt_tokens
+        account.first_byte()
 
     def _client_served(self) -> None:
         """The whole reply is written: the connection is free, the request may still have a prefill leg."""
@@ -445,34 +419,30 @@ class Exchange:
             client.finish(client.keeps_alive)
 
     def _reply_headers(self) -> bytes:
-        request_id = self._request_id or self._room_id
-        route = self._route
-        if route is None or self._router.config.disable_route_headers:
-            return b"x-request-id: %b\r\n" % request_id
-        return b"x-request-id: %b\r\nx-sglang-ext-class: %b\r\n%b%bx-sglang-ext-queue-ms: %d\r\n" % (
-            request_id,
-            route.decision.length_class.encode(),
-            route.prefill.route_header,
-            route.decode.route_header,
-            int(self.queue_s * 1000),
-        )
+        account = self._account
+        is_told = account is not None and not self._services.config.disable_route_headers
+        route = account.route if account is not None and is_told else None
+        return route_headers(self._headers.request_id or self._room_id, route, self.queue_s)
 
-    def _answer(self, status: int, message: str, param: str | None = None) -> None:
+    def _answer(self, status: int, message: str, param: str | None = None, extra: bytes = b"") -> None:
         """Reply with an error of the router's own."""
         client, self._client = self._client, None
+        if client is None:
+            return
         self._status = status
-        if client is not None:
-            extra = b"retry-after: 1\r\n" if status in (429, 503) else b""
-            client.respond_error(status, message, param, extra + b"x-request-id: %b\r\n" % (self._request_id or b"-"))
+        if status in (429, 503):
+            extra = b"retry-after: 1\r\n"
+        request_id = self._headers.request_id or self._room_id
+        if request_id:
+            extra += b"x-request-id: %b\r\n" % request_id
+        client.respond_error(status, message, param, extra)
 
-    def _refuse(self, status: int, message: str, reason: str, param: str | None = None, extra: bytes = b"") -> None:
+    def _refuse(self, status: int, message: str, reason: str, param: str | None = None) -> None:
         """Answer a request that never was admitted."""
-        router = self._router
-        router.count_refusal(reason)
-        router.metrics.count_request(self._request.path.decode(), "none", status)
-        client, self._client = self._client, None
-        if client is not None:
-            client.respond_error(status, message, param, extra + b"x-request-id: %b\r\n" % (self._request_id or b"-"))
+        metrics = self._services.metrics
+        metrics.count(metrics.refused, reason)
+        metrics.count_request(self._request.path.decode(), "none", status)
+        self._answer(status, message, param)
 
     def _emit_error_event(self, reason: FailureReason) -> None:
         leg, self._relaying = self._relaying, None
@@ -503,155 +473,38 @@ class Exchange:
         leg.abort()  # it may stay `_relaying`: its last bytes tell whether an error event fits behind them
         prompt = self._prompt
         ids = abort_ids(self._clean, self._room_id, prompt.sequence_count, prompt.samples_per_prompt)
-        self._router.aborter.abort(leg.worker, ids)
+        self._services.aborter.abort(leg.worker, ids)
 
-    def _exclude(self, kind: Leg) -> None:
+    def _exclude(self, kind: Leg, account: AttemptAccount) -> None:
         if self._excluded is None:
             self._excluded = (set(), set())
-        worker = self._worker(kind)
-        self._excluded[kind].add(worker.id)
-        self._router.count_retry("prefill" if kind is _PREFILL else "decode")
+        self._excluded[kind].add(account.worker(kind).id)
+        self._services.metrics.count(self._services.metrics.retries, kind.name.lower())
 
-    def _schedule_retry(self, backoff_index: int) -> None:
-        router = self._router
-        delay_s = router.retry_policy.backoff_s(backoff_index, router.draw())
-        self._timer = router.loop.call_later(delay_s, self.on_retry_timer, self._machine.attempt)
+    def _schedule_retry(self, machine: PDExchange, backoff_index: int) -> None:
+        services = self._services
+        delay_s = services.retry_policy.backoff_s(backoff_index, services.draw())
+        self._timer = services.loop.call_later(delay_s, self.on_retry_timer, machine, machine.attempt)
 
     def _end(self, state: RequestState) -> None:
         """Count the request and let the next one in."""
-        router = self._router
+        services = self._services
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        route = self._route
-        now_s = router.loop.time()
-        label = "none"
-        if route is not None:
-            length_class = route.decision.length_class
-            label = str.__str__(length_class)
-            one = router.metrics.of(length_class)
-            one.duration_s.observe(now_s - self.started_s)
-            one.queue_s.observe(self.queue_s)
-            one.new_tokens.observe(route.decision.new_tokens)
-        router.metrics.count_request(
-            self._request.path.decode(), label, 499 if state is RequestState.ABORTED else self._status
-        )
         if self._client is not None:  # relayed nothing, answered nothing: prefill's half of a joined reply failed
             self._answer(502, _REASON_TEXT[FailureReason.LEG_FAILED])
-        router.ended(self, now_s)
-
-    # -- load and learning ------------------------------------------------------------------------------
-
-    def _worker(self, kind: Leg) -> Worker:
-        assert self._route is not None
-        return self._route.prefill if kind is _PREFILL else self._route.decode
-
-    def _take_load(self, route: Route, now_s: float) -> None:
-        router = self._router
-        sequences = self._prompt.sequence_count
-        new_tokens = route.decision.new_tokens * sequences
-        self._prefill_open_tokens = new_tokens
-        self._has_first_byte = False
-        prefill, decode = route.prefill, route.decode
-        prefill.in_flight += 1
-        prefill.pending_tokens += new_tokens
-        decode.in_flight += 1
-        decode.reserved_tokens += self._prompt_tokens
-        if router.registry.suspects:
-            prefill.breaker.on_start(now_s)
-            decode.breaker.on_start(now_s)
-        router.planner.learn_route(self._prompt, prefill)
-        if router.siblings.shares_prefixes and self._prompt.hashes:
-            router.siblings.tell_prefix(prefill.url, self._prompt.hashes)
-        metrics = router.metrics
-        metrics.prompt_tokens += self._prompt_tokens
-        sent = metrics.worker_requests
-        sent[prefill.url] = sent.get(prefill.url, 0) + 1
-        sent[decode.url] = sent.get(decode.url, 0) + 1
-        metrics.cached_tokens += route.decision.cached_tokens
-        if route.is_spilled:
-            metrics.spilled += 1
-
-    def _leg_ended(self, kind: Leg, is_success: bool) -> None:
-        """Verdict without blame; each started leg gets exactly one verdict, so this is where its load ends."""
-        worker = self._worker(kind)
-        suspects = self._router.registry.suspects
-        if suspects and worker.id in suspects:
-            now_s = self._router.loop.time()
-            if is_success:
-                worker.breaker.on_success(now_s, self._attempt_started_s)
-                if worker.breaker.is_quiet:
-                    suspects.discard(worker.id)
-            else:
-                worker.breaker.on_abandoned()
-        self._release_load(kind, worker, is_success)
-
-    def _leg_failed(self, kind: Leg) -> None:
-        worker = self._worker(kind)
-        worker.breaker.on_failure(self._attempt_started_s, self._router.loop.time())
-        if self._router.registry.contains(worker):
-            self._router.registry.suspects.add(worker.id)
-        self._router.count_worker_failure(worker)
-        self._release_load(kind, worker, False)
-
-    def _release_load(self, kind: Leg, worker: Worker, is_success: bool) -> None:
-        worker.in_flight -= 1
-        if kind is _DECODE:
-            if not self._has_first_byte:
-                worker.reserved_tokens -= self._prompt_tokens
-            return
-        worker.pending_tokens -= self._prefill_open_tokens
-        if not is_success:
-            self._router.planner.learn_not_prefilled(self._prompt, worker, self._cached_tokens, self._prompt_tokens)
-
-    def _learn(self, raw: bytes) -> None:
-        """The prefill instance's reply says how many tokens the prompt had."""
-        tokens = find_int(raw, b'"prompt_tokens":')
-        if tokens:
-            self._router.planner.learn_tokens(self._prompt, tokens)
-
-    def _check_servable(self, prompt: Prompt) -> None:
-        if prompt.is_stream and not self._request.is_http_11:
-            raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
-
-    def _read_headers(self, request: Request) -> None:
-        forwarded = b""
-        request_id = b""
-        for name, value in request.headers:
-            if name in _FORWARDED:
-                forwarded += b"%b: %b\r\n" % (name, value)
-                if name == SLO_HEADER:
-                    self._slo_s = _slo_seconds(value)
-            elif name == b"x-request-id" and len(value) <= 256:
-                request_id = value
-        self._forwarded = forwarded
-        self._request_id = request_id
+        now_s = services.loop.time()
+        status = 499 if state is RequestState.ABORTED else self._status
+        services.metrics.count_end(
+            self._request.path.decode(),
+            self._account.route.decision if self._account is not None else None,
+            status,
+            now_s - self.started_s,
+            self.queue_s,
+        )
+        services.on_ended(self, now_s)
 
 
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
-
-
-def _error_status(first_chunk: bytes, raw: bytes) -> int | None:
-    """Status of the failure that a streamed reply begins with; None if it begins with a token.
-
-    The OpenAI endpoints say it as `{"error": ...}`, `/generate` also as an output whose finish reason is abort.
-    """
-    if first_chunk.startswith(_ERROR_EVENT):
-        return find_int(raw, b'"code":') or 500
-    if b'"finish_reason":{"type":"abort"' in raw:
-        return find_int(raw, b'"status_code":') or 500
-    return None
-
-
-def _slo_seconds(value: bytes) -> float:
-    try:
-        milliseconds = float(value)
-    except ValueError:
-        milliseconds = -1.0
-    if not 0 < milliseconds < float("inf"):
-        raise BadRequestError("x-sgl-ttft-slo-ms must be a positive number of milliseconds", "x-sgl-ttft-slo-ms")
-    return milliseconds / 1000
-
-
-def _without_hop_headers(head: bytes) -> bytes:
-    return _HOP_HEADER.sub(b"", head)
+_NO_HEADERS = ClientHeaders(b"", b"", None)

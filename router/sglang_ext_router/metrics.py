@@ -14,9 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from sglang_ext.policy.circuit_breaker import CircuitState
-from sglang_ext.types import LengthClass
+from sglang_ext.types import LengthClass, RouteDecision
 
 if TYPE_CHECKING:
+    from sglang_ext_router.routing import Route
     from sglang_ext_router.workers import WorkerRegistry
 
 LATENCY_BUCKETS_S = (
@@ -106,6 +107,34 @@ class RouterMetrics:
     def count_request(self, path: str, length_class: str, status: int) -> None:
         key = (path, length_class, status)
         self.requests[key] = self.requests.get(key, 0) + 1
+
+    def count(self, counts: dict[str, int], key: str) -> None:
+        """Add one to a counter of this object."""
+        counts[key] = counts.get(key, 0) + 1
+
+    def count_route(self, route: Route, prompt_tokens: int) -> None:
+        """A request is sent to its instances."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += route.decision.cached_tokens
+        sent = self.worker_requests
+        prefill_url, decode_url = route.prefill.url, route.decode.url
+        sent[prefill_url] = sent.get(prefill_url, 0) + 1
+        sent[decode_url] = sent.get(decode_url, 0) + 1
+        if route.is_spilled:
+            self.spilled += 1
+
+    def count_end(
+        self, path: str, decision: RouteDecision | None, status: int, duration_s: float, queue_s: float
+    ) -> None:
+        """An admitted request is over; without a decision no instance could take it."""
+        if decision is None:
+            self.count_request(path, "none", status)
+            return
+        one = self.of(decision.length_class)
+        one.duration_s.observe(duration_s)
+        one.queue_s.observe(queue_s)
+        one.new_tokens.observe(decision.new_tokens)
+        self.count_request(path, str.__str__(decision.length_class), status)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that adds up over processes, as JSON types."""

@@ -23,9 +23,10 @@ from sglang_ext_router.metrics import RouterMetrics, render, worker_families
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.rooms import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
+from sglang_ext_router.services import Admissible, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
-from sglang_ext_router.upstream import UpstreamPool
+from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -48,33 +49,46 @@ class Router:
     ) -> None:
         self.config = config
         self.loop = loop
-        self.draw = random.random
         self.metrics = RouterMetrics()
         self.registry = WorkerRegistry(config)
-        self.planner = RoutePlanner(config, self.registry, self.draw)
+        self.planner = RoutePlanner(config, self.registry, random.random)
         self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
-        self.admission: AdmissionQueue[Exchange] = AdmissionQueue(
+        self.siblings: SiblingLink = siblings or NoSiblings()
+        self.running: dict[Admissible, None] = {}
+        self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
-        self.rooms = RoomAllocator(secrets.randbits(31), process_index, config.processes)
-        self.retry_policy = RetryPolicy(
-            initial_backoff_s=config.retry_initial_backoff_ms / 1000,
-            max_backoff_s=config.retry_max_backoff_ms / 1000,
-            backoff_multiplier=config.retry_backoff_multiplier,
-        )
-        self.max_retries = 0 if config.disable_retries else config.retry_max_retries
-        self.tokeniser: PromptTokeniser | None = None
-        self.running: dict[Exchange, None] = {}  # in order of their start
-        self._admitted: deque[Exchange] = deque()
-        self._is_starting = False
-        self.is_draining = False
-        self.siblings: SiblingLink = siblings or NoSiblings()
-        self.app = build_app(self)
         self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
         self._admin_key = f"Bearer {config.effective_admin_key}".encode()
         authorization = b"authorization: %b\r\n" % self._client_key if self._client_key else b""
-        self.aborter = Aborter(self.pool, authorization, loop)
-        self._pools: dict[int, UpstreamPool] = {}
+        pools = UpstreamPools(loop)
+        self.services = Services(
+            config=config,
+            loop=loop,
+            draw=random.random,
+            metrics=self.metrics,
+            registry=self.registry,
+            planner=self.planner,
+            prober=self.prober,
+            pools=pools,
+            aborter=Aborter(pools, authorization, loop),
+            admission=self.admission,
+            rooms=RoomAllocator(secrets.randbits(31), process_index, config.processes),
+            retry_policy=RetryPolicy(
+                initial_backoff_s=config.retry_initial_backoff_ms / 1000,
+                max_backoff_s=config.retry_max_backoff_ms / 1000,
+                backoff_multiplier=config.retry_backoff_multiplier,
+            ),
+            max_retries=0 if config.disable_retries else config.retry_max_retries,
+            siblings=self.siblings,
+            running=self.running,
+            on_ended=self._on_ended,
+            authorization=authorization,
+        )
+        self.is_draining = False
+        self.app = build_app(self)
+        self._admitted: deque[Admissible] = deque()
+        self._is_starting = False
         self._connections: set[ClientConnection] = set()
         self._limits = ConnectionLimits(
             config.max_header_size,
@@ -120,10 +134,9 @@ class Router:
             connection.close()
         await self.siblings.stop()
         await self.prober.stop()
-        for pool in self._pools.values():
-            pool.close()
-        if self.tokeniser is not None:
-            self.tokeniser.close()
+        self.services.pools.close()
+        if self.services.tokeniser is not None:
+            self.services.tokeniser.close()
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -135,10 +148,10 @@ class Router:
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
             return None
         if self._client_key and not self._is_authorised(request.header(b"authorization") or b""):
-            self.count_refusal("unauthorized")
+            self.metrics.count(self.metrics.refused, "unauthorized")
             connection.respond_error(401, "missing or wrong API key", extra=b"www-authenticate: Bearer\r\n")
             return None
-        exchange = Exchange(self, connection, request, self.loop.time())
+        exchange = Exchange(self.services, connection, request, self.loop.time())
         # Before `begin`: a request that waits off the loop must hear that its client left.
         connection.call = exchange
         exchange.begin()
@@ -148,7 +161,7 @@ class Router:
         is_client = hmac.compare_digest(given, self._client_key)
         return hmac.compare_digest(given, self._admin_key) or is_client
 
-    def ended(self, exchange: Exchange, now_s: float) -> None:
+    def _on_ended(self, exchange: Admissible, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
         if self.running.pop(exchange, exchange) is not None:
             return
@@ -160,17 +173,9 @@ class Router:
             self._admitted.popleft().start(now_s)
         self._is_starting = False
 
-    def pool(self, worker: Worker) -> UpstreamPool:
-        pool = self._pools.get(worker.id)
-        if pool is None:
-            pool = UpstreamPool(worker, self.loop)
-            if self.registry.contains(worker):  # else only for what is left to say to a removed instance
-                self._pools[worker.id] = pool
-        return pool
-
     @property
     def _is_busy(self) -> bool:
-        return bool(self._connections or self.running or self.aborter.is_busy)
+        return bool(self._connections or self.running or self.services.aborter.is_busy)
 
     async def _wait_drained(self, limit_s: float) -> None:
         """Until every connection has closed, which it does behind its last reply, and every abort is sent."""
@@ -203,24 +208,7 @@ class Router:
         for connection in tuple(self._connections):
             connection.sweep(now_s)
 
-    # -- counting ---------------------------------------------------------------------------------------
-
-    def count_refusal(self, reason: str) -> None:
-        self.metrics.refused[reason] = self.metrics.refused.get(reason, 0) + 1
-
-    def count_abort(self, reason: str) -> None:
-        self.metrics.aborts[reason] = self.metrics.aborts.get(reason, 0) + 1
-
-    def count_retry(self, leg: str) -> None:
-        self.metrics.retries[leg] = self.metrics.retries.get(leg, 0) + 1
-
-    def count_worker_failure(self, worker: Worker) -> None:
-        self.metrics.worker_failures[worker.url] = self.metrics.worker_failures.get(worker.url, 0) + 1
-
-    def refused_for(self, exchange: Exchange, reason: str) -> None:
-        """No instance could take an admitted request."""
-        self.count_refusal("no_instance")
-        logger.warning("no instance for a request: %s", reason)
+    # -- reports ---------------------------------------------------------------------------------------
 
     def render_metrics(self) -> bytes:
         families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))
@@ -253,9 +241,7 @@ class Router:
         if worker.role.is_prefill:
             self.planner.index.remove_worker(worker.id)
         self.prober.forget(worker)
-        pool = self._pools.pop(worker.id, None)
-        if pool is not None:
-            pool.close()
+        self.services.pools.drop(worker)
         logger.info("worker %s (%s) removed", worker.url, worker.role)
 
     def drain_worker(self, worker: Worker, is_draining: bool) -> None:
@@ -278,7 +264,7 @@ class Router:
 
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
-        if self.tokeniser is None:
+        if self.services.tokeniser is None:
             self._load_tokenizer(worker.tokenizer_path)
 
     def _load_tokenizer(self, folder: str) -> None:
@@ -287,6 +273,6 @@ class Router:
             return
         self._tokenizer_file = str(file)  # tried once, whatever comes of it
         try:
-            self.tokeniser = PromptTokeniser(file, self.loop)
+            self.services.tokeniser = PromptTokeniser(file, self.loop)
         except Exception as error:  # the library raises bare Exception
             logger.warning("%s cannot be used, token counts stay estimates: %s", file, error)

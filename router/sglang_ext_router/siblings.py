@@ -19,7 +19,9 @@ from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.membership import MembershipTable
 
 if TYPE_CHECKING:
-    from sglang_ext_router.router import Router
+    from sglang_ext_router.metrics import RouterMetrics
+    from sglang_ext_router.routing import RoutePlanner
+    from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +32,27 @@ MAX_DATAGRAM_BYTES = 128 << 10
 MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
 
 
+class LinkedRouter(Protocol):
+    """What a link reads and changes of its own process."""
+
+    loop: asyncio.AbstractEventLoop
+    metrics: RouterMetrics
+    registry: WorkerRegistry
+    planner: RoutePlanner
+
+    def adopt_worker(self, address: WorkerAddress) -> Worker: ...
+
+    def drop_worker(self, worker: Worker) -> None: ...
+
+    def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
+
+
 class SiblingLink(Protocol):
     """How a process tells the others what they cannot see for themselves."""
 
     shares_prefixes: bool
 
-    async def start(self, router: Router) -> None: ...
+    async def start(self, router: LinkedRouter) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -55,7 +72,7 @@ class NoSiblings:
 
     shares_prefixes = False
 
-    async def start(self, router: Router) -> None:
+    async def start(self, router: LinkedRouter) -> None:
         """Nobody to meet."""
 
     async def stop(self) -> None:
@@ -97,12 +114,12 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         self._prefixes: list[tuple[str, list[int]]] = []
         self._prefix_blocks = 0
         self._ticks = 0
-        self._router: Router
+        self._router: LinkedRouter
         self._transport: asyncio.BaseTransport
         self._socket: socket.socket
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self, router: Router) -> None:
+    async def start(self, router: LinkedRouter) -> None:
         self._router = router
         path = self._folder / f"{self._index}.sock"
         path.unlink(missing_ok=True)

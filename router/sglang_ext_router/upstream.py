@@ -250,6 +250,7 @@ class UpstreamPool:
         self.worker = worker
         self._loop = loop
         self._idle: list[UpstreamConnection] = []
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
@@ -307,7 +308,7 @@ class UpstreamPool:
         transport = connection.transport
         if transport is None or transport.is_closing():
             return
-        if not connection.reply_keeps_alive or len(self._idle) >= MAX_IDLE_CONNECTIONS:
+        if not connection.reply_keeps_alive or self._is_closed or len(self._idle) >= MAX_IDLE_CONNECTIONS:
             transport.close()
             return
         transport.resume_reading()
@@ -323,7 +324,34 @@ class UpstreamPool:
             pass
 
     def close(self) -> None:
+        """Close idle connections now and the others when their request has ended."""
+        self._is_closed = True
         for connection in self._idle:
             if connection.transport is not None:
                 connection.transport.close()
         self._idle.clear()
+
+
+class UpstreamPools:
+    """A pool per instance that has been sent anything."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pools: dict[int, UpstreamPool] = {}
+
+    def start(self, worker: Worker, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
+        """Send a request to an instance; what comes back is told to `owner`."""
+        pool = self._pools.get(worker.id)
+        if pool is None:
+            pool = self._pools[worker.id] = UpstreamPool(worker, self._loop)
+        return pool.start(owner, kind, attempt, request)
+
+    def drop(self, worker: Worker) -> None:
+        """The instance was removed: close what is idle."""
+        pool = self._pools.pop(worker.id, None)
+        if pool is not None:
+            pool.close()
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

@@ -10,6 +10,7 @@ from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.prefill_rate import PrefillRate
 
+_new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
 UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has told its own
 
 
@@ -90,21 +91,27 @@ class Worker:
         return self.is_healthy and not self.is_draining
 
     def prefill_load(self, cached_tokens: int) -> PrefillLoad:
-        return PrefillLoad(
-            self.id,
-            self.pending_tokens + self.foreign_tokens + self.sibling_tokens,
-            self.in_flight + self.sibling_in_flight,
-            cached_tokens,
-            self.rate.tokens_per_s,
+        return _new(
+            PrefillLoad,
+            (
+                self.id,
+                self.pending_tokens + self.foreign_tokens + self.sibling_tokens,
+                self.in_flight + self.sibling_in_flight,
+                cached_tokens,
+                self.rate.tokens_per_s,
+            ),
         )
 
     def decode_load(self) -> DecodeLoad:
-        return DecodeLoad(
-            self.id,
-            self.reported_free_kv_tokens,
-            self.reserved_tokens + self.sibling_tokens,
-            self.in_flight + self.sibling_in_flight,
-            self.max_prompt_tokens,
+        return _new(
+            DecodeLoad,
+            (
+                self.id,
+                self.reported_free_kv_tokens,
+                self.reserved_tokens + self.sibling_tokens,
+                self.in_flight + self.sibling_in_flight,
+                self.max_prompt_tokens,
+            ),
         )
 
     def address(self) -> WorkerAddress:

@@ -81,6 +81,23 @@ def test_decode_recovers_from_a_killed_prefill(decode: Engine, victim: Engine) -
     assert wait_until_gone(pids, 5) == []
 
 
+def test_engine_killed_while_it_starts_leaves_nothing() -> None:
+    """Its children have not yet reached the point where SGLang binds them to their parent."""
+    engine = Engine.start(EngineSpec(Role.SHORT, name="stillborn"))
+    try:
+        deadline = time.monotonic() + 60
+        # Main process, resource tracker, scheduler, detokenizer; the last two are importing SGLang then.
+        while len(engine.process_ids()) < 4 and engine.is_alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(1)
+        pids = engine.process_ids()
+        assert len(pids) >= 4, engine.log_tail()
+        engine.kill()
+        assert wait_until_gone(pids, 8) == []
+    finally:
+        engine.stop()
+
+
 def test_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """`--exit-with-parent`, with a parent that is killed while the engine is still starting."""
     starter = (

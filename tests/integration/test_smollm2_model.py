@@ -8,7 +8,11 @@ import pytest
 
 from sglang_ext.models.smollm2 import ensure_smollm2
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    # transformers imports sentencepiece, which would crash Python at its end if these were errors
+    pytest.mark.filterwarnings("ignore:builtin type swig:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")

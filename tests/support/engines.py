@@ -65,6 +65,7 @@ class Engine:
     log_path: Path
     process: subprocess.Popen[bytes]
     last_used: float = field(default_factory=time.monotonic)
+    has_failed: bool = False
 
     @classmethod
     def start(cls, spec: EngineSpec, ports: tuple[int, int] | None = None) -> Engine:
@@ -162,7 +163,7 @@ class Engine:
         self.process.wait()
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL for whatever is left. Safe to call again."""
+        """SIGTERM, then SIGKILL for whatever is left; keeps the log of an engine that failed. Safe to call again."""
         if self.is_alive:
             self.process.terminate()
             try:
@@ -175,6 +176,8 @@ class Engine:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
+        if not self.has_failed:
+            self.log_path.unlink(missing_ok=True)
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         text = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -190,6 +193,7 @@ class Engine:
                 return Reply(error.code, _decode(error.read()))
 
     def _error(self, problem: str) -> EngineError:
+        self.has_failed = True
         return EngineError(
             f"engine {self.spec.role} {self.spec.name} {problem}; log {self.log_path}:\n{self.log_tail()}"
         )

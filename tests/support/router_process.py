@@ -112,9 +112,12 @@ class Cluster(RunningRouter):
         self.decode = engines[Role.DECODE]
         self.engines = all_engines
 
-    @property
-    def prefill(self) -> list[ScriptedEngine]:
-        return [engine for engine in self.engines if engine.role is not Role.DECODE]
+    async def extra_engine(self, role: Role) -> ScriptedEngine:
+        """One more engine that the router does not know yet."""
+        engine = ScriptedEngine(role)
+        await engine.start()
+        self.engines.append(engine)
+        return engine
 
     def upstream_requests(self) -> int:
         """Generation requests that reached any engine."""

@@ -99,7 +99,7 @@ def _train_tokenizer(shape: TinyModelShape):  # type: ignore[no-untyped-def]  # 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train(
         [str(library / module) for module in CORPUS_MODULES],
-        trainers.BpeTrainer(
+        trainers.BpeTrainer(  # type: ignore[no-untyped-call]
             vocab_size=shape.vocabulary,
             special_tokens=SPECIAL_TOKENS,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

@@ -7,15 +7,21 @@ embedding, names tensors differently and quantises them in blocks; all three are
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from sglang_ext.models.gguf_tokenizer import GgufVocabulary, build_tokenizer, tokenizer_config
+
+with warnings.catch_warnings():
+    # gguf imports sentencepiece, whose SWIG types warn while they are made. Where warnings are errors they would
+    # stay half made, and Python would crash at its end.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import gguf
 
 FloatArray = npt.NDArray[np.float32]
 

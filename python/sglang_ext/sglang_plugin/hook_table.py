@@ -76,7 +76,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         name="parallel-samples",
-        why="n > 1 gives every sample the same bootstrap room, which crashes prefill and decode; spreads rooms",
+        why="n > 1 sends a warm-up request and then every sample with one and the same room; spreads rooms",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.parallel_samples:normalize_batch_and_arguments",
         targets=_same_in_all("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"),
@@ -90,7 +90,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         name="room-guard",
-        why="a bootstrap room that is already in use crashes the scheduler; refuses that request instead",
+        why="two requests with one room hang, or get each other's KV; refuses the second",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.room_guard:add_request_to_queue",
         targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"),

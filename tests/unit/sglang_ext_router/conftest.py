@@ -22,28 +22,29 @@ TEST_TIMEOUT_S = 30.0
 LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
-class _Complaints(logging.Handler):
+class Complaints(logging.Handler):
     """Collects what must not be logged: errors of the router, warnings of the event loop."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: list[str] = []
+        self.messages: list[str] = []  # first lines
 
     def emit(self, record: logging.LogRecord) -> None:
         floor = logging.WARNING if record.name == "asyncio" else logging.ERROR
         if record.levelno >= floor:
-            self.messages.append(logging.Formatter("%(name)s: %(message)s").format(record))
+            self.messages.append(f"{record.name}: {record.getMessage()}")
 
 
 @pytest.fixture(autouse=True)
-def _no_errors_logged() -> Iterator[None]:
-    complaints = _Complaints()
-    logging.getLogger().addHandler(complaints)
+def complaints() -> Iterator[Complaints]:
+    """A test that expects an error takes it out of `messages`."""
+    handler = Complaints()
+    logging.getLogger().addHandler(handler)
     try:
-        yield
+        yield handler
     finally:
-        logging.getLogger().removeHandler(complaints)
-    assert complaints.messages == []
+        logging.getLogger().removeHandler(handler)
+    assert handler.messages == []
 
 
 class Stage:

@@ -124,7 +124,7 @@ async def test_while_its_prompt_is_being_tokenised() -> None:
 
     async with cluster(length_boundary_tokens=300) as served:
         held: Any = Held()
-        served.router.tokeniser = held
+        served.router.services.tokeniser = held
         client = await sent(served, {"text": "x" * 1200})
         await served.until(lambda: len(held.waiting) == 1)
         await leave(client, "close")
@@ -150,7 +150,7 @@ async def test_while_a_slow_tokeniser_thread_counts() -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         tokeniser._threads = ThreadPoolExecutor(1)
-        served.router.tokeniser = tokeniser
+        served.router.services.tokeniser = tokeniser
         client = await sent(served, {"text": "x" * 1200})
         await served.until(lambda: served.router.metrics.tokenised == 1)
         await leave(client, "close")

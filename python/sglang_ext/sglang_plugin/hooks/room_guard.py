@@ -33,14 +33,18 @@ def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: An
 
 def room_in_use(scheduler: Any, room: int | None) -> bool:
     """Whether a request that this scheduler holds has this room."""
-    return room is not None and any(request.bootstrap_room == room for request in live_requests(scheduler))
+    return room is not None and any(
+        request.bootstrap_room == room and not request.finished() for request in live_requests(scheduler)
+    )
 
 
 def live_requests(scheduler: Any) -> Iterator[Any]:
-    """Every request between arrival and release, in whichever queue it is."""
+    """Every request between arrival and release, in whichever queue it is; some come twice."""
     yield from scheduler.waiting_queue
     yield from scheduler.grammar_manager.grammar_queue
-    yield from scheduler.running_batch.reqs
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None:
+            yield from batch.reqs
     if scheduler.chunked_req is not None:
         yield scheduler.chunked_req
     if scheduler.disaggregation_mode == DisaggregationMode.PREFILL:

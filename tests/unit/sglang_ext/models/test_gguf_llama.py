@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +16,7 @@ from sglang_ext.models.gguf_llama import (
     FloatArray,
     GgufLlama,
     UnsupportedModelError,
+    gguf,
     hugging_face_name,
     permute_for_gguf,
     unpermute_from_gguf,

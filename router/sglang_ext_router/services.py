@@ -1,0 +1,62 @@
+"""What the requests of one router process share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_ext.policy.admission import AdmissionQueue
+from sglang_ext.policy.retry import RetryPolicy
+from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.metrics import RouterMetrics
+from sglang_ext_router.probe import Prober
+from sglang_ext_router.rooms import RoomAllocator
+from sglang_ext_router.routing import RoutePlanner
+from sglang_ext_router.siblings import SiblingLink
+from sglang_ext_router.tokenising import PromptTokeniser
+from sglang_ext_router.upstream import UpstreamPools
+from sglang_ext_router.workers import WorkerRegistry
+
+
+class Admissible(Protocol):
+    """A request as admission and time limits see it."""
+
+    started_s: float
+
+    def __hash__(self) -> int: ...
+
+    def start(self, now_s: float) -> None:
+        """There is a place for it."""
+
+    def on_queue_timeout(self) -> None:
+        """It has waited too long."""
+
+    def on_timeout(self) -> None:
+        """It has run too long."""
+
+
+@dataclass(slots=True)
+class Services:
+    """One of each per process. `tokeniser` comes once a tokenizer is known."""
+
+    config: RouterConfig
+    loop: asyncio.AbstractEventLoop
+    draw: Callable[[], float]  # uniform in [0, 1)
+    metrics: RouterMetrics
+    registry: WorkerRegistry
+    planner: RoutePlanner
+    prober: Prober
+    pools: UpstreamPools
+    aborter: Aborter
+    admission: AdmissionQueue[Admissible]
+    rooms: RoomAllocator
+    retry_policy: RetryPolicy
+    max_retries: int
+    siblings: SiblingLink
+    running: dict[Admissible, None]  # in order of their start
+    on_ended: Callable[[Admissible, float], None]
+    authorization: bytes  # header line for the instances, in place of the client's; empty without --api-key
+    tokeniser: PromptTokeniser | None = None

@@ -1,0 +1,238 @@
+"""Instances come and go: health, identity, load, and what is forgotten when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sglang_ext.types import Role
+from sglang_ext_router.prefill_rate import PRIOR_TOKENS_PER_S, PrefillRate
+from sglang_ext_router.workers import Worker
+from support.router_process import Cluster, cluster
+from support.scripted_engine import BOOTSTRAP_PORT, ScriptedEngine
+
+PROMPT = {"text": "x"}
+NOT_INFO: list[object] = [[], None, "text", 5, True, [{}]]
+
+
+def decode_worker(served: Cluster) -> Worker:
+    return served.worker(served.decode[0].url)
+
+
+def with_info(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
+    assert isinstance(engine.info, dict)
+    return {**engine.info, **fields}
+
+
+async def test_an_instance_takes_requests_once_it_is_healthy() -> None:
+    async with cluster(health_failure_threshold=2) as served:
+        engine, worker = served.decode[0], decode_worker(served)
+        engine.health_status = 503
+        await served.until(lambda: not worker.is_healthy)
+        assert worker.last_error == "/health answered 503"
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 503
+        engine.health_status = 200
+        await served.until(lambda: worker.is_healthy)
+        assert worker.last_error == ""
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 200
+
+
+async def test_one_failed_check_is_forgiven() -> None:
+    async with cluster(health_failure_threshold=3, health_check_interval_secs=0.05) as served:
+        engine, worker = served.decode[0], decode_worker(served)
+        for _ in range(3):
+            engine.health_status = 500
+            await served.until(lambda: worker.failed_checks >= 1)
+            engine.health_status = 200
+            await served.until(lambda: worker.failed_checks == 0)
+            assert worker.is_healthy
+
+
+async def test_an_instance_that_does_not_answer_is_taken_out() -> None:
+    async with cluster(
+        health_check_timeout_secs=0.1, health_failure_threshold=2, health_check_interval_secs=0.05
+    ) as served:
+        served.decode[0].health_status = None
+        await served.until(lambda: not decode_worker(served).is_healthy, 2.0)
+        assert decode_worker(served).last_error
+
+
+async def test_an_instance_whose_port_is_closed_is_taken_out_at_once() -> None:
+    async with cluster(health_failure_threshold=50, health_check_interval_secs=0.1) as served:
+        await served.decode[0].stop()
+        await served.until(lambda: not decode_worker(served).is_healthy, 1.0)
+
+
+async def test_what_a_lost_instance_had_cached_is_forgotten() -> None:
+    async with cluster(health_check_interval_secs=0.1) as served:
+        await served.ask("POST", "/generate", {"text": "word " * 300})
+        index = served.router.planner.index
+        worker = served.worker(served.short[0].url)
+        assert index.worker_block_count(worker.id) > 0
+        await served.short[0].stop()
+        await served.until(lambda: not worker.is_healthy)
+        assert index.worker_block_count(worker.id) == 0
+
+
+async def test_a_restarted_instance_is_asked_again_who_it_is() -> None:
+    async with cluster(health_check_interval_secs=0.1) as served:
+        short, worker = served.short[0], served.worker(served.short[0].url)
+        assert worker.bootstrap_port == BOOTSTRAP_PORT
+        await short.stop()
+        await served.until(lambda: not worker.is_healthy)
+        short.info = with_info(short, disaggregation_bootstrap_port=9999, served_model_name="newer")
+        await short.start()
+        await served.until(lambda: worker.is_healthy)
+        assert (worker.bootstrap_port, worker.model) == (9999, "newer")
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 200
+        assert short.requests[-1].json["bootstrap_port"] == 9999
+
+
+@pytest.mark.parametrize(("role", "mode"), [(Role.DECODE, "prefill"), (Role.SHORT, "decode"), (Role.LONG, "null")])
+async def test_an_instance_in_the_wrong_mode_is_refused(role: Role, mode: str) -> None:
+    async with cluster() as served:
+        engine = await served.extra_engine(role)
+        engine.info = with_info(engine, disaggregation_mode=mode)
+        await served.ask("GET", "/health")
+        served.router.add_worker(worker_address(engine))
+        worker = served.worker(engine.url)
+        await served.until(lambda: worker.failed_checks >= 2)
+        assert not worker.is_healthy
+        assert mode in worker.last_error
+        shown = (await served.ask("GET", f"/workers/127.0.0.1:{engine.port}")).json
+        assert (shown["state"], shown["last_error"]) == ("unhealthy", worker.last_error)
+        assert engine.requests == []
+
+
+def worker_address(engine: ScriptedEngine) -> Any:
+    from sglang_ext_router.config import WorkerAddress
+
+    return WorkerAddress(engine.url, engine.role)
+
+
+@pytest.mark.parametrize("info", NOT_INFO)
+async def test_an_odd_description_does_not_end_the_watching(info: object) -> None:
+    async with cluster() as served:
+        engine = await served.extra_engine(Role.DECODE)
+        good, engine.info = engine.info, info
+        served.router.add_worker(worker_address(engine))
+        worker = served.worker(engine.url)
+        await served.until(lambda: worker.failed_checks >= 2)
+        engine.info = good
+        await served.until(lambda: worker.is_healthy)
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        *NOT_INFO,
+        {"loads": None},
+        {"loads": [None]},
+        {"loads": ["x"]},
+        {"loads": [{}]},
+        {"loads": [{"num_running_reqs": "many", "num_used_tokens": 0, "max_total_num_tokens": 1}]},
+        {"loads": [{"num_running_reqs": None, "num_used_tokens": 0, "max_total_num_tokens": 1}]},
+        {"loads": [{"num_running_reqs": 1, "num_used_tokens": [], "max_total_num_tokens": 1}]},
+    ],
+)
+async def test_an_odd_load_report_does_not_end_the_watching(loads: object) -> None:
+    async with cluster(health_check_interval_secs=0.05, load_poll_interval_secs=0.02) as served:
+        engine, worker = served.decode[0], decode_worker(served)
+        engine.loads = loads
+        await asyncio.sleep(0.1)
+        engine.loads = {"loads": [{"num_running_reqs": 42, "num_used_tokens": 0, "max_total_num_tokens": 10}]}
+        await served.until(lambda: worker.reported_running == 42)
+        assert worker.is_healthy
+
+
+async def test_loads_of_all_ranks_are_added_up() -> None:
+    rank = {"num_running_reqs": 3, "num_used_tokens": 100, "max_total_num_tokens": 1000}
+    async with cluster(load_poll_interval_secs=0.02) as served:
+        served.decode[0].loads = {"loads": [rank, rank]}
+        served.short[0].loads = {"loads": [{**rank, "num_waiting_uncached_tokens": 70}] * 2}
+        worker = decode_worker(served)
+        await served.until(lambda: worker.reported_running == 6)
+        assert worker.reported_free_kv_tokens == 1800
+        prefill = served.worker(served.short[0].url)
+        await served.until(lambda: prefill.foreign_tokens == 140)
+        assert prefill.prefill_load(0).pending_tokens == 140
+
+
+async def test_the_prefill_rate_is_learned_from_the_reports() -> None:
+    async with cluster(load_poll_interval_secs=0.02) as served:
+        worker = served.worker(served.short[0].url)
+        rank = {"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1}
+        counters = {"total_prefill_uncached_tokens": 1000, "total_prefill_busy_us": 1_000_000}
+        served.short[0].loads = {"loads": [{**rank, **counters}]}
+        await asyncio.sleep(0.1)
+        counters = {"total_prefill_uncached_tokens": 6000, "total_prefill_busy_us": 2_000_000}
+        served.short[0].loads = {"loads": [{**rank, **counters}]}
+        await served.until(lambda: worker.rate.tokens_per_s == pytest.approx(5000))
+
+
+async def test_without_a_bootstrap_port_a_prefill_instance_is_not_used() -> None:
+    async with cluster() as served:
+        engine = await served.extra_engine(Role.SHORT)
+        assert isinstance(engine.info, dict)
+        engine.info = {key: value for key, value in engine.info.items() if key != "disaggregation_bootstrap_port"}
+        served.router.add_worker(worker_address(engine))
+        worker = served.worker(engine.url)
+        await served.until(lambda: worker.failed_checks >= 1)
+        assert "bootstrap_port" in worker.last_error
+
+
+async def test_n_above_one_needs_instances_that_can() -> None:
+    async with cluster() as served:
+        engine = served.decode[0]
+        assert isinstance(engine.info, dict)
+        engine.info = {key: value for key, value in engine.info.items() if key != "sglang_ext"}
+        decode_worker(served).has_info = False
+        await served.until(lambda: decode_worker(served).has_info)
+        answer = await served.ask("POST", "/generate", {"text": "x", "sampling_params": {"n": 2}})
+        assert (answer.status, answer.error["param"]) == (400, "n")
+        assert served.upstream_requests() == 0
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 200
+
+
+async def test_a_failed_request_has_the_instance_checked_at_once() -> None:
+    async with cluster(health_check_interval_secs=60.0, load_poll_interval_secs=60.0, retry_max_retries=0) as served:
+        checks = served.decode[0].health_checks
+        from support.scripted_engine import cut
+
+        served.decode[0].script = cut()
+        await served.ask("POST", "/generate", PROMPT)
+        await served.until(lambda: served.decode[0].health_checks > checks, 1.0)
+
+
+async def test_health_checks_carry_the_key() -> None:
+    async with cluster(api_key="secret") as served:
+        (info,) = [request for request in served.decode[0].control if request.path == "/server_info"]
+        assert info.header("authorization") == "Bearer secret"
+
+
+# -- rate -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_without_reports_is_the_prior() -> None:
+    rate = PrefillRate()
+    rate.observe(0, 0)
+    rate.observe(0, 0)
+    assert rate.tokens_per_s == PRIOR_TOKENS_PER_S
+
+
+def test_a_restart_is_not_taken_for_negative_work() -> None:
+    rate = PrefillRate()
+    for tokens, busy_us in ((1000, 1_000_000), (3000, 2_000_000), (10, 1000), (1010, 1_001_000)):
+        rate.observe(tokens, busy_us)
+    assert rate.tokens_per_s == pytest.approx(1500)
+
+
+def test_old_rates_fade() -> None:
+    rate = PrefillRate()
+    tokens = busy_us = 0
+    for per_second in [100] * 200 + [5000] * 200:
+        rate.observe(tokens, busy_us)
+        tokens, busy_us = tokens + per_second, busy_us + 1_000_000
+    assert rate.tokens_per_s > 4500
