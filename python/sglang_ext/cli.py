@@ -24,9 +24,20 @@ COMMANDS = {
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
     "worker": Command("sglang_ext.sglang_plugin.worker", "start one SGLang instance with a role"),
     "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
-    "run-module": Command("sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"),
+    "run-module": Command(
+        "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"
+    ),
     "model": Command("sglang_ext.models.command", "fetch and convert the small demonstration model"),
 }
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there is one worth showing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, "", False, []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def _overview() -> str:
@@ -60,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=f"sglang-ext {name}",
         description=command.summary[0].upper() + command.summary[1:] + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(rest)) or 0)

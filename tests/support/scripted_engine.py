@@ -136,6 +136,7 @@ def event(content: object) -> bytes:
     return b"data: %b\n\n" % (content if isinstance(content, bytes) else json.dumps(content).encode())
 
 
+OK = {"text": "ok", "usage": {"prompt_tokens": 7}}
 STREAM_END = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -144,10 +145,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 def reply(
-    content: object = None, status: int = 200, headers: Sequence[tuple[str, str]] = (), delay_s: float = 0.0
+    content: object = OK, status: int = 200, headers: Sequence[tuple[str, str]] = (), delay_s: float = 0.0
 ) -> Script:
     """Answer with JSON."""
-    body = json.dumps({"text": "ok", "usage": {"prompt_tokens": 7}} if content is None else content).encode()
+    body = json.dumps(content).encode()
 
     async def play(turn: Turn) -> None:
         if delay_s:

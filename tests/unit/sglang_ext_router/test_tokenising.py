@@ -91,7 +91,7 @@ async def test_a_prompt_in_doubt_is_counted_and_classified_exactly(folder: Path)
 
 
 async def test_a_prompt_beyond_doubt_is_not_counted(folder: Path) -> None:
-    async with cluster(tokenizer_path=str(folder), length_boundary_tokens=300) as served:
+    async with cluster(tokenizer_path=str(folder)) as served:
         assert await ask(served, "x" * 100) == (200, "short")
         assert await ask(served, "x" * 6000) == (200, "long")
         assert served.router.metrics.tokenised == 0
@@ -116,18 +116,18 @@ async def test_the_instances_tokenizer_is_used_where_it_can_be_read(folder: Path
         assert isinstance(engine.info, dict)
         engine.info = {**engine.info, "tokenizer_path": str(folder)}
         served.worker(engine.url).has_info = False
-        await served.until(lambda: served.router.tokeniser is not None)
+        await served.until(lambda: served.router.services.tokeniser is not None)
         assert await ask(served, words(290, 6)) == (200, "short")
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": "nonsense"}')
     async with cluster(tokenizer_path=str(tmp_path)) as served:
-        assert served.router.tokeniser is None
+        assert served.router.services.tokeniser is None
         assert await ask(served, "x") == (200, "short")
 
 
 async def test_many_at_once(folder: Path) -> None:
     async with cluster(tokenizer_path=str(folder), length_boundary_tokens=300) as served:
-        answers = await asyncio.gather(*(ask(served, words(280 + i, 5)) for i in range(40)))
+        answers = await asyncio.gather(*(ask(served, f"{i} " + words(279 + i, 5)) for i in range(40)))
         assert [length_class for _, length_class in answers] == ["short"] * 21 + ["long"] * 19
