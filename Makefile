@@ -9,12 +9,15 @@ BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
 TORCH := torch==2.13.0
 STAMP := $(VENV)/.env-$(shell cat $(LOCK) pyproject.toml Makefile | cksum | cut -d' ' -f1)
+# What runs for every request is compiled: anew when one of its sources has changed.
+HOT_SOURCES := $(wildcard python/sglang_ext/*.py python/sglang_ext/policy/*.py router/sglang_ext_router/*.py tools/*.py)
+COMPILED := $(VENV)/.compiled-$(shell cat $(HOT_SOURCES) | cksum | cut -d' ' -f1)
 PYTEST_ARGS ?=
 
 .PHONY: env demo test unit lint format clean
 .DEFAULT_GOAL := env
 
-env: $(STAMP)
+env: $(STAMP) $(COMPILED)
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make env: Python 3.11 or newer is needed (set PYTHON=...)")'
@@ -26,6 +29,10 @@ $(STAMP):
 	@echo "[env 4/4] installing sglang-ext"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.env-*; touch $@
+
+$(COMPILED): $(STAMP)
+	@$(BIN)/python tools/compile_hot_path.py
+	@rm -f $(VENV)/.compiled-*; touch $@
 
 demo: env
 	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))
@@ -47,4 +54,5 @@ format: env
 	@$(BIN)/ruff format --quiet .
 
 clean:
+	find python router -name '*.so' -delete
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis run

@@ -273,8 +273,11 @@ class ClientConnection(asyncio.Protocol):
     def _serve(self, request: Request) -> None:
         self.request = request
         call = self._dispatch(self, request)
-        if self.request is request:  # not answered at once
+        if self._serves(request):  # not answered at once
             self.call = call
+
+    def _serves(self, request: Request) -> bool:
+        return self.request is request
 
     def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: bytes = b"") -> None:
         """Answer the current request whole and go on to the next."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from sglang_ext_router.compiled import describe as describe_compiled
 from sglang_ext_router.config import ConfigError, RouterConfig, add_arguments, config_from_arguments
 from sglang_ext_router.logs import set_up_logging
 from sglang_ext_router.router import Router
@@ -39,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"sglang-ext router: {error}", file=sys.stderr)
         return 2
     set_up_logging(config.log_level, config.log_json)
+    is_wrong, state = describe_compiled()
+    logger.log(logging.WARNING if is_wrong else logging.INFO, state)
     if not config.workers:
         logger.warning("no workers given: add some with POST /workers")
     if config.processes > 1 and not is_child():

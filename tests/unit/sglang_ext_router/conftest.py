@@ -5,34 +5,13 @@ Tests run on uvloop, as the router does; a parameter `event_loop` of "asyncio" a
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
-from collections.abc import Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 import pytest
-import uvloop
 
-T = TypeVar("T")
-
-TEST_TIMEOUT_S = 30.0
-
-LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
-
-
-class Complaints(logging.Handler):
-    """Collects what must not be logged: errors of the router, warnings of the event loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []  # first lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        floor = logging.WARNING if record.name == "asyncio" else logging.ERROR
-        if record.levelno >= floor:
-            self.messages.append(f"{record.name}: {record.getMessage()}")
+from support.event_loops import Complaints, Stage, guarded_runner, within_limit
 
 
 @pytest.fixture(autouse=True)
@@ -47,37 +26,9 @@ def complaints() -> Iterator[Complaints]:
     assert handler.messages == []
 
 
-class Stage:
-    """A loop that lives as long as the test, for property tests whose examples share one cluster."""
-
-    def __init__(self, runner: asyncio.Runner) -> None:
-        self._runner = runner
-        self._open: list[AbstractAsyncContextManager[Any]] = []
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(_within_limit(coroutine))
-
-    def enter(self, context: AbstractAsyncContextManager[T]) -> T:
-        """Enter a context that is left after the last example."""
-
-        async def entered() -> T:
-            return await context.__aenter__()
-
-        value = self.run(entered())
-        self._open.append(context)
-        return value
-
-    def leave(self) -> None:
-        async def left(context: AbstractAsyncContextManager[Any]) -> None:
-            await context.__aexit__(None, None, None)
-
-        for context in reversed(self._open):
-            self.run(left(context))
-
-
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    with _guarded_runner("uvloop") as runner:
+    with guarded_runner() as runner:
         stage = Stage(runner)
         yield stage
         stage.leave()
@@ -89,26 +40,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(test):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    with _guarded_runner(arguments.get("event_loop", "uvloop")) as runner:
-        runner.run(_within_limit(test(**arguments)))
+    with guarded_runner(str(arguments.get("event_loop", "uvloop"))) as runner:
+        runner.run(within_limit(test(**arguments)))
     return True
-
-
-async def _within_limit(coroutine: Coroutine[Any, Any, T]) -> T:
-    async with asyncio.timeout(TEST_TIMEOUT_S):
-        return await coroutine
-
-
-@contextmanager
-def _guarded_runner(loop_name: str) -> Iterator[asyncio.Runner]:
-    """A loop; AssertionError at its end if an exception reached it that nobody handled."""
-    unhandled: list[dict[str, Any]] = []
-    with asyncio.Runner(loop_factory=LOOPS[loop_name]) as runner:
-        runner.get_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-        try:
-            yield runner
-        finally:
-            for context in unhandled:
-                if (error := context.get("exception")) is not None:
-                    raise AssertionError(f"unhandled on the loop: {context['message']}") from error
-    assert unhandled == []

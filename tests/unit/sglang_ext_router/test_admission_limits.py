@@ -36,17 +36,21 @@ async def waiting(served: Cluster, headers: dict[str, str] | None = None, rid: s
     return client
 
 
+async def queued(served: Cluster, count: int) -> None:
+    await served.until(lambda: served.router.requests_queued == count)
+
+
 async def test_a_full_queue_gives_429_at_once() -> None:
     async with busy(queue_size=2) as served:
-        queued = [await waiting(served) for _ in range(2)]
-        await served.until(lambda: served.router.requests_queued == 2)
+        others = [await waiting(served) for _ in range(2)]
+        await queued(served, 2)
         answer = await served.ask("POST", "/generate", PROMPT)
         assert answer.status == 429
         assert answer.error["type"] == "rate_limit_error"
         assert answer.headers["retry-after"] == "1"
         assert served.router.metrics.refused == {"queue_full": 1}
         assert len(served.decode[0].requests) == 1
-        for client in queued:
+        for client in others:
             client.close()
 
 
@@ -83,7 +87,7 @@ async def test_the_earliest_deadline_is_served_first() -> None:
         clients = []
         for name, slo_ms in (("late", "9000"), ("none", ""), ("early", "5000")):
             clients.append(await waiting(served, {"x-sgl-ttft-slo-ms": slo_ms} if slo_ms else None, name))
-            await served.until(lambda count=len(clients): served.router.requests_queued == count)  # type: ignore[misc]
+            await queued(served, len(clients))
         first.close()
         for client in clients:
             assert (await client.reply()).status == 200
@@ -117,14 +121,14 @@ async def test_never_more_requests_under_way_than_allowed() -> None:
         assert most == 3
 
 
-@pytest.mark.parametrize("queued", [300])
-async def test_a_long_queue_that_meets_no_instance_is_refused_whole(queued: int) -> None:
-    async with cluster(max_concurrent_requests=1, queue_size=queued) as served:
+async def test_a_long_queue_that_meets_no_instance_is_refused_whole() -> None:
+    count = 300
+    async with cluster(max_concurrent_requests=1, queue_size=count) as served:
         served.decode[0].plan(hang())
         first = await waiting(served)
         await served.decode[0].received(1)
-        clients = [await waiting(served) for _ in range(queued)]
-        await served.until(lambda: served.router.requests_queued == queued)
+        clients = [await waiting(served) for _ in range(count)]
+        await queued(served, count)
         served.router.drain_worker(served.worker(served.decode[0].url), True)
         first.close()
         for client in clients:

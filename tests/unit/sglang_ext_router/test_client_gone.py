@@ -203,17 +203,17 @@ async def test_every_sequence_of_a_batch_is_aborted() -> None:
             await served.decode[0].abort_of(f"{base}_{index}", 1.0)
 
 
-@pytest.mark.parametrize("rid", ["", "0", "a", "00"])
+@pytest.mark.parametrize("rid", ["", "0"])
 async def test_a_clients_id_cannot_abort_the_requests_of_others(rid: str) -> None:
     """SGLang aborts every request whose id starts with the one given."""
     async with cluster() as served:
         served.decode[0].script = hang()
         other = asyncio.create_task(served.ask("POST", "/generate", PROMPT))
         victim = (await served.decode[0].received(1))[0].rid
-        client = await sent(served, {**PROMPT, "rid": rid or ""})
-        await asyncio.sleep(0.1)
+        client = await sent(served, {**PROMPT, "rid": rid})
+        await served.decode[0].received(2)
         await leave(client, "close")
-        await asyncio.sleep(0.8)  # until the abort has been repeated
+        await served.until(lambda: len(served.decode[0].aborts) == 2)  # it is told again
         assert not [abort.rid for abort in served.decode[0].aborts if victim.startswith(abort.rid)]
         served.decode[0].turns[0].aborted.set()
         other.cancel()

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from sglang_ext.types import Role
+from support.event_loops import Complaints
 from support.raw_client import Reply
 from support.router_process import FAST, Cluster, cluster, running_router
 from support.scripted_engine import BOOTSTRAP_PORT, CONTEXT_TOKENS, ScriptedEngine, hang, response, status
-
-if TYPE_CHECKING:
-    from conftest import Complaints
 
 PROMPT = {"text": "x"}
 CLIENT = {"Authorization": "Bearer client"}
@@ -243,7 +241,7 @@ FOR_ADMINS = [
     ("DELETE", "/workers/x:1"),
 ]
 # keys of the router → what each kind of path answers to nobody, to a client, to an administrator
-MATRIX = [
+MATRIX: list[tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = [
     ({}, {"open": (0, 0, 0), "client": (0, 0, 0), "admin": (403, 403, 403)}),
     ({"api_key": "client"}, {"open": (0, 0, 0), "client": (401, 0, 401), "admin": (401, 0, 401)}),
     ({"admin_api_key": "admin"}, {"open": (0, 0, 0), "client": (0, 0, 0), "admin": (401, 401, 0)}),
@@ -255,7 +253,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("keys", "expected"), MATRIX)
-async def test_who_may_do_what(keys: dict[str, str], expected: dict[str, tuple[int, int, int]]) -> None:
+async def test_who_may_do_what(keys: dict[str, Any], expected: dict[str, tuple[int, int, int]]) -> None:
     """0 stands for: let in, whatever the answer."""
     async with cluster(**keys) as served:
         for kind, paths in (("open", OPEN), ("client", FOR_CLIENTS), ("admin", FOR_ADMINS)):

@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
+from sglang_ext.types import Role
 from support.raw_client import RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.scripted_engine import DONE, ScriptedEngine, chunk, event, hang, raw, reply, response, stream, stream_head
-from sglang_ext.types import Role
 
 BODY = b'{"text": "x"}'
 GOOD = request_bytes("POST", "/generate", BODY)
@@ -105,7 +105,7 @@ async def test_a_reply_that_is_not_read_yet_is_not_cut() -> None:
         served.decode[0].script = raw(response(body))
         client.stop_reading()
         await client.send(GOOD)
-        await served.until(lambda: served.router._connections and len(served.decode[0].requests) == 1)
+        await served.decode[0].received(1)
         await asyncio.sleep(0.1)
         drain = start_drain(served)
         await asyncio.sleep(0.3)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from support.event_loops import Stage
 from support.raw_client import BrokenReplyError, RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.scripted_engine import Turn, response
-
-if TYPE_CHECKING:
-    from conftest import Stage
 
 FUZZ = settings(
     max_examples=150,
@@ -59,7 +57,7 @@ def fuzz_cluster(stage: Stage) -> Cluster:
 async def send_split(client: RawClient, data: bytes, cuts: list[int]) -> None:
     """Send `data` in the packets that the cuts make."""
     borders = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(borders):
         await client.send(data[start:end])
         await asyncio.sleep(0)
 
@@ -101,7 +99,24 @@ def test_a_pipeline_in_any_packets_equals_requests_one_by_one(stage: Stage) -> N
 
 
 NASTY = [
-    *(b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b"\x00", b":", b";", b",", b"0", b"1", b"-", b"+", b"\x0b", b"\xff"),
+    *(
+        b"\r",
+        b"\n",
+        b"\r\n",
+        b"\r\n\r\n",
+        b" ",
+        b"\t",
+        b"\x00",
+        b":",
+        b";",
+        b",",
+        b"0",
+        b"1",
+        b"-",
+        b"+",
+        b"\x0b",
+        b"\xff",
+    ),
     *(b"0\r\n\r\n", b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"HTTP/1.0", b"Connection: close\r\n"),
     *(b"GET / HTTP/1.1\r\n\r\n", b"POST ", b"Upgrade: h2c\r\nConnection: upgrade\r\n", b"Expect: 100-continue\r\n"),
     *(b"Host: b\r\n", b"?", b"#", b"%00", b"http://x/", b'"', b"\\", b"}", b"bootstrap_room", b"a" * 3000),

@@ -134,24 +134,22 @@ def test_ids_that_are_no_strings_are_refused(rid: object) -> None:
     assert caught.value.param == "rid"
 
 
-@given(rids=st.lists(CLIENT_IDS.filter(encodable), min_size=2, max_size=2), samples=st.integers(1, 4))
-def test_aborting_one_request_never_names_another(rids: list[Any], samples: int) -> None:
+@given(rids=st.tuples(CLIENT_IDS.filter(encodable), CLIENT_IDS.filter(encodable)), samples=st.integers(1, 3))
+def test_aborting_one_request_never_names_another(rids: tuple[Any, Any], samples: int) -> None:
     """SGLang aborts every request whose id begins with the one to abort."""
     sent = []
     for number, rid in enumerate(rids):
         body = {"rid": rid}
         clean = clean_body(json.dumps(body).encode(), body)
         room_id = b"%016x" % (ROOM + number)
-        given_ids = json.loads(with_bootstrap(clean, BOOTSTRAP, ROOM + number, room_id))["rid"]
-        sent.append((given_ids, abort_ids(clean, room_id, samples)))
-    (first_ids, aborted), (second_ids, _) = sent
-    others = second_ids if isinstance(second_ids, list) else [second_ids]
+        ids = json.loads(with_bootstrap(clean, BOOTSTRAP, ROOM + number, room_id))["rid"]
+        sent.append((ids, abort_ids(clean, room_id, samples, samples)))
+    (ids, aborted), (other_ids, _) = sent
+    others = other_ids if isinstance(other_ids, list) else [other_ids]
     assert not [other for other in others for one in aborted if other.startswith(one)]
-    if isinstance(first_ids, str):
-        known = [first_ids] if samples == 1 else [f"{first_ids}_{i}" for i in range(samples)]
-        assert aborted == known
-    else:
-        assert aborted == first_ids
+    # and every sequence of the request itself is named; SGLang calls those of a batch ID_0, ID_1, ...
+    bases = ids if isinstance(ids, list) else [ids]
+    assert aborted == (bases if samples == 1 else [f"{base}_{i}" for base in bases for i in range(samples)])
 
 
 # -- measuring ------------------------------------------------------------------------------------------------
@@ -185,7 +183,10 @@ def test_a_chat_is_all_that_the_template_will_see() -> None:
         {"role": "system", "content": "S" * 10},
         {
             "role": "user",
-            "content": [{"type": "text", "text": "U" * 20}, {"type": "image_url", "image_url": {"url": "data:" + "A" * 9999}}],
+            "content": [
+                {"type": "text", "text": "U" * 20},
+                {"type": "image_url", "image_url": {"url": "data:" + "A" * 9999}},
+            ],
         },
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "T" * 30}}]},
     ]
@@ -240,8 +241,7 @@ def test_too_many_sequences() -> None:
 def test_any_object_is_measured_or_refused(path: bytes, body: dict[str, Any]) -> None:
     try:
         prompt = measure(path, body)
-    except BadRequestError as error:
-        assert str(error)
+    except BadRequestError:
         return
     assert prompt.sequence_count >= 1
 

@@ -71,10 +71,10 @@ async def test_a_slow_next_request_behind_one_being_served() -> None:
 
 async def test_idle_connections_are_closed_without_a_word() -> None:
     async with cluster(keep_alive_timeout_secs=0.15) as served:
-        async with await served.connect() as unused, await served.connect() as used:
-            assert (await used.ask("POST", "/generate", BODY)).status == 200
-            assert await unused.is_closed_within(1.0)
-            assert await used.is_closed_within(1.0)
+        unused, used = await served.connect(), await served.connect()
+        assert (await used.ask("POST", "/generate", BODY)).status == 200
+        assert await unused.is_closed_within(1.0)
+        assert await used.is_closed_within(1.0)
 
 
 async def test_a_long_reply_does_not_count_as_idle() -> None:

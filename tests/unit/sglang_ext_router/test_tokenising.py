@@ -17,7 +17,7 @@ from support.scripted_engine import CONTEXT_TOKENS
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of whole words."""
     path = tmp_path_factory.mktemp("tokenizer")
-    content = {
+    content: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -48,13 +48,13 @@ async def test_counts(folder: Path) -> None:
 
 async def test_the_loop_goes_on_meanwhile(folder: Path) -> None:
     tokeniser = PromptTokeniser(folder / "tokenizer.json", asyncio.get_running_loop())
-    counting = asyncio.create_task(counts_of(tokeniser, "word " * 1_000_000))
+    counting = asyncio.create_task(counts_of(tokeniser, "word " * 300_000))
     turns = 0
     while not counting.done():
         await asyncio.sleep(0.001)
         turns += 1
-    assert await counting == [1_000_000]
-    assert turns > 20
+    assert await counting == [300_000]
+    assert turns > 10
     tokeniser.close()
 
 

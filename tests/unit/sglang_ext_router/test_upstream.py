@@ -83,7 +83,9 @@ async def test_many_connections_closed_at_the_moment_of_reuse() -> None:
         for engine in served.engines:
             engine.script = drop_when_reused(reply(delay_s=0.02))
         for _ in range(4):
-            assert {code for codes in await asyncio.gather(*(ask(served) for _ in range(50))) for code in codes} == {200}
+            assert {code for codes in await asyncio.gather(*(ask(served) for _ in range(50))) for code in codes} == {
+                200
+            }
         assert served.router.metrics.worker_failures == {}
 
 
@@ -149,7 +151,9 @@ async def test_an_instance_that_answers_nothing_but_closes() -> None:
 
 
 async def test_failures_one_after_the_other_open_the_circuit_and_it_recovers() -> None:
-    async with cluster(decode=2, cb_failure_threshold=3, cb_timeout_duration_secs=0.3, cb_success_threshold=2) as served:
+    async with cluster(
+        decode=2, cb_failure_threshold=3, cb_timeout_duration_secs=0.3, cb_success_threshold=2
+    ) as served:
         bad, good = served.decode
         bad.script = status(500)
         while circuit(served) is CircuitState.CLOSED:
@@ -167,6 +171,7 @@ async def test_failures_one_after_the_other_open_the_circuit_and_it_recovers() -
 
 async def test_a_burst_that_dies_together_does_not_open_the_circuit() -> None:
     async with cluster(decode=1, retry_max_retries=0, cb_failure_threshold=3) as served:
+
         async def die_together(turn: Turn) -> None:
             await served.decode[0].received(100)
             turn.cut()

@@ -1,0 +1,246 @@
+"""Which pool, which instance: by length, by what is cached where, by load, by who failed before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_ext.policy.prefix_index import BLOCK_BYTES
+from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.prompt import Prompt, measure
+from sglang_ext_router.routing import NoInstanceError, Route, RoutePlanner
+from sglang_ext_router.workers import Worker, WorkerRegistry
+from support.router_process import cluster
+
+CONTEXT_TOKENS = 8192
+NONE: frozenset[int] = frozenset()
+
+
+class Pools:
+    """A planner over ready instances, named by role and number."""
+
+    def __init__(self, *roles: Role, draw: float = 0.0, **options: Any) -> None:
+        addresses = tuple(WorkerAddress(f"http://{role}{i}:1", role) for i, role in enumerate(roles))
+        self.config = replace(RouterConfig(), workers=addresses, length_boundary_tokens=512, **options)
+        self.registry = WorkerRegistry(self.config)
+        self.workers = list(self.registry)
+        for worker in self.workers:
+            worker.is_healthy = True
+            worker.max_prompt_tokens = CONTEXT_TOKENS
+            worker.reported_free_kv_tokens = 100_000
+        self.draw = draw
+        self.registry.refresh()
+        self.planner = RoutePlanner(self.config, self.registry, lambda: self.draw)
+
+    def route(
+        self, prompt: Prompt, tokens: int, without: set[int] | None = None, without_decode: set[int] | None = None
+    ) -> Route:
+        return self.planner.route(prompt, tokens, without or NONE, without_decode or NONE, 100.0)
+
+    def prefill_of(self, tokens: int, text: str = "", without: set[int] | None = None) -> Worker:
+        return self.route(measure(b"/generate", {"text": text or "x"}), tokens, without).prefill
+
+
+SHORT, LONG, BOTH, DECODE = Role.SHORT, Role.LONG, Role.BOTH, Role.DECODE
+TEXT = "".join(f"{i:07d} " for i in range(1000))  # 8,000 bytes, 2,000 tokens by the prior
+
+
+@pytest.mark.parametrize(
+    ("tokens", "role", "length_class"),
+    [(1, SHORT, LengthClass.SHORT), (512, SHORT, LengthClass.SHORT), (513, LONG, LengthClass.LONG)],
+)
+def test_short_to_short_and_long_to_long(tokens: int, role: Role, length_class: LengthClass) -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    route = pools.route(measure(b"/generate", {"text": "x"}), tokens)
+    assert route.prefill.role is role
+    assert route.decision.length_class is length_class
+    assert (route.decision.new_tokens, route.decision.cached_tokens) == (tokens, 0)
+    assert not route.is_spilled
+
+
+def test_an_instance_for_both_takes_both() -> None:
+    pools = Pools(BOTH, DECODE)
+    assert pools.prefill_of(10) is pools.prefill_of(5000) is pools.workers[0]
+
+
+def test_a_cached_prefix_changes_the_class() -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    assert pools.route(prompt, 2000).prefill is pools.workers[1]
+    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: 7000 // BLOCK_BYTES])
+    route = pools.route(prompt, 2000)
+    assert route.prefill is pools.workers[0]
+    assert route.decision.length_class is LengthClass.SHORT
+    assert route.decision.cached_tokens == (7000 // BLOCK_BYTES) * BLOCK_BYTES // 4
+    assert route.decision.new_tokens == 2000 - route.decision.cached_tokens
+
+
+def test_all_cached_still_leaves_one_token_to_compute() -> None:
+    pools = Pools(SHORT, DECODE)
+    prompt = measure(b"/generate", {"text": "x" * BLOCK_BYTES * 4})
+    pools.planner.learn_route(prompt, pools.workers[0])
+    decision = pools.route(prompt, 256).decision
+    assert (decision.cached_tokens, decision.new_tokens) == (255, 1)
+
+
+def test_the_holder_of_the_prefix_is_preferred() -> None:
+    pools = Pools(LONG, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    for holder in pools.workers[:2]:
+        pools.planner.index.clear(pools.workers[0].id)
+        pools.planner.index.clear(pools.workers[1].id)
+        pools.planner.learn_route(prompt, holder)
+        assert pools.prefill_of(2000, TEXT) is holder
+
+
+def test_what_was_not_prefilled_is_not_counted_on() -> None:
+    pools = Pools(LONG, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    worker = pools.workers[0]
+    pools.planner.learn_route(prompt, worker)
+    pools.planner.learn_not_prefilled(prompt, worker, 1000, 2000)
+    cached = pools.route(prompt, 2000).decision.cached_tokens
+    assert 1000 - BLOCK_BYTES <= cached <= 1000
+
+
+def test_waiting_work_counts() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    pools.workers[0].pending_tokens = 1000
+    assert pools.prefill_of(100) is pools.workers[1]
+    pools.workers[1].foreign_tokens = 2000
+    assert pools.prefill_of(100) is pools.workers[0]
+    pools.workers[0].sibling_tokens = 3000
+    assert pools.prefill_of(100) is pools.workers[1]
+
+
+def test_equal_instances_are_drawn() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    seen = set()
+    for pools.draw in (0.0, 0.4, 0.6, 0.99):
+        seen.add(pools.prefill_of(100).id)
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize(("tokens", "own", "other"), [(10, SHORT, LONG), (5000, LONG, SHORT)])
+def test_without_its_own_pool_the_other_helps_out(tokens: int, own: Role, other: Role) -> None:
+    pools = Pools(other, DECODE)
+    route = pools.route(measure(b"/generate", {"text": "x"}), tokens)
+    assert (route.prefill.role, route.is_spilled) == (other, True)
+    assert route.decision.length_class.value == own.value
+    strict = Pools(other, DECODE, pool_spill=False)
+    with pytest.raises(NoInstanceError, match=own.value):
+        strict.prefill_of(tokens)
+
+
+def test_excluded_instances_are_a_last_resort() -> None:
+    pools = Pools(SHORT, SHORT, DECODE, DECODE)
+    for without in ({0}, {1}):
+        assert pools.prefill_of(100, without=without).id not in without
+    assert pools.prefill_of(100, without={0, 1}).id in {0, 1}
+    route = pools.route(measure(b"/generate", {"text": "x"}), 100, without_decode={2})
+    assert route.decode.id == 3
+
+
+def test_an_excluded_pool_is_helped_out_by_the_other() -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    assert pools.prefill_of(100, without={0}).role is LONG
+
+
+def test_draining_and_unhealthy_instances_get_nothing() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    pools.workers[0].is_draining = True
+    pools.registry.refresh()
+    assert pools.prefill_of(100) is pools.workers[1]
+    pools.workers[1].is_healthy = False
+    pools.registry.refresh()
+    with pytest.raises(NoInstanceError, match="prefill"):
+        pools.prefill_of(100)
+
+
+def test_no_decode_instance() -> None:
+    with pytest.raises(NoInstanceError, match="decode"):
+        Pools(SHORT).prefill_of(100)
+
+
+def test_decode_by_freeness() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    first, second = pools.workers[1:]
+    prompt = measure(b"/generate", {"text": "x"})
+    first.reserved_tokens = 50_000
+    assert pools.route(prompt, 100).decode is second
+    second.reported_free_kv_tokens = 10_000
+    assert pools.route(prompt, 100).decode is first
+    first.sibling_tokens = 49_000
+    assert pools.route(prompt, 100).decode is second
+
+
+def test_decode_instances_that_are_too_small_are_passed_over() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    pools.workers[1].max_prompt_tokens = 1000
+    pools.registry.refresh()
+    prompt = measure(b"/generate", {"text": "x"})
+    assert pools.registry.longest_prompt_tokens == CONTEXT_TOKENS
+    for pools.draw in (0.0, 0.99):
+        assert pools.route(prompt, 2000).decode is pools.workers[2]
+    pools.workers[2].is_draining = True
+    pools.registry.refresh()
+    with pytest.raises(NoInstanceError, match="hold the prompt"):
+        pools.route(prompt, 2000)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two", "cache_aware"])
+def test_every_policy_stays_within_the_pool(policy: str) -> None:
+    pools = Pools(SHORT, LONG, SHORT, LONG, DECODE, prefill_policy=policy)
+    for step in range(20):
+        pools.draw = step / 20
+        assert pools.prefill_of(100).role is SHORT
+        assert pools.prefill_of(1000).role is LONG
+
+
+@pytest.mark.parametrize("policy", ["freeness", "round_robin", "random", "power_of_two"])
+def test_every_decode_policy_uses_all_instances(policy: str) -> None:
+    pools = Pools(BOTH, DECODE, DECODE, decode_policy=policy)
+    prompt = measure(b"/generate", {"text": "x"})
+    seen = set()
+    for step in range(20):
+        pools.draw = step / 20
+        seen.add(pools.route(prompt, 100).decode.id)
+    assert seen == {1, 2}
+
+
+def test_prompts_of_token_ids_share_prefixes_too() -> None:
+    pools = Pools(LONG, LONG, DECODE)
+    ids = list(range(1000))
+    prompt = measure(b"/generate", {"input_ids": ids})
+    pools.planner.learn_route(prompt, pools.workers[1])
+    longer = measure(b"/generate", {"input_ids": [*ids, *range(5000, 6000)]})
+    assert pools.planner.estimate_tokens(longer) == 2000
+    route = pools.route(longer, 2000)
+    assert route.prefill is pools.workers[1]
+    assert 1000 - BLOCK_BYTES // 8 <= route.decision.cached_tokens <= 1000
+
+
+def test_the_ratio_of_bytes_and_tokens_is_learned() -> None:
+    pools = Pools(SHORT, DECODE)
+    prompt = measure(b"/generate", {"text": "x" * 2000})
+    assert pools.planner.estimate_tokens(prompt) == 500
+    for size in [500, 1000, 2000, 3000] * 100:
+        pools.planner.learn_tokens(measure(b"/generate", {"text": "x" * size}), size // 2)
+    assert pools.planner.estimate_tokens(prompt) == pytest.approx(1000, rel=0.05)
+
+
+async def test_a_conversation_stays_where_its_prefix_is() -> None:
+    """Turn after turn of a long conversation is a short prefill where the turns before were computed."""
+    async with cluster(short=2, long=2, length_boundary_tokens=256) as served:
+        messages = [{"role": "user", "content": TEXT[:4000]}]
+        homes = []
+        for turn in range(4):
+            answer = await served.ask("POST", "/v1/chat/completions", {"messages": messages})
+            homes.append((answer.headers["x-sglang-ext-class"], answer.headers["x-sglang-ext-prefill"]))
+            await served.until_idle()
+            messages += [{"role": "assistant", "content": f"answer {turn}"}, {"role": "user", "content": "go on"}]
+        assert homes[0][0] == "long"
+        assert homes[1:] == [("short", homes[0][1])] * 3

@@ -1,0 +1,230 @@
+"""Processes of one router tell each other of instances, loads, prefixes and counters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.types import Role
+from sglang_ext_router import siblings as siblings_module
+from sglang_ext_router.config import WorkerAddress
+from sglang_ext_router.siblings import DatagramSiblings
+from support.raw_client import RawClient
+from support.router_process import FAST, RunningRouter, running_router, until
+from support.scripted_engine import ScriptedEngine, hang, reply
+
+PROMPT = {"text": "x"}
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+@asynccontextmanager
+async def processes(
+    folder: Path, engines: list[ScriptedEngine], count: int = 2, **options: object
+) -> AsyncIterator[list[RunningRouter]]:
+    """Routers linked as processes are, over the same engines."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        workers = tuple(WorkerAddress(engine.url, engine.role) for engine in engines)
+        config = replace(FAST, workers=workers, processes=count, admin_api_key="admin", **options)  # type: ignore[arg-type]
+        running = []
+        for index in range(count):
+            link = DatagramSiblings(folder, index, config)
+            running.append(await stack.enter_async_context(running_router(config, index, link)))
+        for one in running:
+            await one.until_ready()
+        yield running
+        for one in running:
+            await one.until_idle()
+
+
+def pair() -> list[ScriptedEngine]:
+    return [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
+
+
+async def test_a_change_made_at_one_is_made_at_all(tmp_path: Path) -> None:
+    engines = pair()
+    async with processes(tmp_path, engines, 3) as running:
+        extra = ScriptedEngine(Role.DECODE)
+        await extra.start()
+        try:
+            answer = await running[0].ask("POST", "/workers", {"url": extra.url, "role": "decode"}, ADMIN)
+            assert answer.status == 202
+            for one in running:
+                await until(lambda one=one: one.router.registry.find(extra.url) is not None, 2.0)  # type: ignore[misc]
+                await one.until_ready(3)
+            name = engines[1].url.removeprefix("http://")
+            await running[1].ask("POST", f"/workers/{name}/drain", {"drain": True}, ADMIN)
+            for one in running:
+                await until(lambda one=one: one.worker(engines[1].url).is_draining, 2.0)  # type: ignore[misc]
+                assert (await one.ask("POST", "/generate", PROMPT)).status == 200
+            assert len(extra.requests) == 3
+            await running[2].ask("DELETE", f"/workers/{extra.url.removeprefix('http://')}", headers=ADMIN)
+            for one in running:
+                await until(lambda one=one: one.router.registry.find(extra.url) is None, 2.0)  # type: ignore[misc]
+        finally:
+            await extra.stop()
+
+
+async def test_the_load_of_all_counts(tmp_path: Path) -> None:
+    engines = [*pair(), ScriptedEngine(Role.DECODE)]
+    async with processes(tmp_path, engines) as running:
+        for engine in engines:
+            engine.script = hang()
+        clients = []
+        for _ in range(4):
+            client = await running[0].connect()
+            await client.send(b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}')
+            clients.append(client)
+        other = running[1].worker(engines[0].url)
+        await until(lambda: other.sibling_in_flight == 4, 2.0)
+        assert other.sibling_tokens == 4
+        assert other.in_flight == 0
+        for client in clients:
+            client.close()
+        await until(lambda: other.sibling_in_flight == 0, 2.0)
+
+
+async def test_a_process_that_is_gone_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings_module, "FORGET_AFTER_S", 0.3)
+    engines = pair()
+    async with processes(tmp_path, engines) as running:
+        for engine in engines:
+            engine.script = hang()
+        client = await running[0].connect()
+        await client.send(b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}')
+        other = running[1].worker(engines[0].url)
+        await until(lambda: other.sibling_in_flight == 1, 2.0)
+        await running[0].router.siblings.stop()
+        await until(lambda: other.sibling_in_flight == 0, 2.0)
+        client.close()
+
+
+async def test_prefixes_are_shared(tmp_path: Path) -> None:
+    text = "word " * 400
+    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
+    async with processes(tmp_path, engines) as running:
+        first = (await running[0].ask("POST", "/generate", {"text": text})).headers["x-sglang-ext-prefill"]
+        index = running[1].router.planner.index
+        await until(lambda: index.block_count > 0, 2.0)
+        for _ in range(3):
+            answer = await running[1].ask("POST", "/generate", {"text": text})
+            assert answer.headers["x-sglang-ext-prefill"] == first
+
+
+async def test_counters_of_all_are_shown_by_each(tmp_path: Path) -> None:
+    async with processes(tmp_path, pair()) as running:
+        for one, count in zip(running, (2, 3), strict=True):
+            for _ in range(count):
+                assert (await one.ask("POST", "/generate", PROMPT)).status == 200
+        line = b'sglang_ext_router_requests_total{length_class="short",path="/generate",status="200"} 5.0'
+        for one in running:
+            async with asyncio.timeout(5.0):
+                while line not in (await one.ask("GET", "/metrics")).body:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+
+
+async def test_rooms_of_processes_differ(tmp_path: Path) -> None:
+    engines = pair()
+    async with processes(tmp_path, engines, 3) as running:
+        await asyncio.gather(*(one.ask("POST", "/generate", PROMPT) for one in running for _ in range(50)))
+        rooms = [request.room for request in engines[1].requests]
+        assert len(set(rooms)) == len(rooms) == 150
+
+
+async def test_two_processes_behind_one_port() -> None:
+    """The real thing: spread by the kernel, replaced when killed, gone with their supervisor."""
+    engines = pair()
+    for engine in engines:
+        await engine.start()
+        engine.script = reply()
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port), "--processes", "2"]
+    command += ["--prefill", engines[0].url, "--decode", engines[1].url]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        children = await serving_children(process.pid, port)
+        assert len(children) == 2
+        await asyncio.gather(*(ask_until_served(port) for _ in range(40)))
+        rooms = [request.room for request in engines[1].requests]
+        assert len(set(rooms)) == len(rooms)
+        assert len({room >> 40 for room in rooms}) == 2  # both processes had some
+
+        os.kill(children[0], signal.SIGKILL)
+        await asyncio.gather(*(ask_until_served(port) for _ in range(10)))
+        async with asyncio.timeout(15):
+            while len(set(children_of(process.pid)) - {children[0]}) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert not [child for child in children if is_alive(child)]
+    finally:
+        process.kill()
+        process.wait()
+        for engine in engines:
+            await engine.stop()
+
+
+async def ask_until_served(port: int) -> None:
+    """A process that is being replaced may cut a connection; then another one serves."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                async with await RawClient.connect(port) as client:
+                    if (await client.ask("POST", "/generate", PROMPT)).status == 200:
+                        return
+            except Exception:
+                pass
+            await asyncio.sleep(0.05)
+
+
+async def serving_children(parent: int, port: int) -> list[int]:
+    async with asyncio.timeout(20):
+        while True:
+            children = children_of(parent)
+            if len(children) == 2 and await answers(port, 8):
+                return children
+            await asyncio.sleep(0.1)
+
+
+async def answers(port: int, times: int) -> bool:
+    """Whether that many new connections in a row find a ready process."""
+    for _ in range(times):
+        try:
+            async with await RawClient.connect(port) as client:
+                if (await client.ask("GET", "/readyz")).status != 200:
+                    return False
+        except OSError:
+            return False
+    return True
+
+
+def children_of(parent: int) -> list[int]:
+    path = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
