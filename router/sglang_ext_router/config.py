@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def _flag(name: str) -> str:
 
 
 def _is_host(name: str) -> bool:
-    return name.isascii() and not any(character.isspace() or character in '"\\<>^`{|}' for character in name)
+    return re.fullmatch(r"[A-Za-z0-9._:%-]+", name) is not None
 
 
 def parse_worker_url(text: str, option: str) -> str:

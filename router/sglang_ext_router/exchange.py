@@ -392,7 +392,7 @@ class Exchange:
         self._client = None
         try:
             body = join(reply_body(prefill), reply_body(decode))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):  # whatever odd JSON makes of it
             self._status = 502
             client.respond_error(502, "the instances' replies do not match")
             return

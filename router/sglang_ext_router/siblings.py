@@ -200,9 +200,10 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         )
         for url, entry in self._table.merge(tuple(item) for item in state["members"]):
             worker = router.registry.find(url)
+            if worker is not None and (entry.address is None or worker.role is not entry.address.role):
+                router.drop_worker(worker)
+                worker = None
             if entry.address is None:
-                if worker is not None:
-                    router.drop_worker(worker)
                 continue
             if worker is None:
                 worker = router.adopt_worker(entry.address)

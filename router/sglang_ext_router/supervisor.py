@@ -84,5 +84,6 @@ def _stop(children: Sequence[subprocess.Popen[bytes]], patience_s: float) -> int
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        status = max(status, abs(child.returncode))
+        if child.returncode != -signal.SIGTERM:  # which ends one that had not got as far as to handle it
+            status = max(status, abs(child.returncode))
     return status

@@ -1,7 +1,8 @@
 """Which prefill instances a request may go to: its length class, seen from each instance's cache.
 
 The same prompt can be short for the instance that holds most of it in its prefix cache and long for all
-others. An instance is a candidate when its role serves the class that the prompt has *there*.
+others. A short-pool instance is a candidate when the prompt is short there. A long-pool instance is one when
+the prompt is long without any cache: a later turn of a long conversation stays where its prefix is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import NamedTuple
 from sglang_ext.policy.length_class import Boundary, classify
 from sglang_ext.types import LengthClass, Role
 
-_BOTH = Role.BOTH
+_BOTH, _LONG = Role.BOTH, Role.LONG
+_SHORT_CLASS, _LONG_CLASS = LengthClass.SHORT, LengthClass.LONG
 
 
 class PoolChoice(NamedTuple):
@@ -37,19 +39,20 @@ def choose_pool(
     """
     best_cached = max(cached_tokens, default=0)
     length_class = classify(prompt_tokens - best_cached, best_cached, boundary)
-    class_of = {best_cached: length_class}
+    uncached_class = classify(prompt_tokens, 0, boundary) if best_cached else length_class
     found = []
     for i, role in enumerate(roles):
-        cached = cached_tokens[i]
-        class_there = class_of.get(cached)
-        if class_there is None:
-            class_there = class_of[cached] = classify(prompt_tokens - cached, cached, boundary)
-        if role is _BOTH or role.serves(class_there):
+        if role is _BOTH:
             found.append(i)
-    if found or not roles:
+        elif role is _LONG:
+            if uncached_class is _LONG_CLASS:
+                found.append(i)
+        elif uncached_class is _SHORT_CLASS:
+            found.append(i)
+        else:
+            cached = cached_tokens[i]
+            if cached and classify(prompt_tokens - cached, cached, boundary) is _SHORT_CLASS:
+                found.append(i)
+    if found or not roles or not allow_spill:
         return PoolChoice(length_class, tuple(found), False)
-    if not allow_spill and not (best_cached and length_class is LengthClass.SHORT):
-        return PoolChoice(length_class, (), False)
-    holders = tuple(i for i, cached in enumerate(cached_tokens) if cached == best_cached)
-    # A short re-prefill on the long instance that holds the prefix is no emergency: it is where it belongs.
-    return PoolChoice(length_class, holders, best_cached == 0)
+    return PoolChoice(length_class, tuple(i for i, cached in enumerate(cached_tokens) if cached == best_cached), True)

@@ -33,7 +33,7 @@ STREAMED = {"text": "x", "stream": True}
 
 
 # As a real decode instance, this one has nothing to say before prefill is done.
-AFTER_PREFILL = reply({"text": "ok"}, delay_s=0.1)
+AFTER_PREFILL = reply({"text": "ok"}, delay_s=0.04)
 
 
 def legs(served: Cluster, leg: str) -> list[ScriptedEngine]:
