@@ -1,4 +1,4 @@
-"""Through router and pools the tokens are those of Hugging Face and of one stock instance, however they are asked for."""
+"""Through router and pools the tokens are those of Hugging Face, however they are asked for."""
 
 from __future__ import annotations
 

@@ -35,9 +35,19 @@ def test_a_short_re_prefill_may_run_on_the_long_instance_that_holds_the_prefix()
     assert choice == (LengthClass.SHORT, (0,), False)
 
 
+def test_a_holder_stays_a_candidate_beside_an_idle_instance_of_its_pool() -> None:
+    choice = choose_pool(2000, [LONG, LONG], [1984, 0], BOUNDARY, allow_spill=False)
+    assert choice == (LengthClass.SHORT, (0, 1), False)
+
+
+def test_a_short_prompt_does_not_go_to_the_long_instance_that_holds_some_of_it() -> None:
+    choice = choose_pool(500, [SHORT, LONG], [0, 400], BOUNDARY, allow_spill=False)
+    assert choice == (LengthClass.SHORT, (0,), False)
+
+
 def test_the_holders_help_out_rather_than_anybody() -> None:
     choice = choose_pool(4000, [SHORT, SHORT], [0, 1000], BOUNDARY, allow_spill=True)
-    assert choice == (LengthClass.LONG, (1,), False)
+    assert choice == (LengthClass.LONG, (1,), True)
 
 
 def test_another_pool_helps_out_only_if_it_may() -> None:
@@ -53,19 +63,17 @@ def test_no_instances() -> None:
     instances=st.lists(st.tuples(st.sampled_from([SHORT, LONG, BOTH]), st.integers(0, 3000)), max_size=6),
     prompt_tokens=st.integers(1, 3000),
 )
-def test_without_spill_a_candidate_serves_the_class_it_sees_or_holds_the_prefix(
+def test_without_spill_the_long_pool_takes_long_prompts_and_the_short_pool_what_is_short_there(
     instances: list[tuple[Role, int]], prompt_tokens: int
 ) -> None:
     roles = [role for role, _ in instances]
     cached = [min(tokens, prompt_tokens - 1) for _, tokens in instances]
     choice = choose_pool(prompt_tokens, roles, cached, BOUNDARY, allow_spill=False)
-    serving = tuple(
-        position
-        for position, role in enumerate(roles)
-        if role.serves(classify(prompt_tokens - cached[position], cached[position], BOUNDARY))
-    )
-    if serving:
-        assert choice.candidates == serving
-    else:
-        assert all(cached[position] == max(cached) > 0 for position in choice.candidates)
+    is_long = classify(prompt_tokens, 0, BOUNDARY) is LengthClass.LONG
+    expected = []
+    for position, (role, held) in enumerate(zip(roles, cached, strict=True)):
+        is_short_there = classify(prompt_tokens - held, held, BOUNDARY) is LengthClass.SHORT
+        if role is BOTH or (role is LONG and is_long) or (role is SHORT and is_short_there):
+            expected.append(position)
+    assert choice.candidates == tuple(expected)
     assert not choice.is_spilled
