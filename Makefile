@@ -54,5 +54,5 @@ format: env
 	@$(BIN)/ruff format --quiet .
 
 clean:
-	find python router -name '*.so' -delete
+	rm -f router/sglang_ext_router/compiled_sources.json; find python router -name '*.so' -delete
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis run

@@ -10,6 +10,8 @@ The sources stay what they are, typed Python that also runs uncompiled, only slo
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -31,6 +33,7 @@ HOT_MODULES = (
         *("replies", "rooms", "routing", "services", "upstream", "workers"),
     )),
 )  # fmt: skip
+MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
@@ -42,7 +45,7 @@ def source_path(module: str) -> Path:
 def compiled_files() -> list[Path]:
     """Everything that an earlier compilation left beside the sources."""
     beside = [source_path(module).with_suffix(SUFFIX) for module in HOT_MODULES]
-    return [file for file in beside if file.exists()] + list((ROOT / "router").glob(f"*__mypyc{SUFFIX}"))
+    return [file for file in (*beside, MANIFEST) if file.exists()] + list((ROOT / "router").glob(f"*__mypyc{SUFFIX}"))
 
 
 def compile_in(folder: Path) -> list[Path]:
@@ -94,6 +97,8 @@ def main() -> int:
             return 1
         for file in built:
             shutil.copy2(Path(folder) / file, destination(file))
+        digests = {module: hashlib.sha256((Path(folder) / module).read_bytes()).hexdigest() for module in HOT_MODULES}
+        MANIFEST.write_text(json.dumps(digests, indent=1))
     print(f"compiled in {time.monotonic() - started_s:.0f} s", file=sys.stderr)
     return 0
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
-_WITNESSES = ("sglang_ext_router.exchange", "sglang_ext_router.http1", "sglang_ext.policy.pd_exchange")
+WITNESS = "sglang_ext_router.exchange"
+# Written by `tools/compile_hot_path.py`: source (package/module.py) → SHA-256. A wheel has none.
+MANIFEST = Path(__file__).with_name("compiled_sources.json")
 
 
 def describe() -> tuple[bool, str]:
-    """(whether something is wrong, what to log)."""
-    states = set()
-    for name in _WITNESSES:
-        spec = find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
-        origin = Path(spec.origin)
-        if origin.suffix == ".py":
-            states.add("plain")
-            continue
-        source = origin.parent / (name.rpartition(".")[2] + ".py")
-        is_stale = source.exists() and source.stat().st_mtime > origin.stat().st_mtime
-        states.add("stale" if is_stale else "compiled")
-    if states == {"compiled"}:
-        return False, "the request path is compiled"
-    if states == {"plain"}:
+    """Whether something is wrong, and what to say of it."""
+    spec = find_spec(WITNESS)
+    if spec is None or spec.origin is None or spec.origin.endswith(".py"):
         return False, "the request path is plain Python: `make env` compiles it"
-    return True, "the compiled request path is older than its sources: run `make env`"
+    if MANIFEST.exists():
+        for source, digest in json.loads(MANIFEST.read_text()).items():
+            if _digest(source) != digest:
+                return True, f"the compiled request path is not of this {source}: run `make env`"
+    return False, "the request path is compiled"
+
+
+def _digest(source: str) -> str | None:
+    package, _, rest = source.partition("/")
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).parent / rest
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -80,9 +81,13 @@ class RouterConfig:
     keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
     shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after SIGTERM")
     # Keys
-    api_key: str = _option("", "clients must send it as a bearer token; it is passed on to the workers")
+    api_key: str = _option(
+        "", "clients must send it as a bearer token; it is passed on to the workers; also read from SGLANG_EXT_API_KEY"
+    )
     admin_api_key: str = _option(
-        "", "bearer token for changing /workers; default: --api-key; with neither, changes are refused"
+        "",
+        "bearer token for changing /workers, also read from SGLANG_EXT_ADMIN_API_KEY; "
+        "default: --api-key; with neither, changes are refused",
     )
     # Reports
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
@@ -203,6 +208,10 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
             url = parse_worker_url(values[0], option)
             workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
     workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
+    for name in ("api_key", "admin_api_key"):
+        # Other users of the machine can read a command line.
+        if not getattr(arguments, name):
+            setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", ""))
     values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
     return RouterConfig(workers=tuple(workers), **values)
 

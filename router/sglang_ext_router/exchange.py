@@ -65,7 +65,6 @@ _REASON_TEXT = {
     FailureReason.LEG_LOST: "an instance was lost while it served the request",
     FailureReason.LEG_FAILED: "an instance failed while it served the request",
     FailureReason.QUEUE_TIMEOUT: "the request waited too long in the router's queue",
-    FailureReason.DEADLINE: "the deadline passed before the first token",
     FailureReason.TIMEOUT: "the request took longer than the router allows",
 }
 

@@ -41,7 +41,7 @@ class Event(NamedTuple):
     age: int = 0
 
 
-_GLOBAL = ("start", "on_client_gone", "on_deadline", "on_timeout")
+_GLOBAL = ("start", "on_client_gone", "on_timeout")
 
 
 def feed(exchange: PDExchange, event: Event) -> Actions:

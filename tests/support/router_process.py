@@ -27,6 +27,7 @@ from support.scripted_engine import ScriptedEngine
 SWEEP_INTERVAL_S = 0.02
 READY_WITHIN_S = 5.0
 IDLE_WITHIN_S = 3.0
+STOP_WITHIN_S = 5.0
 
 FAST = RouterConfig(
     retry_initial_backoff_ms=5,
@@ -152,7 +153,7 @@ async def running_router(
         for client in running.clients:
             client.close()
         server.close()
-        await router.stop()
+        await asyncio.wait_for(router.stop(), STOP_WITHIN_S)
 
 
 @asynccontextmanager

@@ -53,10 +53,10 @@ class ClusterPlan:
     def shell_lines(self) -> Iterator[str]:
         """Yield each program as a line for a shell, the admin key hidden."""
         for program in (*self.instances, self.router):
-            words = [f"{name}={value}" for name, value in program.env.items()]
+            words = [f"{name}={HIDDEN if value == self.admin_key else value}" for name, value in program.env.items()]
             if program.cores is not None:
                 words += ["taskset", "-c", ",".join(map(str, sorted(program.cores)))]
-            words += [HIDDEN if word == self.admin_key else word for word in program.command]
+            words += program.command
             yield shlex.join(words)
 
 
@@ -196,13 +196,13 @@ def _router(config: ClusterConfig, instances: list[Program], port: int, admin_ke
         else:
             command += [_PREFILL_OPTIONS[instance.role], instance.url, str(instance.bootstrap_port)]
     command += ["--length-boundary-tokens", str(config.router.length_boundary_tokens)]
-    command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}", "--admin-api-key", admin_key]
+    command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}"]
     # A server that listens everywhere is reached by the loopback address.
     reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.router.host, config.router.host)
     return Program(
         name=ROUTER_NAME,
         command=(*command, *config.router.args),
-        env=dict(config.router.env),
+        env={**config.router.env, "SGLANG_EXT_ADMIN_API_KEY": admin_key},
         cores=None,
         url=f"http://{_url_host(reach)}:{port}",
         ready_path="/readyz",

@@ -24,7 +24,6 @@ class FailureReason(StrEnum):
     LEG_LOST = "leg_lost"
     LEG_FAILED = "leg_failed"
     QUEUE_TIMEOUT = "queue_timeout"
-    DEADLINE = "deadline"
     TIMEOUT = "timeout"
 
 

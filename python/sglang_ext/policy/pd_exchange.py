@@ -249,10 +249,6 @@ class PDExchange:
             return NOTHING
         return self._finish(self._end_both(), RequestState.ABORTED)
 
-    def on_deadline(self) -> Actions:
-        """The time allowed for the first byte is over; without effect after it."""
-        return self._give_up(FailureReason.DEADLINE) if self._phase in _BEFORE_FIRST_BYTE else NOTHING
-
     def on_timeout(self) -> Actions:
         """The time allowed for the whole exchange is over, whatever its phase."""
         phase = self._phase

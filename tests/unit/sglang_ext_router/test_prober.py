@@ -212,6 +212,58 @@ async def test_health_checks_carry_the_key() -> None:
         assert info.header("authorization") == "Bearer secret"
 
 
+class LosesCancellations:
+    """A session as aiohttp's when a timeout fires at the moment of a cancellation: the first one is lost."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self._has_lost = False
+
+    def get(self, url: str) -> LosesCancellations:
+        return self
+
+    async def __aenter__(self) -> None:
+        self.asked.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if self._has_lost:
+                raise
+            self._has_lost = True
+            raise TimeoutError from None
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to free."""
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+async def test_a_cancellation_that_got_lost_does_not_keep_the_router_from_stopping() -> None:
+    async with cluster() as served:
+        prober = served.router.prober
+        assert prober._session is not None
+        await prober._session.close()
+        odd: Any = LosesCancellations()
+        prober._session = odd
+        await odd.asked.wait()
+        await asyncio.wait_for(prober.stop(), 2.0)
+
+
+async def test_a_cancellation_that_got_lost_does_not_keep_a_removed_instance_watched() -> None:
+    async with cluster() as served:
+        prober = served.router.prober
+        worker = decode_worker(served)
+        task = prober._tasks[worker.id]
+        real: Any = prober._session
+        odd: Any = LosesCancellations()
+        prober._session = odd
+        await odd.asked.wait()
+        served.router.remove_worker(worker)
+        await served.until(task.done, 2.0)
+        prober._session = real
+
+
 # -- rate -----------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,11 @@ from support.scripted_engine import (
 PROMPT = {"text": "x"}
 
 
+@pytest.fixture(autouse=True)
+def _a_slow_machine_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "RESEND_WITHIN_S", 10.0)
+
+
 async def ask(served: Cluster, count: int = 1) -> list[int]:
     return [(await served.ask("POST", "/generate", PROMPT)).status for _ in range(count)]
 

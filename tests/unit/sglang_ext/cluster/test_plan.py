@@ -73,7 +73,7 @@ def test_a_small_cluster_word_by_word() -> None:
         *["router", "--host", "127.0.0.1", "--port", "20003", "--pd-disaggregation"],
         *["--prefill-short", "http://127.0.0.1:20000", "20001", "--prefill-long", "http://127.0.0.1:31000", "31001"],
         *["--decode", "http://127.0.0.1:20002", "--length-boundary-tokens", "512"],
-        *["--shutdown-grace-period-secs", "30", "--admin-api-key", "secret"],
+        *["--shutdown-grace-period-secs", "30"],
     )
     assert [program.name for program in plan.instances] == ["short-0", "long-0", "decode-0"]
     assert (plan.router.ready_path, short.ready_path) == ("/readyz", "/health")

@@ -344,16 +344,13 @@ class TestClientAndTime:
         assert exchange.on_client_gone() == (Finished(ABORTED),)
         assert exchange.on_retry_timer(0) == NOTHING
 
-    def test_deadline_in_the_queue(self) -> None:
+    def test_timeout_in_the_queue(self) -> None:
         exchange = PDExchange()
-        assert exchange.on_deadline() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), Finished(FAILED))
+        assert exchange.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), Finished(FAILED))
         assert exchange.start() == NOTHING
 
-    def test_deadline_before_the_first_byte(self) -> None:
-        assert started().on_deadline()[-2:] == (ReplyError(504, FailureReason.DEADLINE), Finished(FAILED))
-
-    def test_deadline_is_kept_by_the_first_byte(self) -> None:
-        assert relaying().on_deadline() == NOTHING
+    def test_timeout_before_the_first_byte(self) -> None:
+        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), Finished(FAILED))
 
     def test_timeout_ends_a_stream(self) -> None:
         assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), Finished(FAILED))
@@ -401,7 +398,7 @@ class RandomHistories(RuleBasedStateMachine):
         self.give(Event("on_retry_timer", age=age))
 
     @precondition(lambda self: self.exchange.attempt > 1)
-    @rule(name=st.sampled_from(["on_client_gone", "on_deadline", "on_timeout"]))
+    @rule(name=st.sampled_from(["on_client_gone", "on_timeout"]))
     def end(self, name: str) -> None:
         self.give(Event(name))
 

@@ -13,7 +13,7 @@ from support.pd_monitor import Event, Monitor, feed
 STATUSES = (100, 200, 302, 400, 429, 500)
 LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_leg_lost")
 EVENTS = (
-    *(Event(name) for name in ("start", "on_client_gone", "on_deadline", "on_timeout")),
+    *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
     *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer") for age in (0, 1)),
     *(Event(name, leg, age=age) for name in LEG_EVENTS for leg in Leg for age in (0, 1)),
     *(Event("on_leg_head", leg, status) for leg in Leg for status in STATUSES),
