@@ -171,6 +171,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accepted for compatibility with sglang_router; this router always serves prefill and decode apart",
     )
+    parser.add_argument(
+        "--policy",
+        choices=PREFILL_POLICIES,
+        help="policy for prefill and, where it has one of that name, for decode; the two options below win over it",
+    )
     for option, role, what in _PREFILL_OPTIONS:
         parser.add_argument(
             option,
@@ -208,6 +213,11 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
             url = parse_worker_url(values[0], option)
             workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
     workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
+    if arguments.policy:
+        for name, known in (("prefill_policy", PREFILL_POLICIES), ("decode_policy", DECODE_POLICIES)):
+            is_default = getattr(arguments, name) == RouterConfig.__dataclass_fields__[name].default
+            if is_default and arguments.policy in known:
+                setattr(arguments, name, arguments.policy)
     for name in ("api_key", "admin_api_key"):
         # Other users of the machine can read a command line.
         if not getattr(arguments, name):

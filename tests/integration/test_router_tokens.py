@@ -1,4 +1,4 @@
-"""Through router and pools the tokens are those of Hugging Face, however they are asked for."""
+"""Through router and pools the tokens are those of Hugging Face and of stock SGLang, however they are asked for."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ NEW_TOKENS = 12
 @pytest.fixture(scope="module")
 def engines() -> list[Engine]:
     return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
+
+
+@pytest.fixture(scope="module")
+def stock(engines: list[Engine]) -> Engine:
+    """One ordinary SGLang server: no disaggregation, no router."""
+    return FLEET.get(EngineSpec(Role.BOTH, arguments=("--disaggregation-mode", "null"), name="stock"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +67,14 @@ def stream(router: RunningRouter, path: str, body: dict[str, Any]) -> list[dict[
 
 
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
-def test_greedy_tokens_are_those_of_hugging_face(router: RunningRouter, engines: list[Engine], length: int) -> None:
+def test_greedy_tokens_are_those_of_hugging_face_and_of_stock_sglang(
+    router: RunningRouter, engines: list[Engine], stock: Engine, length: int
+) -> None:
     prompt = random_prompt(length, seed=1000 + length)
     reply, headers = router.call("POST", "/generate", greedy_body(prompt))
     assert reply.status == 200, reply.body
     assert reply.body["output_ids"] == greedy_reference(prompt, NEW_TOKENS)
+    assert reply.body["output_ids"] == stock.post("/generate", greedy_body(prompt)).body["output_ids"]
     assert reply.body["meta_info"]["prompt_tokens"] == length
     is_short = length <= BOUNDARY_TOKENS
     assert headers["x-sglang-ext-class"] == ("short" if is_short else "long")

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext_router.logprobs import join, wants_input_logprobs
 from support.router_process import cluster
-from support.scripted_engine import chunk, cut, hang, raw, reply, response, status, stream_head
+from support.scripted_engine import chunk, cut, drop_when_reused, hang, raw, reply, response, status, stream_head
 
 PROMPT = {"text": "x", "return_logprob": True, "logprob_start_len": 0}
 OF_PREFILL = {"text": "a", "meta_info": {"input_token_logprobs": [[None, 1, None], [-0.25, 2, None]]}}
@@ -117,6 +117,16 @@ async def test_replies_of_any_size_are_joined() -> None:
         served.decode[0].script = reply(OF_DECODE)
         answer = await served.ask("POST", "/generate", PROMPT)
         assert answer.json["meta_info"]["input_token_logprobs"] == many
+
+
+async def test_a_large_half_over_a_connection_that_had_to_be_replaced() -> None:
+    many = [[-0.5, token, None] for token in range(100_000)]
+    async with cluster() as served:
+        served.short[0].script = drop_when_reused(reply({"text": "", "meta_info": {"input_token_logprobs": many}}))
+        served.decode[0].script = reply(OF_DECODE)
+        for _ in range(3):
+            answer = await served.ask("POST", "/generate", PROMPT)
+            assert answer.json["meta_info"]["input_token_logprobs"] == many
 
 
 async def test_streams_are_relayed_as_they_are() -> None:

@@ -216,6 +216,14 @@ async def test_a_stream_is_relayed_exactly(event_loop: str, piece_bytes: int) ->
                 assert answer.chunks == EVENTS
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 30, 1 << 20])
+async def test_a_stream_may_be_answered_whole(piece_bytes: int) -> None:
+    async with cluster() as served:
+        served.decode[0].script = in_pieces(WHOLE, piece_bytes)
+        answer = await served.ask("POST", "/generate", {"text": "x", "stream": True})
+        assert (answer.status, answer.body, answer.chunks) == (200, WHOLE[WHOLE.index(b"\r\n\r\n") + 4 :], None)
+
+
 async def test_each_event_is_passed_on_when_it_comes() -> None:
     async with cluster() as served:
         served.decode[0].plan(stream(*EVENTS, delay_s=0.2))
