@@ -10,7 +10,7 @@ LOCK := requirements/cpu.lock
 TORCH := torch==2.13.0
 STAMP := $(VENV)/.env-$(shell cat $(LOCK) pyproject.toml Makefile | cksum | cut -d' ' -f1)
 # What runs for every request is compiled: anew when one of its sources has changed.
-HOT_SOURCES := $(wildcard python/sglang_ext/*.py python/sglang_ext/policy/*.py router/sglang_ext_router/*.py tools/*.py)
+HOT_SOURCES := $(shell $(PYTHON) tools/compile_hot_path.py --list)
 COMPILED := $(VENV)/.compiled-$(shell cat $(HOT_SOURCES) | cksum | cut -d' ' -f1)
 PYTEST_ARGS ?=
 

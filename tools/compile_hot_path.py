@@ -5,6 +5,8 @@ The sources stay what they are, typed Python that also runs uncompiled, only slo
 
     python tools/compile_hot_path.py            # beside the sources, for an editable installation
     python tools/compile_hot_path.py --remove   # back to plain Python
+
+mypyc bakes the types in: what a compiled class has, and of which type, cannot be changed at run time.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def compile_in(folder: Path) -> list[Path]:
         command,
         cwd=folder,
         check=True,
-        env={**os.environ, "MYPYPATH": ".", "MYPY_CACHE_DIR": str(folder / "cache")},
+        env={**os.environ, "MYPYPATH": ".", "MYPYC_DEBUG_LEVEL": "0", "MYPY_CACHE_DIR": str(folder / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -78,7 +80,12 @@ def destination(built: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the router's hot path with mypyc.")
     parser.add_argument("--remove", action="store_true", help="remove what was compiled")
+    parser.add_argument("--list", action="store_true", help="print the files whose change asks for a new compilation")
     arguments = parser.parse_args()
+    if arguments.list:
+        files = [Path(__file__).resolve(), source_path("sglang_ext/types.py"), *map(source_path, HOT_MODULES)]
+        print(*(file.relative_to(ROOT) for file in files))
+        return 0
     for file in compiled_files():
         file.unlink()
     if arguments.remove:

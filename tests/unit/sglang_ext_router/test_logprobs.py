@@ -111,7 +111,7 @@ async def test_a_client_that_leaves_frees_both() -> None:
 
 
 async def test_replies_of_any_size_are_joined() -> None:
-    many = [[-0.5, token, None] for token in range(100_000)]
+    many = [[-0.5, token, None] for token in range(70_000)]
     async with cluster() as served:
         served.short[0].script = reply({"text": "", "meta_info": {"input_token_logprobs": many}})
         served.decode[0].script = reply(OF_DECODE)
@@ -120,7 +120,7 @@ async def test_replies_of_any_size_are_joined() -> None:
 
 
 async def test_a_large_half_over_a_connection_that_had_to_be_replaced() -> None:
-    many = [[-0.5, token, None] for token in range(100_000)]
+    many = [[-0.5, token, None] for token in range(70_000)]
     async with cluster() as served:
         served.short[0].script = drop_when_reused(reply({"text": "", "meta_info": {"input_token_logprobs": many}}))
         served.decode[0].script = reply(OF_DECODE)
