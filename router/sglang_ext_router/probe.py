@@ -75,9 +75,12 @@ class Prober:
             wake.set()
 
     async def stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._wake.clear()
+        pending = set(self._tasks.values())
+        while pending:
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.1)
         if self._session is not None:
             await self._session.close()
 
@@ -101,7 +104,8 @@ class Prober:
         loop = asyncio.get_running_loop()
         next_check_s = 0.0
         wake = self._wake[worker.id]
-        while True:
+        # Not `while True`: a cancellation that meets a timeout of the HTTP client is lost in it.
+        while self._wake.get(worker.id) is wake:
             is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy
             wake.clear()
             if is_due:

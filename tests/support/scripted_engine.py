@@ -365,7 +365,8 @@ class ScriptedEngine:
         rid = request.json["rid"]
         self.aborts.append(Abort(rid, request.at_s))
         for turn in self.turns:
-            if str(turn.request.rid).startswith(rid):  # as SGLang's scheduler matches
+            # SGLang's scheduler matches the beginning of ids; those of a batch are ID_0, ID_1, ...
+            if f"{turn.request.rid}_0".startswith(rid):
                 turn.aborted.set()
         return reply({})
 
