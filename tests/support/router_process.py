@@ -32,9 +32,9 @@ STOP_WITHIN_S = 5.0
 FAST = RouterConfig(
     retry_initial_backoff_ms=5,
     retry_max_backoff_ms=20,
-    health_check_interval_secs=0.2,
+    health_check_interval_secs=0.1,
     health_check_timeout_secs=0.5,
-    load_poll_interval_secs=0.1,
+    load_poll_interval_secs=0.05,
     shutdown_grace_period_secs=5.0,
 )
 

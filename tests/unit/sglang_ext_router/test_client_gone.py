@@ -227,7 +227,7 @@ async def test_an_abort_is_told_again_in_case_it_overtook_the_request() -> None:
         await leave(client, "close")
         await served.until(lambda: [abort.rid for abort in served.decode[0].aborts] == [rid, rid])
         first, second = served.decode[0].aborts
-        assert 0.2 < second.at_s - first.at_s < 1.0
+        assert 0.2 < second.at_s - first.at_s < 2.0
 
 
 async def test_aborts_carry_the_key() -> None:

@@ -69,6 +69,10 @@ BAD: list[tuple[str, ...]] = [
     ("--keep-alive-timeout-secs", "0"),
     ("--shutdown-grace-period-secs", "-1"),
     ("--log-level", "loud"),
+    ("--policy", "best"),
+    ("--api-key", "a\r\nX-Evil: 1"),
+    ("--api-key", "a\x00"),
+    ("--admin-api-key", "a\n"),
     ("--host", "a" * 70),
     ("--host", "no.such.host.invalid"),
     ("--host", ""),
@@ -98,7 +102,7 @@ BAD: list[tuple[str, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments", BAD, ids=" ".join)
+@pytest.mark.parametrize("arguments", BAD, ids=lambda arguments: " ".join(map(ascii, arguments)))
 def test_a_bad_option_gives_status_2_and_one_line(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +178,29 @@ def test_switches() -> None:
 )
 def test_the_admin_key(client: str, admin: str, effective: str) -> None:
     assert parse("--api-key", client, "--admin-api-key", admin).effective_admin_key == effective
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prefill", "decode"),
+    [
+        (("--policy", "round_robin"), "round_robin", "round_robin"),
+        (("--policy", "cache_aware"), "cache_aware", "freeness"),
+        (("--policy", "random", "--decode-policy", "power_of_two"), "random", "power_of_two"),
+        (("--policy", "random", "--prefill-policy", "predicted_wait"), "predicted_wait", "random"),
+        (("--policy", "random", "--decode-policy", "freeness"), "random", "freeness"),
+    ],
+)
+def test_one_policy_for_both(arguments: tuple[str, ...], prefill: str, decode: str) -> None:
+    config = parse(*arguments)
+    assert (config.prefill_policy, config.decode_policy) == (prefill, decode)
+
+
+def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EXT_API_KEY", "client")
+    monkeypatch.setenv("SGLANG_EXT_ADMIN_API_KEY", "admin")
+    config = parse()
+    assert (config.api_key, config.admin_api_key) == ("client", "admin")
+    assert parse("--api-key", "given").api_key == "given"
 
 
 def test_every_option_has_a_help_text_and_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def play_in_order(scripts: list[Script]) -> Script:
 
 
 SETTINGS = settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

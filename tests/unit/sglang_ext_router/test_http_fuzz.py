@@ -16,7 +16,7 @@ from support.router_process import Cluster, cluster
 from support.scripted_engine import Turn, response
 
 FUZZ = settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
