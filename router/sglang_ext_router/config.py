@@ -108,6 +108,9 @@ class RouterConfig:
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
                 raise ConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
+        for name in ("api_key", "admin_api_key"):
+            if any(not character.isprintable() for character in getattr(self, name)):
+                raise ConfigError(f"{_flag(name)} holds a character that cannot be in a header")
         if self.port > 65535:
             raise ConfigError(f"--port must be at most 65535, not {self.port}")
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
@@ -130,6 +133,7 @@ _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
 )
+_POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = ("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms")
 
 
@@ -200,6 +204,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             options["choices"] = entry.metadata.get("choices")
             if options["choices"] is None:
                 options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[type(default).__name__]
+        if entry.name in _POLICIES:  # None tells whether it was given, beside --policy
+            options["default"] = None
+            options["help"] += f" (default: --policy, or {default})"
         parser.add_argument(_flag(entry.name), **options)
 
 
@@ -213,15 +220,14 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
             url = parse_worker_url(values[0], option)
             workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
     workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
-    if arguments.policy:
-        for name, known in (("prefill_policy", PREFILL_POLICIES), ("decode_policy", DECODE_POLICIES)):
-            is_default = getattr(arguments, name) == RouterConfig.__dataclass_fields__[name].default
-            if is_default and arguments.policy in known:
-                setattr(arguments, name, arguments.policy)
+    for name, known in _POLICIES.items():
+        if getattr(arguments, name) is None:
+            default = RouterConfig.__dataclass_fields__[name].default
+            setattr(arguments, name, arguments.policy if arguments.policy in known else default)
     for name in ("api_key", "admin_api_key"):
         # Other users of the machine can read a command line.
         if not getattr(arguments, name):
-            setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", ""))
+            setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())
     values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
     return RouterConfig(workers=tuple(workers), **values)
 
