@@ -48,7 +48,9 @@ def test_turns_that_extend_a_cached_prefix(engines: dict[EngineSpec, Engine], de
         }
         prefill_reply, reply = send_both(engines[PREFILL], engines[decode], body)
         assert reply.body["output_ids"] == expected
-        assert (prefill_reply.body["meta_info"]["cached_tokens"] > 0) == (turn > 0)
+        cached = prefill_reply.body["meta_info"]["cached_tokens"]
+        # A first token may be shared with another test's prompt by chance.
+        assert cached >= 150 if turn > 0 else cached < 10
         prompt = prompt + expected + random_prompt(90, seed=100 + turn)
 
 
