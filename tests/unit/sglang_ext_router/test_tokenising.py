@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
 from support.router_process import Cluster, cluster
-from support.scripted_engine import CONTEXT_TOKENS
+from support.scripted_engine import CONTEXT_TOKENS, reply
 
 
 @pytest.fixture(scope="module")
@@ -129,5 +129,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_done_without(tmp_path: Path) -
 
 async def test_many_at_once(folder: Path) -> None:
     async with cluster(tokenizer_path=str(folder), length_boundary_tokens=300) as served:
+        for engine in (*served.short, *served.long):
+            engine.script = reply({"text": "ok"})  # without a token count, which would teach the estimator
         answers = await asyncio.gather(*(ask(served, f"{i} " + words(279 + i, 5)) for i in range(40)))
         assert [length_class for _, length_class in answers] == ["short"] * 21 + ["long"] * 19
