@@ -12,12 +12,14 @@ STAMP := $(VENV)/.env-$(shell cat $(LOCK) pyproject.toml Makefile | cksum | cut 
 # What runs for every request is compiled: anew when one of its sources has changed.
 HOT_SOURCES := $(shell $(PYTHON) tools/compile_hot_path.py --list)
 COMPILED := $(VENV)/.compiled-$(shell cat $(HOT_SOURCES) | cksum | cut -d' ' -f1)
+NATIVE_SOURCES := $(shell $(PYTHON) tools/build_native.py --list)
+NATIVE := $(VENV)/.native-$(shell cat $(NATIVE_SOURCES) | cksum | cut -d' ' -f1)
 PYTEST_ARGS ?=
 
 .PHONY: env demo test unit lint format clean
 .DEFAULT_GOAL := env
 
-env: $(STAMP) $(COMPILED)
+env: $(STAMP) $(COMPILED) $(NATIVE)
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make env: Python 3.11 or newer is needed (set PYTHON=...)")'
@@ -33,6 +35,10 @@ $(STAMP):
 $(COMPILED): $(STAMP)
 	@$(BIN)/python tools/compile_hot_path.py
 	@rm -f $(VENV)/.compiled-*; touch $@
+
+$(NATIVE): $(STAMP)
+	@$(BIN)/python tools/build_native.py
+	@rm -f $(VENV)/.native-*; touch $@
 
 demo: env
 	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))

@@ -1,4 +1,4 @@
-"""Build hook: a wheel carries the hot path compiled; without a C compiler it is plain Python."""
+"""Build hook: a wheel carries the hot path and the C++ extension modules compiled; without a compiler, without them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,33 @@ class CompileHotPath(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable" or os.environ.get("SGLANG_EXT_PURE_PYTHON") == "1":
             return
-        if shutil.which(os.environ.get("CC", "cc")) is None:
-            self.app.display_warning("no C compiler: building a wheel of plain Python")
-            return
         sys.path.insert(0, str(Path(self.root) / "tools"))
+        self._folder = tempfile.mkdtemp(prefix="sglang-ext-wheel-")
+        built = [*self._hot_path(), *self._native_modules()]
+        for relative in built:
+            build_data["force_include"][str(Path(self._folder) / relative)] = str(relative)
+        if built:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+
+    def _hot_path(self) -> list[Path]:
+        if shutil.which(os.environ.get("CC", "cc")) is None:
+            self.app.display_warning("no C compiler: the router of this wheel is plain Python")
+            return []
         from compile_hot_path import compile_in
 
-        self._folder = tempfile.mkdtemp(prefix="sglang-ext-wheel-")
-        for built in compile_in(Path(self._folder)):
-            build_data["force_include"][str(Path(self._folder) / built)] = str(built)
-        build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        return compile_in(Path(self._folder))
+
+    def _native_modules(self) -> list[Path]:
+        from build_native import NATIVE_MODULES, build, compiler
+
+        command = compiler()
+        if command is None:
+            self.app.display_warning("no C++ compiler: this wheel cannot make CDSP plans")
+            return []
+        for module in NATIVE_MODULES:
+            build(module, command, Path(self._folder) / module.built())
+        return [module.built() for module in NATIVE_MODULES]
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         folder = getattr(self, "_folder", None)

@@ -6,28 +6,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_ext_router.prompt import BadRequestError
+from sglang_ext_router.request_hints import PRIORITIES
 
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
+PRIORITY_HEADER = b"x-sgl-priority"
 MAX_REQUEST_ID_BYTES = 256
 _FORWARDED = frozenset((b"traceparent", b"tracestate", b"baggage", SLO_HEADER, b"x-sgl-tps-slo", b"x-smg-routing-key"))
 
 
 class ClientHeaders(NamedTuple):
-    """Header lines for the instances, the client's own request id (may be empty), its deadline."""
+    """Header lines for the instances, the client's own request id (may be empty), its deadline and priority."""
 
     forwarded: bytes
     request_id: bytes
     ttft_slo_s: float | None
+    priority: str | None  # one of PRIORITIES
 
 
 def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes) -> ClientHeaders:
     """Read headers with lower-case names. `authorization`, if any, replaces the client's.
 
-    BadRequestError for a deadline that is none.
+    BadRequestError for a deadline or a priority that is none.
     """
     forwarded = authorization
     request_id = b""
     slo_s: float | None = None
+    priority: str | None = None
     for name, value in headers:
         if name in _FORWARDED:
             forwarded += b"%b: %b\r\n" % (name, value)
@@ -38,7 +42,9 @@ def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes) -
                 forwarded += b"authorization: %b\r\n" % value
         elif name == b"x-request-id" and len(value) <= MAX_REQUEST_ID_BYTES:
             request_id = value
-    return ClientHeaders(forwarded, request_id, slo_s)
+        elif name == PRIORITY_HEADER:
+            priority = _priority(value)
+    return ClientHeaders(forwarded, request_id, slo_s, priority)
 
 
 def _slo_seconds(value: bytes) -> float:
@@ -49,3 +55,10 @@ def _slo_seconds(value: bytes) -> float:
     if not 0 < milliseconds < float("inf"):
         raise BadRequestError("x-sgl-ttft-slo-ms must be a positive number of milliseconds", "x-sgl-ttft-slo-ms")
     return milliseconds / 1000
+
+
+def _priority(value: bytes) -> str:
+    given = value.decode("latin-1").lower()
+    if given not in PRIORITIES:
+        raise BadRequestError(f"x-sgl-priority must be one of {', '.join(PRIORITIES)}", "x-sgl-priority")
+    return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_ext.policy.decode_choice import DECODE_POLICIES
+from sglang_ext.policy.instance_pressure import PressureSettings
 from sglang_ext.policy.prefill_choice import PREFILL_POLICIES
 from sglang_ext.types import Role
 
@@ -73,6 +75,27 @@ class RouterConfig:
     health_check_timeout_secs: float = _option(5.0, "longest wait for a health check's answer")
     health_failure_threshold: int = _option(3, "failed checks in a row that take an instance out")
     load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load")
+    # Instances that change their pool
+    controller: str = _option(
+        "off",
+        "move instances between the short and the long pool: not, only say what it would do, or do it",
+        choices=("off", "advise", "on"),
+    )
+    controller_interval_secs: float = _option(5.0, "time between its decisions")
+    controller_cooldown_secs: float = _option(30.0, "time after a move before the next one")
+    controller_hysteresis: float = _option(
+        0.25, "how much more pressed a pool must be to be given an instance, a share"
+    )
+    controller_min_pressure: float = _option(0.75, "pressure below which a pool is given none")
+    controller_min_short: int = _option(1, "instances that the short pool keeps")
+    controller_min_long: int = _option(1, "instances that the long pool keeps")
+    controller_confirm_rounds: int = _option(3, "decisions in a row that must want the same move")
+    controller_drain_timeout_secs: float = _option(30.0, "longest wait for a moving instance's requests to end")
+    controller_backlog_weight: float = _option(1.0, "weight of an instance's backlog in its pressure")
+    controller_sla_weight: float = _option(1.0, "weight of its late prefills")
+    controller_utilisation_weight: float = _option(0.5, "weight of its utilisation")
+    controller_short_slo_secs: float = _option(1.0, "backlog of short prefills that counts as 1")
+    controller_long_slo_secs: float = _option(5.0, "backlog of long prefills that counts as 1")
     # Client connections
     max_payload_size: int = _option(64 << 20, "largest request body in bytes; larger ones get 413")
     max_header_size: int = _option(64 << 10, "largest request head in bytes; larger ones get 431")
@@ -119,22 +142,63 @@ class RouterConfig:
             raise ConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
             raise ConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
+        self._check_controller()
         urls = [worker.url for worker in self.workers]
         for url in urls:
             if urls.count(url) > 1:
                 raise ConfigError(f"the worker {url} is given twice")
 
+    def _check_controller(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name.startswith("controller_") and not math.isfinite(value):
+                raise ConfigError(f"{_flag(entry.name)} must be a finite number, not {value}")
+        if not self.controller_hysteresis > 0:
+            raise ConfigError(f"--controller-hysteresis must be greater than 0, not {self.controller_hysteresis}")
+        weights = (self.controller_backlog_weight, self.controller_sla_weight, self.controller_utilisation_weight)
+        if not any(weights):
+            raise ConfigError(
+                "--controller-backlog-weight, --controller-sla-weight and --controller-utilisation-weight "
+                "must not all be 0"
+            )
+        if self.controller_cooldown_secs < self.controller_interval_secs:
+            raise ConfigError("--controller-cooldown-secs must not be less than --controller-interval-secs")
+        if self.controller != "off" and self.processes > 1:
+            raise ConfigError(f"--controller {self.controller} needs --processes 1, not {self.processes}")
+
     @property
     def effective_admin_key(self) -> str:
         return self.admin_api_key or self.api_key
+
+    @property
+    def pressure_settings(self) -> PressureSettings:
+        """The controller's parameters as its policy takes them."""
+        return PressureSettings(
+            backlog_weight=self.controller_backlog_weight,
+            sla_weight=self.controller_sla_weight,
+            utilisation_weight=self.controller_utilisation_weight,
+            short_slo_s=self.controller_short_slo_secs,
+            long_slo_s=self.controller_long_slo_secs,
+            hysteresis=self.controller_hysteresis,
+            cooldown_s=self.controller_cooldown_secs,
+            min_short=self.controller_min_short,
+            min_long=self.controller_min_long,
+            min_pressure=self.controller_min_pressure,
+            confirm_rounds=self.controller_confirm_rounds,
+        )
 
 
 _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
+    *("controller_min_short", "controller_min_long", "controller_confirm_rounds"),
 )
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
-_NOT_NEGATIVE = ("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms")
+_NOT_NEGATIVE = (
+    *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
+    *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
+    "controller_utilisation_weight",
+)
 
 
 def _flag(name: str) -> str:

@@ -17,8 +17,10 @@ from sglang_ext import __version__
 from sglang_ext.types import Role
 from sglang_ext_router import replies
 from sglang_ext_router.config import ConfigError, RouterConfig, WorkerAddress, parse_worker_url
+from sglang_ext_router.controller import PoolController
+from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
-from sglang_ext_router.workers import Worker, WorkerRegistry, describe_roles
+from sglang_ext_router.workers import Worker, WorkerRegistry
 
 TOKENISE_ROUTES = ("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize")
 
@@ -30,6 +32,7 @@ class ControlTarget(Protocol):
     loop: asyncio.AbstractEventLoop
     registry: WorkerRegistry
     prober: Prober
+    controller: PoolController
 
     @property
     def is_draining(self) -> bool: ...
@@ -69,19 +72,13 @@ class Drain(BaseModel):
     drain: bool = True
 
 
-def worker_id(worker: Worker) -> str:
-    """How an instance is named in paths: `host:port`."""
-    return worker.host_header.decode()
-
-
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
     """One instance as JSON."""
-    state = "draining" if worker.is_draining else "ready" if worker.is_healthy else "unhealthy"
     described: dict[str, Any] = {
         "id": worker_id(worker),
         "url": worker.url,
         "role": worker.role.value,
-        "state": state,
+        "state": worker_state(worker),
         "circuit": worker.breaker.state(now_s).value,
         "model": worker.model or None,
         "in_flight": worker.in_flight,
@@ -284,27 +281,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         router.drain_worker(worker, drain.drain)
         return describe_worker(worker, now())
 
-    @app.get("/pools", dependencies=client)
-    async def pools() -> dict[str, Any]:
-        """The pools: instances and load of each."""
-        shown: dict[str, Any] = {}
-        for role in Role:
-            members = [worker for worker in router.registry if worker.role is role]
-            shown[role.value] = {
-                "instances": len(members),
-                "ready": sum(worker.is_ready for worker in members),
-                "in_flight": sum(worker.in_flight for worker in members),
-                "pending_tokens": sum(worker.pending_tokens for worker in members),
-                "workers": [worker.url for worker in members],
-            }
-        return {
-            "length_boundary_tokens": config.length_boundary_tokens,
-            "ready": describe_roles(router.registry),
-            "requests_in_flight": router.requests_in_flight,
-            "requests_queued": router.requests_queued,
-            "pools": shown,
-        }
-
+    add_pool_routes(app, router, client, admin)
     return app
 
 

@@ -48,6 +48,7 @@ from sglang_ext_router.prompt import (
     with_bootstrap,
 )
 from sglang_ext_router.relaying import begins_unclear, is_chunked, route_headers, split_head, stream_error_status
+from sglang_ext_router.request_hints import RequestHints
 from sglang_ext_router.routing import NoInstanceError
 from sglang_ext_router.services import Services
 from sglang_ext_router.upstream import UpstreamConnection
@@ -79,6 +80,7 @@ class Exchange:
         "_exact_tokens",
         "_excluded",
         "_headers",
+        "_hints",
         "_is_queued",
         "_joined",
         "_legs",
@@ -104,6 +106,7 @@ class Exchange:
         self._headers = _NO_HEADERS
         self._prompt: Prompt
         self._clean: CleanBody
+        self._hints: RequestHints | None = None  # for requests with a deadline or a priority
         self._exact_tokens: int | None = None
         self._prompt_tokens = 0
         self._is_queued = False
@@ -129,6 +132,9 @@ class Exchange:
             if prompt.is_stream and not request.is_http_11:
                 raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
             self._clean = clean_body(request.body, body)
+            slo_s, priority = self._headers.ttft_slo_s, self._headers.priority
+            if slo_s is not None or priority is not None:
+                self._hints = RequestHints(request.path, body, self._clean, slo_s, priority)
             if wants_input_logprobs(request.path, body):
                 self._joined = [None, None]
         except BadRequestError as error:
@@ -203,7 +209,9 @@ class Exchange:
         self._account = AttemptAccount(services, route, prompt, self._prompt_tokens, now_s)
         room = services.rooms.take(prompt.sequence_count)
         self._room_id = room_id = b"%016x" % room
-        body = with_bootstrap(self._clean, route.prefill.bootstrap_json, room, room_id)
+        hints = self._hints
+        clean = self._clean if hints is None else hints.body(now_s - self.started_s)
+        body = with_bootstrap(clean, route.prefill.bootstrap_json, room, room_id)
         headers = self._headers
         rest = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
             headers.forwarded,
@@ -506,4 +514,4 @@ class Exchange:
 
 
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
-_NO_HEADERS = ClientHeaders(b"", b"", None)
+_NO_HEADERS = ClientHeaders(b"", b"", None, None)

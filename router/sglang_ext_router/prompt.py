@@ -196,9 +196,9 @@ def clean_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
     given = body.get("rid")
     if not (given is None or type(given) is str or (type(given) is list and all(type(item) is str for item in given))):
         raise BadRequestError("rid must be a string or a list of strings", "rid")
-    if _ROUTER_FIELDS.isdisjoint(body):
+    if ROUTER_FIELDS.isdisjoint(body):
         return CleanBody(raw, not body, None)
-    kept = {key: value for key, value in body.items() if key not in _ROUTER_FIELDS}
+    kept = {key: value for key, value in body.items() if key not in ROUTER_FIELDS}
     return CleanBody(_dump(kept), not kept, given)
 
 
@@ -232,7 +232,7 @@ def abort_ids(clean: CleanBody, room_id: bytes, sequence_count: int, samples: in
     return [base] if sequence_count == 1 else [f"{base}_{i}" for i in range(sequence_count)]
 
 
-_ROUTER_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"})
+ROUTER_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"})
 
 
 def _dump(value: object) -> bytes:

@@ -17,9 +17,11 @@ from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.control import build_app
+from sglang_ext_router.controller import PoolController
 from sglang_ext_router.exchange import Exchange
 from sglang_ext_router.http1 import Call, ClientConnection, ConnectionLimits, Request
 from sglang_ext_router.metrics import RouterMetrics, render, worker_families
+from sglang_ext_router.pool_metrics import pool_families
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.rooms import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
@@ -53,6 +55,7 @@ class Router:
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
         self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
+        self.controller = PoolController(config, loop, self.registry, self.prober)
         self.siblings: SiblingLink = siblings or NoSiblings()
         self.running: dict[Admissible, None] = {}
         self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
@@ -108,6 +111,7 @@ class Router:
         """Begin to watch the instances."""
         await self.prober.start()
         await self.siblings.start(self)
+        self.controller.start()
         self._sweep()
 
     def connection(self) -> ClientConnection:
@@ -133,6 +137,7 @@ class Router:
         for connection in tuple(self._connections):
             connection.close()
         await self.siblings.stop()
+        await self.controller.stop()
         await self.prober.stop()
         self.services.pools.close()
         if self.services.tokeniser is not None:
@@ -213,6 +218,7 @@ class Router:
     def render_metrics(self) -> bytes:
         families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))
         families += worker_families(self.registry, self.requests_in_flight, self.requests_queued, self.loop.time())
+        families += pool_families(self.registry, self.controller)
         return render(families)
 
     # -- membership -------------------------------------------------------------------------------------

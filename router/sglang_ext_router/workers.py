@@ -45,6 +45,7 @@ class Worker:
         # Health
         self.is_healthy = False
         self.is_draining = False
+        self.is_moving = False  # between two pools: takes nothing new
         self.failed_checks = 0
         self.last_error = "not checked yet"
         # Load: the router's own view, exact for what it sent, and the instance's last report
@@ -88,7 +89,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether new requests may go there, circuit breaker aside."""
-        return self.is_healthy and not self.is_draining
+        return self.is_healthy and not self.is_draining and not self.is_moving
 
     def prefill_load(self, cached_tokens: int) -> PrefillLoad:
         return _new(
@@ -159,8 +160,15 @@ class WorkerRegistry:
         self.suspects.discard(worker.id)
         self.refresh()
 
+    def relabel(self, worker: Worker, role: Role) -> None:
+        """Count a prefill instance to another pool; what it has under way and cached stays its own."""
+        assert worker.role.is_prefill
+        assert role.is_prefill
+        worker.role = role
+        self.refresh()
+
     def refresh(self) -> None:
-        """Recompute the ready lists; call after any change of health, draining or membership."""
+        """Recompute the ready lists; call after any change of health, draining, moving, role or membership."""
         ready = [worker for worker in self._by_id.values() if worker.is_ready]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)

@@ -17,14 +17,15 @@ def register() -> None:
     An error here is logged and swallowed by SGLang; `verification.verify_hooks` turns it into a refusal.
     """
     installed = installed_sglang()
-    if options_from_environment(os.environ) is None or installed is None:
+    options = options_from_environment(os.environ)
+    if options is None or installed is None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
     add_disagg_transfer_backend_choices([TCP])
     for hook in HOOK_TABLE:
-        target = hook.target_in(installed)
+        target = hook.target_in(installed) if hook.is_wanted(options) else None
         if target is not None:
             HookRegistry.register(target, load_implementation(hook.implementation), HookType(hook.kind.value))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.versions import SglangVersion
 
 
@@ -41,6 +42,11 @@ class Hook:
     # Dotted path by the first SGLang version that has it there; None where that version has nothing to hook,
     # and the engine does without.
     targets: Mapping[SglangVersion, str | None]
+    needs_laps: bool = False  # registered only where LAPS is on
+
+    def is_wanted(self, options: ExtensionOptions) -> bool:
+        """Whether an engine with these options has this hook."""
+        return options.laps is not None or not self.needs_laps
 
     def target_in(self, installed: SglangVersion) -> str | None:
         """Where the hook goes in an installed SGLang; None where it does without.
@@ -115,5 +121,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.AFTER,
         implementation=f"{_HOOKS}.abort_notice:tell_decode",
         targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVSender.abort"}),
+    ),
+    Hook(
+        name="laps-scheduler",
+        why="one queue lets short prompts wait behind long ones; two queues, and long prefills that yield",
+        kind=HookKind.REPLACE,
+        implementation="sglang_ext.sglang_plugin.laps.scheduler:LengthAwareScheduler",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler"}),
+        needs_laps=True,
     ),
 )

@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
     from sglang_ext.sglang_plugin.verification import HookNotInForceError, verify_hooks
 
     try:
-        if options_from_environment(os.environ) is None:
+        options = options_from_environment(os.environ)
+        if options is None:
             return _refuse("start this engine with `sglang-ext worker`, which sets its options")
     except InvalidOptionsError as error:
         return _refuse(str(error))
@@ -44,6 +45,16 @@ def main(argv: Sequence[str]) -> int:
     except HookNotInForceError as error:
         return _refuse(str(error))
     server_args = prepare_server_args(list(argv))
+    if options.laps is not None:
+        from sglang.srt.entrypoints.http_server import app
+
+        from sglang_ext.sglang_plugin.laps.compatibility import conflict
+        from sglang_ext.sglang_plugin.laps.http_routes import add_routes
+
+        problem = conflict(server_args)
+        if problem is not None:
+            return _refuse(problem)
+        add_routes(app)
     try:
         run_server(server_args)
     finally:

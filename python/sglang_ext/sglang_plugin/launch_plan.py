@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sglang_ext.policy.laps_options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device, Machine
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import ExtensionOptions
@@ -38,6 +39,7 @@ class WorkerOptions:
     advertise_host: str | None = None  # None: the host, or what SGLang finds for a wildcard host
     threads: int | None = None  # None chooses by machine
     kv_memory_mib: int = 512
+    laps: LapsOptions | None = None  # None: SGLang's own scheduler
     engine_arguments: tuple[str, ...] = field(default=())  # for sglang.launch_server; these win
 
 
@@ -70,7 +72,7 @@ def build_launch(worker: WorkerOptions, machine: Machine, model: ModelFacts | No
     """
     ranks = _tensor_parallel_size(worker.engine_arguments)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
-    environment = ExtensionOptions(role=worker.role, device=machine.device).to_environment()
+    environment = ExtensionOptions(worker.role, machine.device, worker.laps).to_environment()
     defaults = _common_environment(worker)
     if machine.device is Device.CPU:
         argv += _cpu_flags(worker, model)

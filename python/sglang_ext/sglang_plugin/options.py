@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps_records import LapsMode
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.types import Role
 
@@ -26,6 +29,7 @@ class ExtensionOptions:
 
     role: Role
     device: Device
+    laps: LapsOptions | None = None  # None: SGLang's own scheduler
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), sort_keys=True)}
@@ -41,6 +45,12 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
         return None
     try:
         fields = json.loads(text)
-        return ExtensionOptions(role=Role(fields["role"]), device=Device(fields["device"]))
+        return ExtensionOptions(Role(fields["role"]), Device(fields["device"]), _laps_options(fields["laps"]))
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error
+
+
+def _laps_options(fields: dict[str, Any] | None) -> LapsOptions | None:
+    if fields is None:
+        return None
+    return LapsOptions(**{**fields, "mode": LapsMode(fields["mode"])})

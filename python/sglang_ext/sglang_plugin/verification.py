@@ -6,6 +6,7 @@ first request that needs one. These checks look at the objects that SGLang will 
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from types import ModuleType
 
 from sglang_ext.sglang_plugin.entry_point import load_implementation
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE, Hook, UnsupportedVersionError
+from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.sglang_plugin.versions import SglangVersion, installed_sglang
 
 
@@ -37,11 +39,13 @@ class HookStatus:
 
 
 def inspect_hooks() -> list[HookStatus]:
-    """The state of every hook in this process."""
+    """The state of every hook that this process's options ask for."""
     installed = installed_sglang()
+    options = options_from_environment(os.environ)
+    wanted = [hook for hook in HOOK_TABLE if options is None or hook.is_wanted(options)]
     if installed is None:
-        return [HookStatus(hook.name, HookState.BROKEN, "SGLang is not installed") for hook in HOOK_TABLE]
-    return [_inspect(hook, installed) for hook in HOOK_TABLE]
+        return [HookStatus(hook.name, HookState.BROKEN, "SGLang is not installed") for hook in wanted]
+    return [_inspect(hook, installed) for hook in wanted]
 
 
 def verify_hooks() -> list[str]:
@@ -60,6 +64,9 @@ def _inspect(hook: Hook, installed: SglangVersion) -> HookStatus:
         target = hook.target_in(installed)
     except UnsupportedVersionError as error:
         return HookStatus(hook.name, HookState.BROKEN, str(error))
+    if target is None and hook.needs_laps:
+        detail = f"SGLang {installed} is too old for it; use --laps-mode off"
+        return HookStatus(hook.name, HookState.BROKEN, detail)
     if target is None:
         return HookStatus(hook.name, HookState.NOT_NEEDED, f"SGLang {installed} has no place for it")
     problem = _problem(hook, target)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin.laps.arguments import add_laps_arguments, laps_options
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import read_model_facts
 from sglang_ext.sglang_plugin.process_lifetime import end_with_parent
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end this instance when the process that started it ends, however that happens (Linux)",
     )
+    add_laps_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument(
         "engine_arguments",
@@ -70,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     Returns only when it does not start (2: wrong usage) or for --dry-run (0).
     """
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
-    options = _worker_options(arguments)
+    try:
+        options = _worker_options(arguments)
+    except ValueError as error:
+        return _refuse(str(error))
     problem = None if arguments.dry_run else _problem(options, machine)
     if problem is not None:
         return _refuse(problem)
@@ -88,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
     backend = arguments.transfer_backend
+    laps, engine_arguments = laps_options(arguments.role, arguments, arguments.engine_arguments)
     return WorkerOptions(
         role=arguments.role,
         model_path=arguments.model_path,
@@ -99,7 +105,8 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         advertise_host=arguments.advertise_host,
         threads=arguments.threads,
         kv_memory_mib=arguments.kv_memory_mib,
-        engine_arguments=tuple(arguments.engine_arguments),
+        laps=laps,
+        engine_arguments=engine_arguments,
     )
 
 

@@ -1,0 +1,147 @@
+"""What a CDSP plan costs to make, in microseconds as called from Python, and how far from the optimum it is.
+
+    python bench/cdsp_planner.py [--sizes 8 16 32 64 128 256 1024] [--snapshots 1000] [--repeats 21] [--quality 300]
+
+Each snapshot is fresh: new tuples of node ids, queue delays and free KV, and a new request; nothing is kept from one
+plan to the next. What is timed is one call of `CdspPlanner.plan`: reading the three tuples, planning, and making the
+records of the plan. Each snapshot is timed --repeats times and the median kept; mean, P99 and maximum are over
+snapshots. As many instances as the largest SP size, 8 to a node; SP sizes all powers of two; improvement rate 0.05;
+prompts log-uniform 4,096 to 190,000 tokens; a quarter of the instances idle, the delays of the others exponential with
+mean 1 s; costs fitted to Table 1 of Tetris.
+
+Beyond SP 16, which the table does not list, overhead doubles with the size (--scaling ring) or stays what it is at 16
+(--scaling ideal, where large groups pay and the search is at its largest); the figures of both are printed, `sp…_us`
+are those of ring. The quality part gives the TTFT of plans above the lowest that any growing groups and any cuts could
+reach, memory and nodes apart, on 16 instances on 2 nodes: in chunks, in one chunk, and in chunks when all instances
+are said to be on one node (`any_node`), so that the rest is what the preference for few nodes costs.
+
+The last line is `RESULT {json}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from random import Random
+from statistics import fmean, median
+from time import perf_counter_ns
+
+from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.records import CdspRequest, ChunkPlan, PlannerConfig, PrefillSnapshot, SpCandidate, SpCost
+from sglang_ext.policy.cdsp.table1 import LARGEST_SIZE, fitted_candidates
+from support.cdsp_optimum import unrestricted_optimum_s
+from support.result import machine, print_result, progress
+
+NODE_SIZE = 8
+IMPROVEMENT_RATE = 0.05
+FREE_KV_TOKENS = 400_000  # room for every prompt on one instance
+SHORTEST_TOKENS, LONGEST_TOKENS = 4096, 190_000
+
+
+def candidates(largest_size: int, scaling: str) -> tuple[SpCandidate, ...]:
+    """The fitted costs; with ideal scaling the overhead beyond SP 16 is that of SP 16."""
+    found = fitted_candidates(largest_size)
+    if scaling == "ring":
+        return found
+    limit_s = fitted_candidates()[-1].cost.a_s  # type: ignore[union-attr]
+    return tuple(SpCandidate(one.size, _with_overhead(one, limit_s)) for one in found)
+
+
+def _with_overhead(candidate: SpCandidate, limit_s: float) -> SpCost:
+    cost = candidate.cost
+    assert isinstance(cost, SpCost)
+    overhead_s = limit_s if candidate.size > LARGEST_SIZE else cost.a_s
+    return SpCost(overhead_s, cost.b_s_per_token, cost.c_s_per_token2, cost.d_s_per_token2)
+
+
+def snapshot(instances: int, random: Random) -> PrefillSnapshot:
+    """Instances at a random moment."""
+    delays_s = tuple(0.0 if random.random() < 0.25 else random.expovariate(1.0) for _ in range(instances))
+    nodes = tuple(index // NODE_SIZE for index in range(instances))
+    return PrefillSnapshot(nodes, delays_s, (FREE_KV_TOKENS,) * instances)
+
+
+def request(random: Random) -> CdspRequest:
+    """A prompt, log-uniform in length."""
+    return CdspRequest(round(math.exp(random.uniform(math.log(SHORTEST_TOKENS), math.log(LONGEST_TOKENS)))))
+
+
+def time_plans_us(largest_size: int, scaling: str, snapshots: int, repeats: int) -> tuple[list[float], float]:
+    """Median time of each snapshot's plan, ascending, and the share of plans with more than one chunk."""
+    planner = CdspPlanner(PlannerConfig(candidates(largest_size, scaling)))
+    random = Random(largest_size)
+    medians_us, chunked = [], 0
+    for _ in range(snapshots):
+        instances, wanted = snapshot(largest_size, random), request(random)
+        taken_ns = []
+        for _ in range(repeats):
+            started_ns = perf_counter_ns()
+            plan = planner.plan(instances, wanted, IMPROVEMENT_RATE)
+            taken_ns.append(perf_counter_ns() - started_ns)
+        assert isinstance(plan, ChunkPlan)
+        chunked += len(plan.chunks) > 1
+        medians_us.append(median(taken_ns) / 1000)
+    return sorted(medians_us), chunked / snapshots
+
+
+def measure_quality(snapshots: int, rate: float) -> dict[str, float]:
+    """Mean and largest TTFT above the optimum, as shares of it: in chunks, in one, and in chunks without nodes."""
+    config = PlannerConfig(candidates(LARGEST_SIZE, "ring"))
+    chunked = CdspPlanner(config)
+    single = CdspPlanner(PlannerConfig(config.candidates, is_chunking=False))
+    above: dict[str, list[float]] = {"chunked": [], "single": [], "chunked_any_node": []}
+    random = Random(1)
+    for _ in range(snapshots):
+        instances, wanted = snapshot(LARGEST_SIZE, random), request(random)
+        one_node = instances._replace(node_ids=(0,) * LARGEST_SIZE)
+        optimum_s = unrestricted_optimum_s(config, instances, wanted)
+        plans = {
+            "chunked": chunked.plan(instances, wanted, rate),
+            "single": single.plan(instances, wanted, rate),
+            "chunked_any_node": chunked.plan(one_node, wanted, rate),
+        }
+        for name, plan in plans.items():
+            assert isinstance(plan, ChunkPlan)
+            above[name].append(plan.ttft_s / optimum_s - 1)
+    means = {f"{name}_gap_mean": fmean(shares) for name, shares in above.items()}
+    return means | {f"{name}_gap_max": max(shares) for name, shares in above.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 1024], help="largest SP sizes"
+    )
+    parser.add_argument("--snapshots", type=int, default=1000, help="snapshots per size")
+    parser.add_argument("--repeats", type=int, default=21, help="times that each snapshot is planned")
+    parser.add_argument("--quality", type=int, default=300, help="snapshots compared with the optimum")
+    options = parser.parse_args()
+    if any(size < 1 or size & (size - 1) for size in options.sizes):
+        parser.error("--sizes: powers of two are needed")
+    for name in ("snapshots", "repeats", "quality"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: at least 1 is needed")
+
+    result: dict[str, object] = {"machine": machine()}
+    progress(f"{'µs per plan':>12s} {'scaling':>8s} {'mean':>8s} {'P99':>8s} {'max':>8s} {'chunked':>8s}")
+    for scaling, suffix in (("ring", ""), ("ideal", "_ideal")):
+        for size in options.sizes:
+            taken_us, chunked = time_plans_us(size, scaling, options.snapshots, options.repeats)
+            p99_us = taken_us[math.ceil(0.99 * len(taken_us)) - 1]
+            mean_us = fmean(taken_us)
+            progress(
+                f"{f'SP {size}':>12s} {scaling:>8s} {mean_us:8.2f} {p99_us:8.2f} {taken_us[-1]:8.2f} {chunked:8.1%}"
+            )
+            for name, value in (("mean", mean_us), ("p99", p99_us), ("max", taken_us[-1])):
+                result[f"sp{size}{suffix}_{name}_us"] = round(value, 2)
+    for rate in (0.0, IMPROVEMENT_RATE):
+        quality = measure_quality(options.quality, rate)
+        progress(
+            f"TTFT above the optimum, improvement rate {rate}: " + ", ".join(f"{k} {v:.2%}" for k, v in quality.items())
+        )
+        result[f"rate_{rate}"] = {name: round(value, 5) for name, value in quality.items()}
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main()

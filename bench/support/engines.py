@@ -1,0 +1,119 @@
+"""Real prefill and decode instances for a benchmark, each pinned to its cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+
+
+class EngineStartError(RuntimeError):
+    """An instance did not come up; the message ends with its last log line."""
+
+
+@dataclass
+class BenchEngine:
+    """One instance that was started by `sglang-ext worker`."""
+
+    url: str
+    port: int
+    bootstrap_port: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @classmethod
+    def start(
+        cls,
+        role: str,
+        model: Path,
+        scratch: Path,
+        *,
+        cores: Collection[int],
+        worker_options: Sequence[str] = (),
+        engine_arguments: Sequence[str] = (),
+    ) -> BenchEngine:
+        """Start an instance whose processes run on `cores` only; `wait_ready` returns when it serves."""
+        port, bootstrap_port = _free_port(), _free_port()
+        log_path = scratch / f"{role}-{port}.log"
+        command = [
+            *(sys.executable, "-m", "sglang_ext.cli", "worker", "--role", role, "--model-path", str(model)),
+            *("--port", str(port), "--bootstrap-port", str(bootstrap_port), "--threads", "1", "--exit-with-parent"),
+            *worker_options,
+            *("--", "--skip-tokenizer-init", "--log-level", "warning", *engine_arguments),
+        ]
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )
+        return cls(f"http://127.0.0.1:{port}", port, bootstrap_port, process, log_path)
+
+    def wait_ready(self) -> None:
+        """Raises EngineStartError when it ends, or is not healthy in time."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if self.process.poll() is not None:
+                break
+            try:
+                self.get("/health")
+                return
+            except (OSError, ValueError):
+                time.sleep(0.3)
+        lines = self.log_path.read_text(errors="replace").strip().splitlines() or ["no output"]
+        raise EngineStartError(f"an instance did not start: {lines[-1]}")
+
+    def get(self, path: str) -> Any:
+        """The JSON (or text) of a GET. Raises OSError when it is refused."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as reply:
+            return _decode(reply.read())
+
+    def post(self, path: str, body: object) -> Any:
+        """The JSON (or text) of a POST. Raises OSError when it is refused."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return _decode(reply.read())
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")

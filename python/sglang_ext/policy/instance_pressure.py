@@ -1,0 +1,399 @@
+"""Instance-pressure controller: from what prefill instances report to at most one move between two pools.
+
+LAPS, section 3.2, Algorithm 2, with three departures from the text, each because the printed form misleads:
+
+- Pressure `psi = alpha q + beta e + gamma u` counts utilisation with a plus. As printed (`- gamma u`) a saturated
+  instance looks unpressed. All terms are without unit: q is queued work over the class's target time, e the share
+  of late prefills plus how late they were, u the busy share. So pressures are never negative, and pools compare.
+- The margin is a shifted ratio, `1 + P_to > (1 + tau) (1 + P_from)`: a bare ratio of two small numbers is noise.
+- A move must not be undone by the next one. The giving pool is predicted after the move, from its offered load
+  (busy share plus growth of the backlog, in instances, so it neither saturates nor changes while a backlog drains),
+  and the opposite move waits until the offered load itself has turned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from sglang_ext.types import LengthClass
+
+_SHORT, _LONG = LengthClass.SHORT, LengthClass.LONG
+POOLS = (_SHORT, _LONG)
+QUANTILE = 0.9  # P90: the paper's robust aggregator
+MAX_LATENESS = 1.0  # a single very late prefill does not outweigh everything else
+RECOVERY_COOLDOWNS = 2.0  # a backlog that falls and will be gone within so many cool-downs needs no more help
+MIN_RECOVERY_RATE = 0.05  # instances' worth of falling backlog, per instance, that is more than noise
+
+
+class InstanceSignals(NamedTuple):
+    """What one instance says of itself."""
+
+    short_backlog_s: float  # predicted time to prefill what is queued there, by class
+    long_backlog_s: float
+    late_share: float  # share of its pool's prefills that ended after their deadline, lately
+    lateness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
+    utilisation: float  # busy share of the last seconds, 0 to 1
+
+    @property
+    def backlog_s(self) -> float:
+        return self.short_backlog_s + self.long_backlog_s
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a decision may rest on it: all numbers finite and none negative."""
+        return all(math.isfinite(value) and value >= 0.0 for value in self)
+
+
+class PoolInstance(NamedTuple):
+    """A prefill instance that serves one pool and takes requests."""
+
+    worker_id: int
+    pool: LengthClass
+    reports: bool  # whether it can be asked at all: a stock engine cannot, it counts but is not judged
+    signals: InstanceSignals | None  # None: it should have reported and did not
+    is_movable: bool
+    in_flight: int
+    joined_s: float  # since when it is in this pool
+
+
+@dataclass(frozen=True, slots=True)
+class PressureSettings:
+    """The controller's parameters; defaults are those of the router's options."""
+
+    backlog_weight: float = 1.0  # alpha
+    sla_weight: float = 1.0  # beta
+    utilisation_weight: float = 0.5  # gamma
+    short_slo_s: float = 1.0  # what makes a backlog of one second much or little
+    long_slo_s: float = 5.0
+    hysteresis: float = 0.25  # tau
+    cooldown_s: float = 30.0  # T_cool
+    min_short: int = 1
+    min_long: int = 1
+    min_pressure: float = 0.75  # below it a pool keeps up and gets no more instances
+    confirm_rounds: int = 3  # rounds in a row that must want the same move
+    max_utilisation: float = 0.9  # of the giving pool afterwards
+    turn_instances: float = 0.5  # by how much the offered load must have turned before a move back,
+    turn_share: float = 0.25  # and by which share of all of it
+    smoothing_s: float = 15.0  # time constant of the offered load
+    turn_smoothing_s: float = 60.0  # the same, to judge whether it has turned
+
+    def minimum(self, pool: LengthClass) -> int:
+        return self.min_short if pool is _SHORT else self.min_long
+
+
+class DecisionReason(StrEnum):
+    """Why an instance is moved, or none is. Bounded: these are metric labels."""
+
+    PRESSURE = "pressure"  # move: the other pool is pressed more
+    BELOW_MINIMUM = "below_minimum"  # move: the other pool has fewer instances than it must
+    BALANCED = "balanced"
+    NOT_PRESSED = "not_pressed"  # unequal, but the busier pool keeps up
+    RECOVERING = "recovering"  # the pressed pool's backlog is falling fast enough
+    AT_MINIMUM = "at_minimum"  # the other pool can give none
+    NO_MOVABLE = "no_movable"  # no instance of the other pool can be switched now
+    WOULD_OVERLOAD = "would_overload"  # the giving pool could not carry its load afterwards
+    WOULD_REVERSE = "would_reverse"  # the giving pool would then be the one more pressed
+    NOT_TURNED = "not_turned"  # it would take back the last move though the load is the same
+    UNCONFIRMED = "unconfirmed"  # not wanted for long enough
+    COOL_DOWN = "cool_down"
+    SIGNALS_MISSING = "signals_missing"
+
+
+class MoveProposal(NamedTuple):
+    """Move this instance."""
+
+    worker_id: int
+    source: LengthClass
+    target: LengthClass
+
+
+class PoolView(NamedTuple):
+    """One pool as the decision saw it."""
+
+    instances: int
+    pressure: float | None  # P90; None if nobody reports
+    offered_instances: float | None  # load offered, in instances' worth of work
+
+
+class _Estimate(NamedTuple):
+    """Of one pool, smoothed. All in instances, that is seconds of work per second."""
+
+    offered: float
+    settled: float  # the same, smoothed for longer: what tells a turn of the load from noise
+    trend: float | None  # growth of the backlog; None after a single look
+
+
+class _Memory(NamedTuple):
+    """The last move, for as long as the same instances are there."""
+
+    target: LengthClass
+    balance: float  # settled load of the target pool minus that of the other, when it was decided
+    members: frozenset[int]
+
+
+class ControllerState(NamedTuple):
+    """What the controller carries from round to round. Start with `ControllerState()`."""
+
+    observed_s: float | None = None
+    backlogs: Mapping[int, tuple[LengthClass, float]] = {}  # worker id → pool and backlog (s) when last observed
+    estimates: Mapping[LengthClass, _Estimate] = {}
+    members: frozenset[int] = frozenset()
+    wanted: LengthClass | None = None  # pool that the last rounds wanted to enlarge
+    wanted_rounds: int = 0
+    last_move_s: float | None = None
+    memory: _Memory | None = None
+
+    def cooldown_left_s(self, settings: PressureSettings, now_s: float) -> float:
+        return 0.0 if self.last_move_s is None else max(0.0, self.last_move_s + settings.cooldown_s - now_s)
+
+    def after_move(self, target: LengthClass, now_s: float) -> ControllerState:
+        """A move to `target` has succeeded: cool down, and do not take it back before the load turns."""
+        settled = {pool: estimate.settled for pool, estimate in self.estimates.items()}
+        balance = settled.get(target, 0.0) - settled.get(_other(target), 0.0)
+        memory = _Memory(target, balance, self.members)
+        return self._replace(last_move_s=now_s, memory=memory, wanted=None, wanted_rounds=0)
+
+    def after_failed_move(self, now_s: float) -> ControllerState:
+        """A move came to nothing: cool down."""
+        return self._replace(last_move_s=now_s, wanted=None, wanted_rounds=0)
+
+
+class Decision(NamedTuple):
+    """What one round came to. Without a proposal `reason` says why not."""
+
+    proposal: MoveProposal | None
+    reason: DecisionReason
+    wanted: LengthClass | None  # pool that would be enlarged, were it not for `reason`
+    short: PoolView
+    long: PoolView
+    state: ControllerState  # for the next round
+
+
+def pressure(signals: InstanceSignals, settings: PressureSettings) -> float:
+    """psi of one instance; without unit, never negative. LAPS Algorithm 2, see the module's text."""
+    return _psi(signals, settings, 1.0, 1.0)
+
+
+def decide(
+    instances: Sequence[PoolInstance], settings: PressureSettings, state: ControllerState, now_s: float
+) -> Decision:
+    """One round of Algorithm 2 over the instances that take requests; to be called every control period.
+
+    A round with a missing or unusable report decides nothing. The caller carries the proposal out, or not, and
+    tells the outcome with `ControllerState.after_move` or `after_failed_move` before it asks again.
+    """
+    pools = {pool: [one for one in instances if one.pool is pool] for pool in POOLS}
+    if any(one.reports and not (one.signals and one.signals.is_usable) for one in instances):
+        views = [PoolView(len(pools[pool]), None, None) for pool in POOLS]
+        forgotten = state._replace(wanted=None, wanted_rounds=0)
+        return Decision(None, DecisionReason.SIGNALS_MISSING, None, views[0], views[1], forgotten)
+    state = _observe(state, instances, settings, now_s)
+    views = [
+        PoolView(
+            len(pools[pool]),
+            _pool_pressure(pools[pool], settings),
+            state.estimates[pool].offered if pool in state.estimates else None,
+        )
+        for pool in POOLS
+    ]
+    target, reason = _wish(pools, views, settings, state)
+    is_wish = reason in (DecisionReason.PRESSURE, DecisionReason.BELOW_MINIMUM)
+    rounds = 0 if not is_wish else state.wanted_rounds + 1 if target is state.wanted else 1
+    state = state._replace(wanted=target if is_wish else None, wanted_rounds=rounds)
+    if is_wish and rounds < settings.confirm_rounds:
+        reason, is_wish = DecisionReason.UNCONFIRMED, False
+    if is_wish and state.cooldown_left_s(settings, now_s) > 0.0:
+        reason, is_wish = DecisionReason.COOL_DOWN, False
+    proposal = None
+    if is_wish:
+        assert target is not None
+        source = _other(target)
+        proposal = MoveProposal(choose_instance(pools[source]).worker_id, source, target)
+    return Decision(proposal, reason, target, views[0], views[1], state)
+
+
+def choose_instance(giving: Sequence[PoolInstance]) -> PoolInstance:
+    """Who leaves a pool: the least backlog, then the fewest in flight, then the longest there.
+
+    ValueError if none is movable.
+    """
+    movable = [one for one in giving if one.is_movable and one.signals is not None]
+    return min(movable, key=lambda one: (_backlog_s(one), one.in_flight, one.joined_s, one.worker_id))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Quantile with linear interpolation between the two nearest; `values` must not be empty."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+# ---- which move is wanted ----
+
+
+def _wish(
+    pools: Mapping[LengthClass, Sequence[PoolInstance]],
+    views: Sequence[PoolView],
+    settings: PressureSettings,
+    state: ControllerState,
+) -> tuple[LengthClass | None, DecisionReason]:
+    """The pool to enlarge and why, or what speaks against it."""
+    for target in POOLS:
+        if len(pools[target]) < settings.minimum(target):
+            giving = pools[_other(target)]
+            if len(giving) <= settings.minimum(_other(target)):
+                return target, DecisionReason.AT_MINIMUM
+            return target, DecisionReason.BELOW_MINIMUM if _has_movable(giving) else DecisionReason.NO_MOVABLE
+    short, long = views[0].pressure, views[1].pressure
+    if short is None or long is None:
+        return None, DecisionReason.SIGNALS_MISSING
+    target = _SHORT if short > long else _LONG
+    highest, lowest = max(short, long), min(short, long)
+    if 1.0 + highest <= (1.0 + settings.hysteresis) * (1.0 + lowest):
+        return None, DecisionReason.BALANCED
+    if highest < settings.min_pressure:
+        return target, DecisionReason.NOT_PRESSED
+    if _is_recovering(pools[target], state.estimates[target], settings):
+        return target, DecisionReason.RECOVERING
+    return target, _check_giving(pools[_other(target)], highest, target, settings, state)
+
+
+def _check_giving(
+    giving: Sequence[PoolInstance],
+    taking_pressure: float,
+    target: LengthClass,
+    settings: PressureSettings,
+    state: ControllerState,
+) -> DecisionReason:
+    """PRESSURE if the giving pool can spare an instance, else why not."""
+    source = _other(target)
+    count = len(giving)
+    if count <= max(1, settings.minimum(source)):
+        return DecisionReason.AT_MINIMUM
+    if not _has_movable(giving):
+        return DecisionReason.NO_MOVABLE
+    offered = max(0.0, state.estimates[source].offered)
+    after = offered / (count - 1)
+    if after > settings.max_utilisation:
+        return DecisionReason.WOULD_OVERLOAD
+    if _pressure_after(giving, offered, settings) >= taking_pressure:
+        return DecisionReason.WOULD_REVERSE
+    memory = state.memory
+    if memory is not None and memory.target is source:
+        there, here = state.estimates[source].settled, state.estimates[target].settled
+        turn = max(settings.turn_instances, settings.turn_share * (there + here))
+        if memory.balance - (there - here) < turn:
+            return DecisionReason.NOT_TURNED
+    return DecisionReason.PRESSURE
+
+
+def _pressure_after(giving: Sequence[PoolInstance], offered: float, settings: PressureSettings) -> float:
+    """The pool's pressure once it has one instance less and the same load.
+
+    Waiting in M/G/1 is proportional to rho / (1 - rho) (Pollaczek-Khinchine, with the same service times): a pool
+    predicted by n / (n - 1) alone would look better than it will be, and the instance would come back.
+    """
+    count = len(giving)
+    growth = count / (count - 1)
+    before, after = offered / count, offered / (count - 1)
+    queue_growth = growth * (1.0 - before) / (1.0 - after)
+    return quantile(
+        [_psi(one.signals, settings, queue_growth, growth) for one in giving if one.signals is not None], QUANTILE
+    )
+
+
+def _is_recovering(taking: Sequence[PoolInstance], estimate: _Estimate, settings: PressureSettings) -> bool:
+    """Whether the backlog that presses the pool is on its way out: more instances would come too late."""
+    backlog_s = sum(_backlog_s(one) for one in taking)
+    falling = -(estimate.trend or 0.0)
+    if falling <= MIN_RECOVERY_RATE * len(taking):
+        return False
+    return backlog_s / falling <= RECOVERY_COOLDOWNS * settings.cooldown_s
+
+
+def _has_movable(pool: Sequence[PoolInstance]) -> bool:
+    return any(one.is_movable and one.signals is not None for one in pool)
+
+
+# ---- measuring ----
+
+
+def _psi(signals: InstanceSignals, settings: PressureSettings, queue_factor: float, load_factor: float) -> float:
+    backlog = signals.short_backlog_s / settings.short_slo_s + signals.long_backlog_s / settings.long_slo_s
+    deviation = min(1.0, signals.late_share) + min(MAX_LATENESS, signals.lateness)
+    return (
+        settings.backlog_weight * backlog * queue_factor
+        + settings.sla_weight * deviation * queue_factor
+        + settings.utilisation_weight * min(1.0, signals.utilisation) * load_factor
+    )
+
+
+def _pool_pressure(pool: Sequence[PoolInstance], settings: PressureSettings) -> float | None:
+    values = [pressure(one.signals, settings) for one in pool if one.signals is not None]
+    return quantile(values, QUANTILE) if values else None
+
+
+def _observe(
+    state: ControllerState, instances: Sequence[PoolInstance], settings: PressureSettings, now_s: float
+) -> ControllerState:
+    """Take a round's reports into the smoothed load of each pool."""
+    elapsed_s = None if state.observed_s is None else now_s - state.observed_s
+    if elapsed_s is not None and elapsed_s <= 0.0:
+        return state
+    estimates: dict[LengthClass, _Estimate] = {}
+    for pool in POOLS:
+        members = [one for one in instances if one.pool is pool]
+        reporting = [one for one in members if one.signals is not None]
+        if not reporting:
+            continue
+        # Those that cannot be asked are taken to be as busy as the others.
+        scale = len(members) / len(reporting)
+        busy = sum(min(1.0, one.signals.utilisation) for one in reporting if one.signals is not None)
+        # An instance that has changed its pool brings a backlog along, which is not growth.
+        grown_s = sum(
+            _backlog_s(one) - known[1]
+            for one in reporting
+            if (known := state.backlogs.get(one.worker_id)) is not None and known[0] is pool
+        )
+        if elapsed_s is None:
+            estimates[pool] = _Estimate(scale * busy, scale * busy, None)
+        else:
+            growth = grown_s / elapsed_s
+            offered = scale * (busy + growth)
+            latest = _Estimate(offered, offered, scale * growth)
+            estimates[pool] = _smooth(state.estimates.get(pool), latest, elapsed_s, settings)
+    members_now = frozenset(one.worker_id for one in instances)
+    memory = state.memory
+    return state._replace(
+        observed_s=now_s,
+        backlogs={one.worker_id: (one.pool, _backlog_s(one)) for one in instances if one.signals is not None},
+        estimates=estimates,
+        members=members_now,
+        memory=memory if memory is not None and memory.members == members_now else None,
+    )
+
+
+def _smooth(known: _Estimate | None, latest: _Estimate, elapsed_s: float, settings: PressureSettings) -> _Estimate:
+    if known is None or known.trend is None or latest.trend is None:
+        return latest
+    weight = 1.0 - math.exp(-elapsed_s / settings.smoothing_s)
+    slow_weight = 1.0 - math.exp(-elapsed_s / settings.turn_smoothing_s)
+    return _Estimate(
+        known.offered + weight * (latest.offered - known.offered),
+        known.settled + slow_weight * (latest.settled - known.settled),
+        known.trend + weight * (latest.trend - known.trend),
+    )
+
+
+def _backlog_s(one: PoolInstance) -> float:
+    return 0.0 if one.signals is None else one.signals.backlog_s
+
+
+def _other(pool: LengthClass) -> LengthClass:
+    return _LONG if pool is _SHORT else _SHORT

@@ -1,0 +1,67 @@
+"""Measures each forward iteration as the cost model wants it: features and duration.
+
+With overlapped scheduling a batch is launched while the one before it still computes, so a duration counts from
+the later of its own launch and the end of the batch before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_ext.policy.laps_records import IterationSample
+
+BUSY_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    at_s: float
+    attention_work: float
+    new_tokens: int
+    cached_tokens: int
+    requests: int
+
+
+class IterationClock:
+    """Pairs launches with results, in order, and remembers how busy the last ten seconds were."""
+
+    def __init__(self) -> None:
+        self._launched: deque[_Launched] = deque()
+        self._busy: deque[tuple[float, float]] = deque()  # ends and durations within the window
+        self._busy_s = 0.0
+        self._started_s: float | None = None
+        self._last_end_s = float("-inf")
+
+    def note_launch(self, now_s: float, new_tokens: Sequence[int], cached_tokens: Sequence[int]) -> None:
+        """A batch was launched: `new_tokens` (L) and `cached_tokens` (H) of each of its requests."""
+        work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
+        self._launched.append(_Launched(now_s, work, sum(new_tokens), sum(cached_tokens), len(new_tokens)))
+        if self._started_s is None:
+            self._started_s = now_s
+
+    def note_result(self, now_s: float) -> IterationSample:
+        """The oldest launched batch ended. Raises IndexError when none was launched."""
+        launched = self._launched.popleft()
+        duration_s = now_s - max(launched.at_s, self._last_end_s)
+        self._last_end_s = now_s
+        self._busy.append((now_s, duration_s))
+        self._busy_s += duration_s
+        self._forget(now_s)
+        return IterationSample(
+            launched.attention_work, launched.new_tokens, launched.cached_tokens, launched.requests, duration_s
+        )
+
+    def utilisation(self, now_s: float) -> float:
+        """Share of the last ten seconds spent in forward iterations, 0 to 1."""
+        self._forget(now_s)
+        if self._started_s is None or now_s <= self._started_s:
+            return 0.0
+        running_s = max(0.0, now_s - max(self._launched[0].at_s, self._last_end_s)) if self._launched else 0.0
+        window_s = min(BUSY_WINDOW_S, now_s - self._started_s)
+        return min(1.0, (self._busy_s + running_s) / window_s)
+
+    def _forget(self, now_s: float) -> None:
+        while self._busy and self._busy[0][0] < now_s - BUSY_WINDOW_S:
+            self._busy_s -= self._busy.popleft()[1]

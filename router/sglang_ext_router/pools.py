@@ -1,0 +1,175 @@
+"""`/pools`: what each pool is made of, what the controller thinks of it, and moving an instance by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from fastapi.params import Depends
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+
+from sglang_ext.policy.instance_pressure import pressure
+from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.config import ConfigError, RouterConfig, parse_worker_url
+from sglang_ext_router.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
+from sglang_ext_router.workers import Worker, WorkerRegistry, describe_roles
+
+
+class PoolsTarget(Protocol):
+    """What these paths read and change of the router."""
+
+    config: RouterConfig
+    registry: WorkerRegistry
+    controller: PoolController
+
+    @property
+    def requests_in_flight(self) -> int: ...
+
+    @property
+    def requests_queued(self) -> int: ...
+
+
+class Move(BaseModel):
+    """Body of POST /pools/move: an instance by its URL or as `host:port`, and the pool that it shall be in."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str | None = None
+    worker_id: str | None = None
+    to: LengthClass
+
+
+def worker_id(worker: Worker) -> str:
+    """How an instance is named in paths: `host:port`."""
+    return worker.host_header.decode()
+
+
+def worker_state(worker: Worker) -> str:
+    """Whether an instance takes requests, in one word."""
+    if worker.is_draining:
+        return "draining"
+    if not worker.is_healthy:
+        return "unhealthy"
+    return "moving" if worker.is_moving else "ready"
+
+
+def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends], admin: Sequence[Depends]) -> None:
+    """Add the paths; `client` and `admin` are the checks of who may read and who may change."""
+
+    @app.get("/pools", dependencies=client)
+    async def pools() -> dict[str, Any]:
+        """The pools: instances, load and pressure of each, and the latest moves between them."""
+        await router.controller.refresh_if_stale()
+        return {
+            "length_boundary_tokens": router.config.length_boundary_tokens,
+            "ready": describe_roles(router.registry),
+            "requests_in_flight": router.requests_in_flight,
+            "requests_queued": router.requests_queued,
+            "pools": {role.value: describe_pool(router, role) for role in Role},
+            "controller": describe_controller(router.controller, router.config),
+        }
+
+    @app.post("/pools/move", dependencies=admin, status_code=202)
+    async def move(wanted: Move) -> dict[str, Any]:
+        """Begin to move an instance to the other pool; how it ends is told by GET /pools."""
+        if (wanted.url is None) == (wanted.worker_id is None):
+            raise HTTPException(400, "give either url or worker_id")
+        try:
+            record = await router.controller.request_move(_find(router.registry, wanted), wanted.to)
+        except MoveRefusedError as error:
+            raise HTTPException(error.status, str(error)) from None
+        return describe_move(record)
+
+
+def describe_pool(router: PoolsTarget, role: Role) -> dict[str, Any]:
+    """One pool as JSON."""
+    members = [worker for worker in router.registry if worker.role is role]
+    described: dict[str, Any] = {
+        "instances": len(members),
+        "ready": sum(worker.is_ready for worker in members),
+        "in_flight": sum(worker.in_flight for worker in members),
+        "pending_tokens": sum(worker.pending_tokens for worker in members),
+        "workers": [worker.url for worker in members],
+    }
+    if role.is_prefill:
+        described["members"] = [_describe_member(router.controller, worker) for worker in members]
+    decision = router.controller.decision
+    if role in (Role.SHORT, Role.LONG):
+        view = None if decision is None else decision.short if role is Role.SHORT else decision.long
+        described["pressure"] = None if view is None else _rounded(view.pressure)
+        described["offered_instances"] = None if view is None else _rounded(view.offered_instances)
+    return described
+
+
+def _describe_member(controller: PoolController, worker: Worker) -> dict[str, Any]:
+    report = controller.monitor.reports.get(worker.id)
+    pool = pool_of(worker)
+    return {
+        "id": worker_id(worker),
+        "url": worker.url,
+        "role": worker.role.value,
+        "state": worker_state(worker),
+        "mode": None if report is None else report.mode.value,
+        "generation": None if report is None else report.generation,
+        "can_switch": None if report is None and worker.id not in controller.monitor.stock else report is not None,
+        "pressure": (
+            None if report is None or pool is None else _rounded(pressure(report.signals(pool), controller.settings))
+        ),
+        "signals": None
+        if report is None
+        else {
+            "utilisation": report.utilisation,
+            "parked": report.parked,
+            "short": report.short._asdict(),
+            "long": report.long._asdict(),
+        },
+    }
+
+
+def describe_controller(controller: PoolController, config: RouterConfig) -> dict[str, Any]:
+    """The controller as JSON; moves with the latest first."""
+    decision = controller.decision
+    return {
+        "mode": config.controller,
+        "cooldown_left_s": round(controller.cooldown_left_s, 1),
+        "decision": None
+        if decision is None
+        else {"reason": decision.reason.value, "wanted": decision.wanted, "moves": decision.proposal is not None},
+        "under_way": None if controller.current is None else describe_move(controller.current),
+        "moves": [describe_move(record) for record in reversed(controller.moves)],
+    }
+
+
+def describe_move(record: MoveRecord) -> dict[str, Any]:
+    """One move as JSON; without an outcome it is under way."""
+    return {
+        "started_at": datetime.fromtimestamp(record.started_at_s, UTC).isoformat(timespec="milliseconds"),
+        "url": record.url,
+        "from": record.source.value,
+        "to": record.target.value,
+        "reason": record.reason,
+        "outcome": None if record.outcome is None else record.outcome.value,
+        "detail": record.detail or None,
+        "duration_s": None if record.outcome is None else round(record.duration_s, 3),
+    }
+
+
+def _find(registry: WorkerRegistry, wanted: Move) -> Worker:
+    if wanted.url is not None:
+        try:
+            url = parse_worker_url(wanted.url, "url")
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from None
+        worker = registry.find(url)
+    else:
+        worker = next((one for one in registry if worker_id(one) == wanted.worker_id), None)
+    if worker is None:
+        raise HTTPException(404, f"no worker {wanted.url or wanted.worker_id}")
+    return worker
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,179 @@
+"""A long prefill that yields between chunks goes on exactly where it was, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+from support.laps import Pair
+from support.reference import random_prompt
+
+pytestmark = pytest.mark.integration
+
+CHUNK_TOKENS = 32
+LONG_TOKENS = 1600  # 50 chunks: about a second
+SHORT_TOKENS = 24
+ABORT_LIMIT_S = 3.0
+SMALL_KV_TOKENS = 4096
+SMALL_CHUNKS = ("--chunked-prefill-size", str(CHUNK_TOKENS))
+LAPS_OPTIONS = ("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16", "--laps-preempt-margin", "0.1")
+
+
+def prefill_spec(*arguments: str) -> EngineSpec:
+    return EngineSpec(Role.BOTH, arguments=(*SMALL_CHUNKS, *arguments), worker_options=LAPS_OPTIONS)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(40) as executor:
+        yield executor
+
+
+@pytest.fixture(params=[1, 16], ids=["page1", "page16"])
+def paged(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[Pair]:
+    page = () if request.param == 1 else ("--page-size", str(request.param))
+    yield from checked_pair(threads, *FLEET.get(prefill_spec(*page), EngineSpec(Role.DECODE, arguments=page)))
+
+
+@pytest.fixture
+def pair(threads: ThreadPoolExecutor) -> Iterator[Pair]:
+    yield from checked_pair(threads, *FLEET.get(prefill_spec(), EngineSpec(Role.DECODE)))
+
+
+def checked_pair(threads: ThreadPoolExecutor, prefill: Engine, decode: Engine) -> Iterator[Pair]:
+    """A pair that must be left as it was found."""
+    pair = Pair(prefill, decode, threads)
+    prefill.wait_idle()
+    assert prefill.post("/flush_cache", {}).status == 200
+    assert decode.post("/flush_cache", {}).status == 200
+    before = pair.status()["kv"]["free_tokens"]
+    yield pair
+    for engine in (prefill, decode):
+        engine.post("/abort_request", {"rid": "", "abort_all": True})
+    pair.check_clean(before)
+
+
+@pytest.mark.parametrize("shorts", [0, 1, 2, 5])
+def test_greedy_tokens_with_shorts_between_chunks(paged: Pair, shorts: int) -> None:
+    parks_before = paged.status()["parks"]
+    long = paged.send(LONG_TOKENS + shorts, seed=shorts)
+    sent = []
+    for number in range(shorts):
+        paged.wait_for(lambda status: status["long"]["requests"] == 1 and status["short"]["requests"] == 0)
+        sent.append(paged.send(SHORT_TOKENS + number, seed=100 + number))
+    assert all(short.is_exact() for short in sent)
+    assert long.is_exact()
+    parks = paged.status()["parks"] - parks_before
+    assert parks >= min(1, shorts)
+    assert parks <= shorts
+
+
+def test_several_are_parked_at_once(pair: Pair) -> None:
+    """Each later one is more urgent than all before it."""
+    longs = []
+    for number, priority in enumerate(("low", "normal", "high", "real-time")):
+        longs.append(pair.send(LONG_TOKENS + number, seed=10 + number, priority=priority))
+        pair.wait_for(lambda status, expected=number: status["parked"] == expected)  # type: ignore[misc]
+    shorts = [pair.send(SHORT_TOKENS, seed=20 + number) for number in range(3)]
+    assert all(request.is_exact() for request in (*shorts, *longs))
+
+
+def test_shared_prefix_is_used_from_the_cache(pair: Pair) -> None:
+    prefix = random_prompt(800, seed=30)
+    first = pair.send(LONG_TOKENS, seed=31, prefix=prefix)
+    pair.wait_for(lambda status: status["long"]["requests"] == 1)
+    others = [pair.send(810 + number, seed=32 + number, prefix=prefix) for number in range(3)]
+    assert all(request.is_exact() for request in (first, *others))
+    again = pair.send(820, seed=40, prefix=prefix)
+    assert again.is_exact()
+    _, reply = again.replies.result()
+    assert reply.body["meta_info"]["prompt_tokens"] == 820
+
+
+@pytest.mark.parametrize("stage", ["chunking", "parked"])
+def test_abort(pair: Pair, stage: str) -> None:
+    victim = pair.send(LONG_TOKENS, seed=50, rid=f"victim-{stage}", priority="low")
+    pair.wait_for(lambda status: status["long"]["requests"] == 1)
+    others = []
+    if stage == "parked":
+        others.append(pair.send(LONG_TOKENS, seed=51, priority="real-time"))
+        pair.wait_for(lambda status: status["parked"] == 1)
+    pair.abort(f"victim-{stage}")
+    aborted_at = time.monotonic()
+    _, decode_reply = victim.replies.result(timeout=30)
+    assert time.monotonic() - aborted_at < ABORT_LIMIT_S
+    assert decode_reply.status != 200 or decode_reply.body["meta_info"]["finish_reason"]["type"] == "abort"
+    assert pair.status()["long"]["requests"] == len(others)
+    assert all(other.is_exact() for other in others)
+
+
+def test_abort_of_everything_with_several_parked(pair: Pair) -> None:
+    longs = []
+    for number, priority in enumerate(("low", "high", "real-time")):
+        longs.append(pair.send(LONG_TOKENS, seed=60 + number, priority=priority))
+        pair.wait_for(lambda status, expected=number: status["parked"] == expected)  # type: ignore[misc]
+    for engine in (pair.prefill, pair.decode):
+        engine.post("/abort_request", {"rid": "", "abort_all": True})
+    for long in longs:
+        _, reply = long.replies.result(timeout=30)
+        assert reply.status != 200 or reply.body["meta_info"]["finish_reason"]["type"] == "abort"
+    assert pair.send(LONG_TOKENS, seed=70).is_exact()
+
+
+def test_flush_waits_for_parked_requests(pair: Pair) -> None:
+    long = pair.send(LONG_TOKENS, seed=80, priority="low")
+    pair.wait_for(lambda status: status["long"]["requests"] == 1)
+    other = pair.send(LONG_TOKENS, seed=81, priority="real-time")
+    pair.wait_for(lambda status: status["parked"] == 1)
+    load = pair.prefill.load()
+    assert load["num_waiting_reqs"] >= 1
+    assert load["num_waiting_uncached_tokens"] > 0
+    assert pair.prefill.post("/flush_cache", {}).status != 200
+    assert long.is_exact()
+    assert other.is_exact()
+
+
+def test_modes_switch_under_load(pair: Pair) -> None:
+    requests = []
+    generation = pair.status()["generation"]
+    for number, mode in enumerate(("short", "long", "both", "long", "short", "both")):
+        requests.append(pair.send(700 + number, seed=90 + number))
+        requests += [pair.send(SHORT_TOKENS + n, seed=200 + 10 * number + n) for n in range(3)]
+        reply = pair.prefill.post("/laps/mode", {"mode": mode})
+        assert (reply.status, reply.body["mode"]) == (200, mode)
+        generation += 1
+        assert reply.body["generation"] == generation
+    assert all(request.is_exact() for request in requests)
+
+
+@pytest.mark.parametrize("body", [{"mode": "fast"}, {"mode": None}, {"mode": 1}, {"mode": ["short"]}, {}, [], "short"])
+def test_unknown_mode_is_refused(pair: Pair, body: object) -> None:
+    before = pair.status()
+    reply = pair.prefill.post("/laps/mode", body)
+    assert reply.status == 400
+    assert reply.body["error"]["message"] == "mode must be one of short, long, both"
+    assert (pair.status()["mode"], pair.status()["generation"]) == (before["mode"], before["generation"])
+    assert pair.send(SHORT_TOKENS, seed=95).is_exact()
+
+
+@pytest.mark.parametrize("slo_ms", [0, -1, "soon", True, None, 1e-9, 1e300])
+def test_impossible_deadlines_do_no_harm(pair: Pair, slo_ms: object) -> None:
+    shorts = [pair.send(SHORT_TOKENS, seed=96, slo_ms=slo_ms, priority="nonsense") for _ in range(2)]  # type: ignore[arg-type]
+    assert all(short.is_exact() for short in shorts)
+
+
+def test_memory_for_two_longs_and_many_shorts(threads: ThreadPoolExecutor) -> None:
+    """More work than KV memory: prefixes are evicted, nobody waits for ever, tokens stay right."""
+    spec = prefill_spec("--max-total-tokens", str(SMALL_KV_TOKENS))
+    for pair in checked_pair(threads, *FLEET.get(spec, EngineSpec(Role.DECODE))):
+        longs = [
+            pair.send(LONG_TOKENS + 200 * (number % 2), seed=300 + number, priority=priority)
+            for number, priority in enumerate(("low", "normal", "high", "real-time", "low", "high"))
+        ]
+        shorts = [pair.send(SHORT_TOKENS + number, seed=310 + number) for number in range(12)]
+        assert all(request.is_exact() for request in (*shorts, *longs))

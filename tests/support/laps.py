@@ -1,0 +1,103 @@
+"""Long and short prefills on one instance at the same time, and what its LAPS says of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from support.engines import Engine, Reply
+from support.pd import send_both
+from support.reference import greedy_reference, random_prompt
+
+NEW_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One request through a pair: its prompt, and the future of both legs' replies."""
+
+    prompt: tuple[int, ...]
+    replies: Future[tuple[Reply, Reply]]
+
+    def tokens(self) -> list[int]:
+        """Its greedy tokens. Raises AssertionError when it was not answered."""
+        prefill_reply, decode_reply = self.replies.result(timeout=120)
+        assert decode_reply.status == 200, decode_reply.body
+        assert prefill_reply.status == 200, prefill_reply.body
+        tokens: list[int] = decode_reply.body["output_ids"]
+        return tokens
+
+    def is_exact(self) -> bool:
+        """Whether its tokens are those of Hugging Face."""
+        return self.tokens() == greedy_reference(self.prompt, NEW_TOKENS)
+
+
+class Pair:
+    """A prefill and a decode engine, and requests to both at once."""
+
+    def __init__(self, prefill: Engine, decode: Engine, threads: ThreadPoolExecutor) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._threads = threads
+
+    def send(
+        self,
+        length_tokens: int,
+        seed: int,
+        *,
+        rid: str | None = None,
+        priority: str | None = None,
+        slo_ms: float | None = None,
+        prefix: Sequence[int] = (),
+        new_tokens: int = NEW_TOKENS,
+        **sampling: Any,
+    ) -> Prefill:
+        """Start a greedy request of `length_tokens` random tokens after `prefix`."""
+        prompt = (*prefix, *random_prompt(length_tokens - len(prefix), seed))
+        custom: dict[str, Any] = {}
+        if priority is not None:
+            custom["sglang_ext_priority"] = priority
+        if slo_ms is not None:
+            custom["sglang_ext_ttft_slo_ms"] = slo_ms
+        body: dict[str, Any] = {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **sampling},
+        }
+        if custom:
+            body["sampling_params"]["custom_params"] = custom
+        if rid is not None:
+            body["rid"] = rid
+        return Prefill(prompt, self._threads.submit(send_both, self.prefill, self.decode, body))
+
+    def status(self) -> dict[str, Any]:
+        """The prefill engine's `GET /laps`."""
+        reply = self.prefill.get("/laps")
+        assert reply.status == 200, reply.body
+        status: dict[str, Any] = reply.body
+        return status
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 20.0) -> dict[str, Any]:
+        """The first status that meets `condition`. Raises AssertionError when the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if condition(status):
+                return status
+            assert time.monotonic() < deadline, status
+            time.sleep(0.01)
+
+    def abort(self, rid: str) -> None:
+        for engine in (self.prefill, self.decode):
+            assert engine.post("/abort_request", {"rid": rid}).status == 200
+
+    def check_clean(self, free_tokens: int) -> None:
+        """Nothing is left: queues, rows, KV and locks are as at the start."""
+        self.prefill.wait_idle()
+        self.decode.wait_idle()
+        status = self.wait_for(lambda status: status["kv"]["locked_tokens"] == 0)
+        assert status["kv"] == {"free_tokens": free_tokens, "locked_tokens": 0}
+        assert (status["parked"], status["short"]["requests"], status["long"]["requests"]) == (0, 0, 0)
+        # SGLang refuses to flush while it believes that anything runs, and checks its pools when idle.
+        assert self.prefill.post("/flush_cache", {}).status == 200
