@@ -3,10 +3,10 @@
     python bench/prefill_mix.py [--full] [--data FOLDER] [--out FOLDER]
 
 One real prefill instance pinned to the first core, one decode instance and the client on the second, a random
-Llama whose prefill is computation. Each policy gets a fresh prefill server, then the same requests at light,
-medium and near-saturated load with three seeds. Reports TTFT per length class, requests per second and the
-share of requests that missed their TTFT objective (the larger of 400 ms and five times what the prompt takes on
-an idle instance).
+Llama whose prefill is computation. Each policy has a prefill server of its own, started once; block by block
+(light, medium and near-saturated load, three seeds) they serve the same requests one after the other. Reports
+TTFT per length class, requests per second and the share of requests that missed their TTFT objective: the larger
+of 400 ms and five times what the prompt takes on an idle instance.
 
 Writes `prefill-mix.png` and `prefill-mix.json`; the last line is `RESULT {json}`.
 """
@@ -19,27 +19,23 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 from support.engines import BenchEngine, EngineStartError
+from support.idle_ttft import IdleTtft, measure_idle_ttft
 from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
 from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
 
-MODEL = RandomLlama(layers=8, hidden=512, heads=8, kv_heads=2)
+MODEL = RandomLlama(layers=6, hidden=384, heads=6, kv_heads=2)
 LONG_SHARE = 0.1
 LONG_RANGE_TOKENS = (1024, 4096)
-DIVIDE_LENGTHS_BY = 2  # torch's attention on one core takes 11 s for 4,096 tokens
+DIVIDE_LENGTHS_BY = 2  # torch's attention on one core takes seconds for 4,096 tokens
 OUTPUT_TOKENS = 4
-SHORT_SLO_S = 0.4
-SLO_STRETCH = 5.0
-IDLE_LENGTHS_TOKENS = (16, 128, 512, 1024, 2048)
 OURS = "laps"
 STOCK = ("--laps-mode", "off")
 POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # worker options, engine arguments
@@ -58,7 +54,7 @@ class Load(NamedTuple):
     duration_s: float
 
 
-LOADS = (Load("light", 0.4, 12.0), Load("medium", 0.65, 15.0), Load("near-saturated", 0.9, 30.0))
+LOADS = (Load("light", 0.4, 10.0), Load("medium", 0.65, 12.0), Load("near-saturated", 0.9, 30.0))
 
 
 class Figures(NamedTuple):
@@ -76,24 +72,6 @@ class Figures(NamedTuple):
     violation_share: float
 
 
-class IdleTtft:
-    """TTFT on an idle instance by prompt length, between measured points linear."""
-
-    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        self._points = sorted(points)
-
-    def __call__(self, tokens: int) -> float:
-        points = self._points
-        for (low, low_s), (high, high_s) in pairwise(points):
-            if tokens <= high:
-                return low_s + (high_s - low_s) * max(0, tokens - low) / (high - low)
-        return points[-1][1]
-
-    def objective_s(self, tokens: int) -> float:
-        """The TTFT that a prompt of this length must keep."""
-        return max(SHORT_SLO_S, SLO_STRETCH * self(tokens))
-
-
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
@@ -101,8 +79,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         give_up("two cores are needed: one for the prefill instance, one for everything else")
-    os.sched_setaffinity(0, {cores[1]})
-    others = OtherLoad()
+    others, facts = OtherLoad(), machine()
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY)
     seeds = range(arguments.seeds)
     stretch = 3.0 if arguments.full else 1.0
@@ -111,23 +88,24 @@ def main() -> None:
     progress(f"workload: {mix.describe(LONG_SHARE)}; {OUTPUT_TOKENS} output tokens")
     try:
         with tempfile.TemporaryDirectory(prefix="prefill-mix-") as scratch:
-            outcomes, idle, saturation_per_s = _measure(Path(scratch), cores, mix, loads, seeds)
+            blocks, idle, saturation_per_s = _measure(Path(scratch), cores, mix, loads, seeds)
     except EngineStartError as error:
         give_up(str(error))
     figures = {
-        (policy, load.name): _figures([outcomes[policy, load.name, seed] for seed in seeds], idle)
+        (policy, load.name): _figures(policy, [block for block in blocks if block.load is load], idle)
         for policy in POLICIES
         for load in loads
     }
     _print_table(figures, loads)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    _draw(arguments.out / "prefill-mix.png", outcomes, loads, seeds)
+    _draw(arguments.out / "prefill-mix.png", blocks, loads)
     result = {
         **_headline({policy: figures[policy, loads[-1].name] for policy in POLICIES}),
         "saturation_requests_per_s": round(saturation_per_s, 3),
+        "slowdowns": [round(block.slowdown, 2) for block in blocks],
         "duration_s": round(time.monotonic() - began_s, 1),
         "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
+        "machine": facts,
         "versions": versions("sglang", "torch"),
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -140,41 +118,71 @@ def main() -> None:
     print_result(result)
 
 
-Outcomes = dict[tuple[str, str, int], list[Outcome]]  # by policy, load and seed
+class Block(NamedTuple):
+    """One load with one seed: every policy serves the same requests, one after the other."""
+
+    load: Load
+    seed: int
+    arrivals: list[Arrival]
+    slowdown: float  # of the machine, against when idle latencies were measured
+    outcomes: dict[str, list[Outcome]]  # by policy
 
 
 def _measure(
     scratch: Path, cores: Sequence[int], mix: TraceMix, loads: Sequence[Load], seeds: Sequence[int]
-) -> tuple[Outcomes, IdleTtft, float]:
-    """Every policy under every load; idle latencies and the saturation rate are those of the first policy."""
+) -> tuple[list[Block], IdleTtft, float]:
+    """Every policy under every load, interleaved; idle latencies and saturation rates are those of the first policy.
+
+    All servers run from the start, idle ones asleep. The saturation rate is measured anew before each block,
+    because a shared machine is not equally fast at all times.
+    """
     model = scratch / "model"
     model.mkdir()
     build_random_llama(MODEL, model)
-    outcomes: Outcomes = {}
-    workloads: dict[tuple[str, int], list[Arrival]] = {}
-    idle, saturation_per_s = IdleTtft([(1, 0.0)]), 0.0
-    with _engine("decode", model, scratch, cores[1]) as decode:
-        for policy, (worker_options, engine_arguments) in POLICIES.items():
-            with _engine("both", model, scratch, cores[0], worker_options, engine_arguments) as prefill:
-                replayer = Replayer(prefill, decode, MODEL.vocabulary, OUTPUT_TOKENS)
-                warm_up = [arrival.prompt_tokens for arrival in mix.arrivals(8.0, 6.0, LONG_SHARE, seed=999)]
-                replayer.run_closed(warm_up, 8, seed=999)
-                if not workloads:
-                    idle = _idle_ttft(replayer)
-                    saturation_per_s = _saturation(replayer, mix)
-                    progress(f"{policy}: saturates at {saturation_per_s:.2f} requests/s")
-                    workloads = {
-                        (load.name, seed): mix.arrivals(
-                            load.share * saturation_per_s, load.duration_s, LONG_SHARE, seed
-                        )
-                        for load in loads
-                        for seed in seeds
-                    }
-                for (load_name, seed), arrivals in workloads.items():
-                    # Prompts differ between the runs of a server, so nothing is cached from the run before.
-                    outcomes[policy, load_name, seed] = replayer.run(arrivals, seed=crc32(load_name.encode()) + seed)
-                    progress(f"{policy}, {load_name}, seed {seed}: {_brief(outcomes[policy, load_name, seed])}")
-    return outcomes, idle, saturation_per_s
+    with ExitStack() as stack:
+        decode = stack.enter_context(_engine("decode", model, scratch))
+        prefills = {
+            policy: stack.enter_context(_engine("both", model, scratch, worker_options, engine_arguments))
+            for policy, (worker_options, engine_arguments) in POLICIES.items()
+        }
+        for engine in (decode, *prefills.values()):
+            engine.wait_ready()
+        # All at once: ending takes an instance some seconds.
+        stack.callback(lambda: [engine.terminate() for engine in (decode, *prefills.values())])
+        for prefill in prefills.values():
+            prefill.pin({cores[0]})
+        decode.pin({cores[1]})
+        os.sched_setaffinity(0, {cores[1]})
+        progress(f"{len(prefills)} prefill instances and one decode instance are up")
+        replayers = {
+            policy: Replayer(decode.url, MODEL.vocabulary, OUTPUT_TOKENS, prefill)
+            for policy, prefill in prefills.items()
+        }
+        warm_up = [arrival.prompt_tokens for arrival in mix.arrivals(5.0, 6.0, LONG_SHARE, seed=999)]
+        for replayer in replayers.values():
+            replayer.run_closed(warm_up, 8, seed=999)
+        reference = replayers["fcfs"]
+        idle = measure_idle_ttft(reference)
+        progress(f"idle TTFT: {idle}")
+        first_per_s = _saturation(reference, mix, seed=500)
+        blocks = []
+        for number, (load, seed) in enumerate((load, seed) for seed in seeds for load in loads):
+            saturation_per_s = _saturation(reference, mix, seed=501 + number)
+            block = Block(
+                load,
+                seed,
+                mix.arrivals(load.share * saturation_per_s, load.duration_s, LONG_SHARE, seed),
+                first_per_s / saturation_per_s,
+                {},
+            )
+            progress(f"{load.name}, seed {seed}: saturates at {saturation_per_s:.2f} requests/s")
+            order = list(POLICIES)
+            for policy in order[number % len(order) :] + order[: number % len(order)]:
+                # Prompts differ between blocks, so nothing is cached from an earlier one.
+                block.outcomes[policy] = replayers[policy].run(block.arrivals, seed=1000 * number)
+                progress(f"  {policy:<24}{_brief(block.outcomes[policy])}")
+            blocks.append(block)
+    return blocks, idle, first_per_s
 
 
 @contextmanager
@@ -182,56 +190,39 @@ def _engine(
     role: str,
     model: Path,
     scratch: Path,
-    core: int,
     worker_options: Sequence[str] = (),
     engine_arguments: Sequence[str] = (),
 ) -> Iterator[BenchEngine]:
-    engine = BenchEngine.start(
-        role, model, scratch, cores={core}, worker_options=worker_options, engine_arguments=engine_arguments
-    )
+    engine = BenchEngine.start(role, model, scratch, worker_options=worker_options, engine_arguments=engine_arguments)
     try:
-        engine.wait_ready()
         yield engine
     finally:
         engine.stop()
 
 
-def _idle_ttft(replayer: Replayer) -> IdleTtft:
-    """The faster of two measurements at each length."""
-    points = []
-    for tokens in IDLE_LENGTHS_TOKENS:
-        alone = [Arrival(0.0, True, tokens)]
-        times = [replayer.run(alone, seed=1000 + tokens + attempt)[0].ttft_s for attempt in range(2)]
-        points.append((tokens, min(time_s for time_s in times if time_s is not None)))
-    progress("idle TTFT: " + ", ".join(f"{tokens} tokens {ttft_s:.2f} s" for tokens, ttft_s in points))
-    return IdleTtft(points)
-
-
-def _saturation(replayer: Replayer, mix: TraceMix) -> float:
+def _saturation(replayer: Replayer, mix: TraceMix, seed: int) -> float:
     """Requests per second with always sixteen of the mix in the system."""
-    prompts = [arrival.prompt_tokens for arrival in mix.arrivals(10.0, 20.0, LONG_SHARE, seed=500)]
-    return len(prompts) / replayer.run_closed(prompts, 16, seed=500)
+    prompts = [arrival.prompt_tokens for arrival in mix.arrivals(4.0, 10.0, LONG_SHARE, seed)]
+    return len(prompts) / replayer.run_closed(prompts, 16, seed)
 
 
-def _figures(runs: Sequence[Sequence[Outcome]], idle: IdleTtft) -> Figures:
-    everything = [outcome for run in runs for outcome in run]
-    by_class = {
-        is_long: [
-            outcome.ttft_s
-            for outcome in everything
-            if outcome.arrival.is_long is is_long and outcome.ttft_s is not None
-        ]
+def _figures(policy: str, blocks: Sequence[Block], idle: IdleTtft) -> Figures:
+    """Of blocks with one load."""
+    everything = [outcome for block in blocks for outcome in block.outcomes[policy]]
+    ttft_s = {
+        is_long: [one.ttft_s for one in everything if one.arrival.is_long is is_long and one.ttft_s is not None]
         for is_long in (False, True)
     }
     late = sum(
-        outcome.ttft_s is None or outcome.ttft_s > idle.objective_s(outcome.arrival.prompt_tokens)
-        for outcome in everything
+        one.ttft_s is None or one.ttft_s > idle.objective_s(one.arrival.prompt_tokens, block.slowdown)
+        for block in blocks
+        for one in block.outcomes[policy]
     )
     return Figures(
         len(everything),
         sum(outcome.ttft_s is None for outcome in everything),
-        *(percentile(by_class[is_long], share) for is_long in (False, True) for share in (0.5, 0.9, 0.99)),
-        sum(map(len, runs)) / sum(map(_span_s, runs)),
+        *(percentile(ttft_s[is_long], share) for is_long in (False, True) for share in (0.5, 0.9, 0.99)),
+        len(everything) / sum(_span_s(block.outcomes[policy]) for block in blocks),
         late / len(everything),
     )
 
@@ -279,7 +270,7 @@ def _print_table(figures: dict[tuple[str, str], Figures], loads: Sequence[Load])
             )
 
 
-def _draw(path: Path, outcomes: Outcomes, loads: Sequence[Load], seeds: Sequence[int]) -> None:
+def _draw(path: Path, blocks: Sequence[Block], loads: Sequence[Load]) -> None:
     """TTFT distributions: a row per class, a column per load."""
     import matplotlib
 
@@ -293,8 +284,9 @@ def _draw(path: Path, outcomes: Outcomes, loads: Sequence[Load], seeds: Sequence
             for policy in POLICIES:
                 times = sorted(
                     outcome.ttft_s
-                    for seed in seeds
-                    for outcome in outcomes[policy, load.name, seed]
+                    for block in blocks
+                    if block.load is load
+                    for outcome in block.outcomes[policy]
                     if outcome.arrival.is_long is is_long and outcome.ttft_s is not None
                 )
                 shares = [(position + 1) / len(times) for position in range(len(times))]

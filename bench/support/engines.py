@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.cluster.process_tree import all_processes
+
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 
@@ -41,12 +43,11 @@ class BenchEngine:
         model: Path,
         scratch: Path,
         *,
-        cores: Collection[int],
         worker_options: Sequence[str] = (),
         engine_arguments: Sequence[str] = (),
     ) -> BenchEngine:
-        """Start an instance whose processes run on `cores` only; `wait_ready` returns when it serves."""
-        port, bootstrap_port = _free_port(), _free_port()
+        """Start an instance; `wait_ready` returns when it serves."""
+        port, bootstrap_port = free_port(), free_port()
         log_path = scratch / f"{role}-{port}.log"
         command = [
             *(sys.executable, "-m", "sglang_ext.cli", "worker", "--role", role, "--model-path", str(model)),
@@ -61,7 +62,6 @@ class BenchEngine:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )
         return cls(f"http://127.0.0.1:{port}", port, bootstrap_port, process, log_path)
 
@@ -79,6 +79,13 @@ class BenchEngine:
         lines = self.log_path.read_text(errors="replace").strip().splitlines() or ["no output"]
         raise EngineStartError(f"an instance did not start: {lines[-1]}")
 
+    def pin(self, cores: Collection[int]) -> None:
+        """From now on all its processes and threads run on these cores only. Starting takes all there are."""
+        for stat in all_processes():
+            if os.getsid(stat.pid) == self.process.pid:
+                for task in Path(f"/proc/{stat.pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), cores)
+
     def get(self, path: str) -> Any:
         """The JSON (or text) of a GET. Raises OSError when it is refused."""
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
@@ -92,9 +99,15 @@ class BenchEngine:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return _decode(reply.read())
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
+        """Ask it to end; `stop` waits for it."""
         if self.process.poll() is None:
             self.process.terminate()
+
+    def stop(self) -> None:
+        """Return when all its processes have ended. Safe to call again."""
+        self.terminate()
+        if self.process.poll() is None:
             try:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -106,7 +119,8 @@ class BenchEngine:
         self.process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

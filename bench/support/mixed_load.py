@@ -119,10 +119,15 @@ def _synthetic_mix(long_range: tuple[int, int], divide_by: int) -> TraceMix:
 
 
 class Replayer:
-    """Sends requests to a prefill and a decode instance at once, as a router does, and times the first token."""
+    """Sends requests to an endpoint and times the first token.
 
-    def __init__(self, prefill: BenchEngine, decode: BenchEngine, vocabulary: int, output_tokens: int) -> None:
-        self._prefill, self._decode = prefill, decode
+    With `prefill` the endpoint is a decode instance, and each request goes to both at once, as a router sends it.
+    """
+
+    def __init__(
+        self, endpoint_url: str, vocabulary: int, output_tokens: int, prefill: BenchEngine | None = None
+    ) -> None:
+        self._endpoint_url, self._prefill = endpoint_url, prefill
         self._vocabulary = vocabulary
         self._output_tokens = output_tokens
         self._rooms = random.Random()
@@ -162,25 +167,25 @@ class Replayer:
             return time.perf_counter() - began_s
 
     def _body(self, tokens: int, draw: random.Random) -> bytes:
-        return json.dumps(
-            {
-                "input_ids": [draw.randrange(FIRST_ORDINARY_TOKEN, self._vocabulary) for _ in range(tokens)],
-                "sampling_params": {"temperature": 0, "max_new_tokens": self._output_tokens, "ignore_eos": True},
-                "bootstrap_host": "127.0.0.1",
-                "bootstrap_port": self._prefill.bootstrap_port,
-                "bootstrap_room": self._rooms.getrandbits(62),
-                "stream": True,
-            }
-        ).encode()
+        body: dict[str, object] = {
+            "input_ids": [draw.randrange(FIRST_ORDINARY_TOKEN, self._vocabulary) for _ in range(tokens)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": self._output_tokens, "ignore_eos": True},
+            "stream": True,
+        }
+        if self._prefill is not None:
+            body["bootstrap_host"] = "127.0.0.1"
+            body["bootstrap_port"] = self._prefill.bootstrap_port
+            body["bootstrap_room"] = self._rooms.getrandbits(62)
+        return json.dumps(body).encode()
 
     async def _request(self, session: aiohttp.ClientSession, arrival: Arrival, body: bytes, start_s: float) -> Outcome:
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
         # Neither leg answers before the other one has been sent.
-        prefill_leg = asyncio.create_task(_read(session, self._prefill.url, body))
+        prefill_leg = asyncio.create_task(_read(session, self._prefill, body))
         ttft_s: float | None = None
         is_complete = False
         try:
-            async with session.post(self._decode.url + "/generate", data=body, headers=_JSON) as reply:
+            async with session.post(self._endpoint_url + "/generate", data=body, headers=_JSON) as reply:
                 async for line in reply.content:
                     if line.startswith(b"data: {") and ttft_s is None:
                         ttft_s = time.perf_counter() - start_s
@@ -196,9 +201,11 @@ class Replayer:
         return Outcome(arrival, ttft_s, time.perf_counter() - start_s)
 
 
-async def _read(session: aiohttp.ClientSession, url: str, body: bytes) -> bool:
-    """Whether the prefill leg was answered well."""
-    async with session.post(url + "/generate", data=body, headers=_JSON) as reply:
+async def _read(session: aiohttp.ClientSession, prefill: BenchEngine | None, body: bytes) -> bool:
+    """Whether the prefill leg, if there is one, was answered well."""
+    if prefill is None:
+        return True
+    async with session.post(prefill.url + "/generate", data=body, headers=_JSON) as reply:
         await reply.read()
         return reply.status == 200
 

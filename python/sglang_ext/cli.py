@@ -28,6 +28,7 @@ COMMANDS = {
         "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"
     ),
     "model": Command("sglang_ext.models.command", "fetch and convert the small demonstration model"),
+    "simulate": Command("sglang_ext.simulation.command", "simulate a workload on any number of instances"),
 }
 
 

@@ -23,6 +23,7 @@ class ClassReport(NamedTuple):
     oldest_wait_s: float
     late_share: float  # of the prefills that ended lately, after their deadline
     lateness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
+    utilisation: float  # share of the last seconds that this class kept the instance busy
 
 
 class LapsReport(NamedTuple):
@@ -37,9 +38,14 @@ class LapsReport(NamedTuple):
 
     def signals(self, pool: LengthClass) -> InstanceSignals:
         """What the controller judges a member of this pool by."""
-        own = self.short if pool is LengthClass.SHORT else self.long
+        own, stray = (self.short, self.long) if pool is LengthClass.SHORT else (self.long, self.short)
         return InstanceSignals(
-            self.short.backlog_s, self.long.backlog_s, own.late_share, own.lateness, self.utilisation
+            self.short.backlog_s,
+            self.long.backlog_s,
+            own.late_share,
+            own.lateness,
+            self.utilisation,
+            min(stray.utilisation, self.utilisation),
         )
 
 
@@ -64,7 +70,7 @@ def _read_class(fields: Mapping[str, object], name: str) -> ClassReport:
     return ClassReport(
         _count(one, "requests"),
         _count(one, "tokens"),
-        *(_number(one, field) for field in ("backlog_s", "oldest_wait_s", "late_share", "lateness")),
+        *(_number(one, field) for field in ("backlog_s", "oldest_wait_s", "late_share", "lateness", "utilisation")),
     )
 
 

@@ -46,6 +46,7 @@ class EngineSpec:
     shape: TinyModelShape = STANDARD_SHAPE
     arguments: tuple[str, ...] = ()  # for sglang.launch_server
     worker_options: tuple[str, ...] = ()  # for sglang-ext worker
+    environment: tuple[tuple[str, str], ...] = ()  # beside that of the tests
     name: str = ""  # tells apart engines that are otherwise equal
 
 
@@ -82,7 +83,12 @@ class Engine:
         ]
         with os.fdopen(descriptor, "wb") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **dict(spec.environment)},
+                start_new_session=True,
             )
         return cls(spec, port, bootstrap_port, Path(log_name), process)
 

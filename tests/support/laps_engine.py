@@ -57,8 +57,9 @@ class LapsEngine(ScriptedEngine):
             "oldest_wait_s": 0.1,
             "late_share": late_share,
             "lateness": late_share,
+            "utilisation": utilisation,
         }
-        idle = {**busy, "requests": 0, "tokens": 0, "backlog_s": 0.0, "late_share": 0.0, "lateness": 0.0}
+        idle = {**dict.fromkeys(busy, 0.0), "requests": 0, "tokens": 0}
         classes = {"short": idle, "long": busy} if self.role is Role.LONG else {"short": busy, "long": idle}
         self.report = {**classes, "page_tokens": 1, "parked": 0, "utilisation": utilisation, "fit": {}, "awd": {}}
 

@@ -9,6 +9,9 @@ LAPS, section 3.2, Algorithm 2, with three departures from the text, each becaus
 - A move must not be undone by the next one. The giving pool is predicted after the move, from its offered load
   (busy share plus growth of the backlog, in instances, so it neither saturates nor changes while a backlog drains),
   and the opposite move waits until the offered load itself has turned.
+
+A pool whose minimum is 0 may be emptied: its class is then served by the other pool, as far as that one can carry
+both, and is judged by what it leaves waiting there.
 """
 
 from __future__ import annotations
@@ -37,10 +40,14 @@ class InstanceSignals(NamedTuple):
     late_share: float  # share of its pool's prefills that ended after their deadline, lately
     lateness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
     utilisation: float  # busy share of the last seconds, 0 to 1
+    stray_utilisation: float = 0.0  # the part of it that went to the other pool's class
 
     @property
     def backlog_s(self) -> float:
         return self.short_backlog_s + self.long_backlog_s
+
+    def class_backlog_s(self, length_class: LengthClass) -> float:
+        return self.short_backlog_s if length_class is _SHORT else self.long_backlog_s
 
     @property
     def is_usable(self) -> bool:
@@ -120,7 +127,7 @@ class PoolView(NamedTuple):
 
 
 class _Estimate(NamedTuple):
-    """Of one pool, smoothed. All in instances, that is seconds of work per second."""
+    """Of one length class, wherever it is served, smoothed. In instances, that is seconds of work per second."""
 
     offered: float
     settled: float  # the same, smoothed for longer: what tells a turn of the load from noise
@@ -139,7 +146,7 @@ class ControllerState(NamedTuple):
     """What the controller carries from round to round. Start with `ControllerState()`."""
 
     observed_s: float | None = None
-    backlogs: Mapping[int, tuple[LengthClass, float]] = {}  # worker id → pool and backlog (s) when last observed
+    backlogs: Mapping[int, tuple[float, float]] = {}  # worker id → short and long backlog (s) when last observed
     estimates: Mapping[LengthClass, _Estimate] = {}
     members: frozenset[int] = frozenset()
     wanted: LengthClass | None = None  # pool that the last rounds wanted to enlarge
@@ -195,7 +202,7 @@ def decide(
     views = [
         PoolView(
             len(pools[pool]),
-            _pool_pressure(pools[pool], settings),
+            _pool_pressure(pool, pools, settings),
             state.estimates[pool].offered if pool in state.estimates else None,
         )
         for pool in POOLS
@@ -259,13 +266,13 @@ def _wish(
         return None, DecisionReason.BALANCED
     if highest < settings.min_pressure:
         return target, DecisionReason.NOT_PRESSED
-    if _is_recovering(pools[target], state.estimates[target], settings):
+    if _is_recovering(target, pools, state.estimates[target], settings):
         return target, DecisionReason.RECOVERING
-    return target, _check_giving(pools[_other(target)], highest, target, settings, state)
+    return target, _check_giving(pools, highest, target, settings, state)
 
 
 def _check_giving(
-    giving: Sequence[PoolInstance],
+    pools: Mapping[LengthClass, Sequence[PoolInstance]],
     taking_pressure: float,
     target: LengthClass,
     settings: PressureSettings,
@@ -273,16 +280,23 @@ def _check_giving(
 ) -> DecisionReason:
     """PRESSURE if the giving pool can spare an instance, else why not."""
     source = _other(target)
+    giving = pools[source]
     count = len(giving)
-    if count <= max(1, settings.minimum(source)):
+    if count <= settings.minimum(source):
         return DecisionReason.AT_MINIMUM
     if not _has_movable(giving):
         return DecisionReason.NO_MOVABLE
     offered = max(0.0, state.estimates[source].offered)
-    after = offered / (count - 1)
-    if after > settings.max_utilisation:
+    if count == 1:
+        # Nobody is left: the other pool will serve both classes. That takes more than a first look at the load.
+        if any(state.estimates[pool].trend is None for pool in POOLS):
+            return DecisionReason.UNCONFIRMED
+        together = offered + max(0.0, state.estimates[target].offered)
+        if together > settings.max_utilisation * (len(pools[target]) + 1):
+            return DecisionReason.WOULD_OVERLOAD
+    elif offered / (count - 1) > settings.max_utilisation:
         return DecisionReason.WOULD_OVERLOAD
-    if _pressure_after(giving, offered, settings) >= taking_pressure:
+    elif _pressure_after(giving, source, offered, settings) >= taking_pressure:
         return DecisionReason.WOULD_REVERSE
     memory = state.memory
     if memory is not None and memory.target is source:
@@ -293,8 +307,10 @@ def _check_giving(
     return DecisionReason.PRESSURE
 
 
-def _pressure_after(giving: Sequence[PoolInstance], offered: float, settings: PressureSettings) -> float:
-    """The pool's pressure once it has one instance less and the same load.
+def _pressure_after(
+    giving: Sequence[PoolInstance], source: LengthClass, offered: float, settings: PressureSettings
+) -> float:
+    """The pool's pressure once it has one instance less and the same load of its own class.
 
     Waiting in M/G/1 is proportional to rho / (1 - rho) (Pollaczek-Khinchine, with the same service times): a pool
     predicted by n / (n - 1) alone would look better than it will be, and the instance would come back.
@@ -304,15 +320,26 @@ def _pressure_after(giving: Sequence[PoolInstance], offered: float, settings: Pr
     before, after = offered / count, offered / (count - 1)
     queue_growth = growth * (1.0 - before) / (1.0 - after)
     return quantile(
-        [_psi(one.signals, settings, queue_growth, growth) for one in giving if one.signals is not None], QUANTILE
+        [
+            _psi(_part(one.signals, source, is_stray=False), settings, queue_growth, growth)
+            for one in giving
+            if one.signals is not None
+        ],
+        QUANTILE,
     )
 
 
-def _is_recovering(taking: Sequence[PoolInstance], estimate: _Estimate, settings: PressureSettings) -> bool:
+def _is_recovering(
+    target: LengthClass,
+    pools: Mapping[LengthClass, Sequence[PoolInstance]],
+    estimate: _Estimate,
+    settings: PressureSettings,
+) -> bool:
     """Whether the backlog that presses the pool is on its way out: more instances would come too late."""
-    backlog_s = sum(_backlog_s(one) for one in taking)
+    serving = pools[target] or pools[_other(target)]
+    backlog_s = sum(one.signals.class_backlog_s(target) for one in serving if one.signals is not None)
     falling = -(estimate.trend or 0.0)
-    if falling <= MIN_RECOVERY_RATE * len(taking):
+    if falling <= MIN_RECOVERY_RATE * len(serving):
         return False
     return backlog_s / falling <= RECOVERY_COOLDOWNS * settings.cooldown_s
 
@@ -334,49 +361,86 @@ def _psi(signals: InstanceSignals, settings: PressureSettings, queue_factor: flo
     )
 
 
-def _pool_pressure(pool: Sequence[PoolInstance], settings: PressureSettings) -> float | None:
-    values = [pressure(one.signals, settings) for one in pool if one.signals is not None]
+def _pool_pressure(
+    pool: LengthClass, pools: Mapping[LengthClass, Sequence[PoolInstance]], settings: PressureSettings
+) -> float | None:
+    other = _other(pool)
+    if pools[pool] and pools[other]:
+        values = [pressure(one.signals, settings) for one in pools[pool] if one.signals is not None]
+    else:
+        # One pool serves both classes: each is judged by its own part of the work there.
+        values = [
+            pressure(_part(one.signals, pool, is_stray=not pools[pool]), settings)
+            for one in pools[pool] or pools[other]
+            if one.signals is not None
+        ]
     return quantile(values, QUANTILE) if values else None
+
+
+def _part(signals: InstanceSignals, length_class: LengthClass, *, is_stray: bool) -> InstanceSignals:
+    """What one class contributes to an instance's signals; lateness is known of the instance's own class alone."""
+    stray, total = signals.stray_utilisation, signals.utilisation
+    return signals._replace(
+        short_backlog_s=signals.short_backlog_s if length_class is _SHORT else 0.0,
+        long_backlog_s=signals.long_backlog_s if length_class is _LONG else 0.0,
+        late_share=0.0 if is_stray else signals.late_share,
+        lateness=0.0 if is_stray else signals.lateness,
+        utilisation=stray if is_stray else max(0.0, total - stray),
+    )
 
 
 def _observe(
     state: ControllerState, instances: Sequence[PoolInstance], settings: PressureSettings, now_s: float
 ) -> ControllerState:
-    """Take a round's reports into the smoothed load of each pool."""
+    """Take a round's reports into the smoothed load of each class."""
     elapsed_s = None if state.observed_s is None else now_s - state.observed_s
     if elapsed_s is not None and elapsed_s <= 0.0:
         return state
-    estimates: dict[LengthClass, _Estimate] = {}
-    for pool in POOLS:
-        members = [one for one in instances if one.pool is pool]
-        reporting = [one for one in members if one.signals is not None]
-        if not reporting:
-            continue
-        # Those that cannot be asked are taken to be as busy as the others.
-        scale = len(members) / len(reporting)
-        busy = sum(min(1.0, one.signals.utilisation) for one in reporting if one.signals is not None)
-        # An instance that has changed its pool brings a backlog along, which is not growth.
-        grown_s = sum(
-            _backlog_s(one) - known[1]
-            for one in reporting
-            if (known := state.backlogs.get(one.worker_id)) is not None and known[0] is pool
-        )
-        if elapsed_s is None:
-            estimates[pool] = _Estimate(scale * busy, scale * busy, None)
-        else:
-            growth = grown_s / elapsed_s
-            offered = scale * (busy + growth)
-            latest = _Estimate(offered, offered, scale * growth)
-            estimates[pool] = _smooth(state.estimates.get(pool), latest, elapsed_s, settings)
+    estimates = {}
+    for length_class in POOLS:
+        latest = _look(state, instances, length_class, elapsed_s)
+        if latest is not None:
+            known = state.estimates.get(length_class) if elapsed_s is not None else None
+            estimates[length_class] = _smooth(known, latest, elapsed_s or 0.0, settings)
     members_now = frozenset(one.worker_id for one in instances)
     memory = state.memory
     return state._replace(
         observed_s=now_s,
-        backlogs={one.worker_id: (one.pool, _backlog_s(one)) for one in instances if one.signals is not None},
+        backlogs={
+            one.worker_id: (one.signals.short_backlog_s, one.signals.long_backlog_s)
+            for one in instances
+            if one.signals is not None
+        },
         estimates=estimates,
         members=members_now,
         memory=memory if memory is not None and memory.members == members_now else None,
     )
+
+
+def _look(
+    state: ControllerState, instances: Sequence[PoolInstance], length_class: LengthClass, elapsed_s: float | None
+) -> _Estimate | None:
+    """The load of a class as this round's reports show it; None where nobody who could serve it reports."""
+    own = [one for one in instances if one.pool is length_class]
+    reporting = [one for one in instances if one.signals is not None]
+    own_reporting = sum(one.signals is not None for one in own)
+    if not reporting or (own and not own_reporting):
+        return None
+    # Those that cannot be asked are taken to be as busy as the others of their pool.
+    scale = len(own) / own_reporting if own else 1.0
+    busy = grown_s = 0.0
+    for one in reporting:
+        signals = one.signals
+        assert signals is not None
+        stray = min(signals.stray_utilisation, signals.utilisation)
+        busy += scale * (min(1.0, signals.utilisation) - stray) if one.pool is length_class else stray
+        known = state.backlogs.get(one.worker_id)
+        if known is not None:
+            grown_s += signals.class_backlog_s(length_class) - known[0 if length_class is _SHORT else 1]
+    if elapsed_s is None:
+        return _Estimate(busy, busy, None)
+    growth = scale * grown_s / elapsed_s
+    return _Estimate(busy + growth, busy + growth, growth)
 
 
 def _smooth(known: _Estimate | None, latest: _Estimate, elapsed_s: float, settings: PressureSettings) -> _Estimate:

@@ -6,7 +6,7 @@ They may also stand among the engine's own arguments (after `--`), where a clust
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from enum import StrEnum
 from typing import Any, get_args, get_type_hints
@@ -24,7 +24,7 @@ def add_laps_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("LAPS: short and long prefills on one instance")
     group.add_argument(
         "--laps-mode",
-        choices=[AUTO, OFF, *LapsMode],
+        choices=[AUTO, OFF, *(mode.value for mode in LapsMode)],
         default=argparse.SUPPRESS,
         help="what the instance prefers; auto: as its role; off: SGLang's own scheduler (default: auto)",
     )
@@ -71,10 +71,21 @@ def _add_argument(group: Any, field: Field[Any], kind: Any) -> None:
         "help": f"{field.metadata['help']}{default}".replace("%", "%%"),
     }
     if issubclass(kind, StrEnum):
-        options["choices"] = list(kind)
+        options |= {"type": _one_of(kind), "metavar": f"{{{','.join(kind)}}}"}
     else:
         options["metavar"] = field.name.rpartition("_")[2].upper()
     group.add_argument(option_name(field.name), **options)
+
+
+def _one_of(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
+    """A type for argparse whose error lists the choices."""
+
+    def convert(text: str) -> StrEnum:
+        if text not in list(kind):
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(kind)}, got {text!r}")
+        return kind(text)
+
+    return convert
 
 
 def _values(namespace: argparse.Namespace) -> dict[str, Any]:

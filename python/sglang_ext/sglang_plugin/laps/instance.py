@@ -26,7 +26,12 @@ from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.laps.iteration_clock import IterationClock
 from sglang_ext.sglang_plugin.laps.metrics import LapsMetrics, NoMetrics, PrometheusMetrics
-from sglang_ext.sglang_plugin.laps.rank_agreement import BroadcastAgreement, RankAgreement, SingleRank
+from sglang_ext.sglang_plugin.laps.rank_agreement import (
+    MAX_BATCH_REQUESTS,
+    BroadcastAgreement,
+    RankAgreement,
+    SingleRank,
+)
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.types import LengthClass
 
@@ -120,7 +125,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
             page_tokens=scheduler.page_size,
             max_chunk_tokens=scheduler.chunked_prefill_size,
             max_batch_tokens=min(scheduler.chunked_prefill_size, scheduler.max_prefill_tokens),
-            max_requests=scheduler.max_running_requests,
+            max_requests=min(scheduler.max_running_requests, MAX_BATCH_REQUESTS),
         ),
     )
     agreement = _agreement(scheduler)

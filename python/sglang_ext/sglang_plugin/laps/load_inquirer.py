@@ -34,11 +34,13 @@ class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang
         parked = self.get_parked()
         if not parked:
             return loads
+        # What a parked request has computed counts as used already.
+        tokens = self._parked_tokens()
         return msgspec.structs.replace(
             loads,
             num_waiting_reqs=loads.num_waiting_reqs + len(parked),
-            # What a parked request has computed counts as used already.
-            num_total_tokens=loads.num_total_tokens + self._parked_tokens(),
+            num_total_tokens=loads.num_total_tokens + tokens,
+            num_active_tokens=loads.num_active_tokens + tokens,
         )
 
     def _parked_tokens(self) -> int:

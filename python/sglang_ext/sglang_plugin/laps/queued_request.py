@@ -75,9 +75,14 @@ def as_queued_prefill(request: Any, entry: LapsEntry, *, is_current: bool) -> Qu
 def requested_slo_s(request: Any) -> float | None:
     """The TTFT objective that came with the request (s), or None. Anything but a positive number is ignored."""
     value = _parameters(request).get(TTFT_SLO_MS_PARAMETER)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) / 1e3
+    try:
+        slo_s = value / 1e3
+    except OverflowError:  # an integer beyond every float
+        return None
+    # In seconds: the smallest positive floats are 0 there.
+    return slo_s if slo_s > 0 else None
 
 
 def requested_priority(request: Any) -> PriorityClass:

@@ -15,6 +15,9 @@ import torch
 from sglang_ext.policy.laps_records import LongChunk, RoundPlan, ShortBatch
 
 PLAN_NUMBERS = 512
+_STEP_HEAD = 3  # numbers of a step before its keys
+# Most requests of a short batch whose plan, with a long chunk beside it, travels: see `encode`.
+MAX_BATCH_REQUESTS = PLAN_NUMBERS - 1 - _STEP_HEAD - (_STEP_HEAD + 1)
 _SHORT_BATCH, _LONG_CHUNK = 1, 2
 
 
@@ -92,10 +95,10 @@ def decode(numbers: list[int]) -> tuple[Step, ...]:
     steps = []
     position = 1
     for _ in range(numbers[0]):
-        kind, chunk_tokens, count = numbers[position : position + 3]
-        keys = tuple(numbers[position + 3 : position + 3 + count])
-        steps.append(Step(keys, chunk_tokens if kind == _LONG_CHUNK else None))
-        position += 3 + count
+        kind, chunk_tokens, count = numbers[position : position + _STEP_HEAD]
+        position += _STEP_HEAD
+        steps.append(Step(tuple(numbers[position : position + count]), chunk_tokens if kind == _LONG_CHUNK else None))
+        position += count
     return tuple(steps)
 
 

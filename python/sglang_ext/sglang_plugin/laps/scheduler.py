@@ -49,6 +49,7 @@ from sglang_ext.sglang_plugin.laps.queued_request import (
 )
 from sglang_ext.sglang_plugin.laps.rank_agreement import Step
 from sglang_ext.sglang_plugin.laps.status import MODE_PARAMETER, MODES, STATUS_KEY, status_of
+from sglang_ext.types import LengthClass
 
 # Of the first so many requests that wait, those with more new tokens than this are matched with the prefix cache
 # again when it has grown. Neither depends on a rank's own clock: every rank must touch the cache alike.
@@ -89,6 +90,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         self._park()
         self._admit_ready_grammars()
         self._classify_arrivals(laps)
+        # Here and not with a result, so that an instance that has become idle says so.
+        laps.publish(laps.now_s(), lambda: self._snapshot(laps))
         if not self.waiting_queue and not self._parked:
             return super().get_new_batch_prefill(running_batch)
         snapshot = self._snapshot(laps) if laps.agreement.is_deciding else None
@@ -202,7 +205,10 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         laps = self._laps
         if laps is not None and batch.forward_mode.is_extend():
-            laps.clock.note_launch(laps.now_s(), batch.extend_lens, batch.prefix_lens)
+            # A batch is of one class; a health check alone has no entry.
+            entry = entry_of(batch.reqs[0])
+            length_class = LengthClass.SHORT if entry is None else entry.length_class
+            laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
         return super().run_batch(batch, *args, **kwargs)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
@@ -218,7 +224,6 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             if entry is not None:
                 laps.has_tree_grown = True
                 laps.note_first_token(now_s, entry.length_class, entry.arrival_s, entry.deadline_s)
-        laps.publish(now_s, lambda: self._snapshot(laps))
 
     # ---------------------------------------------------------------- parked requests, wherever SGLang counts
 

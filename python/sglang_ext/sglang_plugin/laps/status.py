@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.policy.laps_records import ClassReport, LapsMode, RoundSnapshot
+from sglang_ext.types import LengthClass
 
 if TYPE_CHECKING:
     from sglang_ext.sglang_plugin.laps.instance import LapsInstance
@@ -29,8 +30,8 @@ def status_of(laps: LapsInstance, snapshot: RoundSnapshot, *, locked_tokens: int
     return {
         "mode": report.mode.value,
         "generation": laps.generation,
-        "short": _class_status(report.short),
-        "long": _class_status(report.long),
+        "short": _class_status(report.short, laps.clock.utilisation(snapshot.now_s, LengthClass.SHORT)),
+        "long": _class_status(report.long, laps.clock.utilisation(snapshot.now_s, LengthClass.LONG)),
         "parked": report.parked,
         "parks": laps.parks,
         "utilisation": laps.clock.utilisation(snapshot.now_s),
@@ -43,7 +44,7 @@ def status_of(laps: LapsInstance, snapshot: RoundSnapshot, *, locked_tokens: int
     }
 
 
-def _class_status(report: ClassReport) -> dict[str, Any]:
+def _class_status(report: ClassReport, utilisation: float) -> dict[str, Any]:
     return {
         "requests": report.requests,
         "tokens": report.new_tokens,
@@ -51,4 +52,5 @@ def _class_status(report: ClassReport) -> dict[str, Any]:
         "oldest_wait_s": report.oldest_wait_s,
         "late_share": report.late_share,
         "lateness": report.lateness,
+        "utilisation": utilisation,
     }

@@ -1,0 +1,58 @@
+"""The experiments of the papers, in the simulator, with the same policy objects as the router and the engine.
+
+    python bench/papers.py tetris [--traces short medium long] [--full] [--processes 2] [--out FILE.json]
+    python bench/papers.py laps [--requests 20000] [--seeds 0 1 2] [--out FILE.json]
+
+tetris: 16 prefill instances on 2 nodes, Table 1 fit, 20,000 Poisson arrivals of prompts drawn from the `tetris_like`
+lengths (resampled from other traces to the published means: synthetic), the first 10% dropped, seeds 0 to 2. Critical
+rate per system: the highest at which the P99 TTFT is at most 25 times the mean light-load time and nobody is above
+three times that, bisected to 1%. Light load is no queue and the best SP size. The improvement rate is chosen per
+system, trace and load on other arrivals (a seed of its own). Without --full that choice is among 5 rates on 4,000
+arrivals, with it among 15 on 20,000; nothing else is reduced.
+
+`fluid` is one first-come first-served machine that serves min_s s T_s(0, L) / 16 per request; the bound is the rate at
+which all 16 instances would compute all the time, each prompt on the size that takes the least of them. Ours is
+`replan-fcfs`; the best baseline is the best of the paper's (fixed SP 8 and 16, LoongServe as the paper describes it);
+`critical_over_best_of_all` is against the stronger ones too that the paper does not have (fixed SP 4, LoongServe on
+idle instances).
+
+laps: see support/papers_laps.py.
+
+The last line is `RESULT {json}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from support import papers_laps, papers_tetris_run
+from support.result import give_up, machine, print_result
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The papers' experiments in the simulator.")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with the workload data")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the result into this file too")
+    papers = parser.add_subparsers(dest="paper", required=True)
+    papers_tetris_run.add_arguments(papers.add_parser("tetris"))
+    papers_laps.add_arguments(papers.add_parser("laps"))
+    args = parser.parse_args()
+    if not args.data.is_dir():
+        give_up(f"--data: {args.data} is not there")
+    if args.processes < 1:
+        give_up(f"--processes: {args.processes} is less than 1")
+    result = {"bench": f"papers {args.paper}", **args.experiment(args), "machine": machine()}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print_result(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Runs Tetris's experiment over traces and systems in several processes, and puts the figures together."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from statistics import fmean
+from typing import NamedTuple
+
+from sglang_ext.simulation.engines import load_engine
+from sglang_ext.simulation.workload import WorkloadError
+from support.papers_tetris import FLUID, Measured, Scale, Trace, Ttft, load_trace, measure, measure_ttft, systems
+from support.result import give_up, progress
+
+TRACES = ("short", "medium", "long")
+OURS = "replan-fcfs"
+PAPER_BASELINES = ("fixed-sp16", "fixed-sp8", "loongserve")
+OTHER_BASELINES = ("fixed-sp4", "loongserve-idle")
+SMALL = Scale(20_000, (0, 1, 2), 4_000, (0.1, 0.2, 0.35, 0.5, 0.65))
+FULL = Scale(20_000, (0, 1, 2), 20_000, tuple(round(0.05 * step, 2) for step in range(1, 16)))
+
+
+class _Task(NamedTuple):
+    name: str
+    trace: Trace
+    scale: Scale
+    rate_per_s: float | None  # None: find the critical rate
+
+
+class _Outcome(NamedTuple):
+    task: _Task
+    measured: Measured | None
+    ttft: Ttft | None
+    improvement_rate: float | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
+    parser.add_argument("--full", action="store_true", help="improvement rates in steps of 0.05, on 20,000 arrivals")
+    parser.set_defaults(experiment=run)
+
+
+def run(args: argparse.Namespace) -> dict[str, object]:
+    """Return the figures of all traces; prints a line per system."""
+    scale = FULL if args.full else SMALL
+    engine = load_engine("table1")
+    try:
+        traces = {name: load_trace(args.data / "tetris_like", name, engine) for name in args.traces}
+    except WorkloadError as error:
+        give_up(f"--data: {error}")
+    with get_context("spawn").Pool(args.processes) as pool:
+        # The longest tasks first, so that both processes end together.
+        names = list(reversed(systems()))
+        tasks = [_Task(name, trace, scale, None) for name in names for trace in traces.values()]
+        critical: dict[str, dict[str, Measured]] = {name: {} for name in traces}
+        for done in pool.imap_unordered(_carry_out, tasks):
+            assert done.measured is not None
+            critical[done.task.trace.name][done.task.name] = done.measured
+            _tell_critical(done.task.trace, done.measured)
+        rates = {name: found[best_of(found, PAPER_BASELINES)].mean_critical_per_s for name, found in critical.items()}
+        tasks = [
+            _Task(name, trace, scale, rates[trace.name]) for name in names if name != FLUID for trace in traces.values()
+        ]
+        ttfts: dict[str, dict[str, _Outcome]] = {name: {} for name in traces}
+        for done in pool.imap_unordered(_carry_out, tasks):
+            ttfts[done.task.trace.name][done.task.name] = done
+            assert done.ttft is not None
+            progress(
+                f"{done.task.trace.name:7} {done.task.name:16} at {done.task.rate_per_s:.3f}/s: "
+                f"P50 {done.ttft.p50_s:.3f} s, P99 {done.ttft.p99_s:.3f} s"
+            )
+    return {
+        "requests": scale.requests,
+        "seeds": list(scale.seeds),
+        "improvement_rates": list(scale.improvement_rates),
+        "calibration_requests": scale.calibration_requests,
+        **{name: figures(trace, critical[name], rates[name], ttfts[name]) for name, trace in traces.items()},
+    }
+
+
+def _carry_out(task: _Task) -> _Outcome:
+    options = systems()[task.name]
+    if task.rate_per_s is None:
+        return _Outcome(task, measure(task.name, options, task.trace, task.scale), None, None)
+    assert options is not None
+    ttft, rate = measure_ttft(options, task.trace, task.rate_per_s, task.scale)
+    return _Outcome(task, None, ttft, rate)
+
+
+def _tell_critical(trace: Trace, one: Measured) -> None:
+    rate = "" if one.improvement_rate is None else f", improvement rate {one.improvement_rate}"
+    progress(
+        f"{trace.name:7} {one.name:16} critical rate {one.mean_critical_per_s:.3f}/s, "
+        f"{one.mean_critical_per_s / trace.bound_per_s:.3f} of the bound{rate}"
+    )
+
+
+def best_of(critical: Mapping[str, Measured], names: Sequence[str]) -> str:
+    """The system among `names` with the highest critical rate."""
+    return max(names, key=lambda name: critical[name].mean_critical_per_s)
+
+
+def figures(
+    trace: Trace, critical: Mapping[str, Measured], rate_per_s: float, ttfts: Mapping[str, _Outcome]
+) -> dict[str, object]:
+    """The figures of one trace. Ratios of rates are means over seeds of the ratio of one seed."""
+    ours = critical[OURS]
+    best = best_of(critical, PAPER_BASELINES)
+    best_of_all = best_of(critical, PAPER_BASELINES + OTHER_BASELINES)
+    times = {name: outcome.ttft for name, outcome in ttfts.items() if outcome.ttft is not None}
+    return {
+        "light_load_mean_s": trace.light_s,
+        "limit_s": trace.limit_s,
+        "bound_per_s": trace.bound_per_s,
+        "critical_over_fluid": _ratio(ours, critical[FLUID]),
+        "critical_over_bound": ours.mean_critical_per_s / trace.bound_per_s,
+        "best_baseline": best,
+        "critical_over_best_baseline": _ratio(ours, critical[best]),
+        "best_of_all": best_of_all,
+        "critical_over_best_of_all": _ratio(ours, critical[best_of_all]),
+        "at_rate_per_s": rate_per_s,
+        "p50_gain": times[best].p50_s / times[OURS].p50_s,
+        "p99_gain": times[best].p99_s / times[OURS].p99_s,
+        "chunking_p50_gain": times["tetris-single"].p50_s / times["tetris"].p50_s,
+        "chunking_p99_gain": times["tetris-single"].p99_s / times["tetris"].p99_s,
+        "replanning_p50_gain": times["tetris"].p50_s / times[OURS].p50_s,
+        "replanning_p99_gain": times["tetris"].p99_s / times[OURS].p99_s,
+        "systems": {
+            name: {
+                "critical_per_s": list(one.critical_per_s),
+                "improvement_rate": one.improvement_rate,
+                **({"p50_s": times[name].p50_s, "p99_s": times[name].p99_s} if name in times else {}),
+            }
+            for name, one in sorted(critical.items())
+        },
+    }
+
+
+def _ratio(one: Measured, other: Measured) -> float:
+    return fmean(x / y for x, y in zip(one.critical_per_s, other.critical_per_s, strict=True))

@@ -1,0 +1,253 @@
+"""Prefill instances that compute each prompt alone: a router in front, a policy in each, iteration by iteration.
+
+An iteration costs what the coefficients say of the tokens in it, padding included. KV is held from a prompt's first
+chunk to its end. A failed instance loses what it has begun; its requests are routed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from sglang_ext.policy.laps_records import IterationSample
+from sglang_ext.policy.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
+from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.simulation.cluster import Failure
+from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.iteration_policies import Iteration, IterationPolicy, WorkItem
+from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest
+from sglang_ext.types import LengthClass, PrefillLoad, Role
+
+_LONG = LengthClass.LONG
+LEAST_LOADED = "least_loaded"
+ROUTERS = (*PREFILL_POLICIES, LEAST_LOADED)
+_RATE_PROBE_TOKENS = 8192  # the rate that a router reckons with is that of chunks of this size
+
+
+class LeastLoaded:
+    """Fewest pending tokens, then fewest in flight, then the first: a load balancer that knows all."""
+
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+        return min(range(len(loads)), key=lambda at: (loads[at].pending_tokens, loads[at].in_flight))
+
+
+def router_policy(name: str) -> PrefillPolicy:
+    """One of ROUTERS. ValueError that lists them."""
+    if name == LEAST_LOADED:
+        return LeastLoaded()
+    if name not in PREFILL_POLICIES:
+        raise ValueError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}")
+    return prefill_policy(name)
+
+
+class _Running(NamedTuple):
+    iteration: Iteration
+    sample: IterationSample
+    start_s: float
+    generation: int
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One instance's queue and what it is doing."""
+
+    number: int
+    policy: IterationPolicy
+    role: Role
+    kv_tokens: int  # free
+    items: list[WorkItem] = field(default_factory=list)
+    running: _Running | None = None
+    computed_tokens: int = 0
+    pending_tokens: int = 0
+    busy_s: float = 0.0  # of iterations that have ended
+    generation: int = 0  # a wake-up or an end of an earlier one means nothing
+    is_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class InstancesSpec:
+    """Roles of the instances, one each. ValueError for none, or one that does not prefill."""
+
+    roles: tuple[Role, ...]
+    coefficients: CostCoefficients
+    kv_tokens: int = 1_000_000
+    boundary_tokens: int = 256  # the router's: most new tokens of a short prompt
+
+    def __post_init__(self) -> None:
+        if not self.roles or not all(role.is_prefill for role in self.roles):
+            raise ValueError("roles: one prefill role for each instance is needed, and at least one instance")
+        for length_class in LengthClass:
+            if not any(role.serves(length_class) for role in self.roles):
+                raise ValueError(f"roles: nobody serves {length_class} prompts")
+
+
+class InstancePool:
+    """See the module."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        spec: InstancesSpec,
+        router: PrefillPolicy,
+        policy: Callable[[Role], IterationPolicy],
+        listener: PrefillListener,
+        seed: int,
+        is_recorded: bool,
+    ) -> None:
+        self._loop = loop
+        self._spec = spec
+        self._router = router
+        self._listener = listener
+        self._draws = Random(f"router {seed}")
+        self.instances = [
+            Instance(number, policy(role), role, spec.kv_tokens) for number, role in enumerate(spec.roles)
+        ]
+        self._stranded: dict[int, SimRequest] = {}  # nobody is there for them
+        self._tokens_per_s = _RATE_PROBE_TOKENS / spec.coefficients.chunk_s(_RATE_PROBE_TOKENS, 0)
+        self._is_recorded = is_recorded
+        self.timeline: list[BusyInterval] = []
+
+    def arrive(self, request: SimRequest) -> None:
+        if request.prompt_tokens > self._spec.kv_tokens:
+            self._listener.on_refused(request)
+            return
+        instance = self._route(request)
+        if instance is None:
+            self._stranded[request.key] = request
+            return
+        item = WorkItem(request, request.new_tokens, request.cached_tokens, instance.computed_tokens)
+        instance.items.append(item)
+        instance.pending_tokens += item.new_tokens
+        instance.policy.note_arrival(item, self._loop.now_s)
+        if instance.running is None:
+            self._next_iteration(instance)
+
+    def schedule_failure(self, failure: Failure) -> None:
+        """ValueError for an instance that does not exist."""
+        if not 0 <= failure.instance < len(self.instances):
+            raise ValueError(f"instance {failure.instance} does not exist, there are {len(self.instances)}")
+        self._loop.schedule(failure.at_s, self._fail, failure)
+
+    def unfinished(self) -> Iterable[SimRequest]:
+        return [*(item.request for one in self.instances for item in one.items), *self._stranded.values()]
+
+    def _route(self, request: SimRequest) -> Instance | None:
+        short = request.new_tokens <= self._spec.boundary_tokens
+        length_class = LengthClass.SHORT if short else LengthClass.LONG
+        alive = [one for one in self.instances if one.is_alive]
+        able = [one for one in alive if one.role.serves(length_class)] or alive
+        if not able:
+            return None
+        loads = [
+            PrefillLoad(one.number, one.pending_tokens, len(one.items), request.cached_tokens, self._tokens_per_s)
+            for one in able
+        ]
+        return able[self._router.choose(loads, request.prompt_tokens, self._draws.random())]
+
+    # ---- iterations ----
+
+    def _next_iteration(self, instance: Instance) -> None:
+        """Ask the policy, unless the instance is busy or has nothing to do."""
+        now_s = self._loop.now_s
+        instance.generation += 1
+        if not instance.items:
+            return
+        iteration = instance.policy.choose(instance.items, instance.kv_tokens, instance.computed_tokens, now_s)
+        if not iteration.slices:
+            if iteration.wake_s < float("inf"):
+                self._loop.schedule(iteration.wake_s, self._wake, (instance, instance.generation))
+            return
+        sample = _sample(iteration, self._spec.coefficients)
+        for item, tokens in iteration.slices:
+            instance.kv_tokens -= tokens
+            if item.start_s is None:
+                item.start_s = now_s
+        instance.running = _Running(iteration, sample, now_s, instance.generation)
+        self._loop.schedule(now_s + sample.duration_s, self._end_iteration, (instance, instance.generation))
+
+    def _wake(self, awaited: tuple[Instance, int]) -> None:
+        instance, generation = awaited
+        if instance.generation == generation and instance.is_alive:
+            self._next_iteration(instance)
+
+    def _end_iteration(self, awaited: tuple[Instance, int]) -> None:
+        instance, generation = awaited
+        running = instance.running
+        if running is None or running.generation != generation:
+            return
+        now_s = self._loop.now_s
+        instance.running = None
+        instance.busy_s += now_s - running.start_s
+        self._record(instance, running)
+        ended = self._advance(instance, running.iteration)
+        instance.policy.note_end(running.sample, ended, now_s)
+        for item in ended:
+            assert item.start_s is not None
+            self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s))
+        self._next_iteration(instance)
+
+    def _advance(self, instance: Instance, iteration: Iteration) -> list[WorkItem]:
+        """Book the tokens of an iteration; the items that are complete leave and are returned."""
+        ended = []
+        if any(tokens < item.new_tokens or item.length_class is _LONG for item, tokens in iteration.slices):
+            for item in instance.items:
+                item.is_current = False
+        for item, tokens in iteration.slices:
+            item.new_tokens -= tokens
+            item.cached_tokens += tokens
+            instance.computed_tokens += tokens
+            instance.pending_tokens -= tokens
+            item.is_current = item.new_tokens > 0
+            if item.new_tokens == 0:
+                ended.append(item)
+                instance.items.remove(item)
+                instance.kv_tokens += item.request.new_tokens
+        return ended
+
+    def _record(self, instance: Instance, running: _Running) -> None:
+        if self._is_recorded:
+            key = running.iteration.slices[0].item.request.key
+            self.timeline.append(BusyInterval(instance.number, running.start_s, self._loop.now_s, key))
+
+    # ---- failures ----
+
+    def _fail(self, failure: Failure) -> None:
+        instance = self.instances[failure.instance]
+        if not instance.is_alive:
+            return
+        if instance.running is not None:
+            self._record(instance, instance.running)
+            instance.busy_s += self._loop.now_s - instance.running.start_s
+        requests = [item.request for item in instance.items]
+        instance.is_alive = False
+        instance.running = None
+        instance.items = []
+        instance.pending_tokens = 0
+        instance.kv_tokens = self._spec.kv_tokens
+        instance.generation += 1
+        self._loop.schedule(self._loop.now_s + failure.down_s, self._recover, instance)
+        for request in requests:
+            self.arrive(request)
+
+    def _recover(self, instance: Instance) -> None:
+        instance.is_alive = True
+        stranded = list(self._stranded.values())
+        self._stranded.clear()
+        for request in stranded:
+            self.arrive(request)
+
+
+def _sample(iteration: Iteration, coefficients: CostCoefficients) -> IterationSample:
+    """The features of an iteration and its duration; with a captured graph every slot is as long as the graph's."""
+    lengths = [(tokens, item.cached_tokens) for item, tokens in iteration.slices]
+    if iteration.padded_requests:
+        cached = [cached_tokens for _, cached_tokens in lengths]
+        cached += [0] * (iteration.padded_requests - len(cached))
+        lengths = [(iteration.padded_tokens, cached_tokens) for cached_tokens in cached]
+    attention_work = float(sum(new * (new + 2 * cached) for new, cached in lengths))
+    new_tokens = sum(new for new, _ in lengths)
+    cached_tokens = sum(cached for _, cached in lengths)
+    duration_s = coefficients.iteration_s(attention_work, new_tokens, cached_tokens)
+    return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s)

@@ -1,0 +1,94 @@
+"""The instance-pressure controller over simulated instances: every period it looks, and moves at most one instance.
+
+A move takes effect at once: the policy switches its mode between two iterations, the router counts the instance to its
+new pool. The drain, the verification and the undoing of `pool_move` are about calls that fail, which do not here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglang_ext.policy.instance_pressure import (
+    ControllerState,
+    InstanceSignals,
+    PoolInstance,
+    PressureSettings,
+    decide,
+)
+from sglang_ext.policy.laps_records import ClassReport, LapsMode
+from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.instances import Instance, InstancePool
+from sglang_ext.simulation.iteration_policies import LapsPolicy
+from sglang_ext.types import LengthClass, Role
+
+PERIOD_S = 1.0
+
+
+class PoolSizes(NamedTuple):
+    """How many instances each pool has from a moment on."""
+
+    at_s: float
+    short: int
+    long: int
+
+
+class PoolController:
+    """Runs while anything else is to happen.
+
+    ValueError unless every instance is in a short or a long pool and has the LAPS policy.
+    """
+
+    def __init__(self, loop: EventLoop, pool: InstancePool, settings: PressureSettings) -> None:
+        for instance in pool.instances:
+            if instance.role is Role.BOTH or not isinstance(instance.policy, LapsPolicy):
+                raise ValueError("pool moves need instances of short and long pools with the laps policy")
+        self._loop = loop
+        self._pool = pool
+        self._settings = settings
+        self._state = ControllerState()
+        self._joined_s = [0.0] * len(pool.instances)
+        self._busy_s = [0.0] * len(pool.instances)
+        self.sizes = [self._sizes()]
+        loop.schedule(PERIOD_S, self._look, None)
+
+    def _look(self, _: None) -> None:
+        now_s = self._loop.now_s
+        instances = [self._view(instance) for instance in self._pool.instances if instance.is_alive]
+        if instances:
+            decision = decide(instances, self._settings, self._state, now_s)
+            self._state = decision.state
+            if decision.proposal is not None:
+                self._move(self._pool.instances[decision.proposal.worker_id], decision.proposal.target)
+        if self._loop.has_events:
+            self._loop.schedule(now_s + PERIOD_S, self._look, None)
+
+    def _move(self, instance: Instance, target: LengthClass) -> None:
+        assert isinstance(instance.policy, LapsPolicy)
+        now_s = self._loop.now_s
+        instance.role = Role(target.value)
+        instance.policy.laps.switch_mode(LapsMode(target.value))
+        self._joined_s[instance.number] = now_s
+        self._state = self._state.after_move(target, now_s)
+        self.sizes.append(self._sizes())
+
+    def _view(self, instance: Instance) -> PoolInstance:
+        policy = instance.policy
+        assert isinstance(policy, LapsPolicy)
+        now_s = self._loop.now_s
+        report = policy.laps.report(policy.snapshot(instance.items, instance.kv_tokens, now_s))
+        pool = LengthClass(instance.role.value)
+        own: ClassReport = report.short if pool is LengthClass.SHORT else report.long
+        busy_s = instance.busy_s
+        if instance.running is not None:
+            busy_s += now_s - instance.running.start_s
+        utilisation = min(1.0, max(0.0, (busy_s - self._busy_s[instance.number]) / PERIOD_S))
+        self._busy_s[instance.number] = busy_s
+        signals = InstanceSignals(
+            report.short.backlog_s, report.long.backlog_s, own.late_share, own.lateness, utilisation
+        )
+        joined_s = self._joined_s[instance.number]
+        return PoolInstance(instance.number, pool, True, signals, True, len(instance.items), joined_s)
+
+    def _sizes(self) -> PoolSizes:
+        roles = [instance.role for instance in self._pool.instances]
+        return PoolSizes(self._loop.now_s, roles.count(Role.SHORT), roles.count(Role.LONG))

@@ -1,0 +1,82 @@
+"""What a simulation is given and what it tells: requests, how each was served, and who was busy when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from sglang_ext.simulation.event_loop import EventLoop
+
+
+class SimRequest(NamedTuple):
+    """One request of a workload."""
+
+    key: int  # unique; its place in the workload
+    arrival_s: float
+    prompt_tokens: int  # at least 1
+    output_tokens: int  # at least 1
+    cached_tokens: int = 0  # of the prompt, in a prefix cache; below prompt_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+class ServedPrefill(NamedTuple):
+    """A prefill that has ended: its last chunk gives the first token."""
+
+    request: SimRequest
+    start_s: float  # of its first chunk
+    first_token_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.request.arrival_s
+
+    @property
+    def wait_s(self) -> float:
+        return self.start_s - self.request.arrival_s
+
+
+class BusyInterval(NamedTuple):
+    """A chunk or batch on one instance, for the timeline."""
+
+    instance: int
+    start_s: float
+    end_s: float
+    key: int  # of the request, or of the first one of a batch
+
+
+class PrefillListener(Protocol):
+    """Whoever wants to know what a prefill stage does. A stage calls it at the time of the event."""
+
+    def on_first_token(self, served: ServedPrefill) -> None: ...
+
+    def on_refused(self, request: SimRequest) -> None:
+        """The request can never be served by these instances."""
+        ...
+
+
+class PrefillStage(Protocol):
+    """Prefill instances and who decides over them."""
+
+    def arrive(self, request: SimRequest) -> None: ...
+
+    def unfinished(self) -> Iterable[SimRequest]:
+        """Requests that have arrived and have neither a first token nor a refusal."""
+        ...
+
+
+def feed(loop: EventLoop, requests: Iterable[SimRequest], stage: PrefillStage) -> None:
+    """Let the requests arrive, in the order given, one event ahead of the clock."""
+    arrivals = iter(requests)
+
+    def arrive(request: SimRequest) -> None:
+        following = next(arrivals, None)
+        if following is not None:
+            loop.schedule(following.arrival_s, arrive, following)
+        stage.arrive(request)
+
+    first = next(arrivals, None)
+    if first is not None:
+        loop.schedule(first.arrival_s, arrive, first)

@@ -1,0 +1,153 @@
+"""From the options of `sglang-ext simulate` to a workload and instances. An error is one line that names the option."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from itertools import islice
+
+from sglang_ext.policy.graph_grid import GraphGrid
+from sglang_ext.policy.instance_pressure import PressureSettings
+from sglang_ext.policy.laps import Laps
+from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps_records import InstanceLimits, LapsMode
+from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.simulation.arrivals import drawn_requests, scaled
+from sglang_ext.simulation.cluster import ClusterSpec, Failure
+from sglang_ext.simulation.decode import DecodeSpec
+from sglang_ext.simulation.engines import SimEngine
+from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
+from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
+from sglang_ext.simulation.records import PrefillListener, SimRequest
+from sglang_ext.simulation.run import RecordedStage, RunOptions, StageBuilder
+from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.simulation.workload import Workload
+from sglang_ext.types import Role
+
+LAPS = "laps"
+POLICIES = (*(system.value for system in ClusterSystem), *(order.value for order in QueueOrder), LAPS)
+DRAWN_REQUESTS = 2000
+_CLUSTER_POLICIES = {system.value for system in ClusterSystem}
+
+
+class ScenarioError(ValueError):
+    """Options that make no sense together; the text is one line for the user."""
+
+
+def make_requests(workload: Workload, args: argparse.Namespace, rate_per_s: float | None) -> list[SimRequest]:
+    """The requests of one run. ScenarioError names the option."""
+    _require_positive("--rate", rate_per_s)
+    _require_positive("--burst-shape", args.burst_shape)
+    _require_positive("--requests", args.requests)
+    if workload.lengths:
+        if rate_per_s is None:
+            raise ScenarioError("--rate is needed: the workload has lengths without times")
+        count = args.requests or DRAWN_REQUESTS
+        return list(drawn_requests(workload.lengths, count, rate_per_s, args.seed, args.burst_shape))
+    if args.burst_shape != 1.0:
+        raise ScenarioError("--burst-shape: the workload has times of its own")
+    requests = list(islice(workload.requests, args.requests))
+    if rate_per_s is None:
+        return requests
+    try:
+        return scaled(requests, rate_per_s)
+    except ValueError as error:
+        raise ScenarioError(f"--rate: {error}") from None
+
+
+def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: bool) -> StageBuilder:
+    """What builds the prefill stage. ScenarioError names the option."""
+    for name in ("prefill", "instances_per_node", "kv_tokens", "sp_size", "chunk_tokens", "boundary_tokens"):
+        _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    if not 0 <= args.improvement_rate < 1:
+        raise ScenarioError(f"--improvement-rate must be at least 0 and below 1, got {args.improvement_rate:g}")
+    if args.policy != LAPS and (args.short_instances or args.move_pools):
+        raise ScenarioError("--short-instances and --move-pools need --policy laps")
+    if args.policy in _CLUSTER_POLICIES:
+        return _cluster_builder(args, engine, is_recorded)
+    return _instances_builder(args, engine.coefficients, is_recorded)
+
+
+def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
+    """What is simulated around the prefill stage. ScenarioError names the option."""
+    if not 0 <= args.warm_up < 1:
+        raise ScenarioError(f"--warm-up must be at least 0 and below 1, got {args.warm_up:g}")
+    if args.decode < 0:
+        raise ScenarioError(f"--decode must be at least 0, got {args.decode}")
+    failures = tuple(_failure(text, args.prefill) for text in args.fail)
+    if failures and args.policy == ClusterSystem.LOONGSERVE_IDLE:
+        raise ScenarioError(f"--fail is not simulated with --policy {args.policy}")
+    decode = _decode(args) if args.decode else None
+    pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools else None
+    return RunOptions(args.seed, int(args.warm_up * requests), decode, args.decode_policy, failures, pressure)
+
+
+def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
+    options = SystemOptions(ClusterSystem(args.policy), args.improvement_rate, args.sp_size, slo_s=args.slo)
+    spec = ClusterSpec(args.prefill, args.instances_per_node, args.kv_tokens)
+    if options.system is ClusterSystem.FIXED_SP and args.sp_size > args.prefill:
+        raise ScenarioError(f"--sp-size {args.sp_size} is more than the instances, {args.prefill}")
+
+    def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
+        return build_cluster(options, loop, spec, engine.candidates, listener, is_recorded=is_recorded)
+
+    return build
+
+
+def _instances_builder(args: argparse.Namespace, coefficients: CostCoefficients, is_recorded: bool) -> StageBuilder:
+    short = args.short_instances
+    if short and not 0 < short < args.prefill:
+        raise ScenarioError(f"--short-instances must be at least 1 and leave one of {args.prefill}, got {short}")
+    if args.move_pools and not short:
+        raise ScenarioError("--move-pools needs --short-instances")
+    roles = (Role.SHORT,) * short + (Role.LONG,) * (args.prefill - short) if short else (Role.BOTH,) * args.prefill
+    spec = InstancesSpec(roles, coefficients, args.kv_tokens, args.boundary_tokens)
+    limits = InstanceLimits(
+        page_tokens=1, max_chunk_tokens=args.chunk_tokens, max_batch_tokens=args.chunk_tokens, max_requests=64
+    )
+
+    def policy(role: Role) -> IterationPolicy:
+        if args.policy != LAPS:
+            return ChunkedPrefill(QueueOrder(args.policy), args.chunk_tokens)
+        laps_options = LapsOptions(
+            mode=LapsMode(role.value), boundary_tokens=args.boundary_tokens, short_ttft_slo_ms=1e3 * args.slo
+        )
+        return LapsPolicy(Laps(laps_options, GraphGrid(), coefficients, limits))
+
+    def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
+        return InstancePool(loop, spec, router_policy(args.router), policy, listener, args.seed, is_recorded)
+
+    return build
+
+
+def _decode(args: argparse.Namespace) -> DecodeSpec:
+    for name in ("decode_kv_tokens", "decode_step_ms", "kv_bytes_per_token", "transfer_gb_per_s", "transfer_backends"):
+        _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    if not (math.isfinite(args.decode_step_per_request_ms) and args.decode_step_per_request_ms >= 0):
+        raise ScenarioError(f"--decode-step-per-request-ms must be at least 0, got {args.decode_step_per_request_ms:g}")
+    return DecodeSpec(
+        args.decode,
+        args.decode_kv_tokens,
+        args.decode_step_ms / 1e3,
+        args.decode_step_per_request_ms / 1e3,
+        args.kv_bytes_per_token,
+        args.transfer_gb_per_s * 1e9,
+        args.transfer_backends,
+    )
+
+
+def _failure(text: str, instances: int) -> Failure:
+    try:
+        instance, at_s, down_s = text.split(":")
+        failure = Failure(int(instance), float(at_s), float(down_s))
+    except ValueError:
+        raise ScenarioError(f"--fail {text!r} is not INSTANCE:AT:FOR, such as 3:60:120") from None
+    if not 0 <= failure.instance < instances:
+        raise ScenarioError(f"--fail {text!r}: there are instances 0 to {instances - 1}")
+    return failure
+
+
+def _require_positive(option: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ScenarioError(f"{option} must be above 0, got {value:g}")

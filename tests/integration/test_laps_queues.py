@@ -1,0 +1,173 @@
+"""Requests that wait for a batch, run in chunks or are parked can be ended in every way, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, EngineSpec, Reply
+from support.laps import NEW_TOKENS, Pair
+from support.laps_checks import Counters, clean_pair, is_aborted, were_aborted
+from support.pd import with_room
+from support.reference import random_prompt
+
+pytestmark = pytest.mark.integration
+
+LONG_TOKENS = 1600
+FILLER_TOKENS = 600
+SHORT_TOKENS = 24
+# A held short leaves after this, or before its own deadline.
+WINDOW_S = 10.0
+NO_HURRY_MS = 60_000
+# A front end looks for its clients once a second, and gives a stream two seconds more.
+NOTICE_S, STREAM_NOTICE_S = 2.2, 3.5
+WAITING_TIMEOUT_S = 6
+RUNNING_TIMEOUT_S = 8
+ABORT_LIMIT_S = 3.0
+# Half of the options stand among the engine's own arguments, as a cluster file has them.
+PREFILL = EngineSpec(
+    Role.BOTH,
+    arguments=(
+        *("--chunked-prefill-size", "32", "--laps-w-min-ms", str(WINDOW_S * 1e3)),
+        *("--laps-w-max-ms", str(WINDOW_S * 1e3 + 500), "--laps-t-max-ms", str(WINDOW_S * 1e3 + 1000)),
+    ),
+    worker_options=(
+        *("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16"),
+        *("--laps-preempt-margin", "0.1", "--laps-w-max-ms", "5"),
+    ),
+    environment=(
+        ("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "1"),
+        ("SGLANG_REQ_WAITING_TIMEOUT", str(WAITING_TIMEOUT_S)),
+        ("SGLANG_REQ_RUNNING_TIMEOUT", str(RUNNING_TIMEOUT_S)),
+    ),
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(40) as executor:
+        yield executor
+
+
+@pytest.fixture
+def pair(threads: ThreadPoolExecutor) -> Iterator[Pair]:
+    prefill, decode = FLEET.get(PREFILL, EngineSpec(Role.DECODE))
+    yield from clean_pair(Pair(prefill, decode, threads))
+
+
+class Connection:
+    """A request of which the prefill leg is a bare socket that can be closed; the decode leg waits for its KV."""
+
+    def __init__(self, pair: Pair, threads: ThreadPoolExecutor, length_tokens: int, *, stream: bool = False) -> None:
+        body = with_room(
+            {
+                "input_ids": random_prompt(length_tokens, seed=length_tokens),
+                "stream": stream,
+                "sampling_params": {
+                    "temperature": 0,
+                    "max_new_tokens": NEW_TOKENS,
+                    "ignore_eos": True,
+                    "custom_params": {"sglang_ext_priority": "low", "sglang_ext_ttft_slo_ms": NO_HURRY_MS},
+                },
+            },
+            pair.prefill,
+        )
+        self.decode: Future[Reply] = threads.submit(pair.decode.post, "/generate", {**body, "stream": False})
+        self._socket = socket.create_connection(("127.0.0.1", pair.prefill.port))
+        data = json.dumps(body).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        self._socket.sendall(head.encode() + b"\r\n\r\n" + data)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "stream"),
+    [("waiting", False), ("chunking", False), ("parked", False), ("parked", True)],
+    ids=["waiting", "chunking", "parked", "parked stream"],
+)
+def test_client_that_goes_away(pair: Pair, threads: ThreadPoolExecutor, stage: str, stream: bool) -> None:
+    before = Counters.of(pair.prefill)
+    victim = Connection(pair, threads, SHORT_TOKENS if stage == "waiting" else LONG_TOKENS, stream=stream)
+    others = []
+    if stage == "waiting":
+        pair.wait_for(lambda status: status["short"]["requests"] == 1)
+    else:
+        pair.wait_for(lambda status: 0 < status["long"]["tokens"] < LONG_TOKENS)
+    if stage == "parked":
+        others.append(pair.send(FILLER_TOKENS, seed=1, priority="real-time"))
+        pair.wait_for(lambda status: status["parked"] == 1)
+    with pair.prefill.frozen_scheduler():
+        # However fast the machine is: the stage lasts until the front end has noticed.
+        victim.close()
+        time.sleep(STREAM_NOTICE_S if stream else NOTICE_S)
+    resumed_at = time.monotonic()
+    assert is_aborted(victim.decode.result(timeout=10))
+    assert time.monotonic() - resumed_at < ABORT_LIMIT_S
+    assert all(other.is_exact() for other in others)
+    if stage == "waiting":
+        assert Counters.of(pair.prefill).since(before)("batch_requests_count") == 0
+
+
+def test_abort_while_waiting_for_a_batch(pair: Pair) -> None:
+    victim = pair.send(SHORT_TOKENS, seed=10, rid="held", slo_ms=NO_HURRY_MS)
+    pair.wait_for(lambda status: status["short"]["requests"] == 1)
+    pair.abort("held")
+    aborted_at = time.monotonic()
+    assert were_aborted(victim)
+    assert time.monotonic() - aborted_at < ABORT_LIMIT_S
+
+
+def test_a_batch_fills_until_a_deadline_is_near(pair: Pair) -> None:
+    assert pair.send(SHORT_TOKENS, seed=20).is_exact()
+    before = Counters.of(pair.prefill)
+    shorts = []
+    for number in range(4):
+        shorts.append(pair.send(SHORT_TOKENS + number, seed=21 + number, slo_ms=1500))
+        time.sleep(0.02)
+    assert all(short.is_exact() for short in shorts)
+    change = Counters.of(pair.prefill).since(before)
+    assert (change("batch_requests_count"), change("batch_requests_sum")) == (1, 4)
+    assert change("dispatches_total", length_class="short", reason="slack") == 1
+    assert change("dispatch_wait_seconds_count", length_class="short") == 4
+    # Of 1.5 s; the prefill itself and the margins take the rest.
+    assert 0.5 < change("dispatch_wait_seconds_sum", length_class="short") / 4 < 1.5
+
+
+def test_waiting_timeout_ends_a_held_request_and_no_other(pair: Pair) -> None:
+    victim = pair.send(SHORT_TOKENS, seed=30, slo_ms=NO_HURRY_MS)
+    pair.wait_for(lambda status: status["short"]["requests"] == 1)
+    sent_at = time.monotonic()
+    time.sleep(2)
+    # Leaves, for its deadline, when the first one is gone and before its own time is up.
+    other = pair.send(SHORT_TOKENS + 1, seed=31, slo_ms=1000 * (WAITING_TIMEOUT_S - 1))
+    prefill_reply, decode_reply = victim.replies.result(timeout=20)
+    assert time.monotonic() - sent_at > WAITING_TIMEOUT_S - 1
+    assert prefill_reply.status == 503
+    assert "waiting timeout" in str(prefill_reply.body)
+    assert is_aborted(decode_reply)
+    assert other.is_exact()
+
+
+def test_running_timeout_ends_a_parked_request_and_no_other(pair: Pair) -> None:
+    """More urgent long prefills, one after the other, leave it no turn."""
+    victim = pair.send(LONG_TOKENS, seed=40, priority="low")
+    pair.wait_for(lambda status: 0 < status["long"]["tokens"] < LONG_TOKENS)
+    started_at = time.monotonic()
+    urgent = [pair.send(FILLER_TOKENS, seed=41, priority="real-time")]
+    pair.wait_for(lambda status: status["parked"] == 1)
+    while not victim.replies.done():
+        assert time.monotonic() - started_at < 3 * RUNNING_TIMEOUT_S
+        if pair.status()["long"]["requests"] < 3:
+            urgent.append(pair.send(FILLER_TOKENS, seed=42 + len(urgent), priority="real-time"))
+        time.sleep(0.02)
+    assert time.monotonic() - started_at > RUNNING_TIMEOUT_S - 1
+    assert were_aborted(victim)
+    assert all(request.is_exact() for request in urgent)

@@ -1,0 +1,84 @@
+"""Tensor-parallel ranks in processes of their own, which agree on random plans over gloo as an engine's ranks do."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from sglang_ext.policy.laps_records import DispatchReason, LongChunk, RoundPlan, ShortBatch
+from sglang_ext.sglang_plugin.laps.rank_agreement import MAX_BATCH_REQUESTS, BroadcastAgreement, steps_of
+
+JOIN_TIMEOUT_S = 120.0
+
+
+class RankReport(NamedTuple):
+    """What one rank made of a series of rounds."""
+
+    decisions: int  # how often it was asked to decide
+    plans: int  # how often it was handed the plan itself
+    steps: list[list[list[object]]]  # per round and step: keys and chunk tokens
+
+
+def random_plan(seed: int) -> RoundPlan:
+    """Nothing, one action or both, with keys of any size; now and then the longest that travels."""
+    random = Random(seed)
+    actions: list[ShortBatch | LongChunk] = []
+    if random.random() < 0.7:
+        requests = random.choice((1, 2, random.randrange(1, 65), MAX_BATCH_REQUESTS))
+        keys = tuple(random.sample(range(1, 1 << 40), requests))
+        actions.append(ShortBatch(keys, DispatchReason.WINDOW, None, requests, 0.1))
+    if random.random() < 0.7:
+        actions.append(LongChunk(random.randrange(1, 1 << 60), random.randrange(1, 1 << 20), DispatchReason.SHARE, 0.1))
+    random.shuffle(actions)
+    return RoundPlan(tuple(actions), random.random())
+
+
+def steps_as_json(plan: RoundPlan) -> list[list[object]]:
+    """A plan's steps as `RankReport` holds them."""
+    return [[list(step.keys), step.chunk_tokens] for step in steps_of(plan)]
+
+
+def run_ranks(ranks: int, rounds: int, folder: Path) -> list[RankReport]:
+    """Let `ranks` processes agree on `random_plan(0)`, `random_plan(1)`, …; `folder` is empty and theirs.
+
+    Raises AssertionError when one of them fails or is not done in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_run_rank, args=(rank, ranks, rounds, str(folder))) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(JOIN_TIMEOUT_S)
+        assert [process.exitcode for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [RankReport(*json.loads((folder / f"rank{rank}.json").read_text())) for rank in range(ranks)]
+
+
+def _run_rank(rank: int, ranks: int, rounds: int, folder: str) -> None:
+    import torch.distributed
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    group = torch.distributed.new_group(list(range(ranks)), backend="gloo")
+    agreement = BroadcastAgreement(group, rank, deciding_global_rank=0)
+    decisions = plans = 0
+    steps = []
+    for number in range(rounds):
+
+        def decide(seed: int = number) -> RoundPlan:
+            nonlocal decisions
+            decisions += 1
+            return random_plan(seed)
+
+        plan, agreed = agreement.agree(decide)
+        plans += plan is not None
+        steps.append([[list(step.keys), step.chunk_tokens] for step in agreed])
+    Path(folder, f"rank{rank}.json").write_text(json.dumps([decisions, plans, steps]))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

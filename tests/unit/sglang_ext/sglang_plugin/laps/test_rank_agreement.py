@@ -1,0 +1,79 @@
+"""Every rank gets the steps that the first one decides on, whatever the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.policy.laps_records import DispatchReason, LongChunk, RoundPlan, ShortBatch
+from sglang_ext.sglang_plugin.laps.rank_agreement import (
+    MAX_BATCH_REQUESTS,
+    PLAN_NUMBERS,
+    PlanTooLongError,
+    SingleRank,
+    Step,
+    decode,
+    encode,
+    steps_of,
+)
+from support.rank_processes import random_plan, run_ranks, steps_as_json
+
+ROUNDS = 1000
+
+keys = st.integers(1, 2**63 - 1)
+steps = st.one_of(
+    st.builds(Step, st.lists(keys, min_size=1, max_size=64).map(tuple), st.none()),
+    st.builds(Step, st.tuples(keys), st.integers(1, 2**31)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(steps, max_size=6).map(tuple))
+def test_steps_survive_the_journey(sent: tuple[Step, ...]) -> None:
+    numbers = encode(sent)
+    assert all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)
+    assert decode(numbers) == sent
+    assert decode(numbers + [0] * (PLAN_NUMBERS - len(numbers))) == sent
+    assert decode([*numbers, 5, 6, 7]) == sent
+
+
+def short_batch(requests: int) -> ShortBatch:
+    return ShortBatch(tuple(range(1, requests + 1)), DispatchReason.DEPTH, None, requests, 0.1)
+
+
+LONG_CHUNK = LongChunk(9, 256, DispatchReason.SHARE, 0.2)
+
+
+def test_steps_keep_the_order_of_preference() -> None:
+    assert steps_of(RoundPlan((short_batch(2), LONG_CHUNK), 0.0)) == (Step((1, 2), None), Step((9,), 256))
+    assert steps_of(RoundPlan((LONG_CHUNK, short_batch(1)), 0.0)) == (Step((9,), 256), Step((1,), None))
+    assert steps_of(RoundPlan((), 5.0)) == ()
+
+
+def test_the_longest_plan_of_a_policy_travels_and_no_longer_one() -> None:
+    """A policy is told this bound, so that it never makes a plan that the other ranks would wait for in vain."""
+    longest = steps_of(RoundPlan((short_batch(MAX_BATCH_REQUESTS), LONG_CHUNK), 0.0))
+    assert len(encode(longest)) == PLAN_NUMBERS
+    assert decode(encode(longest)) == longest
+    with pytest.raises(PlanTooLongError):
+        encode(steps_of(RoundPlan((short_batch(MAX_BATCH_REQUESTS + 1), LONG_CHUNK), 0.0)))
+
+
+def test_a_single_rank_decides_for_itself() -> None:
+    plan = RoundPlan((short_batch(3),), 0.0)
+    agreement = SingleRank()
+    assert agreement.is_deciding
+    assert agreement.agree(lambda: plan) == (plan, (Step((1, 2, 3), None),))
+
+
+def test_two_processes_agree_over_a_thousand_random_decisions(tmp_path: Path) -> None:
+    deciding, following = run_ranks(2, ROUNDS, tmp_path)
+    expected = [steps_as_json(random_plan(seed)) for seed in range(ROUNDS)]
+    assert {len(steps) for steps in expected} == {0, 1, 2}
+    assert deciding.steps == expected
+    assert following.steps == expected
+    assert (deciding.decisions, deciding.plans) == (ROUNDS, ROUNDS)
+    assert (following.decisions, following.plans) == (0, 0)
