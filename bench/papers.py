@@ -36,12 +36,13 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The papers' experiments in the simulator.")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the workload data")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the result into this file too")
     papers = parser.add_subparsers(dest="paper", required=True)
-    papers_tetris_run.add_arguments(papers.add_parser("tetris"))
-    papers_laps.add_arguments(papers.add_parser("laps"))
+    for name, module in (("tetris", papers_tetris_run), ("laps", papers_laps)):
+        paper = papers.add_parser(name)
+        paper.add_argument("--data", type=Path, default=DATA, help="folder with the workload data")
+        paper.add_argument("--processes", type=int, default=2)
+        paper.add_argument("--out", type=Path, help="write the result into this file too")
+        module.add_arguments(paper)
     args = parser.parse_args()
     if not args.data.is_dir():
         give_up(f"--data: {args.data} is not there")

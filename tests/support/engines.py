@@ -28,7 +28,7 @@ from typing import Any
 from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
 MAX_ALIVE = 5
 LOG_TAIL_LINES = 40

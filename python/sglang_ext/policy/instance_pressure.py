@@ -146,7 +146,8 @@ class ControllerState(NamedTuple):
     """What the controller carries from round to round. Start with `ControllerState()`."""
 
     observed_s: float | None = None
-    backlogs: Mapping[int, tuple[float, float]] = {}  # worker id → short and long backlog (s) when last observed
+    # worker id → pool, short and long backlog (s) when last observed
+    backlogs: Mapping[int, tuple[LengthClass, float, float]] = {}
     estimates: Mapping[LengthClass, _Estimate] = {}
     members: frozenset[int] = frozenset()
     wanted: LengthClass | None = None  # pool that the last rounds wanted to enlarge
@@ -407,7 +408,7 @@ def _observe(
     return state._replace(
         observed_s=now_s,
         backlogs={
-            one.worker_id: (one.signals.short_backlog_s, one.signals.long_backlog_s)
+            one.worker_id: (one.pool, one.signals.short_backlog_s, one.signals.long_backlog_s)
             for one in instances
             if one.signals is not None
         },
@@ -435,8 +436,9 @@ def _look(
         stray = min(signals.stray_utilisation, signals.utilisation)
         busy += scale * (min(1.0, signals.utilisation) - stray) if one.pool is length_class else stray
         known = state.backlogs.get(one.worker_id)
-        if known is not None:
-            grown_s += signals.class_backlog_s(length_class) - known[0 if length_class is _SHORT else 1]
+        # What an instance brings along into another pool is not growth.
+        if known is not None and known[0] is one.pool:
+            grown_s += signals.class_backlog_s(length_class) - known[1 if length_class is _SHORT else 2]
     if elapsed_s is None:
         return _Estimate(busy, busy, None)
     growth = scale * grown_s / elapsed_s

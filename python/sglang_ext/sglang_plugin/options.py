@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps_options import Batching, LapsOptions
 from sglang_ext.policy.laps_records import LapsMode
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.types import Role
@@ -53,4 +53,4 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
 def _laps_options(fields: dict[str, Any] | None) -> LapsOptions | None:
     if fields is None:
         return None
-    return LapsOptions(**{**fields, "mode": LapsMode(fields["mode"])})
+    return LapsOptions(**{**fields, "mode": LapsMode(fields["mode"]), "batching": Batching(fields["batching"])})

@@ -41,7 +41,9 @@ class IterationClock:
     ) -> None:
         """A batch of one class was launched: `new_tokens` (L) and `cached_tokens` (H) of each of its requests."""
         work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
-        self._launched.append(_Launched(now_s, length_class, work, sum(new_tokens), sum(cached_tokens), len(new_tokens)))
+        self._launched.append(
+            _Launched(now_s, length_class, work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
+        )
         if self._started_s is None:
             self._started_s = now_s
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_ext.policy.laps_options import Batching, LapsOptions
+from sglang_ext.policy.laps_records import LapsMode
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.options import (
     ENVIRONMENT_VARIABLE,
@@ -19,6 +21,19 @@ from sglang_ext.types import Role
 def test_round_trip(role: Role, device: Device) -> None:
     options = ExtensionOptions(role, device)
     assert options_from_environment(options.to_environment()) == options
+
+
+@pytest.mark.parametrize("mode", list(LapsMode))
+@pytest.mark.parametrize("batching", list(Batching))
+def test_choices_arrive_as_what_they_were(mode: LapsMode, batching: Batching) -> None:
+    """A policy tells them apart by identity: equal text would pass for the default."""
+    sent = ExtensionOptions(Role.BOTH, Device.CPU, LapsOptions(mode=mode, batching=batching))
+    received = options_from_environment(sent.to_environment())
+    assert received == sent
+    assert received is not None
+    assert received.laps is not None
+    assert received.laps.mode is mode
+    assert received.laps.batching is batching
 
 
 def test_stock_process_has_none() -> None:
