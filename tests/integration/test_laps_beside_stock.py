@@ -157,8 +157,9 @@ def test_on_a_cpu_waiting_does_not_pay(engines: Engines) -> None:
             for number in range(8):
                 assert pair.send(24 + number, seed=2420 + number).is_exact()
             change = Counters.of(engines.ours).since(before)
-            assert change("dispatches_total", length_class="short", reason="no_gain") >= 1
-            assert change("dispatches_total", length_class="short", reason="window") == 0
+            assert change("dispatches_total", length_class="short", reason="no_gain") >= 4
+            # One that took longer than W to reach the queue leaves by its window, without being held either.
+            assert change("dispatches_total", length_class="short", reason="window") <= 4
             assert change("batch_requests_count") == 8
 
 
