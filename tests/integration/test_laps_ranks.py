@@ -82,4 +82,3 @@ def test_a_window_fills_one_batch(pair: Pair) -> None:
     change = Counters.of(pair.prefill).since(before)
     assert change("batch_requests_sum") == 4
     assert change("batch_requests_count") == 1
-    assert change("dispatches_total", length_class="short", reason="window") == 1
