@@ -438,7 +438,7 @@ def _look(
         known = state.backlogs.get(one.worker_id)
         # What an instance brings along into another pool is not growth.
         if known is not None and known[0] is one.pool:
-            grown_s += signals.class_backlog_s(length_class) - known[1 if length_class is _SHORT else 2]
+            grown_s += signals.class_backlog_s(length_class) - (known[1] if length_class is _SHORT else known[2])
     if elapsed_s is None:
         return _Estimate(busy, busy, None)
     growth = scale * grown_s / elapsed_s
