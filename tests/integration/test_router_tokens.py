@@ -30,7 +30,13 @@ def engines() -> list[Engine]:
 @pytest.fixture(scope="module")
 def stock(engines: list[Engine]) -> Engine:
     """One ordinary SGLang server: no disaggregation, no router."""
-    return FLEET.get(EngineSpec(Role.BOTH, arguments=("--disaggregation-mode", "null"), name="stock"))[0]
+    undivided = EngineSpec(
+        Role.BOTH,
+        arguments=("--disaggregation-mode", "null"),
+        worker_options=("--laps-mode", "off"),
+        name="stock",
+    )
+    return FLEET.get(undivided)[0]
 
 
 @pytest.fixture(scope="module")
