@@ -1,0 +1,94 @@
+"""One chunk of a CDSP plan on one member of its group: rebalance, compute the member's part, keep its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, Positions
+from sglang_ext.sequence_parallel.mesh import Mesh
+from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+from sglang_ext.sequence_parallel.ring_attention import Ring
+from sglang_ext.sequence_parallel.shard import KvPool, Rebalancing, Shard
+
+
+class Attention(Protocol):
+    """What a model's attention layers ask during the forward of a chunk."""
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of q [rows, H, D]; K and V of the same rows are in the pool already."""
+
+
+class Engine(Protocol):
+    """The model of an instance, and its KV memory."""
+
+    pool: KvPool
+
+    def forward(
+        self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """Compute these rows (possibly none), writing their K and V to `slots`.
+
+        `positions` and `slots` are int64 [rows]. Attention layers ask `attention`. Returns the logits of the last
+        row, float32 [vocabulary].
+        """
+
+
+def tags_needed(layout: ChunkLayout, layers: int) -> int:
+    """How many message tags a chunk uses; the next one begins behind them."""
+    return layers * (len(layout.group) + len(layout.moves))
+
+
+def run_chunk(
+    engine: Engine,
+    shard: Shard,
+    layout: ChunkLayout,
+    token_ids: Sequence[int],
+    mesh: Mesh,
+    instance: int,
+    first_tag: int,
+    *,
+    is_overlapped: bool = True,
+) -> torch.Tensor | None:
+    """Run this member's part of a chunk; `token_ids` are those of its new positions.
+
+    Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError
+    before anything was sent, MeshError when a peer has gone: the shard is then incomplete and must be dropped.
+    `is_overlapped`: history travels behind the computation of earlier layers; otherwise all of it first.
+    """
+    place = layout.group.index(instance)
+    positions = layout.new[place]
+    pool = engine.pool
+    moving = Rebalancing(pool, shard, layout.moves, mesh, instance, first_tag + pool.layers * len(layout.group))
+    try:
+        slots = shard.extend(positions)
+        held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
+        if shard.positions != held[place]:
+            raise AssertionError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
+        if not is_overlapped:
+            for layer in range(pool.layers):
+                moving.finish(layer)
+        ring = Ring(mesh, layout.group, instance, held, first_tag)
+        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving)
+        logits = engine.forward(token_ids, as_tensor(positions), slots, attention)
+    finally:
+        moving.close()
+    return logits if layout.last_token_owner == instance else None
+
+
+class _ChunkAttention:
+    def __init__(self, pool: KvPool, ring: Ring, queries: Positions, slots: torch.Tensor, moving: Rebalancing) -> None:
+        self._pool = pool
+        self._ring = ring
+        self._queries = queries
+        self._slots = slots
+        self._moving = moving
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        self._moving.finish(layer)
+        # It travels while this layer attends and passes its fully connected part.
+        self._moving.start(layer + 1)
+        k, v = self._pool.read(layer, self._slots)
+        return self._ring.attend(q, self._queries, k, v, scale, layer)

@@ -1,0 +1,1 @@
+"""Long prefills over several instances, inside SGLang's scheduler."""

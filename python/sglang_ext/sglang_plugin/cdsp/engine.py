@@ -1,0 +1,158 @@
+"""SGLang's model and KV memory as chunk steps want them.
+
+A chunk is a forward of its own between two scheduler iterations. It enters SGLang with a batch made by hand whose
+one "sequence" is this member's rows, and with an attention backend that asks the ring; everything else in the model
+(embedding, rotary positions, fully connected layers, logits) is SGLang's and does not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from sglang_ext.sequence_parallel.chunk_step import Attention
+from sglang_ext.sequence_parallel.shard import NoRoomError
+
+# SGLang's padding slot: written by rows that mean nothing, read by nobody.
+_PADDING_SLOT = 0
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose attention or KV memory cannot be divided over instances."""
+
+
+class SchedulerKvPool:
+    """The KV pool of a scheduler; makes room by evicting from its prefix cache, as SGLang does."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """Raises UnsupportedModelError, naming the pool."""
+        pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        if type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache:
+            raise UnsupportedModelError(f"KV memory of the kind {type(pool).__name__} cannot be divided over instances")
+        self._pool = pool
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._tree = scheduler.tree_cache
+        self.layers: int = pool.layer_num
+        self.page_tokens: int = scheduler.page_size
+
+    def allocate(self, tokens: int) -> torch.Tensor:
+        whole = -(-tokens // self.page_tokens) * self.page_tokens
+        evict_from_tree_cache(self._tree, whole)
+        slots = self._allocator.alloc(whole)
+        if slots is None:
+            raise NoRoomError(f"{whole} KV slots are wanted, {self._allocator.available_size()} are free")
+        return slots[:tokens]
+
+    def free(self, slots: torch.Tensor) -> None:
+        self._allocator.free(slots)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pool.get_key_buffer(layer)[slots], self._pool.get_value_buffer(layer)[slots]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._pool.get_key_buffer(layer)[slots] = k
+        self._pool.get_value_buffer(layer)[slots] = v
+
+    def empty_block(self, tokens: int) -> torch.Tensor:
+        one = self._pool.get_key_buffer(0)
+        return one.new_empty((2, tokens, *one.shape[1:]))
+
+
+class SchedulerEngine:
+    """A scheduler's model, one forward at a time, outside its own batches."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """Raises UnsupportedModelError, naming what does not fit."""
+        self._runner = scheduler.tp_worker.model_runner
+        check_model(self._runner)
+        self.pool = SchedulerKvPool(scheduler)
+
+    def forward(
+        self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """See `sequence_parallel.chunk_step.Engine`."""
+        if not token_ids:
+            # A model cannot compute no rows, and the ring needs every member in every layer.
+            token_ids = [0]
+            positions, slots = positions.new_zeros(1), slots.new_full((1,), _PADDING_SLOT)
+        runner = self._runner
+        batch = _batch(torch.tensor(token_ids, dtype=torch.int64), positions, slots, runner.device)
+        backend = _ChunkBackend(runner, attention)
+        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+            output = runner.forward(batch)
+        logits: torch.Tensor = output.logits_output.next_token_logits[-1]
+        return logits.float()
+
+
+def check_model(runner: Any) -> None:
+    """Raise UnsupportedModelError for a model other than a dense decoder with full attention in every layer."""
+    config = runner.model_config
+    name = config.hf_config.architectures[0]
+    problem = None
+    if name not in SUPPORTED_ARCHITECTURES:
+        problem = "is not one of " + ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+    elif getattr(config, "sliding_window_size", None):
+        problem = "attends to a sliding window"
+    elif config.is_multimodal:
+        problem = "is multimodal"
+    if problem:
+        raise UnsupportedModelError(f"sequence parallelism: {name} {problem}")
+
+
+SUPPORTED_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"},
+)
+
+
+class _ChunkBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type information here
+    """Stores K and V of the chunk's rows, then asks the ring. SGLang's own backend is not touched."""
+
+    def __init__(self, runner: Any, attention: Attention) -> None:
+        super().__init__()
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self._attention = attention
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        pass
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **unused: Any
+    ) -> torch.Tensor:
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._attention.attend(layer.layer_id, heads, layer.scaling)
+        return out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _batch(token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, device: str) -> Any:
+    rows = token_ids.numel()
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=token_ids.to(device),
+        req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+        seq_lens=torch.tensor([rows], device=device),
+        out_cache_loc=slots.to(device),
+        seq_lens_sum=rows,
+        seq_lens_cpu=torch.tensor([rows]),
+        orig_seq_lens=torch.tensor([rows], dtype=torch.int32, device=device),
+        positions=positions.to(device),
+        extend_num_tokens=rows,
+        extend_seq_lens=torch.tensor([rows], dtype=torch.int32, device=device),
+        extend_prefix_lens=torch.zeros(1, dtype=torch.int32, device=device),
+        extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
+        extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[rows],
+        extend_logprob_start_lens_cpu=[rows],
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+    batch.mark_forward_metadata_ready()
+    return batch

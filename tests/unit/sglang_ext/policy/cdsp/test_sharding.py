@@ -1,0 +1,147 @@
+"""Positions of a prompt over growing groups: nothing is lost or held twice, work is even, pages stay whole."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.policy.cdsp.sharding import (
+    Interleaving,
+    Lot,
+    Positions,
+    after_moves,
+    compacted,
+    count_tokens,
+    head,
+    lay_out,
+    positions_of,
+    rebalance,
+    split_chunk,
+    tail,
+)
+
+
+def every(positions: Positions) -> list[int]:
+    return [position for part in positions for position in part]
+
+
+@given(
+    start=st.integers(0, 50),
+    tokens=st.integers(1, 300),
+    members=st.integers(1, 8),
+    interleaving=st.sampled_from(Interleaving),
+    page_tokens=st.sampled_from([1, 4, 16]),
+)
+def test_a_chunk_is_dealt_out_once(
+    start: int, tokens: int, members: int, interleaving: Interleaving, page_tokens: int
+) -> None:
+    parts = split_chunk(start, tokens, members, interleaving, page_tokens)
+    assert len(parts) == members
+    dealt = [every(part) for part in parts]
+    assert sorted(position for one in dealt for position in one) == list(range(start, start + tokens))
+    assert all(one == sorted(one) for one in dealt)
+
+
+def test_zigzag_by_hand() -> None:
+    assert split_chunk(0, 8, 2, Interleaving.ZIGZAG) == ((range(2), range(6, 8)), (range(2, 6),))
+
+
+def test_stripes_by_hand() -> None:
+    assert split_chunk(10, 5, 2, Interleaving.STRIPED) == ((range(10, 15, 2),), (range(11, 15, 2),))
+
+
+@pytest.mark.parametrize("interleaving", list(Interleaving))
+def test_causal_work_is_even(interleaving: Interleaving) -> None:
+    parts = split_chunk(0, 4000, 4, interleaving)
+    work = [sum(position + 1 for position in every(part)) for part in parts]
+    assert max(work) / min(work) < 1.01
+
+
+def test_zigzag_cuts_at_pages() -> None:
+    cuts = [part.start for member in split_chunk(32, 500, 3, Interleaving.ZIGZAG, 16) for part in member]
+    assert all(cut % 16 == 0 for cut in cuts)
+
+
+@pytest.mark.parametrize("numbers", [(-1, 1, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)])
+def test_impossible_numbers(numbers: tuple[int, int, int, int]) -> None:
+    start, tokens, members, page_tokens = numbers
+    with pytest.raises(ValueError, match="cannot deal"):
+        split_chunk(start, tokens, members, Interleaving.ZIGZAG, page_tokens)
+
+
+def test_head_and_tail() -> None:
+    positions = (range(4), range(10, 20, 2))
+    assert every(head(positions, 6)) == [0, 1, 2, 3, 10, 12]
+    assert every(tail(positions, 6, 3)) == [3, 10, 12]
+    assert every(tail(positions, 9, 9)) == every(positions)
+
+
+def test_history_outside_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="not in the group"):
+        rebalance({7: (Lot((range(3),)),)}, [0, 1])
+
+
+def test_an_even_history_stays() -> None:
+    holdings = {0: (Lot((range(8),)),), 1: (Lot((range(8, 16),)),)}
+    assert rebalance(holdings, [0, 1], 4) == ()
+
+
+def test_one_member_shares_with_three() -> None:
+    moves = rebalance({2: (Lot((range(64),)),)}, [2, 0, 1, 3], 16)
+    assert [(move.source, move.target, move.tokens) for move in moves] == [(2, 0, 16), (2, 1, 16), (2, 3, 16)]
+    assert [every(move.positions) for move in moves] == [
+        list(range(48, 64)),
+        list(range(32, 48)),
+        list(range(16, 32)),
+    ]
+
+
+@st.composite
+def growing_groups(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    order = draw(st.permutations(range(6)))
+    sizes = sorted(draw(st.lists(st.integers(1, 6), min_size=1, max_size=5)))
+    return [tuple(order[:size]) for size in sizes]
+
+
+@given(
+    groups=growing_groups(),
+    data=st.data(),
+    interleaving=st.sampled_from(Interleaving),
+    page_tokens=st.sampled_from([1, 3, 16]),
+    cached_tokens=st.integers(0, 80),
+)
+def test_any_plan(
+    groups: list[tuple[int, ...]], data: st.DataObject, interleaving: Interleaving, page_tokens: int, cached_tokens: int
+) -> None:
+    held = {groups[0][0]: (Lot((range(cached_tokens),), is_borrowed=True),)} if cached_tokens else {}
+    start = cached_tokens
+    for group in groups:
+        before = {instance: positions_of(lots) for instance, lots in held.items()}
+        moved = compacted(after_moves(held, rebalance(held, group, page_tokens)))
+        amounts = [sum(lot.tokens for lot in moved.get(instance, ())) for instance in group]
+        assert max(amounts) - min(amounts) <= (1 if page_tokens == 1 else 3 * page_tokens)
+        tokens = data.draw(st.integers(1, 200))
+        layout, held = lay_out(held, start, tokens, group, interleaving, page_tokens)
+        for move in layout.moves:
+            assert count_tokens(move.positions) == move.tokens > 0
+            assert set(every(move.positions)) <= set(every(before[move.source]))
+        assert sorted(p for one in layout.history for p in every(one)) == list(range(start))
+        start += tokens
+        assert start - 1 in every(layout.new[group.index(layout.last_token_owner)])
+        assert sorted(p for lots in held.values() for p in every(positions_of(lots))) == list(range(start))
+
+
+@given(tokens=st.integers(1, 400), members=st.integers(2, 5), page_tokens=st.sampled_from([4, 16]))
+def test_only_whole_pages_change_hands(tokens: int, members: int, page_tokens: int) -> None:
+    held = {0: (Lot((range(tokens),)),)}
+    moves = rebalance(held, list(range(members)), page_tokens)
+    left = tokens
+    for move in moves:
+        left -= move.tokens
+        assert left % page_tokens == 0
+    pages = ceil(tokens / page_tokens)
+    most = max(sum(lot.tokens for lot in lots) for lots in after_moves(held, moves).values())
+    assert most <= (ceil(pages / members) + 1) * page_tokens
