@@ -36,14 +36,17 @@ from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
 
-MODEL = RandomLlama(layers=6, hidden=384, heads=6, kv_heads=2)
-LONG_RANGE_TOKENS = (1024, 4096)
-DIVIDE_LENGTHS_BY = 2
-OUTPUT_TOKENS = 4
-BOUNDARY_TOKENS = 256
-HEAVY, LIGHT = 1.2, 0.08  # offered load of a class, in instances
+# Prefill must be what is scarce, so prompts are not too short, the model not too small, and decode does next to
+# nothing: two prefill instances, the decode instance, router and client share two cores.
+MODEL = RandomLlama(layers=8, hidden=512, heads=8, kv_heads=2)
+LEAST_SHORT_TOKENS = 64
+LONG_RANGE_TOKENS = (1024, 2048)
+DIVIDE_LENGTHS_BY = 1
+OUTPUT_TOKENS = 1
+BOUNDARY_TOKENS = 512
+HEAVY, LIGHT = 1.1, 0.05  # offered load of a class, in instances
 CONTROLLER = (
-    *("--controller", "on", "--controller-interval-secs", "1", "--controller-cooldown-secs", "5"),
+    *("--controller", "on", "--controller-interval-secs", "1", "--controller-cooldown-secs", "8"),
     *("--controller-min-short", "0", "--controller-min-long", "0", "--controller-drain-timeout-secs", "10"),
 )
 
@@ -88,7 +91,7 @@ def main() -> None:
     if len(cores) < 2:
         give_up("two cores are needed, one for each prefill instance")
     others = OtherLoad()
-    mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY)
+    mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY, LEAST_SHORT_TOKENS)
     duration_s = 120.0 if arguments.full else 60.0
     phases = [
         Phase("short-heavy", HEAVY, LIGHT, duration_s),

@@ -83,15 +83,16 @@ class TraceMix:
         return arrivals
 
 
-def load_mix(folder: Path, long_range: tuple[int, int], divide_by: int) -> TraceMix:
+def load_mix(folder: Path, long_range: tuple[int, int], divide_by: int, least_short_tokens: int = 1) -> TraceMix:
     """Short prompts of first chat turns, long prompts and arrival times of a chat service.
 
-    Prompts of up to 256 tokens are short, those within `long_range` long; both are then divided by `divide_by`.
+    Prompts of `least_short_tokens` to 256 tokens are short, those within `long_range` long; both are then divided by
+    `divide_by`.
     """
     lmsys, azure = folder / _LMSYS, folder / _AZURE
     low, high = long_range
     if not (lmsys.is_file() and azure.is_file()):
-        return _synthetic_mix(long_range, divide_by)
+        return _synthetic_mix(long_range, divide_by, least_short_tokens)
     with lmsys.open(newline="") as file:
         short = [int(row["num_prefill_tokens"]) for row in csv.DictReader(file)]
     with azure.open(newline="") as file:
@@ -99,18 +100,19 @@ def load_mix(folder: Path, long_range: tuple[int, int], divide_by: int) -> Trace
     long = [int(row["ContextTokens"]) for row in rows]
     times_s = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
     return TraceMix(
-        tuple(max(1, tokens // divide_by) for tokens in short if tokens <= SHORT_LIMIT_TOKENS),
+        tuple(max(1, tokens // divide_by) for tokens in short if least_short_tokens <= tokens <= SHORT_LIMIT_TOKENS),
         tuple(tokens // divide_by for tokens in long if low <= tokens <= high),
         _unit_mean([later - earlier for earlier, later in pairwise(sorted(times_s))]),
-        f"short: LMSYS arena first turns up to {SHORT_LIMIT_TOKENS} tokens; long: Azure 2023 conversation trace, "
+        f"short: LMSYS arena first turns of {least_short_tokens}-{SHORT_LIMIT_TOKENS} tokens; long: Azure 2023 conversation trace, "
         f"{low}-{high} tokens, arrival times too; all lengths divided by {divide_by}",
     )
 
 
-def _synthetic_mix(long_range: tuple[int, int], divide_by: int) -> TraceMix:
+def _synthetic_mix(long_range: tuple[int, int], divide_by: int, least_short_tokens: int) -> TraceMix:
     draw = random.Random(0)
     low, high = long_range
-    short = [max(1, min(SHORT_LIMIT_TOKENS, int(draw.lognormvariate(3.4, 1.1))) // divide_by) for _ in range(2000)]
+    drawn = [min(SHORT_LIMIT_TOKENS, int(draw.lognormvariate(3.4, 1.1))) for _ in range(2000)]
+    short = [max(1, tokens // divide_by) for tokens in drawn if tokens >= least_short_tokens]
     long = [min(high, max(low, int(draw.lognormvariate(7.2, 0.4)))) // divide_by for _ in range(2000)]
     gaps = [draw.expovariate(1.0) for _ in range(5000)]
     return TraceMix(

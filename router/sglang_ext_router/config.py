@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from sglang_ext.policy.decode_choice import DECODE_POLICIES
 from sglang_ext.policy.instance_pressure import PressureSettings
 from sglang_ext.policy.prefill_choice import PREFILL_POLICIES
+from sglang_ext.profiling.rates_file import RatesFileError, load_improvement_rates
 from sglang_ext.types import Role
 
 
@@ -53,6 +54,9 @@ class RouterConfig:
         True, "serve a request in the other prefill pool while its own has no instance that can be used"
     )
     prefix_index_blocks: int = _option(65536, "prefix-cache blocks remembered per prefill instance")
+    improvement_rates: str = _option(
+        "", "table of `sglang-ext profile rates`: improvement rates of sequence-parallel plans, by load"
+    )
     tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
@@ -87,8 +91,8 @@ class RouterConfig:
         0.25, "how much more pressed a pool must be to be given an instance, a share"
     )
     controller_min_pressure: float = _option(0.75, "pressure below which a pool is given none")
-    controller_min_short: int = _option(1, "instances that the short pool keeps")
-    controller_min_long: int = _option(1, "instances that the long pool keeps")
+    controller_min_short: int = _option(1, "instances that the short pool keeps; 0: it may be emptied")
+    controller_min_long: int = _option(1, "instances that the long pool keeps; 0: it may be emptied")
     controller_confirm_rounds: int = _option(3, "decisions in a row that must want the same move")
     controller_drain_timeout_secs: float = _option(30.0, "longest wait for a moving instance's requests to end")
     controller_backlog_weight: float = _option(1.0, "weight of an instance's backlog in its pressure")
@@ -138,6 +142,8 @@ class RouterConfig:
             raise ConfigError(f"--port must be at most 65535, not {self.port}")
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
             raise ConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
+        if self.improvement_rates:
+            self._check_improvement_rates()
         if self.max_header_size < 1024:
             raise ConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
@@ -147,6 +153,14 @@ class RouterConfig:
         for url in urls:
             if urls.count(url) > 1:
                 raise ConfigError(f"the worker {url} is given twice")
+
+    def _check_improvement_rates(self) -> None:
+        if self.processes > 1:
+            raise ConfigError(f"--improvement-rates needs --processes 1, not {self.processes}")
+        try:
+            load_improvement_rates(Path(self.improvement_rates))
+        except RatesFileError as error:
+            raise ConfigError(f"--improvement-rates: {error}") from None
 
     def _check_controller(self) -> None:
         for entry in fields(self):
@@ -191,13 +205,13 @@ class RouterConfig:
 _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
-    *("controller_min_short", "controller_min_long", "controller_confirm_rounds"),
+    "controller_confirm_rounds",
 )
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
-    "controller_utilisation_weight",
+    *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),
 )
 
 

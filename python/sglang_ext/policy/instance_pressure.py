@@ -85,8 +85,16 @@ class PressureSettings:
     max_utilisation: float = 0.9  # of the giving pool afterwards
     turn_instances: float = 0.5  # by how much the offered load must have turned before a move back,
     turn_share: float = 0.25  # and by which share of all of it
-    smoothing_s: float = 15.0  # time constant of the offered load
-    turn_smoothing_s: float = 60.0  # the same, to judge whether it has turned
+    smoothing_cooldowns: float = 0.5  # time constant of the offered load, in cool-downs
+    turn_smoothing_cooldowns: float = 2.0  # the same, to judge whether it has turned
+
+    @property
+    def smoothing_s(self) -> float:
+        return self.smoothing_cooldowns * self.cooldown_s
+
+    @property
+    def turn_smoothing_s(self) -> float:
+        return self.turn_smoothing_cooldowns * self.cooldown_s
 
     def minimum(self, pool: LengthClass) -> int:
         return self.min_short if pool is _SHORT else self.min_long

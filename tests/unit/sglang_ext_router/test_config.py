@@ -80,7 +80,7 @@ BAD: list[tuple[str, ...]] = [
     ("--controller-hysteresis", "nan"),
     ("--controller-min-pressure", "-1"),
     ("--controller-min-pressure", "nan"),
-    ("--controller-min-short", "0"),
+    ("--controller-min-short", "-1"),
     ("--controller-min-long", "-1"),
     ("--controller-confirm-rounds", "0"),
     ("--controller-drain-timeout-secs", "0"),
