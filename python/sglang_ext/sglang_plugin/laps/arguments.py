@@ -73,8 +73,14 @@ def _add_argument(group: Any, field: Field[Any], kind: Any) -> None:
     if issubclass(kind, StrEnum):
         options |= {"type": _one_of(kind), "metavar": f"{{{','.join(kind)}}}"}
     else:
-        options["metavar"] = field.name.rpartition("_")[2].upper()
+        options["metavar"] = _unit(field.name).upper()
     group.add_argument(option_name(field.name), **options)
+
+
+def _unit(name: str) -> str:
+    """What an option's name ends with: its unit, which may be a rate (`gb_per_s`)."""
+    words = name.split("_")
+    return "_".join(words[-3:] if words[-2:-1] == ["per"] else words[-1:])
 
 
 def _one_of(kind: type[StrEnum]) -> Callable[[str], StrEnum]:

@@ -6,7 +6,10 @@ from typing import Any
 
 
 def conflict(server_args: Any) -> str | None:
-    """Why these SGLang arguments (resolved ServerArgs) and LAPS exclude each other; None when they do not."""
+    """Why these SGLang arguments and LAPS exclude each other; None when they do not.
+
+    They may be ServerArgs that SGLang has not resolved yet: what it derives from another argument is looked for there.
+    """
     for is_conflicting, argument, reason in (
         (server_args.disaggregation_mode != "prefill", "--disaggregation-mode", "LAPS schedules prefill instances"),
         (
@@ -26,6 +29,12 @@ def conflict(server_args: Any) -> str | None:
         (
             server_args.optimistic_prefill_attempts > 0,
             "--optimistic-prefill-attempts",
+            "a parked prefill must have its decode instance",
+        ),
+        (
+            # SGLang derives optimistic prefill from it.
+            server_args.disaggregation_decode_allocation_policy == "prefill_complete",
+            "--disaggregation-decode-allocation-policy prefill_complete",
             "a parked prefill must have its decode instance",
         ),
         (

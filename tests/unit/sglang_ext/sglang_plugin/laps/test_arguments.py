@@ -172,3 +172,11 @@ def test_options_travel_to_the_engine(tmp_path: Path, capsys: pytest.CaptureFixt
     assert '"w_max_ms": 12.5' in line
     assert '"depth_max": 7' in line
     assert "--laps" not in line
+
+
+def test_the_help_names_the_whole_unit() -> None:
+    parser = argparse.ArgumentParser()
+    add_laps_arguments(parser)
+    text = parser.format_help()
+    assert "--laps-kv-bandwidth-gb-per-s GB_PER_S" in text
+    assert "--laps-w-min-ms MS" in text

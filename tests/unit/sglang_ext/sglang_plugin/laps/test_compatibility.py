@@ -17,6 +17,7 @@ FITTING = {
     "enable_priority_scheduling": False,
     "enable_prefill_delayer": False,
     "optimistic_prefill_attempts": 0,
+    "disaggregation_decode_allocation_policy": "eager",
     "chunked_prefill_size": 256,
     "enable_hierarchical_cache": False,
 }
@@ -39,6 +40,10 @@ def test_the_arguments_of_a_worker_fit() -> None:
         ({"enable_priority_scheduling": True}, "--enable-priority-scheduling"),
         ({"enable_prefill_delayer": True}, "--enable-prefill-delayer"),
         ({"optimistic_prefill_attempts": 1}, "--optimistic-prefill-attempts"),
+        (
+            {"disaggregation_decode_allocation_policy": "prefill_complete"},
+            "--disaggregation-decode-allocation-policy prefill_complete",
+        ),
         ({"chunked_prefill_size": -1}, "--chunked-prefill-size"),
         ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
