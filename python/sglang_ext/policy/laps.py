@@ -39,6 +39,7 @@ from sglang_ext.types import LengthClass
 
 _DEFAULT_BOUNDARY_TOKENS = 256
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of so many rounds
+_SPENT_SLACK = 0.8  # of the time to its deadline that a short prefill spends on waiting for company
 
 
 class _Round(NamedTuple):
@@ -242,12 +243,31 @@ class Laps:
         verdict = self._verdict(state, batch)
         if state.share >= 1 and verdict.reason is None:
             return RoundPlan((), verdict.wake_s)
+        chunk = self._long_action(state, long)
+        if self._can_wait(state, batch, chunk):
+            return RoundPlan((chunk, _short_action(batch, DispatchReason.SHARE)), state.now_s)
         is_within_share = state.share >= 1 or (state.share > 0 and self._account.can_run_short())
         if is_within_share or (state.short_is_more_urgent and self._account.can_run_urgent()):
             # with a long prefill at hand there is no idle waiting for a deeper batch
             reason = (verdict.reason or DispatchReason.SHARE) if is_within_share else DispatchReason.URGENT
-            return RoundPlan((_short_action(batch, reason), self._long_action(state, long)), state.now_s)
-        return RoundPlan((self._long_action(state, long), _short_action(batch, DispatchReason.SHARE)), state.now_s)
+            return RoundPlan((_short_action(batch, reason), chunk), state.now_s)
+        return RoundPlan((chunk, _short_action(batch, DispatchReason.SHARE)), state.now_s)
+
+    def _can_wait(self, state: _Round, batch: FormedBatch, chunk: LongChunk) -> bool:
+        """Whether the shorts let one more chunk run, and share the fixed cost of their batch with who comes meanwhile.
+
+        That loses no time, for a long prefill uses it. It pays where time is scarce: several long prefills wait. A
+        round whose length is an option is kept.
+        """
+        if batch.is_full or len(state.longs) < 2:
+            return False
+        if self._mode is LapsMode.SHORT or self._options.round_ms is not None:
+            return False
+        if state.shorts[0].urgency.aged_class < state.longs[0].urgency.aged_class:
+            return False
+        end_s = state.now_s + chunk.predicted_s + batch.predicted_s
+        waiting = [member.request for member in batch.members]
+        return all(end_s <= one.arrival_s + _SPENT_SLACK * (one.deadline_s - one.arrival_s) for one in waiting)
 
     def _last_resorts(self, state: _Round) -> tuple[ShortBatch | LongChunk, ...]:
         """No short batch: there is no short prefill, or no memory for the most urgent one."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device, Machine
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import ExtensionOptions
@@ -18,8 +19,8 @@ LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
 TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 TORCH_COMPILE_FLAG = "--enable-torch-compile"
-# A CPU prefills no faster in larger chunks, and a chunk is the time that an abort waits.
-CPU_CHUNK_TOKENS = 256
+# Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
+CPU_CHUNK_TOKENS = 512
 CPU_MAX_RUNNING_REQUESTS = 32
 MAX_KV_TOKENS = 65536
 UNKNOWN_MODEL_KV_TOKENS = 8192
@@ -40,6 +41,7 @@ class WorkerOptions:
     threads: int | None = None  # None chooses by machine
     kv_memory_mib: int = 512
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
+    cdsp: CdspOptions | None = None  # None: it computes its prefills alone
     engine_arguments: tuple[str, ...] = field(default=())  # for sglang.launch_server; these win
 
 
@@ -72,7 +74,7 @@ def build_launch(worker: WorkerOptions, machine: Machine, model: ModelFacts | No
     """
     ranks = _tensor_parallel_size(worker.engine_arguments)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
-    environment = ExtensionOptions(worker.role, machine.device, worker.laps).to_environment()
+    environment = ExtensionOptions(worker.role, machine.device, worker.laps, worker.cdsp).to_environment()
     defaults = _common_environment(worker)
     if machine.device is Device.CPU:
         argv += _cpu_flags(worker, model)

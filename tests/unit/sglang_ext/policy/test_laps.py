@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.policy.laps import Laps
 from sglang_ext.policy.laps_options import Batching
 from sglang_ext.policy.laps_records import (
     DispatchReason,
@@ -115,6 +116,26 @@ def test_medhas_rule_for_a_late_long_prefill() -> None:
     first = laps.choose(RoundSnapshot(0.0, (late, hopeless), 10_000)).actions[0]
     assert isinstance(first, ShortBatch)
     assert first.reason is DispatchReason.URGENT
+
+
+def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> ShortBatch | LongChunk:
+    return laps.choose(RoundSnapshot(now_s, queue, 10**6)).actions[0]
+
+
+def test_shorts_that_can_afford_it_wait_for_company_while_several_longs_wait() -> None:
+    longs = queued(1, 4000), queued(2, 4000)
+    patient = queued(3, 100, deadline_s=10.0)
+    assert isinstance(first_action(policy(), 0.0, *longs, patient), LongChunk)
+    # One long prefill alone: time is not scarce.
+    assert isinstance(first_action(policy(), 0.0, longs[0], patient), ShortBatch)
+    # Another chunk would take it beyond 80% of the time that it has.
+    assert isinstance(first_action(policy(), 7.99, *longs, patient), ShortBatch)
+    assert isinstance(first_action(policy(), 0.0, *longs, patient, queued(4, 10, deadline_s=0.05)), ShortBatch)
+    assert isinstance(first_action(policy(round_ms=50.0), 0.0, *longs, patient), ShortBatch)
+    assert isinstance(first_action(policy(depth_max=1), 0.0, *longs, patient, queued(4, 50)), ShortBatch)
+    assert isinstance(first_action(policy(mode=LapsMode.SHORT), 0.0, *longs, patient), ShortBatch)
+    important = queued(3, 100, deadline_s=10.0, priority=PriorityClass.HIGH)
+    assert isinstance(first_action(policy(), 0.0, *longs, important), ShortBatch)
 
 
 def test_priority_comes_before_slack() -> None:
