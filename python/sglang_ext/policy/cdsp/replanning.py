@@ -2,7 +2,8 @@
 
 Tetris plans first come, first served and keeps every plan; an urgent or short request then waits behind chunks that
 have not even started. Here the unstarted part of every request is planned anew, one request after the other, in order
-of arrival or of Medha's relative slack. Chunks that run are never touched: they are delays.
+of arrival or of Medha's relative slack. Chunks that run are never touched: they are delays. So that they delay nobody
+for long, whoever runs the plans may cut a chunk to a time budget (Medha's adaptive chunking, section 3.2).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class ReplanMode(StrEnum):
     OFF = "off"  # once, on arrival, behind all that is planned: the paper
     FCFS = "fcfs"  # again at every event, in order of arrival
     LARS = "lars"  # again at every event, lowest relative slack first
+    EDF = "edf"  # again, earliest deadline first; to compare with
+    SRPT = "srpt"  # again, shortest remaining time first; to compare with
 
 
 class PendingPrefill(NamedTuple):
@@ -63,12 +66,19 @@ def planning_order(
     """Return the requests in the order in which they are planned.
 
     Relative slack is (deadline - now - remaining) / total (Medha, section 4.1), with the times of `ideal_prefill_s`.
-    Requests of equal slack, such as those without a deadline, go by arrival. ValueError for ReplanMode.OFF.
+    Requests that are equal, such as those without a deadline, go by arrival. ValueError for ReplanMode.OFF.
     """
     if mode is ReplanMode.OFF:
         raise ValueError("mode: off plans a request once, with CdspPlanner.plan")
     if mode is ReplanMode.FCFS:
         return sorted(pending, key=lambda one: (one.arrival_s, one.key))
+    if mode is ReplanMode.EDF:
+        return sorted(pending, key=lambda one: (one.deadline_s, one.arrival_s, one.key))
+    if mode is ReplanMode.SRPT:
+        return sorted(
+            pending,
+            key=lambda one: (ideal_prefill_s(costs, one.cached_tokens, one.new_tokens), one.arrival_s, one.key),
+        )
 
     def urgency(one: PendingPrefill) -> tuple[float, float, int]:
         remaining_s = ideal_prefill_s(costs, one.cached_tokens, one.new_tokens)
@@ -86,8 +96,13 @@ def replan(
     running: PrefillSnapshot,
     pending: Sequence[PendingPrefill],
     improvement_rate: float,
+    *,
+    until_busy: bool = False,
 ) -> tuple[PlannedPrefill, ...]:
     """Plan all pending requests anew, each behind those before it; in the order of planning.
+
+    With `until_busy` planning ends when no instance is left that is free now: enough for whoever plans again at the
+    end of every chunk, since what would start later is planned by then.
 
     `running` is the instances with nothing but their running chunks: a delay is the time until that chunk ends, and
     free KV is what no unfinished request holds. A request that holds KV finds it free for itself. One that cannot be
@@ -95,8 +110,10 @@ def replan(
     """
     costs = [candidate.cost for candidate in planner.config.candidates]
     delays_s = tuple(running.queue_delays_s)
-    planned = []
+    planned: list[PlannedPrefill] = []
     for one in planning_order(pending, mode, now_s, costs):
+        if until_busy and min(delays_s) > 0:
+            break
         snapshot = PrefillSnapshot(running.node_ids, delays_s, _free_for(one, running, planner.config.page_tokens))
         plan = planner.plan(
             snapshot,
@@ -107,6 +124,18 @@ def replan(
         if isinstance(plan, ChunkPlan):
             delays_s = queue_delays_after(plan, delays_s)
     return tuple(planned)
+
+
+def tokens_within(cost: SpCost | TabulatedCost, cached_tokens: int, new_tokens: int, budget_s: float) -> int:
+    """Return how many of `new_tokens` a chunk computes within the budget, by binary search; at least 1."""
+    low, high = 1, new_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost.predict_s(cached_tokens, middle) <= budget_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _free_for(one: PendingPrefill, running: PrefillSnapshot, page_tokens: int) -> Sequence[int]:

@@ -9,8 +9,9 @@ Tetris, sections 3.2 and 4.2 (cache balancing); zigzag as in context-parallel tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 Positions = tuple[range, ...]  # disjoint, each with a positive step; in the order in which the slots were filled
@@ -90,6 +91,23 @@ def split_chunk(
     return tuple(_joined(parts[place], parts[pieces - 1 - place]) for place in range(members))
 
 
+def split_positions(
+    positions: Positions, members: int, interleaving: Interleaving, page_tokens: int = 1
+) -> tuple[Positions, ...]:
+    """Deal ascending ranges out, each like a chunk: what has been lost is not always in one piece."""
+    parts: list[Positions] = [()] * members
+    for part in positions:
+        dealt = split_chunk(part.start, len(part), members, interleaving, page_tokens)
+        parts = [(*before, *more) for before, more in zip(parts, dealt, strict=True)]
+    return tuple(parts)
+
+
+def without(positions: Positions, taken: Positions) -> Positions:
+    """Ascending runs of the positions that are not in `taken`."""
+    left = sorted(set(_every(positions)) - set(_every(taken)))
+    return _runs(left)
+
+
 def rebalance(holdings: Holdings, group: Sequence[int], page_tokens: int = 1) -> tuple[Move, ...]:
     """The moves after which every member of `group` holds about as much as any other, in whole pages.
 
@@ -142,22 +160,31 @@ def compacted(holdings: Holdings) -> dict[int, tuple[Lot, ...]]:
     return {instance: tuple(lot for lot in lots if lot.positions) for instance, lots in holdings.items()}
 
 
+def gather(holdings: Holdings, owner: int) -> tuple[Move, ...]:
+    """The moves after which `owner` holds everything; each source's newest lot goes first."""
+    return tuple(
+        Move(source, owner, number, lots[number].tokens, lots[number].positions)
+        for source, lots in holdings.items()
+        if source != owner
+        for number in reversed(range(len(lots)))
+    )
+
+
 def lay_out(
     holdings: Holdings,
-    start: int,
-    tokens: int,
+    positions: Positions,
     group: Sequence[int],
     interleaving: Interleaving,
     page_tokens: int = 1,
 ) -> tuple[ChunkLayout, dict[int, tuple[Lot, ...]]]:
-    """A chunk of `tokens` positions from `start` on `group`, and what everybody holds after it."""
+    """A chunk of these ascending positions on `group`, and what everybody holds after it."""
     moves = rebalance(holdings, group, page_tokens)
     held = compacted(after_moves(holdings, moves))
-    new = split_chunk(start, tokens, len(group), interleaving, page_tokens)
+    new = split_positions(positions, len(group), interleaving, page_tokens)
     history = tuple(positions_of(held.get(instance, ())) for instance in group)
-    for instance, positions in zip(group, new, strict=True):
-        if positions:
-            held[instance] = (*held.get(instance, ()), Lot(positions))
+    for instance, part in zip(group, new, strict=True):
+        if part:
+            held[instance] = (*held.get(instance, ()), Lot(part))
     return ChunkLayout(tuple(group), moves, history, new), held
 
 
@@ -196,6 +223,15 @@ def _whole_pages(tokens: int, wanted: int, page_tokens: int) -> int:
         return tokens
     pages = max(0, round((wanted - last_page) / page_tokens))
     return min(tokens, last_page + pages * page_tokens)
+
+
+def _every(positions: Positions) -> Iterator[int]:
+    return (position for part in positions for position in part)
+
+
+def _runs(ascending: Sequence[int]) -> Positions:
+    cuts = [0, *(i for i in range(1, len(ascending)) if ascending[i] != ascending[i - 1] + 1), len(ascending)]
+    return tuple(range(ascending[a], ascending[b - 1] + 1) for a, b in pairwise(cuts) if a < b)
 
 
 def _non_empty(part: range) -> Positions:

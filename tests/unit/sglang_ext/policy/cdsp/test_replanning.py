@@ -16,9 +16,17 @@ from sglang_ext.policy.cdsp.records import (
     NoPlanReason,
     PlannerConfig,
     PrefillSnapshot,
+    SpCost,
     queue_delays_after,
 )
-from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, planning_order, replan
+from sglang_ext.policy.cdsp.replanning import (
+    PendingPrefill,
+    ReplanMode,
+    ideal_prefill_s,
+    planning_order,
+    replan,
+    tokens_within,
+)
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 
 CANDIDATES = fitted_candidates()
@@ -130,3 +138,36 @@ def test_each_is_planned_behind_those_before_it(
         for chunk in one.plan.chunks:
             assert all(chunk.start_s >= delays[instance] for instance in chunk.instances)
         delays = queue_delays_after(one.plan, delays)
+
+
+# ---- to compare with, and chunks that are cut ----
+
+
+def test_deadlines_and_remaining_times_order_too() -> None:
+    # 4,096 tokens by 9 s, 65,536 of which 61,440 are done by 3 s, 32,768 by 5 s.
+    requests = [pending(0, 4096, 0.0, 9.0), pending(1, 4096, 0.1, 2.9, 61_440, (0,)), pending(2, 32_768, 0.2, 4.8)]
+    orders = {
+        mode: [one.key for one in planning_order(requests, mode, 1.0, COSTS)]
+        for mode in (ReplanMode.EDF, ReplanMode.SRPT, ReplanMode.FCFS)
+    }
+    assert orders == {ReplanMode.EDF: [1, 2, 0], ReplanMode.SRPT: [0, 1, 2], ReplanMode.FCFS: [0, 1, 2]}
+
+
+def test_planning_may_end_when_nobody_is_free() -> None:
+    requests = [pending(key, 100_000, key * 0.1) for key in range(6)]
+    every = replan(PLANNER, ReplanMode.FCFS, 1.0, IDLE, requests, 0.3)
+    first = replan(PLANNER, ReplanMode.FCFS, 1.0, IDLE, requests, 0.3, until_busy=True)
+    assert 0 < len(first) < len(every)
+    assert first == every[: len(first)]
+    starts_s = [one.plan.chunks[0].start_s for one in every if isinstance(one.plan, ChunkPlan)]
+    assert min(starts_s[len(first) :]) > 0
+    busy = IDLE._replace(queue_delays_s=(0.1,) * 16)
+    assert replan(PLANNER, ReplanMode.FCFS, 1.0, busy, requests, 0.3, until_busy=True) == ()
+
+
+@given(st.sampled_from(COSTS), st.integers(0, 200_000), st.integers(1, 200_000), st.floats(0.0, 20.0))
+def test_as_many_tokens_as_fit_the_budget(cost: SpCost, cached: int, new: int, budget_s: float) -> None:
+    tokens = tokens_within(cost, cached, new, budget_s)
+    assert 1 <= tokens <= new
+    assert tokens == 1 or cost.predict_s(cached, tokens) <= budget_s
+    assert tokens == new or cost.predict_s(cached, tokens + 1) > budget_s

@@ -15,12 +15,14 @@ from sglang_ext.policy.cdsp.sharding import (
     after_moves,
     compacted,
     count_tokens,
+    gather,
     head,
     lay_out,
     positions_of,
     rebalance,
     split_chunk,
     tail,
+    without,
 )
 
 
@@ -124,7 +126,7 @@ def test_any_plan(
         amounts = [sum(lot.tokens for lot in moved.get(instance, ())) for instance in group]
         assert max(amounts) - min(amounts) <= (1 if page_tokens == 1 else 3 * page_tokens)
         tokens = data.draw(st.integers(1, 200))
-        layout, held = lay_out(held, start, tokens, group, interleaving, page_tokens)
+        layout, held = lay_out(held, (range(start, start + tokens),), group, interleaving, page_tokens)
         for move in layout.moves:
             assert count_tokens(move.positions) == move.tokens > 0
             assert set(every(move.positions)) <= set(every(before[move.source]))
@@ -145,3 +147,24 @@ def test_only_whole_pages_change_hands(tokens: int, members: int, page_tokens: i
     pages = ceil(tokens / page_tokens)
     most = max(sum(lot.tokens for lot in lots) for lots in after_moves(held, moves).values())
     assert most <= (ceil(pages / members) + 1) * page_tokens
+
+
+def test_what_was_lost_is_dealt_out_again() -> None:
+    lost = without((range(100),), (range(40), range(60, 100, 2)))
+    assert lost[0] == range(40, 60)
+    assert every(lost) == [*range(40, 60), *range(61, 100, 2)]
+    held = {0: (Lot((range(40),)),), 2: (Lot((range(60, 100, 2),)),)}
+    layout, after = lay_out(held, lost, (0, 2), Interleaving.ZIGZAG)
+    assert sorted(every(layout.new[0]) + every(layout.new[1])) == every(lost)
+    assert all(every(part) == sorted(every(part)) for part in layout.new)
+    assert sorted(p for lots in after.values() for p in every(positions_of(lots))) == list(range(100))
+
+
+def test_gathered() -> None:
+    held = {1: (Lot((range(10),)), Lot((range(20, 30),))), 0: (Lot((range(10, 20),)),), 2: (Lot((range(30, 33),)),)}
+    moves = gather(held, 0)
+    assert [(move.source, move.lot, move.tokens) for move in moves] == [(1, 1, 10), (1, 0, 10), (2, 0, 3)]
+    after = compacted(after_moves(held, moves))
+    assert sorted(every(positions_of(after[0]))) == list(range(33))
+    assert not after[1]
+    assert not after[2]
