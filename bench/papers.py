@@ -2,6 +2,7 @@
 
     python bench/papers.py tetris [--traces short medium long] [--full] [--processes 2] [--out FILE.json]
     python bench/papers.py laps [--requests 20000] [--seeds 0 1 2] [--out FILE.json]
+    python bench/papers.py medha [--rates 0.25 0.75] [--seeds 0 1 2 3 4] [--out FILE.json]
 
 tetris: 16 prefill instances on 2 nodes, Table 1 fit, 20,000 Poisson arrivals of prompts drawn from the `tetris_like`
 lengths (resampled from other traces to the published means: synthetic), the first 10% dropped, seeds 0 to 2. Critical
@@ -16,7 +17,7 @@ which all 16 instances would compute all the time, each prompt on the size that 
 `critical_over_best_of_all` is against the stronger ones too that the paper does not have (fixed SP 4, LoongServe on
 idle instances).
 
-laps: see support/papers_laps.py.
+laps: see support/papers_laps.py. medha: see support/papers_medha.py.
 
 The last line is `RESULT {json}`.
 """
@@ -25,19 +26,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
+import shlex
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
-from support import papers_laps, papers_tetris_run
-from support.result import give_up, machine, print_result
+from support import papers_laps, papers_medha, papers_tetris_run
+from support.result import give_up, machine, print_result, versions
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def processor_s() -> float:
+    """Processor time of this process and of those it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The papers' experiments in the simulator.")
     papers = parser.add_subparsers(dest="paper", required=True)
-    for name, module in (("tetris", papers_tetris_run), ("laps", papers_laps)):
+    for name, module in (("tetris", papers_tetris_run), ("laps", papers_laps), ("medha", papers_medha)):
         paper = papers.add_parser(name)
         paper.add_argument("--data", type=Path, default=DATA, help="folder with the workload data")
         paper.add_argument("--processes", type=int, default=2)
@@ -48,7 +59,19 @@ def main() -> int:
         give_up(f"--data: {args.data} is not there")
     if args.processes < 1:
         give_up(f"--processes: {args.processes} is less than 1")
-    result = {"bench": f"papers {args.paper}", **args.experiment(args), "machine": machine()}
+    result = {
+        "bench": f"papers {args.paper}",
+        "command": f"python bench/papers.py {shlex.join(sys.argv[1:])}",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    began_s = time.monotonic()
+    result |= args.experiment(args)
+    result |= {
+        "seconds": round(time.monotonic() - began_s, 1),
+        "processor_seconds": round(processor_s(), 1),
+        "versions": versions("sglang-ext"),
+        "machine": machine(),
+    }
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print_result(result)

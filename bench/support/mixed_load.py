@@ -103,8 +103,8 @@ def load_mix(folder: Path, long_range: tuple[int, int], divide_by: int, least_sh
         tuple(max(1, tokens // divide_by) for tokens in short if least_short_tokens <= tokens <= SHORT_LIMIT_TOKENS),
         tuple(tokens // divide_by for tokens in long if low <= tokens <= high),
         _unit_mean([later - earlier for earlier, later in pairwise(sorted(times_s))]),
-        f"short: LMSYS arena first turns of {least_short_tokens}-{SHORT_LIMIT_TOKENS} tokens; long: Azure 2023 conversation trace, "
-        f"{low}-{high} tokens, arrival times too; all lengths divided by {divide_by}",
+        f"short: LMSYS arena first turns of {least_short_tokens}-{SHORT_LIMIT_TOKENS} tokens; long: Azure 2023 "
+        f"conversation trace, {low}-{high} tokens, arrival times too; all lengths divided by {divide_by}",
     )
 
 

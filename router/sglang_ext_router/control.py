@@ -18,6 +18,7 @@ from sglang_ext.types import Role
 from sglang_ext_router import replies
 from sglang_ext_router.config import ConfigError, RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
+from sglang_ext_router.improvement_rates import ImprovementRates, add_improvement_rate_routes
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
@@ -33,6 +34,7 @@ class ControlTarget(Protocol):
     registry: WorkerRegistry
     prober: Prober
     controller: PoolController
+    improvement_rates: ImprovementRates
 
     @property
     def is_draining(self) -> bool: ...
@@ -282,6 +284,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         return describe_worker(worker, now())
 
     add_pool_routes(app, router, client, admin)
+    add_improvement_rate_routes(app, router, client, admin)
     return app
 
 

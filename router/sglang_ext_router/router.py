@@ -7,12 +7,15 @@ import hmac
 import logging
 import random
 import secrets
+import time
 from collections import deque
+from pathlib import Path
 
 from prometheus_client.core import Metric
 
 from sglang_ext.policy.admission import AdmissionQueue
 from sglang_ext.policy.retry import RetryPolicy
+from sglang_ext.profiling.rates_file import load_improvement_rates
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.config import RouterConfig, WorkerAddress
@@ -20,6 +23,7 @@ from sglang_ext_router.control import build_app
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.exchange import Exchange
 from sglang_ext_router.http1 import Call, ClientConnection, ConnectionLimits, Request
+from sglang_ext_router.improvement_rates import ImprovementRates
 from sglang_ext_router.metrics import RouterMetrics, render, worker_families
 from sglang_ext_router.pool_metrics import pool_families
 from sglang_ext_router.probe import Prober
@@ -56,6 +60,10 @@ class Router:
         self.planner = RoutePlanner(config, self.registry, random.random)
         self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
         self.controller = PoolController(config, loop, self.registry, self.prober)
+        self.improvement_rates = ImprovementRates()
+        if config.improvement_rates:
+            table = load_improvement_rates(Path(config.improvement_rates))
+            self.improvement_rates.put(table, config.improvement_rates, time.time())
         self.siblings: SiblingLink = siblings or NoSiblings()
         self.running: dict[Admissible, None] = {}
         self.admission: AdmissionQueue[Admissible] = AdmissionQueue(

@@ -73,6 +73,10 @@ class PlannedCluster:
         self.timeline: list[BusyInterval] = []
 
     def arrive(self, request: SimRequest) -> None:
+        self._policy.note_arrival(self._loop.now_s)
+        self._plan(request)
+
+    def _plan(self, request: SimRequest) -> None:
         now_s = self._loop.now_s
         free_s = self._free_s
         delays_s = [free_s[instance] - now_s if free_s[instance] > now_s else 0.0 for instance in self._alive]
@@ -149,7 +153,7 @@ class PlannedCluster:
             for instance in committed.chunks[-1].instances:
                 self._free_s[instance] = max(self._free_s[instance], committed.end_s)
         for committed in sorted(lost, key=lambda one: (one.request.arrival_s, one.request.key)):
-            self.arrive(committed.request)
+            self._plan(committed.request)
         self._loop.schedule(now_s + failure.down_s, self._recover, failure.instance)
 
     def _recover(self, instance: int) -> None:
@@ -157,7 +161,7 @@ class PlannedCluster:
         waiting = sorted(self._waiting.values(), key=lambda one: (one.arrival_s, one.key))
         self._waiting.clear()
         for request in waiting:
-            self.arrive(request)
+            self._plan(request)
 
     def _set_alive(self, alive: list[int]) -> None:
         self._alive = alive

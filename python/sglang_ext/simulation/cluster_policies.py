@@ -20,23 +20,28 @@ from sglang_ext.policy.cdsp.records import (
     PrefillSnapshot,
     SpCandidate,
 )
+from sglang_ext.policy.improvement_rate import FixedImprovementRate, ImprovementRateSource
 
 GREEDY_RATE = 0.0
 
 
 class ClusterPolicy(Protocol):
-    """Plans a prompt; changes nothing and remembers nothing."""
+    """Plans a prompt. Only `note_arrival` changes something."""
+
+    def note_arrival(self, now_s: float) -> None:
+        """A request has arrived that is to be planned."""
+        ...
 
     def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan: ...
 
 
 class CdspPolicy:
-    """Tetris: Algorithms 1-3 with a constant improvement rate; without chunking, Algorithm 2 alone."""
+    """Tetris: Algorithms 1-3; without chunking, Algorithm 2 alone."""
 
     def __init__(
         self,
         candidates: Sequence[SpCandidate],
-        improvement_rate: float,
+        rates: ImprovementRateSource,
         *,
         is_chunking: bool = True,
         min_chunk_tokens: int = 512,
@@ -44,10 +49,13 @@ class CdspPolicy:
         self.planner = CdspPlanner(
             PlannerConfig(tuple(candidates), min_chunk_tokens=min_chunk_tokens, is_chunking=is_chunking)
         )
-        self.improvement_rate = improvement_rate
+        self._rates = rates
+
+    def note_arrival(self, now_s: float) -> None:
+        self._rates.note_arrival(now_s)
 
     def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan:
-        return self.planner.plan(snapshot, request, self.improvement_rate)
+        return self.planner.plan(snapshot, request, self._rates.current)
 
 
 def greedy_esp(candidates: Sequence[SpCandidate]) -> CdspPolicy:
@@ -56,7 +64,7 @@ def greedy_esp(candidates: Sequence[SpCandidate]) -> CdspPolicy:
     The size with the lowest time to first token of this request, queues counted, however small the gain: Algorithm 2
     with an improvement rate of 0. So it takes SP 16 in the example of section 2.4, as printed there.
     """
-    return CdspPolicy(candidates, GREEDY_RATE, is_chunking=False)
+    return CdspPolicy(candidates, FixedImprovementRate(GREEDY_RATE), is_chunking=False)
 
 
 class FixedSp:
@@ -73,6 +81,9 @@ class FixedSp:
             )
         self.size = size
         self._cost = costs[size]
+
+    def note_arrival(self, now_s: float) -> None:
+        """The load does not matter."""
 
     def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan:
         size = self.size

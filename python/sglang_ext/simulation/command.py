@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.policy.decode_choice import DECODE_POLICIES
-from sglang_ext.simulation.engines import EngineError, load_engine
+from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
+from sglang_ext.simulation.front_end import simulate_for_clients
 from sglang_ext.simulation.instances import LEAST_LOADED, ROUTERS
 from sglang_ext.simulation.pictures import (
     PicturesError,
@@ -23,8 +24,14 @@ from sglang_ext.simulation.pictures import (
 )
 from sglang_ext.simulation.records import ServedPrefill, SimRequest
 from sglang_ext.simulation.report import Report, as_json, make_report, table
-from sglang_ext.simulation.run import simulate
-from sglang_ext.simulation.scenario import POLICIES, ScenarioError, make_requests, run_options, stage_builder
+from sglang_ext.simulation.scenario import (
+    POLICIES,
+    ScenarioError,
+    engine_doubts,
+    make_requests,
+    run_options,
+    stage_builder,
+)
 from sglang_ext.simulation.workload import WorkloadError, load_workload
 
 
@@ -37,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FILE",
         help="Mooncake JSONL, Azure CSV, CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or with the "
-        "lengths alone",
+        "lengths alone, CSV of turns: conv, turn, new_input_tokens, history_tokens, output_tokens",
     )
     load.add_argument(
         "--rate", type=float, help="requests per second: of lengths drawn from the file, or the trace stretched to it"
@@ -47,12 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--burst-shape", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson, less bursts"
     )
+    load.add_argument(
+        "--think-s", type=float, default=30.0, help="turns of sessions: mean time between an answer and the next turn"
+    )
     load.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     load.add_argument(
         "--warm-up", type=float, default=0.0, help="share of the requests, the first, that is not counted"
     )
     engine = parser.add_argument_group("instances")
-    engine.add_argument("--engine", default="table1", help="table1 (LLaMA3-8B on A100) or a profile (JSON file)")
+    engine.add_argument("--engine", default="table1", help=f"{ENGINE_NAMES}, or a profile (JSON file)")
+    engine.add_argument("--model", help="name or folder of the model that the engine must be of")
     engine.add_argument("--prefill", type=int, default=16, help="prefill instances")
     engine.add_argument("--instances-per-node", type=int, default=8, help="prefill instances on one node")
     engine.add_argument("--kv-tokens", type=int, default=1_000_000, help="KV tokens that a prefill instance holds")
@@ -68,6 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     policy.add_argument(
         "--improvement-rate", type=float, default=0.5, help="tetris…, replan-…: gain that a larger SP size must bring"
     )
+    policy.add_argument(
+        "--improvement-rates",
+        type=Path,
+        metavar="FILE",
+        help="tetris…, replan-…: a table of `sglang-ext profile rates`; the arrivals of the last minute choose from it "
+        "every 30 s",
+    )
+    policy.add_argument(
+        "--chunk-s",
+        type=float,
+        help="replan-…: longest time of a chunk, or ten times its overhead if that is more; then all is planned again",
+    )
     policy.add_argument("--sp-size", type=int, default=8, help="fixed-sp: instances of a group")
     policy.add_argument(
         "--router",
@@ -80,7 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--short-instances",
         type=int,
         default=0,
-        help="laps: so many serve short prompts alone, the others long ones; 0: all serve both",
+        help="laps: so many serve short prompts alone, the others long ones, 0: all serve both; policies that share "
+        "prompts: so many serve short prompts under laps, the others share long ones",
     )
     policy.add_argument("--move-pools", action="store_true", help="laps: the pressure controller moves instances")
     policy.add_argument("--boundary-tokens", type=int, default=256, help="most new tokens of a short prompt")
@@ -131,7 +155,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.pictures is not None:
         check_pictures()
         args.pictures.mkdir(parents=True, exist_ok=True)
-    engine = load_engine(args.engine, largest_size=1 << max(0, min(args.prefill, 1024).bit_length() - 1))
+    engine = load_engine(
+        args.engine, largest_size=1 << max(0, min(args.prefill, 1024).bit_length() - 1), model=args.model
+    )
+    for doubt in engine_doubts(args.policy, engine):
+        print(f"sglang-ext simulate: {doubt}", file=sys.stderr)
     workload = load_workload(args.workload)
     runs: list[tuple[Report, list[ServedPrefill]]] = []
     for rate in rates:
@@ -139,7 +167,8 @@ def _run(args: argparse.Namespace) -> int:
         builder = stage_builder(args, engine, is_recorded=args.pictures is not None)
         started_s = time.monotonic()
         try:
-            outcome = simulate(requests, builder, run_options(args, len(requests)), _progress(requests))
+            options = run_options(args, len(requests))
+            outcome = simulate_for_clients(engine.front_end, requests, builder, options, _progress(requests))
         except ValueError as error:
             raise ScenarioError(f"--policy {args.policy}: {error}") from None
         _clear_progress(requests, time.monotonic() - started_s)

@@ -91,6 +91,7 @@ class DecodePool:
         self._policy = policy
         self._draws = Random(f"decode {seed}")
         self._decoders = [_Decoder(number, spec.kv_tokens) for number in range(spec.instances)]
+        self._loads = [self._load(decoder) for decoder in self._decoders]
         self._under_way: dict[int, _Member] = {}  # transfers
         self.finished: list[Finished] = []
         self.refused: list[SimRequest] = []  # larger than an instance
@@ -99,25 +100,14 @@ class DecodePool:
         """Choose an instance and queue the transfer."""
         request = served.request
         member = _Member(served)
-        spec = self._spec
-        loads = [
-            DecodeLoad(
-                one.number,
-                one.free_kv_tokens,
-                one.reserved_tokens,
-                len(one.batch) + one.transfers + len(one.waiting),
-                spec.kv_tokens,
-            )
-            for one in self._decoders
-        ]
-        if not fits(loads[0], member.kv_tokens):
+        if not fits(self._loads[0], member.kv_tokens):
             self.refused.append(request)
             return
         if request.output_tokens == 1:
             now_s = self._loop.now_s
             self.finished.append(Finished(request, served.first_token_s, now_s, now_s))
             return
-        decoder = self._decoders[self._policy.choose(loads, self._draws.random())]
+        decoder = self._decoders[self._policy.choose(self._loads, self._draws.random())]
         decoder.reserved_tokens += member.kv_tokens
         heapq.heappush(decoder.waiting, (served.start_s, request.key, member))
         self._start_transfers(decoder)
@@ -127,12 +117,19 @@ class DecodePool:
         queued = [entry[2] for one in self._decoders for entry in (*one.waiting, *one.batch)]
         return [member.served.request for member in (*queued, *self._under_way.values())]
 
+    def _load(self, decoder: _Decoder) -> DecodeLoad:
+        under_way = len(decoder.batch) + decoder.transfers + len(decoder.waiting)
+        return DecodeLoad(
+            decoder.number, decoder.free_kv_tokens, decoder.reserved_tokens, under_way, self._spec.kv_tokens
+        )
+
     def _start_transfers(self, decoder: _Decoder) -> None:
+        """Start what a backend and KV are free for. Every change of an instance ends here."""
         spec = self._spec
         while decoder.waiting and decoder.transfers < spec.backends:
             member = decoder.waiting[0][2]
             if member.kv_tokens > decoder.free_kv_tokens:
-                return  # KV is there when a member of the batch ends
+                break  # KV is there when a member of the batch ends
             heapq.heappop(decoder.waiting)
             decoder.transfers += 1
             self._under_way[member.served.request.key] = member
@@ -140,6 +137,7 @@ class DecodePool:
             decoder.reserved_tokens -= member.kv_tokens
             duration_s = member.served.request.prompt_tokens * spec.kv_bytes_per_token / spec.bandwidth_bytes_per_s
             self._loop.schedule(self._loop.now_s + duration_s, self._join, (decoder, member))
+        self._loads[decoder.number] = self._load(decoder)
 
     def _join(self, arrived: tuple[_Decoder, _Member]) -> None:
         decoder, member = arrived

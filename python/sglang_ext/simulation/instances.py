@@ -1,7 +1,9 @@
 """Prefill instances that compute each prompt alone: a router in front, a policy in each, iteration by iteration.
 
 An iteration costs what the coefficients say of the tokens in it, padding included. KV is held from a prompt's first
-chunk to its end. A failed instance loses what it has begun; its requests are routed again.
+chunk to its end; after that its blocks stay in the instance's prefix cache, until others that were used later fill it.
+The router knows all of that, and chooses the pool by the router's own rule. A prompt finds there what ended before it
+arrived. A failed instance loses its cache and what it has begun; its requests are routed again.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ from random import Random
 from typing import NamedTuple
 
 from sglang_ext.policy.laps_records import IterationSample
+from sglang_ext.policy.length_class import FixedBoundary
+from sglang_ext.policy.pool_choice import choose_pool
 from sglang_ext.policy.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
 from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.policy.prefix_index import PrefixIndex
+from sglang_ext.profiling.iteration_cost import IterationCost
 from sglang_ext.simulation.cluster import Failure
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.iteration_policies import Iteration, IterationPolicy, WorkItem
@@ -74,6 +80,7 @@ class InstancesSpec:
     coefficients: CostCoefficients
     kv_tokens: int = 1_000_000
     boundary_tokens: int = 256  # the router's: most new tokens of a short prompt
+    iteration: IterationCost | None = None  # what an iteration takes; None: what the coefficients say
 
     def __post_init__(self) -> None:
         if not self.roles or not all(role.is_prefill for role in self.roles):
@@ -101,6 +108,8 @@ class InstancePool:
         self._router = router
         self._listener = listener
         self._draws = Random(f"router {seed}")
+        self._boundary = FixedBoundary(spec.boundary_tokens)
+        self._caches: dict[int, PrefixIndex] = {}  # of all instances, by the size of the blocks
         self.instances = [
             Instance(number, policy(role), role, spec.kv_tokens) for number, role in enumerate(spec.roles)
         ]
@@ -113,10 +122,12 @@ class InstancePool:
         if request.prompt_tokens > self._spec.kv_tokens:
             self._listener.on_refused(request)
             return
-        instance = self._route(request)
-        if instance is None:
+        routed = self._route(request)
+        if routed is None:
             self._stranded[request.key] = request
             return
+        instance, cached_tokens = routed
+        request = request._replace(cached_tokens=cached_tokens)
         item = WorkItem(request, request.new_tokens, request.cached_tokens, instance.computed_tokens)
         instance.items.append(item)
         instance.pending_tokens += item.new_tokens
@@ -133,18 +144,38 @@ class InstancePool:
     def unfinished(self) -> Iterable[SimRequest]:
         return [*(item.request for one in self.instances for item in one.items), *self._stranded.values()]
 
-    def _route(self, request: SimRequest) -> Instance | None:
-        short = request.new_tokens <= self._spec.boundary_tokens
-        length_class = LengthClass.SHORT if short else LengthClass.LONG
+    def _route(self, request: SimRequest) -> tuple[Instance, int] | None:
+        """The instance and how much of the prompt it has cached; None if all are down."""
         alive = [one for one in self.instances if one.is_alive]
-        able = [one for one in alive if one.role.serves(length_class)] or alive
-        if not able:
+        if not alive:
             return None
+        cached_tokens = self._cached_tokens(request, alive)
+        roles = [one.role for one in alive]
+        pool = choose_pool(request.prompt_tokens, roles, cached_tokens, self._boundary, True)
+        able = [(alive[at], cached_tokens[at]) for at in pool.candidates]
         loads = [
-            PrefillLoad(one.number, one.pending_tokens, len(one.items), request.cached_tokens, self._tokens_per_s)
-            for one in able
+            PrefillLoad(one.number, one.pending_tokens, len(one.items), cached, self._tokens_per_s)
+            for one, cached in able
         ]
         return able[self._router.choose(loads, request.prompt_tokens, self._draws.random())]
+
+    # ---- prefix caches ----
+
+    def _cached_tokens(self, request: SimRequest, alive: Sequence[Instance]) -> list[int]:
+        prefix = request.prefix
+        if prefix is None:
+            return [request.cached_tokens] * len(alive)
+        matched = self._cache(prefix.block_tokens).matched_blocks(prefix.blocks)
+        most = request.prompt_tokens - 1  # the last token is always computed
+        return [min(matched.get(one.number, 0) * prefix.block_tokens, most) for one in alive]
+
+    def _cache(self, block_tokens: int) -> PrefixIndex:
+        cache = self._caches.get(block_tokens)
+        if cache is None:
+            cache = self._caches[block_tokens] = PrefixIndex(max(1, self._spec.kv_tokens // block_tokens))
+            for one in self.instances:
+                cache.add_worker(one.number)
+        return cache
 
     # ---- iterations ----
 
@@ -159,7 +190,7 @@ class InstancePool:
             if iteration.wake_s < float("inf"):
                 self._loop.schedule(iteration.wake_s, self._wake, (instance, instance.generation))
             return
-        sample = _sample(iteration, self._spec.coefficients)
+        sample = _sample(iteration, self._spec)
         for item, tokens in iteration.slices:
             instance.kv_tokens -= tokens
             if item.start_s is None:
@@ -185,6 +216,9 @@ class InstancePool:
         instance.policy.note_end(running.sample, ended, now_s)
         for item in ended:
             assert item.start_s is not None
+            prefix = item.request.prefix
+            if prefix is not None:
+                self._cache(prefix.block_tokens).record(instance.number, prefix.blocks)
             self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s))
         self._next_iteration(instance)
 
@@ -227,6 +261,8 @@ class InstancePool:
         instance.pending_tokens = 0
         instance.kv_tokens = self._spec.kv_tokens
         instance.generation += 1
+        for cache in self._caches.values():
+            cache.clear(instance.number)
         self._loop.schedule(self._loop.now_s + failure.down_s, self._recover, instance)
         for request in requests:
             self.arrive(request)
@@ -239,7 +275,7 @@ class InstancePool:
             self.arrive(request)
 
 
-def _sample(iteration: Iteration, coefficients: CostCoefficients) -> IterationSample:
+def _sample(iteration: Iteration, spec: InstancesSpec) -> IterationSample:
     """The features of an iteration and its duration; with a captured graph every slot is as long as the graph's."""
     lengths = [(tokens, item.cached_tokens) for item, tokens in iteration.slices]
     if iteration.padded_requests:
@@ -249,5 +285,8 @@ def _sample(iteration: Iteration, coefficients: CostCoefficients) -> IterationSa
     attention_work = float(sum(new * (new + 2 * cached) for new, cached in lengths))
     new_tokens = sum(new for new, _ in lengths)
     cached_tokens = sum(cached for _, cached in lengths)
-    duration_s = coefficients.iteration_s(attention_work, new_tokens, cached_tokens)
+    if spec.iteration is None:
+        duration_s = spec.coefficients.iteration_s(attention_work, new_tokens, cached_tokens)
+    else:
+        duration_s = spec.iteration.iteration_s(lengths)
     return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s)

@@ -8,6 +8,13 @@ from typing import NamedTuple, Protocol
 from sglang_ext.simulation.event_loop import EventLoop
 
 
+class Prefix(NamedTuple):
+    """What a prompt begins with, in full blocks; equal ids mean equal prompts from the start to the block's end."""
+
+    block_tokens: int
+    blocks: tuple[int, ...]
+
+
 class SimRequest(NamedTuple):
     """One request of a workload."""
 
@@ -16,6 +23,7 @@ class SimRequest(NamedTuple):
     prompt_tokens: int  # at least 1
     output_tokens: int  # at least 1
     cached_tokens: int = 0  # of the prompt, in a prefix cache; below prompt_tokens
+    prefix: Prefix | None = None  # None: shared with nobody
 
     @property
     def new_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """A sequence-parallel prefill cluster that plans again, at every arrival and failure, all that has not started.
 
-The plans are those of `sglang_ext.policy.cdsp.replanning`. A chunk that runs is never touched. A begun request holds
-the KV of what it has computed on its group until its end. Costs are exact, as in `cluster.py`.
+The plans are those of `sglang_ext.policy.cdsp.replanning`. A chunk that runs is never touched; with a time budget a
+longer one is cut when it starts, and all is planned again at its end. A begun request holds the KV of what it has
+computed on its group until its end. Costs are exact, as in `cluster.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.records import ChunkPlan, NoPlan, PlannedChunk, PlannerConfig, PrefillSnapshot, SpCandidate
-from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, replan
+from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, replan, tokens_within
+from sglang_ext.policy.improvement_rate import ImprovementRateSource
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest
@@ -19,20 +21,22 @@ from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedP
 
 @dataclass(frozen=True, slots=True)
 class ReplanOptions:
-    """ValueError for an objective that is not above 0."""
+    """ValueError for a time or factor that is not above 0."""
 
     mode: ReplanMode
-    improvement_rate: float
     slo_s: float = 1.0  # TTFT objective of a prompt, or
     slo_stretch: float = 5.0  # this many times its time on an idle cluster if that is more
     min_chunk_tokens: int = 512
+    chunk_s: float | None = None  # longest time of a chunk, or
+    chunk_overheads: float = 10.0  # this many times what every chunk on its group costs anew if that is more
 
     def __post_init__(self) -> None:
         if self.mode is ReplanMode.OFF:
             raise ValueError("mode: off is a PlannedCluster")
-        for name in ("slo_s", "slo_stretch"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: {getattr(self, name)} is not above 0")
+        for name in ("slo_s", "slo_stretch", "chunk_s", "chunk_overheads"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: {value} is not above 0")
 
 
 @dataclass(slots=True, eq=False)
@@ -69,15 +73,17 @@ class ReplanningCluster:
         spec: ClusterSpec,
         candidates: Sequence[SpCandidate],
         options: ReplanOptions,
+        rates: ImprovementRateSource,
         listener: PrefillListener,
         is_recorded: bool,
     ) -> None:
         self._loop = loop
         self._spec = spec
         self._options = options
+        self._rates = rates
         self._listener = listener
         self._planner = CdspPlanner(PlannerConfig(tuple(candidates), min_chunk_tokens=options.min_chunk_tokens))
-        self._costs = [candidate.cost for candidate in candidates]
+        self._costs = {candidate.size: candidate.cost for candidate in candidates}
         self._busy_s = [0.0] * spec.instances  # end of the running chunk
         self._held_tokens = [0] * spec.instances
         self._alive = list(range(spec.instances))
@@ -89,7 +95,8 @@ class ReplanningCluster:
         self.timeline: list[BusyInterval] = []
 
     def arrive(self, request: SimRequest) -> None:
-        ideal_s = ideal_prefill_s(self._costs, request.cached_tokens, request.new_tokens)
+        self._rates.note_arrival(self._loop.now_s)
+        ideal_s = ideal_prefill_s(tuple(self._costs.values()), request.cached_tokens, request.new_tokens)
         objective_s = max(self._options.slo_s, self._options.slo_stretch * ideal_s)
         self._progress[request.key] = _Progress(
             request, request.arrival_s + objective_s, ideal_s, request.new_tokens, request.cached_tokens
@@ -134,9 +141,8 @@ class ReplanningCluster:
             [max(0.0, self._busy_s[instance] - now_s) for instance in alive],
             [self._spec.kv_tokens - self._held_tokens[instance] for instance in alive],
         )
-        for key, plan in replan(
-            self._planner, self._options.mode, now_s, running, pending, self._options.improvement_rate
-        ):
+        mode, rate, is_cutting = self._options.mode, self._rates.current, self._options.chunk_s is not None
+        for key, plan in replan(self._planner, mode, now_s, running, pending, rate, until_busy=is_cutting):
             if isinstance(plan, NoPlan):
                 self._refuse_or_wait(self._progress[key])
             else:
@@ -175,12 +181,13 @@ class ReplanningCluster:
     def _start(self, start: _Start) -> None:
         progress, chunk, group = start.progress, start.chunk, start.group
         start_s = max(start.at_s, self._loop.now_s, *(self._busy_s[instance] for instance in group))
-        end_s = start_s + chunk.compute_s
+        tokens, compute_s = self._cut(progress, chunk, len(group))
+        end_s = start_s + compute_s
         if progress.start_s is None:
             progress.start_s = start_s
         self._hold(progress, (), 0)
-        progress.new_tokens -= chunk.tokens
-        progress.cached_tokens += chunk.tokens
+        progress.new_tokens -= tokens
+        progress.cached_tokens += tokens
         progress.chunk_end_s = end_s
         self._hold(progress, group, -(-progress.cached_tokens // len(group)))
         for instance in group:
@@ -190,6 +197,21 @@ class ReplanningCluster:
             self.timeline += [BusyInterval(instance, start_s, end_s, key) for instance in group]
         if progress.new_tokens == 0:
             self._loop.schedule(end_s, self._end, progress)
+        elif self._options.chunk_s is not None:
+            self._loop.schedule(end_s, self._end_part, progress)
+
+    def _cut(self, progress: _Progress, chunk: PlannedChunk, size: int) -> tuple[int, float]:
+        """Tokens and time of what is run of a chunk."""
+        chunk_s = self._options.chunk_s
+        if chunk_s is None or chunk.compute_s <= chunk_s:
+            return chunk.tokens, chunk.compute_s
+        cost = self._costs[size]
+        budget_s = max(chunk_s, self._options.chunk_overheads * cost.predict_s(0, 0))
+        if chunk.compute_s <= budget_s:
+            return chunk.tokens, chunk.compute_s
+        fitting = tokens_within(cost, progress.cached_tokens, chunk.tokens, budget_s)
+        tokens = min(chunk.tokens, max(self._options.min_chunk_tokens, fitting))
+        return tokens, cost.predict_s(progress.cached_tokens, tokens)
 
     def _hold(self, progress: _Progress, group: tuple[int, ...], tokens: int) -> None:
         for instance in progress.group:
@@ -205,7 +227,11 @@ class ReplanningCluster:
         del self._progress[progress.request.key]
         assert progress.start_s is not None
         self._listener.on_first_token(ServedPrefill(progress.request, progress.start_s, progress.chunk_end_s))
-        if self._is_blocked:
+        if self._is_blocked or self._options.chunk_s is not None:
+            self._plan_again()
+
+    def _end_part(self, progress: _Progress) -> None:
+        if not progress.is_lost:
             self._plan_again()
 
     def _fail(self, failure: Failure) -> None:

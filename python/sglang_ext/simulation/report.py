@@ -28,6 +28,7 @@ class Report(NamedTuple):
 
     rate_per_s: float | None  # asked for; None: as in the trace
     classes: tuple[TtftSummary, ...]
+    cached_share: float  # of the prompts' tokens, found in prefix caches
     decode: DecodeSummary | None
     end_s: float
     events: int
@@ -36,7 +37,9 @@ class Report(NamedTuple):
 def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, boundary_tokens: int) -> Report:
     """Summarise one run."""
     classes = by_class(outcome.served, outcome.unfinished, outcome.refused, outcome.end_s, slo_s, boundary_tokens)
-    return Report(rate_per_s, classes, _decode(outcome), outcome.end_s, outcome.events)
+    prompt_tokens = sum(one.request.prompt_tokens for one in outcome.served)
+    cached_share = sum(one.request.cached_tokens for one in outcome.served) / max(1, prompt_tokens)
+    return Report(rate_per_s, classes, cached_share, _decode(outcome), outcome.end_s, outcome.events)
 
 
 def _decode(outcome: Outcome) -> DecodeSummary | None:
@@ -66,6 +69,8 @@ def table(reports: Sequence[Report]) -> str:
             lines.append(
                 f"{one.name:<6} {one.requests:>9} {one.unfinished:>7} {one.refused:>7} {one.violations:>7}{cells}"
             )
+        if report.cached_share > 0:
+            lines.append(f"prefix caches had {report.cached_share:.1%} of the prompts' tokens")
         if report.decode is not None:
             decode = report.decode
             lines.append(
@@ -84,6 +89,7 @@ def as_json(report: Report) -> dict[str, object]:
     """Plain JSON values."""
     return {
         "rate_per_s": report.rate_per_s,
+        "cached_share": report.cached_share,
         "end_s": report.end_s,
         "events": report.events,
         "ttft": {one.name: {**one._asdict()} for one in report.classes},

@@ -22,7 +22,8 @@ PROGRESS_REQUESTS = 500  # arrivals between two reports of progress
 class RecordedStage(Protocol):
     """A prefill stage that can say who was busy when."""
 
-    timeline: list[BusyInterval]
+    @property
+    def timeline(self) -> list[BusyInterval]: ...
 
     def arrive(self, request: SimRequest) -> None: ...
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 
 from sglang_ext.policy.graph_grid import GraphGrid
+from sglang_ext.policy.improvement_rate import ImprovementRateTable
 from sglang_ext.policy.instance_pressure import PressureSettings
 from sglang_ext.policy.laps import Laps
 from sglang_ext.policy.laps_options import LapsOptions
 from sglang_ext.policy.laps_records import InstanceLimits, LapsMode
-from sglang_ext.policy.prefill_cost import CostCoefficients
-from sglang_ext.simulation.arrivals import drawn_requests, scaled
+from sglang_ext.profiling.rates_file import RatesFileError, load_improvement_rates
+from sglang_ext.simulation.arrivals import drawn_requests, scaled, session_requests
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.decode import DecodeSpec
 from sglang_ext.simulation.engines import SimEngine
@@ -21,6 +24,7 @@ from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
 from sglang_ext.simulation.records import PrefillListener, SimRequest
 from sglang_ext.simulation.run import RecordedStage, RunOptions, StageBuilder
+from sglang_ext.simulation.split_stage import SplitStage
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.simulation.workload import Workload
 from sglang_ext.types import Role
@@ -40,10 +44,13 @@ def make_requests(workload: Workload, args: argparse.Namespace, rate_per_s: floa
     _require_positive("--rate", rate_per_s)
     _require_positive("--burst-shape", args.burst_shape)
     _require_positive("--requests", args.requests)
-    if workload.lengths:
+    _require_positive("--think-s", args.think_s)
+    if not workload.requests:
         if rate_per_s is None:
             raise ScenarioError("--rate is needed: the workload has lengths without times")
         count = args.requests or DRAWN_REQUESTS
+        if workload.sessions:
+            return session_requests(workload.sessions, count, rate_per_s, args.seed, args.think_s, args.burst_shape)
         return list(drawn_requests(workload.lengths, count, rate_per_s, args.seed, args.burst_shape))
     if args.burst_shape != 1.0:
         raise ScenarioError("--burst-shape: the workload has times of its own")
@@ -62,11 +69,33 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
         _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
     if not 0 <= args.improvement_rate < 1:
         raise ScenarioError(f"--improvement-rate must be at least 0 and below 1, got {args.improvement_rate:g}")
-    if args.policy != LAPS and (args.short_instances or args.move_pools):
-        raise ScenarioError("--short-instances and --move-pools need --policy laps")
+    _require_positive("--chunk-s", args.chunk_s)
+    if args.chunk_s is not None and not args.policy.startswith("replan-"):
+        raise ScenarioError(f"--chunk-s needs a policy that plans again (replan-…), not {args.policy}")
+    if args.improvement_rates is not None and not _uses_improvement_rate(args.policy):
+        raise ScenarioError(f"--improvement-rates: --policy {args.policy} has no improvement rate")
+    if args.policy != LAPS and args.move_pools:
+        raise ScenarioError("--move-pools needs --policy laps")
+    short = args.short_instances
+    if short and args.policy in {order.value for order in QueueOrder}:
+        raise ScenarioError(f"--short-instances: --policy {args.policy} keeps no classes apart")
+    if short and not 0 < short < args.prefill:
+        raise ScenarioError(f"--short-instances must be at least 1 and leave one of {args.prefill}, got {short}")
+    if short and args.policy in _CLUSTER_POLICIES:
+        return _split_builder(args, engine, is_recorded)
     if args.policy in _CLUSTER_POLICIES:
         return _cluster_builder(args, engine, is_recorded)
-    return _instances_builder(args, engine.coefficients, is_recorded)
+    return _instances_builder(args, engine, is_recorded)
+
+
+def engine_doubts(policy: str, engine: SimEngine) -> list[str]:
+    """What to tell about a profile of which the costs that this policy is simulated with fit badly."""
+    used = "sp " if policy in _CLUSTER_POLICIES else "iteration"
+    return [
+        f"the profile's {bad.form} fits badly: relative error {bad.error_p90:.0%} at one point of ten"
+        for bad in engine.bad_fits
+        if bad.form.startswith(used)
+    ]
 
 
 def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
@@ -78,16 +107,26 @@ def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
     failures = tuple(_failure(text, args.prefill) for text in args.fail)
     if failures and args.policy == ClusterSystem.LOONGSERVE_IDLE:
         raise ScenarioError(f"--fail is not simulated with --policy {args.policy}")
+    if failures and args.short_instances and args.policy in _CLUSTER_POLICIES:
+        raise ScenarioError(f"--fail is not simulated with --short-instances and --policy {args.policy}")
     decode = _decode(args) if args.decode else None
     pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools else None
     return RunOptions(args.seed, int(args.warm_up * requests), decode, args.decode_policy, failures, pressure)
 
 
 def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
-    options = SystemOptions(ClusterSystem(args.policy), args.improvement_rate, args.sp_size, slo_s=args.slo)
-    spec = ClusterSpec(args.prefill, args.instances_per_node, args.kv_tokens)
-    if options.system is ClusterSystem.FIXED_SP and args.sp_size > args.prefill:
-        raise ScenarioError(f"--sp-size {args.sp_size} is more than the instances, {args.prefill}")
+    options = SystemOptions(
+        ClusterSystem(args.policy),
+        improvement_rate=args.improvement_rate,
+        improvement_rates=_improvement_rates(args.improvement_rates),
+        sp_size=args.sp_size,
+        slo_s=args.slo,
+        chunk_s=args.chunk_s,
+    )
+    instances = args.prefill - args.short_instances
+    spec = ClusterSpec(instances, args.instances_per_node, args.kv_tokens)
+    if options.system is ClusterSystem.FIXED_SP and args.sp_size > instances:
+        raise ScenarioError(f"--sp-size {args.sp_size} is more than the instances, {instances}")
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
         return build_cluster(options, loop, spec, engine.candidates, listener, is_recorded=is_recorded)
@@ -95,30 +134,65 @@ def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: b
     return build
 
 
-def _instances_builder(args: argparse.Namespace, coefficients: CostCoefficients, is_recorded: bool) -> StageBuilder:
+def _instances_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
     short = args.short_instances
-    if short and not 0 < short < args.prefill:
-        raise ScenarioError(f"--short-instances must be at least 1 and leave one of {args.prefill}, got {short}")
     if args.move_pools and not short:
         raise ScenarioError("--move-pools needs --short-instances")
     roles = (Role.SHORT,) * short + (Role.LONG,) * (args.prefill - short) if short else (Role.BOTH,) * args.prefill
-    spec = InstancesSpec(roles, coefficients, args.kv_tokens, args.boundary_tokens)
-    limits = InstanceLimits(
-        page_tokens=1, max_chunk_tokens=args.chunk_tokens, max_batch_tokens=args.chunk_tokens, max_requests=64
-    )
-
-    def policy(role: Role) -> IterationPolicy:
-        if args.policy != LAPS:
-            return ChunkedPrefill(QueueOrder(args.policy), args.chunk_tokens)
-        laps_options = LapsOptions(
-            mode=LapsMode(role.value), boundary_tokens=args.boundary_tokens, short_ttft_slo_ms=1e3 * args.slo
-        )
-        return LapsPolicy(Laps(laps_options, GraphGrid(), coefficients, limits))
+    policy = _iteration_policy(args, engine)
+    spec = InstancesSpec(roles, engine.coefficients, args.kv_tokens, args.boundary_tokens, engine.iteration)
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
         return InstancePool(loop, spec, router_policy(args.router), policy, listener, args.seed, is_recorded)
 
     return build
+
+
+def _split_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
+    """LAPS on instances for short prompts alone, and the others as a cluster for long ones."""
+    build_long = _cluster_builder(args, engine, is_recorded)
+    short = args.short_instances
+    policy = _iteration_policy(args, engine)
+    # Whatever the router sends to an instance that serves both, it serves: only short prompts get here.
+    spec = InstancesSpec(
+        (Role.BOTH,) * short, engine.coefficients, args.kv_tokens, args.boundary_tokens, engine.iteration
+    )
+
+    def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
+        router = router_policy(args.router)
+        pool = InstancePool(loop, spec, router, lambda _: policy(Role.SHORT), listener, args.seed, is_recorded)
+        return SplitStage(args.boundary_tokens, pool, build_long(loop, listener), short)
+
+    return build
+
+
+def _iteration_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[Role], IterationPolicy]:
+    limits = InstanceLimits(
+        page_tokens=1, max_chunk_tokens=args.chunk_tokens, max_batch_tokens=args.chunk_tokens, max_requests=64
+    )
+
+    def policy(role: Role) -> IterationPolicy:
+        if args.policy in {order.value for order in QueueOrder}:
+            return ChunkedPrefill(QueueOrder(args.policy), args.chunk_tokens)
+        laps_options = LapsOptions(
+            mode=LapsMode(role.value), boundary_tokens=args.boundary_tokens, short_ttft_slo_ms=1e3 * args.slo
+        )
+        return LapsPolicy(Laps(laps_options, GraphGrid(), engine.coefficients, limits))
+
+    return policy
+
+
+def _uses_improvement_rate(policy: str) -> bool:
+    return policy in _CLUSTER_POLICIES and ClusterSystem(policy).uses_improvement_rate
+
+
+def _improvement_rates(path: Path | None) -> ImprovementRateTable | None:
+    if path is None:
+        return None
+    try:
+        return load_improvement_rates(path)
+    except RatesFileError as error:
+        raise ScenarioError(f"--improvement-rates: {error}") from None
 
 
 def _decode(args: argparse.Namespace) -> DecodeSpec:

@@ -8,6 +8,12 @@ from enum import StrEnum
 
 from sglang_ext.policy.cdsp.records import SpCandidate
 from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.improvement_rate import (
+    FixedImprovementRate,
+    ImprovementRateSource,
+    ImprovementRateTable,
+    ProfiledImprovementRate,
+)
 from sglang_ext.simulation.cluster import ClusterSpec, PlannedCluster
 from sglang_ext.simulation.cluster_policies import CdspPolicy, ClusterPolicy, FixedSp, greedy_esp
 from sglang_ext.simulation.event_loop import EventLoop
@@ -26,10 +32,12 @@ class ClusterSystem(StrEnum):
     TETRIS = "tetris"  # CDSP
     REPLAN_FCFS = "replan-fcfs"  # CDSP, planned again at every event in order of arrival
     REPLAN_LARS = "replan-lars"  # and in order of relative slack
+    REPLAN_EDF = "replan-edf"  # of deadlines
+    REPLAN_SRPT = "replan-srpt"  # of remaining time
 
     @property
     def uses_improvement_rate(self) -> bool:
-        return self in (self.TETRIS_SINGLE, self.TETRIS, self.REPLAN_FCFS, self.REPLAN_LARS)
+        return self in (self.TETRIS_SINGLE, self.TETRIS) or self in _REPLAN_MODES
 
     @property
     def can_fail(self) -> bool:
@@ -37,16 +45,26 @@ class ClusterSystem(StrEnum):
         return self is not self.LOONGSERVE_IDLE
 
 
+_REPLAN_MODES = {
+    ClusterSystem.REPLAN_FCFS: ReplanMode.FCFS,
+    ClusterSystem.REPLAN_LARS: ReplanMode.LARS,
+    ClusterSystem.REPLAN_EDF: ReplanMode.EDF,
+    ClusterSystem.REPLAN_SRPT: ReplanMode.SRPT,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SystemOptions:
     """What a system is told besides the costs."""
 
     system: ClusterSystem
-    improvement_rate: float = 0.5
+    improvement_rate: float = 0.5  # at every load, unless
+    improvement_rates: ImprovementRateTable | None = None  # says which at which
     sp_size: int = 8  # of FIXED_SP
     min_chunk_tokens: int = 512
     slo_s: float = 1.0  # TTFT objective by which REPLAN_LARS orders, or
     slo_stretch: float = 5.0  # so many times the time on an idle cluster
+    chunk_s: float | None = None  # of REPLAN_…: longest time of a chunk before all is planned again
 
 
 def build_cluster(
@@ -63,17 +81,13 @@ def build_cluster(
     if not usable:
         smallest = min(candidate.size for candidate in candidates)
         raise ValueError(f"the engine's smallest SP size is {smallest}, the cluster has {spec.instances} instances")
-    match options.system:
-        case ClusterSystem.LOONGSERVE_IDLE:
-            return IdleCluster(loop, spec, usable, listener, is_recorded)
-        case ClusterSystem.REPLAN_FCFS | ClusterSystem.REPLAN_LARS:
-            mode = ReplanMode.FCFS if options.system is ClusterSystem.REPLAN_FCFS else ReplanMode.LARS
-            replan = ReplanOptions(
-                mode, options.improvement_rate, options.slo_s, options.slo_stretch, options.min_chunk_tokens
-            )
-            return ReplanningCluster(loop, spec, usable, replan, listener, is_recorded)
-        case _:
-            return PlannedCluster(loop, spec, _policy(options, usable), listener, is_recorded)
+    if options.system is ClusterSystem.LOONGSERVE_IDLE:
+        return IdleCluster(loop, spec, usable, listener, is_recorded)
+    mode = _REPLAN_MODES.get(options.system)
+    if mode is None:
+        return PlannedCluster(loop, spec, _policy(options, usable), listener, is_recorded)
+    replan = ReplanOptions(mode, options.slo_s, options.slo_stretch, options.min_chunk_tokens, chunk_s=options.chunk_s)
+    return ReplanningCluster(loop, spec, usable, replan, _rates(options), listener, is_recorded)
 
 
 def _policy(options: SystemOptions, candidates: Sequence[SpCandidate]) -> ClusterPolicy:
@@ -85,7 +99,13 @@ def _policy(options: SystemOptions, candidates: Sequence[SpCandidate]) -> Cluste
         case _:
             return CdspPolicy(
                 candidates,
-                options.improvement_rate,
+                _rates(options),
                 is_chunking=options.system is not ClusterSystem.TETRIS_SINGLE,
                 min_chunk_tokens=options.min_chunk_tokens,
             )
+
+
+def _rates(options: SystemOptions) -> ImprovementRateSource:
+    if options.improvement_rates is None:
+        return FixedImprovementRate(options.improvement_rate)
+    return ProfiledImprovementRate(options.improvement_rates)

@@ -1,4 +1,4 @@
-"""Workload files: Mooncake JSONL, Azure CSV, CSV with `arrived_at`, and CSV of lengths alone.
+"""Workload files: Mooncake JSONL, Azure CSV, CSV with `arrived_at`, CSV of lengths alone, and of turns of sessions.
 
 The kind is told by the file itself: its ending, and the names of its columns.
 """
@@ -13,21 +13,38 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_ext.simulation.records import SimRequest
+from sglang_ext.simulation.records import Prefix, SimRequest
 
 _LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
+_TURN_COLUMNS = ("conv", "turn", "new_input_tokens", "history_tokens", "output_tokens")
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_BLOCK_TOKENS = 512  # of a hash id
 
 
 class WorkloadError(ValueError):
     """The workload cannot be used; the text is one line for the user."""
 
 
-class Workload(NamedTuple):
-    """A file of requests. Exactly one of the two is not empty."""
+class Turn(NamedTuple):
+    """One request of a session."""
 
-    requests: tuple[SimRequest, ...]  # with times of their own, from 0 on
-    lengths: tuple[tuple[int, int], ...]  # (prompt, output) tokens, without times
+    history_tokens: int  # earlier prompts and answers of the session, which the prompt begins with
+    new_tokens: int
+    output_tokens: int
+
+
+class Workload(NamedTuple):
+    """A file of requests. Exactly one of the three is not empty."""
+
+    requests: tuple[SimRequest, ...] = ()  # with times of their own, from 0 on
+    lengths: tuple[tuple[int, int], ...] = ()  # (prompt, output) tokens, without times
+    sessions: tuple[tuple[Turn, ...], ...] = ()  # without times
+
+    def drawn_lengths(self) -> tuple[tuple[int, int], ...]:
+        """(prompt, output) tokens of every request, whatever else is known of it."""
+        timed = tuple((one.prompt_tokens, one.output_tokens) for one in self.requests)
+        turns = (turn for session in self.sessions for turn in session)
+        return self.lengths or timed or tuple((one.history_tokens + one.new_tokens, one.output_tokens) for one in turns)
 
 
 class _Row(NamedTuple):
@@ -35,6 +52,7 @@ class _Row(NamedTuple):
     at_s: float | None
     prompt_tokens: int
     output_tokens: int
+    prefix: Prefix | None = None
 
 
 def load_workload(path: Path) -> Workload:
@@ -49,12 +67,14 @@ def load_workload(path: Path) -> Workload:
     if not any(line.strip() for line in lines):
         raise WorkloadError(f"{path} is empty")
     is_json = path.suffix in {".jsonl", ".json"} or lines[0].lstrip().startswith("{")
+    if not is_json and _TURN_COLUMNS[0] in next(csv.reader(lines[:1])):
+        return Workload(sessions=read_sessions(path, lines))
     rows = list(_mooncake_rows(path, lines) if is_json else _csv_rows(path, lines))
     if not rows:
         raise WorkloadError(f"{path} has no requests")
     if rows[0].at_s is None:
-        return Workload((), tuple((row.prompt_tokens, row.output_tokens) for row in rows))
-    return Workload(_timed(path, rows), ())
+        return Workload(lengths=tuple((row.prompt_tokens, row.output_tokens) for row in rows))
+    return Workload(_timed(path, rows))
 
 
 def _timed(path: Path, rows: list[_Row]) -> tuple[SimRequest, ...]:
@@ -69,7 +89,7 @@ def _timed(path: Path, rows: list[_Row]) -> tuple[SimRequest, ...]:
                 f"{path}, line {row.line}: times are not sorted ({row.at_s:g} s after {previous_s:g} s)"
             )
         previous_s = row.at_s
-        requests.append(SimRequest(key, row.at_s, row.prompt_tokens, row.output_tokens))
+        requests.append(SimRequest(key, row.at_s, row.prompt_tokens, row.output_tokens, 0, row.prefix))
     return tuple(requests)
 
 
@@ -84,9 +104,49 @@ def _mooncake_rows(path: Path, lines: list[str]) -> Iterator[_Row]:
         if not isinstance(entry, dict):
             raise WorkloadError(f"{path}, line {number}: not an object")
         at_s = _number(path, number, entry, "timestamp") / 1e3
-        yield _Row(
-            number, at_s, _tokens(path, number, entry, "input_length"), _output(path, number, entry, "output_length")
+        prompt_tokens = _tokens(path, number, entry, "input_length")
+        prefix = _hashed_prefix(path, number, entry.get("hash_ids"), prompt_tokens)
+        yield _Row(number, at_s, prompt_tokens, _output(path, number, entry, "output_length"), prefix)
+
+
+def _hashed_prefix(path: Path, line: int, hash_ids: object, prompt_tokens: int) -> Prefix | None:
+    """The full blocks among them; a last block that is not full is nobody else's."""
+    if hash_ids is None:
+        return None
+    if not isinstance(hash_ids, list) or not all(type(one) is int for one in hash_ids):
+        raise WorkloadError(f"{path}, line {line}: hash_ids is not a list of whole numbers")
+    return Prefix(MOONCAKE_BLOCK_TOKENS, tuple(hash_ids[: prompt_tokens // MOONCAKE_BLOCK_TOKENS]))
+
+
+def read_sessions(path: Path, lines: list[str]) -> tuple[tuple[Turn, ...], ...]:
+    """Sessions of a CSV of turns, one after the other; `part`, if it is there, divides a conversation into several.
+
+    WorkloadError as `load_workload`.
+    """
+    reader = csv.DictReader(lines, restkey=None)
+    _require(path, list(reader.fieldnames or ()), _TURN_COLUMNS)
+    sessions: list[list[Turn]] = []
+    previous: tuple[str | None, str | None] | None = None
+    turn = 0.0
+    for number, entry in enumerate(reader, 2):
+        session = entry["conv"], entry.get("part")
+        after, turn = turn, _number(path, number, entry, "turn")
+        if session != previous:
+            sessions.append([])
+        elif turn <= after:
+            raise WorkloadError(f"{path}, line {number}: turns are not sorted (turn {turn:g} after {after:g})")
+        previous = session
+        sessions[-1].append(
+            Turn(
+                _whole(path, number, entry, "history_tokens", 0),
+                # An empty message still has the template's tokens.
+                max(1, _whole(path, number, entry, "new_input_tokens", 0)),
+                _output(path, number, entry, "output_tokens"),
+            )
         )
+    if not sessions:
+        raise WorkloadError(f"{path} has no requests")
+    return tuple(tuple(turns) for turns in sessions)
 
 
 def _csv_rows(path: Path, lines: list[str]) -> Iterator[_Row]:
@@ -144,15 +204,16 @@ def _number(path: Path, line: int, entry: Mapping[str, object], column: str) -> 
 
 
 def _tokens(path: Path, line: int, entry: Mapping[str, object], column: str) -> int:
-    number = _number(path, line, entry, column)
-    if number < 1 or number != int(number):
-        raise WorkloadError(f"{path}, line {line}: {column} {number:g} is not a whole number of at least 1")
-    return int(number)
+    return _whole(path, line, entry, column, 1)
 
 
 def _output(path: Path, line: int, entry: Mapping[str, object], column: str) -> int:
     """Some traces have requests without an answer: prefill gives one token at least."""
+    return max(1, _whole(path, line, entry, column, 0))
+
+
+def _whole(path: Path, line: int, entry: Mapping[str, object], column: str, least: int) -> int:
     number = _number(path, line, entry, column)
-    if number < 0 or number != int(number):
-        raise WorkloadError(f"{path}, line {line}: {column} {number:g} is not a whole number of at least 0")
-    return max(1, int(number))
+    if number < least or number != int(number):
+        raise WorkloadError(f"{path}, line {line}: {column} {number:g} is not a whole number of at least {least}")
+    return int(number)

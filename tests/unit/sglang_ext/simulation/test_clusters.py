@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sglang_ext.policy.cdsp.records import CdspRequest, ChunkPlan, NoPlan, PrefillSnapshot, SpCandidate, SpCost
 from sglang_ext.policy.cdsp.replanning import ideal_prefill_s
 from sglang_ext.policy.cdsp.table1 import fitted_candidates, tabulated_candidates
+from sglang_ext.policy.improvement_rate import FixedImprovementRate
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.cluster_policies import CdspPolicy, FixedSp, greedy_esp
 from sglang_ext.simulation.event_loop import EventLoop
@@ -71,7 +72,7 @@ def test_loongserve_is_greedy_as_the_paper_prints_it() -> None:
 
 
 def test_an_improvement_rate_leaves_half_of_the_instances_to_the_next() -> None:
-    single = CdspPolicy(tabulated_candidates(), 0.05, is_chunking=False)
+    single = CdspPolicy(tabulated_candidates(), FixedImprovementRate(0.05), is_chunking=False)
     assert plan_in_turn(single, (32 * K, 16 * K)) == pytest.approx([1.58, 1.31])
 
 
@@ -144,6 +145,40 @@ def test_replanning_changes_nothing_where_nothing_follows() -> None:
         assert ttfts_s(serve([(0, 1000), (0, 600)], system(name, improvement_rate=0.0), 2)) == pytest.approx([0.6, 1.0])
 
 
+# ---- chunks that are cut ----
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_s"),
+    [
+        (ClusterSystem.REPLAN_FCFS, [4.0, 3.8]),
+        (ClusterSystem.REPLAN_EDF, [4.1, 0.8]),
+        (ClusterSystem.REPLAN_SRPT, [4.1, 0.8]),
+        (ClusterSystem.REPLAN_LARS, [4.1, 1.8]),  # slack at 1 s: 1 of the long one, 10 of the other; at 2 s: 1 and 0
+    ],
+)
+def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: ClusterSystem, expected_s: list[float]) -> None:
+    options = system(name, slo_s=1.8, slo_stretch=2.0, chunk_s=1.0)
+    assert ttfts_s(serve([(0, 4000), (0.3, 100)], options, 1, ALONE)) == pytest.approx(expected_s)
+
+
+def test_a_chunk_is_not_cut_below_ten_times_its_overhead() -> None:
+    # 900 tokens in 1 s, the short prompt, then 900 and 200.
+    costs = (SpCandidate(1, SpCost(0.1, 1e-3, 0.0, 0.0)),)
+    outcome = serve([(0, 2000), (0.3, 100)], system(ClusterSystem.REPLAN_SRPT, chunk_s=0.2), 1, costs)
+    assert ttfts_s(outcome) == pytest.approx([2.5, 0.9])
+    assert [busy.end_s for busy in outcome.timeline] == pytest.approx([1.0, 1.2, 2.2, 2.5])
+
+
+def test_chunks_shrink_as_the_prefix_grows() -> None:
+    costs = (SpCandidate(1, SpCost(0.0, 1e-4, 1e-6, 0.5e-6)),)
+    outcome = serve([(0, 5000)], system(ClusterSystem.REPLAN_LARS, chunk_s=1.0), 1, costs)
+    ends_s = [busy.end_s for busy in outcome.timeline]
+    # All chunks but the last take the second that they may, and nothing is lost by cutting: c = 2d.
+    assert all(later - end == pytest.approx(1.0, abs=0.01) for end, later in pairwise([0.0, *ends_s[:-1]]))
+    assert ttfts_s(outcome) == pytest.approx([1e-4 * 5000 + 0.5e-6 * 5000**2])
+
+
 # ---- failures ----
 
 
@@ -190,15 +225,20 @@ def test_a_prompt_without_room_is_refused(name: ClusterSystem) -> None:
     assert [one.request.key for one in outcome.served] == [1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(list(ClusterSystem)),
     gaps_s=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=25),
     tokens=st.lists(st.integers(600, 150_000), min_size=25, max_size=25),
     failures=st.lists(st.tuples(st.integers(0, 15), st.floats(0, 20), st.floats(0.1, 30)), max_size=3),
+    chunk_s=st.none() | st.floats(0.1, 5.0),
 )
 def test_every_request_is_served_once_and_no_instance_does_two_things_at_a_time(
-    name: ClusterSystem, gaps_s: list[float], tokens: list[int], failures: list[tuple[int, float, float]]
+    name: ClusterSystem,
+    gaps_s: list[float],
+    tokens: list[int],
+    failures: list[tuple[int, float, float]],
+    chunk_s: float | None,
 ) -> None:
     candidates = fitted_candidates()
     costs = [candidate.cost for candidate in candidates]
@@ -207,7 +247,8 @@ def test_every_request_is_served_once_and_no_instance_does_two_things_at_a_time(
         now_s += gap_s
         requests.append((now_s, length))
     down = tuple(Failure(*one) for one in failures) if SystemOptions(name).system.can_fail else ()
-    outcome = serve(requests, SystemOptions(name, sp_size=4, improvement_rate=0.3), 16, candidates, down)
+    options = SystemOptions(name, sp_size=4, improvement_rate=0.3, chunk_s=chunk_s)
+    outcome = serve(requests, options, 16, candidates, down)
     assert sorted(one.request.key for one in outcome.served) == list(range(len(requests)))
     assert not outcome.refused
     assert not outcome.unfinished

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.simulation.engines import TABLE1, EngineError, load_engine
 from sglang_ext.simulation.scenario import POLICIES
 
 LENGTHS = "num_prefill_tokens,num_decode_tokens\n4000,20\n200,5\n30000,50\n"
@@ -61,6 +60,42 @@ def test_a_trace_keeps_its_times_unless_a_rate_is_given(timed: str, capsys: pyte
     assert "load: 0.5 requests/s" in capsys.readouterr().out
 
 
+def test_a_table_of_improvement_rates_takes_the_place_of_one(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = []
+    path = tmp_path / "rates.json"
+    for rate in (0.05, 0.7):
+        entries = [{"arrivals_per_s": 1.0, "improvement_rate": rate}]
+        path.write_text(json.dumps({"version": 1, "rates": entries}), encoding="utf-8")
+        for options in (["--improvement-rate", str(rate)], ["--improvement-rates", str(path)]):
+            for policy in ("tetris", "replan-lars"):
+                arguments = ["--rate", "3", "--requests", "80", "--policy", policy, *options]
+                assert main(["simulate", "--workload", lengths, *arguments]) == 0
+                tables.append(capsys.readouterr().out)
+    assert tables[0:2] == tables[2:4] != tables[4:6] == tables[6:8]
+
+
+def test_sessions_find_their_prefix_where_the_router_sends_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = tmp_path / "turns.csv"
+    turns.write_text(
+        "conv,turn,new_input_tokens,history_tokens,output_tokens\n0,1,900,0,100\n0,2,50,1000,100\n0,3,50,1150,100\n",
+        encoding="utf-8",
+    )
+    shares = {}
+    for router in ("predicted_wait", "round_robin"):
+        arguments = ["--rate", "5", "--requests", "300", "--prefill", "4", "--policy", "fcfs", "--router", router]
+        out = tmp_path / "out.json"
+        assert main(["simulate", "--workload", str(turns), *arguments, "--json", str(out)]) == 0
+        assert "prefix caches had" in capsys.readouterr().out
+        (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
+        assert run["ttft"]["all"]["requests"] == 300
+        shares[router] = run["cached_share"]
+    assert shares["predicted_wait"] > 0.4 > 0.3 > shares["round_robin"]
+
+
 def test_pictures_are_drawn(lengths: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "pictures"
@@ -85,12 +120,11 @@ def test_pictures_are_drawn(lengths: str, tmp_path: Path) -> None:
         (["--rate", "1", "--policy", "fixed-sp", "--sp-size", "3"], "--policy fixed-sp: SP size 3 has no cost"),
         (["--rate", "1", "--fail", "3:x:1"], "--fail '3:x:1' is not INSTANCE:AT:FOR, such as 3:60:120"),
         (["--rate", "1", "--fail", "16:0:1"], "--fail '16:0:1': there are instances 0 to 15"),
-        (["--rate", "1", "--short-instances", "2"], "--short-instances and --move-pools need --policy laps"),
         (["--rate", "1", "--policy", "laps", "--move-pools"], "--move-pools needs --short-instances"),
         (["--rate", "1", "--warm-up", "1"], "--warm-up must be at least 0 and below 1, got 1"),
         (["--rate", "1", "--decode", "1", "--transfer-gb-per-s", "0"], "--transfer-gb-per-s must be above 0, got 0"),
         (["--rate", "1", "--slo", "nan"], "--slo must be above 0, got nan"),
-        (["--rate", "1", "--engine", "a100.json"], "--engine: a100.json is neither table1 nor a profile"),
+        (["--rate", "1", "--engine", "a100.json"], "--engine: a100.json is neither table1, h200-llama3-8b"),
     ],
 )
 def test_an_error_is_one_line_that_names_the_option(
@@ -105,39 +139,3 @@ def test_an_error_is_one_line_that_names_the_option(
 def test_a_wrong_workload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--workload", str(tmp_path / "none.csv")]) == 2
     assert "error: --workload: " in capsys.readouterr().err
-
-
-# ---- engines ----
-
-
-def test_table_1_and_profiles(tmp_path: Path) -> None:
-    table1 = load_engine(TABLE1)
-    assert [candidate.size for candidate in table1.candidates] == [1, 2, 4, 8, 16]
-    alone = table1.candidates[0].cost
-    for new, cached in ((4096, 0), (512, 30_000)):
-        assert table1.coefficients.chunk_s(new, cached) == pytest.approx(alone.predict_s(cached, new))
-    path = tmp_path / "profile.json"
-    prefill = {"alpha_s": 1e-10, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.01}
-    path.write_text(json.dumps({"model": "m", "device": "d", "prefill": prefill}), encoding="utf-8")
-    engine = load_engine(str(path))
-    assert engine.name == "m on d"
-    assert engine.candidates[0].cost.predict_s(100, 1000) == pytest.approx(engine.coefficients.chunk_s(1000, 100))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("no", "is not JSON"),
-        ("{}", 'a profile has "sp" or "prefill"'),
-        ('{"sp": []}', '"sp" is a list of at least one SP size'),
-        ('{"sp": [{"size": 1}]}', '"sp": a_s must be a number of at least 0'),
-        ('{"prefill": {"alpha_s": -1}}', '"prefill": alpha_s must be a number of at least 0'),
-        ('{"prefill": {"alpha_s": 0, "token_s": 0, "read_s": 0, "kappa_s": 1}}', "a token costs nothing"),
-    ],
-)
-def test_a_wrong_profile_is_one_line(content: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(EngineError, match=message) as caught:
-        load_engine(str(path))
-    assert "\n" not in str(caught.value)

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from sglang_ext.simulation.arrivals import bursty_s, drawn_requests, poisson_s, scaled
-from sglang_ext.simulation.records import SimRequest
-from sglang_ext.simulation.workload import WorkloadError, load_workload
+from sglang_ext.simulation.arrivals import bursty_s, drawn_requests, poisson_s, scaled, session_requests
+from sglang_ext.simulation.records import Prefix, SimRequest
+from sglang_ext.simulation.workload import Turn, WorkloadError, load_workload
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -23,7 +23,7 @@ def test_mooncake_times_are_milliseconds(tmp_path: Path) -> None:
     text = '{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [0]}\n'
     text += '{"timestamp": 1500, "input_length": 20, "output_length": 0}\n'
     workload = load_workload(written(tmp_path, "trace.jsonl", text))
-    assert workload.requests == (SimRequest(0, 0.0, 10, 5), SimRequest(1, 1.5, 20, 1))
+    assert workload.requests == (SimRequest(0, 0.0, 10, 5, 0, Prefix(512, ())), SimRequest(1, 1.5, 20, 1))
     assert workload.lengths == ()
 
 
@@ -112,3 +112,82 @@ def test_a_trace_is_stretched_to_a_rate() -> None:
     assert [one.arrival_s for one in scaled(requests, 0.5)] == pytest.approx([0.0, 1.0, 4.0])
     with pytest.raises(ValueError, match="arrive at once"):
         scaled(requests[:1], 1.0)
+
+
+# ---- prefixes and sessions ----
+
+TURNS = "conv,part,turn,new_input_tokens,history_tokens,output_tokens\n"
+
+
+def test_full_blocks_of_a_mooncake_prompt_are_its_prefix(tmp_path: Path) -> None:
+    text = '{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}\n'
+    text += '{"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [7, 8]}\n'
+    requests = load_workload(written(tmp_path, "trace.jsonl", text)).requests
+    assert [one.prefix for one in requests] == [Prefix(512, (7, 8))] * 2
+
+
+@pytest.mark.parametrize("hash_ids", ["3", '["a"]', "[1.5]", "[true]", "{}"])
+def test_hashes_that_are_none_are_one_line(tmp_path: Path, hash_ids: str) -> None:
+    text = f'{{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": {hash_ids}}}\n'
+    with pytest.raises(WorkloadError, match="line 1: hash_ids is not a list of whole numbers"):
+        load_workload(written(tmp_path, "trace.jsonl", text))
+
+
+def test_turns_make_sessions(tmp_path: Path) -> None:
+    text = TURNS + "0,0,1,34,0,244\n0,0,2,36,278,320\n0,1,1,5,0,6\n1,0,3,0,8,0\n"
+    workload = load_workload(written(tmp_path, "turns.csv", text))
+    assert workload.sessions == ((Turn(0, 34, 244), Turn(278, 36, 320)), (Turn(0, 5, 6),), (Turn(8, 1, 1),))
+    assert workload.requests == workload.lengths == ()
+    assert workload.drawn_lengths() == ((34, 244), (314, 320), (5, 6), (9, 1))
+    without_parts = "conv,turn,new_input_tokens,history_tokens,output_tokens\n0,1,34,0,244\n0,2,36,278,320\n"
+    assert len(load_workload(written(tmp_path, "b.csv", without_parts)).sessions) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TURNS, "has no requests"),
+        ("conv,turn,new_input_tokens,output_tokens\n0,1,1,1\n", "column history_tokens is missing"),
+        (TURNS + "0,0,2,1,0,1\n0,0,1,1,0,1\n", r"line 3: turns are not sorted \(turn 1 after 2\)"),
+        (TURNS + "0,0,x,1,0,1\n", "line 2: turn 'x' is no number"),
+        (TURNS + "0,0,1,-1,0,1\n", "line 2: new_input_tokens -1 is not a whole number of at least 0"),
+        (TURNS + "0,0,1,1,-1,1\n", "line 2: history_tokens -1 is not a whole number of at least 0"),
+        (TURNS + "0,0,1,1,0,0.5\n", "line 2: output_tokens 0.5 is not a whole number of at least 0"),
+    ],
+)
+def test_wrong_turns_are_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, "turns.csv", text)
+    with pytest.raises(WorkloadError, match=message) as caught:
+        load_workload(path)
+    assert str(path) in str(caught.value)
+
+
+def test_turns_of_a_session_follow_each_other_and_share_their_prefix() -> None:
+    sessions = [(Turn(0, 100, 50), Turn(150, 30, 100), Turn(280, 40, 1)), (Turn(0, 64, 1),)]
+    requests = session_requests(sessions, 4000, 5.0, seed=1, think_s=10.0, burst_shape=1.0)
+    assert [one.key for one in requests] == list(range(4000))
+    assert all(one.arrival_s <= later.arrival_s for one, later in pairwise(requests))
+    assert len(requests) / requests[-1].arrival_s == pytest.approx(5.0, rel=0.1)
+    turns: dict[int, list[SimRequest]] = {}
+    for one in requests:
+        assert one.prefix is not None
+        assert len(one.prefix.blocks) == one.prompt_tokens // 64
+        turns.setdefault(one.prefix.blocks[0], []).append(one)
+    thought_s = []
+    for one in turns.values():
+        assert [later.prompt_tokens for later in one] in ([100, 180, 320][: len(one)], [64])
+        for before, later in pairwise(one):
+            assert later.prefix is not None
+            assert before.prefix is not None
+            assert later.prefix.blocks[: len(before.prefix.blocks)] == before.prefix.blocks
+            thought_s.append(later.arrival_s - before.arrival_s - 0.02 * before.output_tokens)
+    assert min(thought_s) >= 0
+    assert sum(thought_s) / len(thought_s) == pytest.approx(10.0, rel=0.1)
+    assert requests == session_requests(sessions, 4000, 5.0, seed=1, think_s=10.0, burst_shape=1.0)
+    assert requests != session_requests(sessions, 4000, 5.0, seed=2, think_s=10.0, burst_shape=1.0)
+
+
+def test_the_first_requests_do_not_depend_on_how_many_there_are() -> None:
+    sessions = [(Turn(0, 100, 50), Turn(150, 30, 100)), (Turn(0, 64, 1),)]
+    many = session_requests(sessions, 300, 5.0, seed=1, think_s=10.0, burst_shape=0.5)
+    assert many[:100] == session_requests(sessions, 100, 5.0, seed=1, think_s=10.0, burst_shape=0.5)

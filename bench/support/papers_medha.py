@@ -1,0 +1,316 @@
+"""Medha's experiment: chat prompts and 5% of 128K to 1M tokens on 16 A100, against systems that do not preempt.
+
+Prompts of the ShareGPT lengths (at most 8K tokens, as in the paper), one in twenty replaced by a long one, log-uniform
+from 131,072 to 1,048,576 tokens (median 371K, P90 852K; the paper's MEDHA-SWE, which is not published, has 393K and
+839K). Poisson arrivals for 60 minutes, 5 seeds; what has no first token then counts with its age, so a figure of an
+overloaded system is a lower bound. 16 instances of LLaMA3-8B on 2 nodes, Table 1 fit of Tetris, continued beyond its
+256K; 400,000 KV tokens an instance (80 GB less the weights).
+
+Baselines, non-preemptive: `loongserve` (greedy ESP behind the queues of instances) and `loongserve-idle` (on idle
+instances). Each gain is against the better of the two in that very figure. `ours` keeps one instance for prompts of at
+most 8,192 tokens (LAPS, short mode) and shares the other 15 by CDSP, planned again at every arrival, in order of
+arrival. `ours-lars` does so in order of relative slack.
+
+The paper's own mechanisms, on all 16 instances together: `lars` is CDSP planned again at every arrival and at the end
+of every chunk, in order of relative slack, chunks of at most 1 s or ten times what a chunk costs anew on its group
+(adaptive chunking), and with an SP size of 15 in place of 16, so that no long prompt takes all instances (space
+sharing). `fcfs`, `edf` and `srpt` differ from it by the order alone (the paper's Figure 13), `lars-16` by the SP sizes
+alone, `lars-whole` has no chunk limit. A deadline is 0.5 s, or five times the prompt's own time if that is more.
+Improvement rates are chosen per system and load among 0.05, 0.2 and 0.4 on arrivals of 5 other seeds, by the mean time
+to first token; above 0.75/s that of 0.75 is kept, and only the baselines, `lars`, `ours-lars` and `ours` are run. SP 15
+is interpolated between 8 and 16.
+
+What does not apply: stream pipeline parallelism and KV-parallel decode (nothing here has pipeline stages; decode is not
+simulated, so there are no TPOT figures), and mixing a short and a long prefill in one batch (a group computes one
+request at a time).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import NamedTuple
+
+from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.table1 import fitted_candidates, fitted_cost
+from sglang_ext.policy.graph_grid import GraphGrid
+from sglang_ext.policy.instance_pressure import quantile
+from sglang_ext.policy.laps import Laps
+from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps_records import InstanceLimits, LapsMode
+from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.simulation.arrivals import poisson_s
+from sglang_ext.simulation.cluster import ClusterSpec
+from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
+from sglang_ext.simulation.iteration_policies import IterationPolicy, LapsPolicy
+from sglang_ext.simulation.records import PrefillListener, SimRequest
+from sglang_ext.simulation.run import RecordedStage, RunOptions, simulate
+from sglang_ext.simulation.split_stage import SplitStage
+from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.simulation.workload import WorkloadError, load_workload
+from sglang_ext.types import Role
+from support.result import give_up, progress
+
+INSTANCES = 16
+KV_TOKENS = 400_000
+DURATION_S = 3600.0
+LONG_SHARE = 0.05
+LONG_TOKENS = (131_072, 1_048_576)
+RATES_PER_S = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
+REPORTED_PER_S = (0.25, 0.75)
+MOST_CALIBRATED_PER_S = 0.75
+SEEDS = (0, 1, 2, 3, 4)
+CALIBRATION_SEEDS = (1000, 1001, 1002, 1003, 1004)
+IMPROVEMENT_RATES = (0.05, 0.2, 0.4)
+CHUNK_S = 1.0
+SLO_S = 0.5
+CHAT_TOKENS = 8192  # most of a prompt that is not long
+OURS = "ours"
+BASELINES = ("loongserve", "loongserve-idle")
+AT_OVERLOAD = (*BASELINES, "lars", "ours-lars", OURS)
+
+Lengths = tuple[int, ...]
+
+
+class System(NamedTuple):
+    """A system, the SP sizes that it may use, and how many of the instances serve short prompts alone."""
+
+    options: SystemOptions
+    candidates: tuple[SpCandidate, ...]
+    short_instances: int = 0
+
+
+class Ttfts(NamedTuple):
+    """Times to first token (s) or ages, sorted, and how many requests got their first token."""
+
+    short: list[float]
+    long: list[float]
+    served: int
+    long_served: int
+
+
+class _Task(NamedTuple):
+    name: str
+    rate_per_s: float
+    seed: int
+    improvement_rate: float
+    lengths: Lengths
+
+
+class Figures(NamedTuple):
+    """One system at one load, all seeds together."""
+
+    improvement_rate: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    short_p50_s: float
+    short_p99_s: float
+    long_p50_s: float
+    long_p99_s: float
+    served_share: float
+    long_served_share: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES_PER_S), help="requests per second")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.set_defaults(experiment=run)
+
+
+def fifteen() -> SpCandidate:
+    """SP 15 between 8 and 16: overhead on the straight line between them, work divided by 15."""
+    eight, sixteen = fitted_cost(8), fitted_cost(16)
+    return SpCandidate(
+        15,
+        SpCost(
+            eight.a_s + (sixteen.a_s - eight.a_s) * 7 / 8,
+            sixteen.b_s_per_token * 16 / 15,
+            sixteen.c_s_per_token2 * 16 / 15,
+            sixteen.d_s_per_token2 * 16 / 15,
+        ),
+    )
+
+
+def systems() -> dict[str, System]:
+    """All that is measured, by name."""
+    powers = fitted_candidates(INSTANCES)
+    spared = (*powers[:-1], fifteen())
+    lars = SystemOptions(ClusterSystem.REPLAN_LARS, slo_s=SLO_S, chunk_s=CHUNK_S)
+    whole = replace(lars, chunk_s=None)
+    return {
+        "loongserve": System(SystemOptions(ClusterSystem.LOONGSERVE), powers),
+        "loongserve-idle": System(SystemOptions(ClusterSystem.LOONGSERVE_IDLE), powers),
+        "fcfs": System(replace(lars, system=ClusterSystem.REPLAN_FCFS), spared),
+        "edf": System(replace(lars, system=ClusterSystem.REPLAN_EDF), spared),
+        "srpt": System(replace(lars, system=ClusterSystem.REPLAN_SRPT), spared),
+        "lars": System(lars, spared),
+        "lars-16": System(lars, powers),
+        "lars-whole": System(whole, spared),
+        "ours-lars": System(whole, spared, short_instances=1),
+        OURS: System(replace(whole, system=ClusterSystem.REPLAN_FCFS), spared, short_instances=1),
+    }
+
+
+def read_lengths(data: Path) -> Lengths:
+    """Prompt lengths of the chat requests."""
+    try:
+        workload = load_workload(data / "sharegpt" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
+    except WorkloadError as error:
+        give_up(f"--data: {error}")
+    return tuple(prompt for prompt, _ in workload.lengths)
+
+
+def arrivals(lengths: Lengths, rate_per_s: float, seed: int) -> list[SimRequest]:
+    """The requests of an hour; a seed has the same prompts in the same order at every load."""
+    times_s, draws = poisson_s(rate_per_s, Random(f"arrivals {seed}")), Random(f"lengths {seed}")
+    low, high = (math.log(tokens) for tokens in LONG_TOKENS)
+    requests: list[SimRequest] = []
+    while (at_s := next(times_s)) < DURATION_S:
+        is_long = draws.random() < LONG_SHARE
+        prompt_tokens = round(math.exp(draws.uniform(low, high))) if is_long else draws.choice(lengths)
+        requests.append(SimRequest(len(requests), at_s, prompt_tokens, 1))
+    return requests
+
+
+def measure(task: _Task) -> Ttfts:
+    """One run."""
+    system = systems()[task.name]
+    options = replace(system.options, improvement_rate=task.improvement_rate)
+    short = system.short_instances
+    spec = ClusterSpec(INSTANCES - short, kv_tokens=KV_TOKENS)
+
+    def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
+        cluster = build_cluster(options, loop, spec, system.candidates, listener)
+        return SplitStage(CHAT_TOKENS, _short_pool(short, loop, listener), cluster, short) if short else cluster
+
+    requests = arrivals(task.lengths, task.rate_per_s, task.seed)
+    outcome = simulate(requests, build, RunOptions(until_s=DURATION_S))
+    assert not outcome.refused
+    every = [(one.request, one.ttft_s) for one in outcome.served]
+    every += [(one, DURATION_S - one.arrival_s) for one in outcome.unfinished]
+    return Ttfts(
+        sorted(time_s for request, time_s in every if not is_long(request)),
+        sorted(time_s for request, time_s in every if is_long(request)),
+        len(outcome.served),
+        sum(is_long(one.request) for one in outcome.served),
+    )
+
+
+def _short_pool(instances: int, loop: EventLoop, listener: PrefillListener) -> InstancePool:
+    cost = fitted_cost(1)
+    coefficients = CostCoefficients(cost.d_s_per_token2, cost.b_s_per_token, 0.0, cost.a_s)
+    options = LapsOptions(mode=LapsMode.SHORT, boundary_tokens=CHAT_TOKENS, short_ttft_slo_ms=1e3 * SLO_S)
+    limits = InstanceLimits(page_tokens=1, max_chunk_tokens=CHAT_TOKENS, max_batch_tokens=CHAT_TOKENS, max_requests=64)
+    spec = InstancesSpec((Role.BOTH,) * instances, coefficients, KV_TOKENS, CHAT_TOKENS)
+
+    def policy(_: Role) -> IterationPolicy:
+        return LapsPolicy(Laps(options, GraphGrid(), coefficients, limits))
+
+    return InstancePool(loop, spec, LeastLoaded(), policy, listener, 0, False)
+
+
+def is_long(request: SimRequest) -> bool:
+    return request.prompt_tokens >= LONG_TOKENS[0]
+
+
+def run(args: argparse.Namespace) -> dict[str, object]:
+    """Every system at every load; prints a line for each."""
+    lengths = read_lengths(args.data)
+    result: dict[str, object] = {
+        "duration_s": DURATION_S,
+        "seeds": args.seeds,
+        "chunk_s": CHUNK_S,
+        "carried_per_s": carried_per_s(lengths),
+    }
+    chosen: dict[str, float] = {}
+    with get_context("spawn").Pool(args.processes) as pool:
+        for rate_per_s in sorted(args.rates):
+            if not chosen or rate_per_s <= MOST_CALIBRATED_PER_S:
+                tasks = [
+                    _Task(name, rate_per_s, seed, rate, lengths)
+                    for name, system in systems().items()
+                    for rate in (IMPROVEMENT_RATES if system.options.system.uses_improvement_rate else (0.0,))
+                    for seed in CALIBRATION_SEEDS
+                ]
+                chosen = _best_rates(tasks, pool.map(measure, tasks, chunksize=1))
+            else:
+                chosen = {name: chosen[name] for name in AT_OVERLOAD}
+            tasks = [_Task(name, rate_per_s, seed, chosen[name], lengths) for name in chosen for seed in args.seeds]
+            runs: dict[str, list[Ttfts]] = {name: [] for name in chosen}
+            for task, ttfts in zip(tasks, pool.map(measure, tasks, chunksize=1), strict=True):
+                runs[task.name].append(ttfts)
+            found = {name: summarise(chosen[name], runs[name]) for name in chosen}
+            for name, one in found.items():
+                progress(
+                    f"{rate_per_s:g}/s {name:16} P50 {one.p50_s:8.2f} s, P90 {one.p90_s:8.2f} s, "
+                    f"P99 {one.p99_s:8.2f} s, long P99 {one.long_p99_s:8.2f} s, "
+                    f"served {one.served_share:.1%}, long {one.long_served_share:.1%}"
+                )
+            if rate_per_s in REPORTED_PER_S:
+                result |= {f"{key}_{rate_per_s:g}": value for key, value in gains(found).items()}
+            result[f"at_{rate_per_s:g}"] = {name: one._asdict() for name, one in found.items()}
+    return result
+
+
+def _best_rates(tasks: Sequence[_Task], outcomes: Sequence[Ttfts]) -> dict[str, float]:
+    """The improvement rate of each system with the lowest mean time to first token."""
+    times_s: dict[str, dict[float, list[float]]] = {}
+    for task, ttfts in zip(tasks, outcomes, strict=True):
+        times_s.setdefault(task.name, {}).setdefault(task.improvement_rate, []).extend([*ttfts.short, *ttfts.long])
+    return {name: min(by_rate, key=lambda rate: fmean(by_rate[rate])) for name, by_rate in times_s.items()}
+
+
+def summarise(improvement_rate: float, runs: Sequence[Ttfts]) -> Figures:
+    """The figures of all seeds together."""
+    short = sorted(time_s for one in runs for time_s in one.short)
+    long = sorted(time_s for one in runs for time_s in one.long)
+    every = sorted([*short, *long])
+    return Figures(
+        improvement_rate,
+        quantile(every, 0.5),
+        quantile(every, 0.9),
+        quantile(every, 0.99),
+        quantile(short, 0.5),
+        quantile(short, 0.99),
+        quantile(long, 0.5),
+        quantile(long, 0.99),
+        sum(one.served for one in runs) / len(every),
+        sum(one.long_served for one in runs) / len(long),
+    )
+
+
+def gains(found: Mapping[str, Figures]) -> dict[str, float]:
+    """How many times lower ours is than the better baseline, figure by figure."""
+    ours = found[OURS]
+
+    def best(name: str) -> float:
+        return min(float(getattr(found[baseline], name)) for baseline in BASELINES)
+
+    return {
+        "median_gain": best("p50_s") / ours.p50_s,
+        "p90_gain": best("p90_s") / ours.p90_s,
+        "p99_gain": best("p99_s") / ours.p99_s,
+        "long_p99_over_baseline": ours.long_p99_s / best("long_p99_s"),
+    }
+
+
+def carried_per_s(lengths: Lengths) -> float:
+    """The load at which all instances would compute all the time, each prompt on the size that takes least of them."""
+    candidates = fitted_candidates(INSTANCES)
+    low, high = (math.log(tokens) for tokens in LONG_TOKENS)
+    steps = 1000
+    longs = [math.exp(low + (high - low) * (step + 0.5) / steps) for step in range(steps)]
+
+    def least_s(prompt_tokens: float) -> float:
+        return min(one.size * one.cost.predict_s(0, round(prompt_tokens)) for one in candidates)
+
+    mean_s = (1 - LONG_SHARE) * fmean(map(least_s, lengths)) + LONG_SHARE * fmean(map(least_s, longs))
+    return INSTANCES / mean_s

@@ -1,0 +1,76 @@
+"""`sglang-ext profile engine` on real instances: cached tokens are hits, batches whole, and the simulator reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.cli import main
+from sglang_ext.profiling.http_client import InstanceError
+from sglang_ext.profiling.instance import Instance
+from sglang_ext.profiling.points import Point
+from sglang_ext.simulation.engines import load_engine
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+
+pytestmark = pytest.mark.integration
+
+STOCK = EngineSpec(Role.LONG, worker_options=("--laps-mode", "off"))
+DECODE = EngineSpec(Role.DECODE)
+POINTS = ("--new-tokens", "16", "256", "--cached-tokens", "0", "512", "--batch-tokens", "16", "--batch-sizes", "8")
+
+
+def samples(engine: Engine, name: str) -> float:
+    """The sum of a counter of SGLang's own /metrics."""
+    lines = engine.get("/metrics").body.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_a_profile_of_prefill_and_hand_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefill, decode = FLEET.get(STOCK, DECODE)
+    out = tmp_path / "profile.json"
+    hits = samples(prefill, "sglang:cached_tokens_total")
+    arguments = ["profile", "engine", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *POINTS]
+    assert main([*arguments, "--repeats", "2", "--accept-bad-fit"]) == 0, capsys.readouterr().err
+    content = json.loads(out.read_text())
+    measured = {(one["cached_tokens"], one["new_tokens"], one["requests"]): one for one in content["points"]}
+    assert set(measured) == {(0, 16, 1), (0, 256, 1), (512, 16, 1), (512, 256, 1), (0, 16, 8)}
+    assert all(0 < one["duration_s"] < 30 for one in measured.values())
+    # SGLang counted the hits too: 512 tokens for every run after a prefix.
+    runs = sum(len(one["durations_s"]) for one in content["points"] if one["cached_tokens"] == 512) + 2
+    assert samples(prefill, "sglang:cached_tokens_total") - hits == 512 * runs
+    # A batch shares what a prompt alone pays for itself.
+    assert measured[0, 16, 8]["duration_s"] < 8 * measured[0, 16, 1]["duration_s"]
+    assert [one["prompt_tokens"] for one in content["hand_over"]] == [16, 128]
+    front_end = content["front_end"]
+    assert 0 < front_end["before_s"] + front_end["after_s"] < 5
+    assert content["provenance"]["model_shape"]["num_hidden_layers"] == 2
+    assert content["provenance"]["mode"] == "prefill"
+    assert (tmp_path / "profile.png").stat().st_size > 1000
+    engine = load_engine(str(out), model=content["model"])
+    assert engine.iteration is not None
+    for (cached, new, requests), one in measured.items():
+        error = one["error"]["iteration"]
+        assert engine.iteration.iteration_s([(new, cached)] * requests) - content["gap_s"] == pytest.approx(
+            one["duration_s"] * (1 + error), rel=1e-6
+        )
+    for running in (prefill, decode):
+        running.wait_idle()
+
+
+def test_what_queues_behind_a_chunk_follows_it_at_once() -> None:
+    prefill, decode = FLEET.get(STOCK, DECODE)
+    instance = Instance.connect(prefill.url, decode_url=decode.url)
+    try:
+        gaps_s = instance.run_queued_chunks()
+        assert len(gaps_s) == 3
+        assert all(gap_s < 1 for gap_s in gaps_s)
+        instance.prepare(128)
+        longer = Point(256, 16)
+        with pytest.raises(InstanceError, match="found 128 tokens in its cache instead of 256"):
+            instance.run(longer)
+    finally:
+        instance.close()
+    prefill.wait_idle()

@@ -1,0 +1,136 @@
+"""How often a point runs, in which order, and what happens when the instance cuts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.profiling.http_client import InstanceError
+from sglang_ext.profiling.instance import CutError, RunTimes
+from sglang_ext.profiling.measurement import gap_s, measure
+from sglang_ext.profiling.notes import Notes
+from sglang_ext.profiling.points import Point
+from sglang_ext.profiling.records import MeasuredHandOver, Measurements
+
+A, B, C = Point(0, 8), Point(0, 16), Point(256, 8)
+
+
+class FakeInstance:
+    """Notes what is asked; times come from `times_s` by point, in turn, the last one again and again."""
+
+    def __init__(self, times_s: dict[Point, list[float]] | None = None, cut: dict[Point, int] | None = None) -> None:
+        self.times_s = times_s or {}
+        self.cut = cut or {}  # so many more times
+        self.log: list[object] = []
+
+    def prepare(self, cached_tokens: int) -> None:
+        self.log.append(cached_tokens)
+
+    def run(self, point: Point) -> RunTimes:
+        self.log.append(point)
+        if self.cut.get(point, 0) > 0:
+            self.cut[point] -= 1
+            raise CutError(f"{point} is cut")
+        times_s = self.times_s.get(point, [1.0])
+        return RunTimes(times_s.pop(0) if len(times_s) > 1 else times_s[0], 0.1, 0.2)
+
+    def run_counted(self, point: Point) -> RunTimes:
+        return self.run(point)
+
+    def run_queued_chunks(self) -> list[float]:
+        self.log.append("gaps")
+        return [0.01, 0.03]
+
+    def run_with_decode(self, prompt_tokens: int) -> RunTimes:
+        self.log.append(f"decode {prompt_tokens}")
+        return RunTimes(1.0, 0.1, 0.5)
+
+
+def notes_at(tmp_path: Path) -> Notes:
+    return Notes(tmp_path / "partial", {"model": "m"})
+
+
+def run(
+    instance: FakeInstance,
+    notes: Notes,
+    points: list[Point],
+    *,
+    hand_overs: list[int] | None = None,
+    repeats: int = 2,
+    may_skip: bool = False,
+) -> tuple[Measurements, list[tuple[int, int]]]:
+    shown: list[tuple[int, int]] = []
+    measurements = measure(
+        instance,
+        points,
+        hand_overs or [],
+        notes,
+        repeats,
+        may_skip=may_skip,
+        on_progress=lambda done, total: shown.append((done, total)),
+    )
+    return measurements, shown
+
+
+def test_points_take_turns_and_the_first_run_does_not_count(tmp_path: Path) -> None:
+    instance = FakeInstance({A: [9.0, 1.0], B: [9.0, 2.0], C: [9.0, 3.0]})
+    measurements, shown = run(instance, notes_at(tmp_path), [A, B, C])
+    assert instance.log == [0, A, B, A, B, A, B, 256, C, C, C, "gaps", "gaps", "gaps"]
+    assert [one.durations_s for one in measurements.points] == [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
+    assert measurements.points[0].before_s == (0.1, 0.1)
+    assert shown[0] == (0, 3)
+    assert shown[-1] == (3, 3)
+    assert gap_s(measurements) == pytest.approx(0.02)
+
+
+def test_an_unsteady_point_runs_more_often_and_the_median_counts(tmp_path: Path) -> None:
+    instance = FakeInstance({A: [9.0, 1.0, 2.0, 1.0, 1.0, 1.0]})
+    measurements, _ = run(instance, notes_at(tmp_path), [A])
+    (one,) = measurements.points
+    assert one.durations_s == (1.0, 2.0, 1.0)
+    assert one.duration_s == 1.0
+    wild = FakeInstance({B: [9.0, *(1.0 + (n % 3) for n in range(20))]})
+    measurements, _ = run(wild, notes_at(tmp_path), [B])
+    assert len(measurements.points[0].durations_s) == 6  # three times what was asked, and no more
+    assert measurements.points[0].spread > 0.4
+
+
+def test_what_was_measured_before_is_not_measured_again(tmp_path: Path) -> None:
+    broken = FakeInstance(cut={C: 99})
+    with pytest.raises(CutError):
+        run(broken, notes_at(tmp_path), [A, B, C])
+    instance = FakeInstance({C: [4.0]})
+    measurements, shown = run(instance, notes_at(tmp_path), [A, B, C])
+    assert set(instance.log) == {256, C, "gaps"}
+    assert [one.point for one in measurements.points] == [A, B, C]
+    assert shown[0] == (2, 3)
+    silent = FakeInstance()
+    assert run(silent, notes_at(tmp_path), [A, B, C])[0] == measurements
+    assert silent.log == []
+
+
+def test_one_cut_is_an_accident_two_are_not(tmp_path: Path) -> None:
+    measurements, _ = run(FakeInstance(cut={A: 1}), notes_at(tmp_path), [A, B], may_skip=True)
+    assert [one.point for one in measurements.points] == [A, B]
+    notes = Notes(tmp_path / "other", {"model": "m"})
+    measurements, shown = run(FakeInstance(cut={A: 2}), notes, [A, B], may_skip=True)
+    assert [one.point for one in measurements.points] == [B]
+    assert [(one.point, one.reason) for one in measurements.skipped] == [(A, f"{A} is cut")]
+    assert shown[-1] == (2, 2)
+    with pytest.raises(InstanceError, match="is cut"):
+        run(FakeInstance(cut={A: 2}), Notes(tmp_path / "third", {"model": "m"}), [A, B])
+
+
+def test_hand_overs_are_noted_too(tmp_path: Path) -> None:
+    instance = FakeInstance()
+    measurements, shown = run(instance, notes_at(tmp_path), [A], hand_overs=[16, 128])
+    assert measurements.hand_overs == (
+        MeasuredHandOver(16, (0.1, 0.1), (0.5, 0.5)),
+        MeasuredHandOver(128, (0.1, 0.1), (0.5, 0.5)),
+    )
+    assert instance.log.count("decode 16") == 3
+    assert shown[-1] == (3, 3)
+    again = FakeInstance()
+    run(again, notes_at(tmp_path), [A], hand_overs=[16, 128])
+    assert again.log == []
