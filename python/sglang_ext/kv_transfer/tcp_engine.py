@@ -13,19 +13,25 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_ext.kv_transfer import wire
+from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span
+from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.socket_io import receive_exactly, receive_into, send_all
+
+__all__ = ["Block", "EngineOptions", "TcpTransferEngine", "TransferError"]
 
 logger = logging.getLogger(__name__)
 
 
-class TransferError(Exception):
-    """A write did not happen, or it is not known whether all of it did."""
+_REFUSALS: dict[int, str] = {
+    wire.Status.OUT_OF_BOUNDS: "the peer refused an address outside its registered memory",
+    wire.Status.NOT_PERMITTED: "the peer does not allow this write any more",
+}
 
 
 class Block(NamedTuple):
@@ -48,10 +54,14 @@ class EngineOptions:
 
 
 class TcpTransferEngine:
-    """Listens on `host` at a free port from construction to `close`."""
+    """Listens on `host` at a free port from construction to `close`.
 
-    def __init__(self, host: str, options: EngineOptions | None = None) -> None:
+    With `permits`, peers may write only under a permit that holds; without, to any registered memory.
+    """
+
+    def __init__(self, host: str, options: EngineOptions | None = None, permits: Permits | None = None) -> None:
         self._options = options or EngineOptions()
+        self._permits = permits
         self._regions = MemoryRegions()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -72,8 +82,8 @@ class TcpTransferEngine:
         """Forget the region that starts at `address`, after transfers in progress ended. KeyError if unknown."""
         self._regions.remove(address)
 
-    def write(self, session_id: str, blocks: Sequence[Block]) -> None:
-        """Copy `blocks` to the peer; returns when it has stored them all.
+    def write(self, session_id: str, blocks: Sequence[Block], *, permit: int = 0) -> None:
+        """Copy `blocks` to the peer, under its permit where it wants one; returns when it has stored them all.
 
         Raises TransferError otherwise. The blocks may then be partly written.
         """
@@ -81,7 +91,7 @@ class TcpTransferEngine:
         targets = [Span(block.target, block.length_bytes) for block in blocks if block.length_bytes]
         try:
             with self._regions.views(sources) as views:
-                head = memoryview(wire.encode_batch(targets, self._options.limits))
+                head = memoryview(wire.encode_batch(targets, self._options.limits, permit))
                 self._deliver(session_id, [head, *views])
         except (OutOfBoundsError, wire.ProtocolError, OSError) as error:
             raise TransferError(f"KV write to {session_id} failed: {error}") from error
@@ -123,11 +133,7 @@ class TcpTransferEngine:
             raise
         if status != wire.Status.DONE:
             _shut(connection)
-            raise wire.ProtocolError(
-                "the peer refused an address outside its registered memory"
-                if status == wire.Status.OUT_OF_BOUNDS
-                else f"the peer answered with the unknown status {status}"
-            )
+            raise wire.ProtocolError(_REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
         with self._lock:
             if not self._closed:
                 self._idle[session_id].append(connection)
@@ -197,7 +203,7 @@ class TcpTransferEngine:
             connection.sendall(wire.encode_greeting())
             while self._serve_batch(connection):
                 pass
-        except (wire.ProtocolError, OutOfBoundsError) as error:
+        except (wire.ProtocolError, OutOfBoundsError, PermitError) as error:
             logger.warning("refused a KV write from %s: %s", peer, error)
         except OSError as error:
             if not self._closed:
@@ -219,19 +225,33 @@ class TcpTransferEngine:
         header = wire.decode_header(first + rest, self._options.limits)
         targets = wire.decode_table(receive_exactly(connection, header.table_bytes), header)
         try:
-            with self._regions.views(targets) as views:
+            with self._permission(header, connection), self._regions.views(targets) as views:
                 receive_into(connection, views)
         except OutOfBoundsError:
             connection.sendall(bytes([wire.Status.OUT_OF_BOUNDS]))
             raise
+        except PermitError:
+            connection.sendall(bytes([wire.Status.NOT_PERMITTED]))
+            raise
         connection.sendall(bytes([wire.Status.DONE]))
         return True
+
+    def _permission(self, header: wire.BatchHeader, connection: socket.socket) -> AbstractContextManager[None]:
+        """Whoever takes the permit back while the payload is on its way closes the connection."""
+        if self._permits is None or not header.block_count:
+            return nullcontext()
+        return self._permits.use(header.permit, lambda: _wake(connection))
 
 
 def _shut(connection: socket.socket) -> None:
     """Close a socket and wake whoever waits on it."""
+    _wake(connection)
+    connection.close()
+
+
+def _wake(connection: socket.socket) -> None:
+    """Let whoever waits on a socket find it at its end."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass
-    connection.close()

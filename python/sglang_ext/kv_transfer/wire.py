@@ -1,7 +1,8 @@
 """Frames of the TCP transport: a greeting, then batches of blocks, each answered by one status byte.
 
     greeting   magic (8 bytes), version (u16), reserved (6 bytes)          both directions, once
-    batch      block count (u32), reserved (u32), payload length (u64)     writer to owner
+    batch      block count (u32), reserved (u32), payload length (u64),    writer to owner
+               permit (u64; 0 for none)
                block count × (address u64, length u64)
                payload: the blocks' bytes, in the order of the table
     status     one byte                                                    owner to writer
@@ -19,9 +20,9 @@ from enum import IntEnum
 from sglang_ext.kv_transfer.memory_regions import Span
 
 MAGIC = b"SGLXKV\r\n"
-VERSION = 1
+VERSION = 2
 GREETING = struct.Struct("<8sH6x")
-BATCH_HEADER = struct.Struct("<IIQ")
+BATCH_HEADER = struct.Struct("<IIQQ")
 BLOCK = struct.Struct("<QQ")
 
 
@@ -34,6 +35,7 @@ class Status(IntEnum):
 
     DONE = 0x5A
     OUT_OF_BOUNDS = 0x01
+    NOT_PERMITTED = 0x02
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Limits:
 class BatchHeader:
     block_count: int
     payload_bytes: int
+    permit: int
 
     @property
     def table_bytes(self) -> int:
@@ -67,24 +70,24 @@ def check_greeting(data: bytes) -> None:
         raise ProtocolError(f"the peer speaks KV transfer version {version}, this process version {VERSION}")
 
 
-def encode_batch(spans: Sequence[Span], limits: Limits) -> bytes:
-    """Header and table of a batch that writes to `spans` of the peer's memory.
+def encode_batch(spans: Sequence[Span], limits: Limits, permit: int = 0) -> bytes:
+    """Header and table of a batch that writes to `spans` of the peer's memory, under a permit where it asks for one.
 
     Raises ProtocolError when the batch exceeds `limits`.
     """
     payload_bytes = sum(span.length_bytes for span in spans)
     _check_limits(len(spans), payload_bytes, limits)
     flat = [number for span in spans for number in span]
-    return BATCH_HEADER.pack(len(spans), 0, payload_bytes) + struct.pack(f"<{len(flat)}Q", *flat)
+    return BATCH_HEADER.pack(len(spans), 0, payload_bytes, permit) + struct.pack(f"<{len(flat)}Q", *flat)
 
 
 def decode_header(data: bytes, limits: Limits) -> BatchHeader:
     """Parse a batch header. Raises ProtocolError when it is malformed or exceeds `limits`."""
-    block_count, reserved, payload_bytes = BATCH_HEADER.unpack(data)
+    block_count, reserved, payload_bytes, permit = BATCH_HEADER.unpack(data)
     if reserved:
         raise ProtocolError("a reserved field of the batch header is set")
     _check_limits(block_count, payload_bytes, limits)
-    return BatchHeader(block_count, payload_bytes)
+    return BatchHeader(block_count, payload_bytes, permit)
 
 
 def decode_table(data: bytes | bytearray, header: BatchHeader) -> list[Span]:

@@ -181,8 +181,8 @@ def test_closed_engine_refuses_to_write(owner: TcpTransferEngine) -> None:
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         wire.GREETING.pack(wire.MAGIC, 99),
-        wire.encode_greeting() + wire.BATCH_HEADER.pack(2**32 - 1, 0, 2**63),
-        wire.encode_greeting() + wire.BATCH_HEADER.pack(1, 0, 8) + wire.BLOCK.pack(0, 8) + b"12345678",
+        wire.encode_greeting() + wire.BATCH_HEADER.pack(2**32 - 1, 0, 2**63, 0),
+        wire.encode_greeting() + wire.BATCH_HEADER.pack(1, 0, 8, 0) + wire.BLOCK.pack(0, 8) + b"12345678",
     ],
     ids=["http", "version", "huge", "null address"],
 )
@@ -202,7 +202,7 @@ def test_noise_closes_the_connection_and_the_engine_goes_on(
 def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> None:
     target = Memory(owner)
     with greet(owner) as connection:
-        connection.sendall(wire.BATCH_HEADER.pack(1, 0, 8) + wire.BLOCK.pack(target.address, 8) + b"half")
+        connection.sendall(wire.BATCH_HEADER.pack(1, 0, 8, 0) + wire.BLOCK.pack(target.address, 8) + b"half")
         assert connection.recv(1) == b""
     # The region can be released: nobody holds a view of it any more.
     owner.unregister(target.address)

@@ -29,22 +29,23 @@ def test_foreign_greeting_is_refused(greeting: bytes, reason: str) -> None:
         wire.check_greeting(greeting)
 
 
-@given(spans)
-def test_batch_round_trip(targets: list[Span]) -> None:
-    frame = wire.encode_batch(targets, LIMITS)
+@given(spans, st.integers(0, (1 << 64) - 1))
+def test_batch_round_trip(targets: list[Span], permit: int) -> None:
+    frame = wire.encode_batch(targets, LIMITS, permit)
     header = wire.decode_header(frame[: wire.BATCH_HEADER.size], LIMITS)
     assert header.payload_bytes == sum(span.length_bytes for span in targets)
+    assert header.permit == permit
     assert wire.decode_table(frame[wire.BATCH_HEADER.size :], header) == targets
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        wire.BATCH_HEADER.pack(LIMITS.max_blocks + 1, 0, 1),
-        wire.BATCH_HEADER.pack(1, 0, LIMITS.max_payload_bytes + 1),
-        wire.BATCH_HEADER.pack(0, 0, 1),
-        wire.BATCH_HEADER.pack(1, 0, 0),
-        wire.BATCH_HEADER.pack(1, 7, 1),
+        wire.BATCH_HEADER.pack(LIMITS.max_blocks + 1, 0, 1, 0),
+        wire.BATCH_HEADER.pack(1, 0, LIMITS.max_payload_bytes + 1, 0),
+        wire.BATCH_HEADER.pack(0, 0, 1, 0),
+        wire.BATCH_HEADER.pack(1, 0, 0, 0),
+        wire.BATCH_HEADER.pack(1, 7, 1, 0),
     ],
     ids=["blocks", "payload", "payload without blocks", "blocks without payload", "reserved"],
 )
@@ -56,9 +57,9 @@ def test_bad_header_is_refused(header: bytes) -> None:
 @pytest.mark.parametrize(
     ("table", "header"),
     [
-        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(1, 9)),
-        (wire.BLOCK.pack(4096, 8) + wire.BLOCK.pack(0, 0), wire.BatchHeader(2, 8)),
-        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(2, 8)),
+        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(1, 9, 0)),
+        (wire.BLOCK.pack(4096, 8) + wire.BLOCK.pack(0, 0), wire.BatchHeader(2, 8, 0)),
+        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(2, 8, 0)),
     ],
     ids=["sum", "empty block", "length"],
 )

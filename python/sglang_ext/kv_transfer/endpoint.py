@@ -1,0 +1,395 @@
+"""One process's end of the handshake: runs the state machines over a control channel and a transport, in threads.
+
+    scheduler thread ──expect, offer, part──▶ ┌──────────────┐ ──Send─────▶ outbox ─▶ control thread ─▶ peers
+    control thread ────messages, timers─────▶ │ the machines │ ──WritePart▶ write threads ─▶ the receiver's slots
+    write threads ─────on_written───────────▶ └─one lock─────┘ ──Fence────▶ fence threads
+
+A prefill rank opens senders, a decode rank expects requests; one endpoint can do both.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from sglang_ext.kv_transfer.control_codec import ControlMessage, LayoutReply, LayoutRequest
+from sglang_ext.kv_transfer.control_loop import ControlLoop
+from sglang_ext.kv_transfer.errors import TransferError
+from sglang_ext.kv_transfer.invitations import (
+    DecodeRank,
+    Invitation,
+    InvitationSeen,
+    ReceivedInvitations,
+    SentInvitations,
+)
+from sglang_ext.kv_transfer.outgoing import Outgoing, PartRows, SourceChunk
+from sglang_ext.kv_transfer.peer_layouts import PeerLayouts
+from sglang_ext.kv_transfer.pool_layout import PoolLayout, Slots
+from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
+from sglang_ext.kv_transfer.transport import Transport
+from sglang_ext.policy.handshake.actions import (
+    Allow,
+    Failing,
+    Fence,
+    Ready,
+    Received,
+    ReceiverActions,
+    Released,
+    Retire,
+    Send,
+    SendEnded,
+    SenderActions,
+    UseGrant,
+    WritePart,
+)
+from sglang_ext.policy.handshake.messages import (
+    ReceiverAbort,
+    ReceiverClosed,
+    ReceiverReport,
+    SenderReport,
+    SenderStopped,
+    ToSender,
+)
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.receive_request import Need, Phase
+from sglang_ext.policy.handshake.receiver import PERMIT_EPOCH_SHIFT, Receiver
+from sglang_ext.policy.handshake.records import ReceiveRecord, TransferOutcome
+from sglang_ext.policy.handshake.sender import Sender
+
+logger = logging.getLogger(__name__)
+
+_MAX_RECORDS = 10_000
+_LAYOUT_TIMEOUT_S = 10.0
+
+
+class HandshakeEndpoint:
+    """Listens on `host` from construction to `close`; `layout` and everything that it names stay where they are.
+
+    `write_threads` bounds the parts that are written at a time; `decode_rank` goes with invitations. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        transport: Transport,
+        layout: PoolLayout,
+        options: HandshakeOptions | None = None,
+        *,
+        decode_rank: DecodeRank | None = None,
+        write_threads: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options = options or HandshakeOptions()
+        self._clock = clock
+        self._transport = transport
+        self._layout = layout
+        transport.register(layout.buffers)
+        self._loop = ControlLoop(
+            host,
+            self._options.retry_s / 2,
+            on_message=self._on_message,
+            on_tick=self._on_tick,
+            is_idle=self._is_idle,
+        )
+        self.address = self._loop.address
+        self._epoch = secrets.randbits(31)
+        self._lock = threading.RLock()
+        self._receiver = Receiver(self.address, self._epoch, self._options)
+        self._received: dict[int, TransferStatus] = {}
+        self._outgoing: dict[tuple[int, str], Outgoing] = {}
+        self._sent_invitations = SentInvitations(self.address, options.retry_s, options.lease_s, decode_rank)
+        self._received_invitations = ReceivedInvitations(2 * options.stall_timeout_s)
+        self._peers = PeerLayouts(layout, transport.name)
+        self._records: deque[ReceiveRecord | SendResult] = deque(maxlen=_MAX_RECORDS)
+        self._written_bytes = self._writes = self._failed_writes = 0
+        self._closing = False
+        self._writers = ThreadPoolExecutor(write_threads, "kv-handshake-write")
+        # Fences wait for writes of others and must not wait behind this process's own.
+        self._fencers = ThreadPoolExecutor(2, "kv-handshake-fence")
+        self._loop.start()
+
+    # ---- decode side ----
+
+    def expect(self, need: Need, invite: Iterable[str] = ()) -> None:
+        """Slots are ready for a request; the prefill endpoints at the addresses `invite` are told so.
+
+        Raises ValueError when its room is in use or has been.
+        """
+        with self._lock:
+            now_s = self._clock()
+            actions = self._receiver.expect(need, now_s)
+            self._received[need.room] = TransferStatus(Stage.WAITING, None, "", False)
+            self._send_all(self._sent_invitations.invite(need, invite, now_s))
+            self._carry_out(actions)
+
+    def cancel(self, room: int, reason: str) -> None:
+        """The request is not wanted any more; its slots are free once its status says `is_released`."""
+        with self._lock:
+            self._carry_out(self._receiver.cancel(room, reason, self._clock()))
+
+    def receive_status(self, room: int) -> TransferStatus | None:
+        """How far an expected request is; None for a room never expected, or forgotten."""
+        return self._received.get(room)
+
+    def forget(self, room: int) -> None:
+        """Drop the status of a request that has ended."""
+        with self._lock:
+            status = self._received.get(room)
+            if status is not None and status.is_released:
+                del self._received[room]
+
+    # ---- prefill side ----
+
+    def invitations(self, room: int) -> tuple[Invitation, ...]:
+        """Which decode ranks want KV of a request, and what of it; one that is withdrawn says why."""
+        with self._lock:
+            return self._received_invitations.of(room)
+
+    def forget_invitations(self, room: int) -> None:
+        """The request has ended here."""
+        with self._lock:
+            self._received_invitations.forget(room)
+
+    def open_sender(self, room: int, receiver: str, sender_count: int | None = None) -> SendHandle:
+        """Shake hands for a request with the decode rank at `receiver`. Raises ValueError when that is under way."""
+        with self._lock:
+            if self._closing or (room, receiver) in self._outgoing:
+                raise ValueError(f"room {room} is being sent to {receiver} already, or this endpoint is closed")
+            now_s = self._clock()
+            machine = Sender(room, self.address, receiver, self._epoch, self._options, now_s, sender_count)
+            outgoing = self._outgoing[room, receiver] = Outgoing(machine)
+            self._carry_out_sender(outgoing, machine.start(now_s))
+            self._ask_layout(receiver)
+            self._abort_if_unlike(receiver)
+            return SendHandle(self, outgoing)
+
+    def offer(self, outgoing: Outgoing, chunk: SourceChunk, is_last: bool) -> int:
+        """For `SendHandle`, as the three below."""
+        with self._lock:
+            index = outgoing.machine.chunk_count
+            outgoing.add_chunk(chunk)
+            try:
+                actions = outgoing.machine.offer(chunk.shard, self._clock(), is_last=is_last)
+            except ValueError:
+                outgoing.drop_last_chunk()
+                raise
+            self._carry_out_sender(outgoing, actions)
+            return index
+
+    def part_ready(
+        self, outgoing: Outgoing, chunk: int, rows: PartRows, slots: Slots | None, states: tuple[Slots, ...] | None
+    ) -> None:
+        """A part of a chunk is in its slots."""
+        with self._lock:
+            if outgoing.machine.outcome is None:
+                part = outgoing.add_part(chunk, rows, slots, states)
+                try:
+                    actions = outgoing.machine.part_ready(chunk, part, self._clock())
+                except ValueError:
+                    outgoing.drop_last_part(chunk)
+                    raise
+                self._carry_out_sender(outgoing, actions)
+
+    def end_sending(self, outgoing: Outgoing, abort_reason: str | None) -> None:
+        """No more chunks will come, or nothing more shall be sent."""
+        with self._lock:
+            now_s, machine = self._clock(), outgoing.machine
+            actions = machine.close(now_s) if abort_reason is None else machine.abort(abort_reason, now_s)
+            self._carry_out_sender(outgoing, actions)
+
+    def send_status(self, outgoing: Outgoing) -> TransferStatus:
+        """How far a transfer is."""
+        with self._lock:
+            return outgoing.status
+
+    # ---- both ----
+
+    def drain_records(self) -> list[ReceiveRecord | SendResult]:
+        """Records of what has ended since the last call, oldest first."""
+        with self._lock:
+            records = list(self._records)
+            self._records.clear()
+            return records
+
+    def totals(self) -> EndpointTotals:
+        """Counters and gauges."""
+        with self._lock:
+            counts = self._receiver.request_counts
+            return EndpointTotals(
+                self._written_bytes,
+                self._writes,
+                self._failed_writes,
+                self._loop.dropped_messages,
+                self._loop.malformed_messages,
+                len(self._outgoing),
+                counts[Phase.OPEN] + counts[Phase.CLOSING],
+                counts[Phase.EARLY],
+                self._receiver.unsettled_permits,
+                self._receiver.backends.free_count,
+            )
+
+    def close(self) -> None:
+        """Abort what is under way, tell the peers, and stop. Safe to call again."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            now_s, reason = self._clock(), "the instance shuts down"
+            for outgoing in list(self._outgoing.values()):
+                self._carry_out_sender(outgoing, outgoing.machine.abort(reason, now_s))
+            for room in list(self._received):
+                self._carry_out(self._receiver.cancel(room, reason, now_s))
+        # Peers are told that this side has stopped once its writes have ended.
+        self._writers.shutdown(wait=True)
+        self._fencers.shutdown(wait=True)
+        self._loop.close()
+        self._transport.close()
+
+    # ---- called by the control loop ----
+
+    def _is_idle(self) -> bool:
+        with self._lock:
+            return self._receiver.is_idle and not self._outgoing and self._sent_invitations.is_idle
+
+    def _on_tick(self) -> None:
+        with self._lock:
+            now_s = self._clock()
+            self._carry_out(self._receiver.on_timer(now_s))
+            self._send_all(self._sent_invitations.on_timer(now_s))
+            self._received_invitations.on_timer(now_s)
+            for outgoing in list(self._outgoing.values()):
+                self._carry_out_sender(outgoing, outgoing.machine.on_timer(now_s))
+            for receiver in {receiver for _, receiver in self._outgoing}:
+                self._ask_layout(receiver)
+
+    def _on_message(self, message: ControlMessage) -> None:
+        with self._lock:
+            now_s = self._clock()
+            if isinstance(message, SenderReport):
+                self._carry_out(self._receiver.on_report(message, now_s))
+            elif isinstance(message, SenderStopped):
+                self._carry_out(self._receiver.on_stopped(message, now_s))
+            elif isinstance(message, LayoutRequest):
+                reply = LayoutReply(
+                    self.address, self._epoch, self._transport.name, self._transport.address, self._layout
+                )
+                self._loop.send(message.sender, reply)
+            elif isinstance(message, LayoutReply):
+                self._peers.learn(message)
+                self._abort_if_unlike(message.receiver)
+            elif isinstance(message, Invitation):
+                self._received_invitations.note(message, now_s)
+                seen = InvitationSeen(message.room, self.address, message.withdrawn is not None)
+                self._loop.send(message.receiver, seen)
+            elif isinstance(message, InvitationSeen):
+                self._sent_invitations.seen(message)
+            else:
+                self._on_answer(message, now_s)
+
+    def _on_answer(self, message: ToSender, now_s: float) -> None:
+        outgoing = self._outgoing.get((message.room, message.receiver))
+        if outgoing is None:
+            if isinstance(message, ReceiverAbort):
+                stopped = SenderStopped(message.room, self.address, message.sender_epoch, "nothing of it is sent here")
+                self._loop.send(message.receiver, stopped)
+        elif isinstance(message, ReceiverReport):
+            self._carry_out_sender(outgoing, outgoing.machine.on_report(message, now_s))
+        elif isinstance(message, ReceiverAbort):
+            self._carry_out_sender(outgoing, outgoing.machine.on_abort(message, now_s))
+        elif isinstance(message, ReceiverClosed):
+            self._carry_out_sender(outgoing, outgoing.machine.on_closed(message, now_s))
+
+    def _ask_layout(self, receiver: str) -> None:
+        if not self._peers.is_known(receiver):
+            self._loop.send(receiver, LayoutRequest(self.address))
+
+    def _abort_if_unlike(self, receiver: str) -> None:
+        problem = self._peers.why_unlike(receiver)
+        if problem is not None:
+            for (_, to), outgoing in list(self._outgoing.items()):
+                if to == receiver:
+                    self._carry_out_sender(outgoing, outgoing.machine.abort(problem, self._clock()))
+
+    def _send_all(self, messages: Iterable[tuple[str, ControlMessage]]) -> None:
+        for to, message in messages:
+            self._loop.send(to, message)
+
+    # ---- carrying out; called with the lock held ----
+
+    def _carry_out(self, actions: ReceiverActions) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._loop.send(action.to, action.message)
+            elif isinstance(action, Allow):
+                self._transport.allow(action.permit)
+                self._received[action.room] = TransferStatus(Stage.TRANSFERRING, None, "", False)
+            elif isinstance(action, Retire):
+                self._submit(self._fencers, partial(self._transport.revoke, action.permit))
+            elif isinstance(action, Fence):
+                self._submit(self._fencers, partial(self._fence, action.permit))
+            elif isinstance(action, Ready):
+                self._received[action.room] = TransferStatus(Stage.COMPLETE, TransferOutcome.COMPLETE, "", True)
+                self._sent_invitations.finish(action.room)
+            elif isinstance(action, Failing):
+                self._received[action.room] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
+                self._send_all(self._sent_invitations.withdraw(action.room, action.reason, self._clock()))
+            elif isinstance(action, Released):
+                self._received[action.room] = self._received[action.room]._replace(is_released=True)
+            elif isinstance(action, Received):
+                self._records.append(action.record)
+
+    def _carry_out_sender(self, outgoing: Outgoing, actions: SenderActions) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._loop.send(action.to, action.message)
+            elif isinstance(action, UseGrant):
+                outgoing.use_grant(action.grant)
+            elif isinstance(action, WritePart):
+                self._submit(self._writers, partial(self._write, outgoing, action))
+            elif isinstance(action, SendEnded):
+                outgoing.result = SendResult(action.record, outgoing.written_bytes)
+                self._records.append(outgoing.result)
+        if outgoing.machine.is_over:
+            self._outgoing.pop((outgoing.machine.room, outgoing.machine.receiver), None)
+
+    def _submit(self, executor: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+        try:
+            executor.submit(task)
+        except RuntimeError:
+            logger.debug("a task came after the end")
+
+    # ---- other threads ----
+
+    def _fence(self, permit: int) -> None:
+        self._transport.revoke(permit)
+        if self._transport.can_fence:
+            with self._lock:
+                self._carry_out(self._receiver.on_fenced(permit, self._clock()))
+
+    def _write(self, outgoing: Outgoing, todo: WritePart) -> None:
+        machine = outgoing.machine
+        try:
+            if machine.outcome is not None:
+                raise TransferError("given up before it was written")
+            peer = self._peers.wait(machine.receiver, todo.permit >> PERMIT_EPOCH_SHIFT, _LAYOUT_TIMEOUT_S)
+            with self._lock:
+                rows = outgoing.rows(todo.chunk, todo.part, self._layout, peer.layout)
+            written_bytes = self._transport.write(peer.transport_address, todo.permit, rows)
+        except (TransferError, ValueError) as error:
+            with self._lock:
+                self._failed_writes += 1
+                now_s = self._clock()
+                self._carry_out_sender(outgoing, machine.on_write_failed(todo.chunk, todo.part, str(error), now_s))
+            return
+        with self._lock:
+            self._writes += 1
+            self._written_bytes += written_bytes
+            outgoing.written_bytes += written_bytes
+            self._carry_out_sender(outgoing, machine.on_written(todo.chunk, todo.part, self._clock()))

@@ -1,0 +1,72 @@
+"""What moves the bytes of a granted chunk: one small interface, and which implementations this machine has."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
+
+
+class Transport(Protocol):
+    """One per process; thread-safe. A sender calls `write`, a receiver the methods about permits."""
+
+    name: str
+    address: str  # where senders write to; they get it with the receiver's layout
+    can_fence: bool  # whether `revoke` keeps its promise
+
+    def register(self, buffers: Sequence[ItemBuffer]) -> None:
+        """Let `write` read these and, under a permit, peers write to them. The caller keeps them alive."""
+
+    def allow(self, permit: int) -> None:
+        """Peers may write under this permit from now on."""
+
+    def revoke(self, permit: int) -> None:
+        """Return when nobody writes under this permit and nobody will, where `can_fence`; else do nothing."""
+
+    def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
+        """Copy rows to the peer; returns the number of bytes when it has stored them all.
+
+        Raises TransferError otherwise; some rows may then have been written.
+        """
+
+    def close(self) -> None:
+        """Stop serving and writing. Safe to call again."""
+
+
+TRANSPORTS = ("tcp", "shared_memory")  # what `create_transport` makes
+_ENGINES = {"mooncake": ("mooncake.engine", "pip install mooncake-transfer-engine")}
+_PLANNED = ("nixl", "nccl")
+
+
+def why_unavailable(name: str) -> str | None:
+    """One line that says why a transport cannot be used here, or None when it can.
+
+    `mooncake` is a `OneSidedTransport` around an engine that the caller makes.
+    """
+    if name in TRANSPORTS:
+        return None
+    if name in _PLANNED:
+        return f"handshake transport {name} has no adapter in this version; choose one of {', '.join(TRANSPORTS)}"
+    if name not in _ENGINES:
+        return f"there is no handshake transport {name!r}; choose one of {', '.join((*TRANSPORTS, *_ENGINES))}"
+    module, package = _ENGINES[name]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"handshake transport {name} cannot be imported ({str(error).splitlines()[0]}); it needs: {package}"
+    return None
+
+
+def create_transport(name: str, host: str) -> Transport:
+    """One of TRANSPORTS, listening on `host`. Raises ValueError, in one line, for another name."""
+    if name not in TRANSPORTS:
+        raise ValueError(why_unavailable(name) or f"handshake transport {name} needs an engine of its own")
+    if name == "tcp":
+        from sglang_ext.kv_transfer.tcp_transport import TcpTransport
+
+        return TcpTransport(host)
+    from sglang_ext.kv_transfer.shared_memory_transport import SharedMemoryTransport
+
+    return SharedMemoryTransport()

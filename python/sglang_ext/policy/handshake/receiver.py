@@ -1,0 +1,378 @@
+"""The receive manager of a decode rank: who may write into its slots, and when. A state machine without I/O.
+
+    a request:  [early] ──expect──▶ open ──all of its KV is stored──▶ complete (remembered for a while)
+                  │                  │
+                  └──────────────────┴──abort, loss, stall, misfit──▶ closing ──no write can happen──▶ failed
+
+Who gets a backend (Tetris, section "CDSP Cache Transfer Management"; arXiv 2511.06247):
+
+* A backend that nobody holds goes to the request with the earliest *first handshake* among those that have a
+  chunk waiting. So a later sender of an old request overtakes younger requests, and nobody overtakes an older one.
+* A request keeps the backends it got until it is complete or has failed, or has fewer senders left (where they say
+  how many there are). Its senders take turns on them, chunk by
+  chunk, longest waiting first: one backend is enough for any number of senders, so two requests that each hold
+  some and want more cannot block each other.
+* Only a backend that its request leaves idle for `hold_idle_s` goes to somebody who waits. The request keeps its
+  place in the order. This breaks the remaining circle: the holder cannot compute its next chunk because the
+  prefill instance's memory is full of KV whose request waits for that very backend.
+
+Safety: a slot is used again (`Released`) only when no permit to write to it is unsettled. A permit settles when its
+chunk is stored, its sender says that it has stopped, the transport has barred it (`on_fenced`), or the sender has
+been lost for `quarantine_s`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+from sglang_ext.policy.handshake.actions import (
+    Allow,
+    Failing,
+    Fence,
+    Ready,
+    Received,
+    ReceiverAction,
+    ReceiverActions,
+    Released,
+    Retire,
+    Send,
+)
+from sglang_ext.policy.handshake.backend_pool import BackendPool
+from sglang_ext.policy.handshake.messages import (
+    ReceiverAbort,
+    ReceiverClosed,
+    ReceiverReport,
+    SenderReport,
+    SenderStopped,
+)
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.receive_request import Need, Phase, ReceiveRequest, SenderState
+from sglang_ext.policy.handshake.records import TransferOutcome
+
+PERMIT_EPOCH_SHIFT = 32  # permit = epoch << this | number: one of an earlier incarnation never holds
+
+
+class _Ended(NamedTuple):
+    """What is remembered of an ended request, so that late messages get a true answer."""
+
+    outcome: TransferOutcome
+    reason: str
+    until_s: float
+
+
+class Receiver:
+    """All requests of one decode rank. Events return what to do, in order; `on_timer` wants to be called at least
+    every `retry_s / 2` while `is_idle` is false. `epoch` differs after a restart (31 random bits)."""
+
+    def __init__(self, address: str, epoch: int, options: HandshakeOptions) -> None:
+        self.address = address
+        self.epoch = epoch
+        self.options = options
+        self.backends = BackendPool(options.receive_backends, options.hold_idle_s)
+        self._requests: dict[int, ReceiveRequest] = {}
+        self._ended: dict[int, _Ended] = {}  # oldest first
+        self._queue: list[tuple[int, int]] = []  # (order, room) of open requests with a chunk waiting, sorted
+        self._permits: dict[int, tuple[ReceiveRequest, SenderState]] = {}  # unsettled
+        self._handshakes = 0
+        self._grants = 0
+        self._out: list[ReceiverAction] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return not self._requests
+
+    @property
+    def unsettled_permits(self) -> int:
+        """Grants under which somebody may be writing."""
+        return len(self._permits)
+
+    @property
+    def request_counts(self) -> dict[Phase, int]:
+        """How many requests are in each phase."""
+        phases = [request.phase for request in self._requests.values()]
+        return {phase: phases.count(phase) for phase in Phase}
+
+    # ---- events of this instance ----
+
+    def expect(self, need: Need, now_s: float) -> ReceiverActions:
+        """The scheduler has slots for a request. Raises ValueError when its room is in use."""
+        ended = self._ended.get(need.room)
+        if ended is not None and ended.outcome is TransferOutcome.COMPLETE:
+            raise ValueError(f"room {need.room} has been used before")
+        if ended is not None:
+            return (Failing(need.room, ended.outcome, ended.reason), Released(need.room))
+        request = self._requests.get(need.room)
+        if request is None:
+            request = self._requests[need.room] = ReceiveRequest(need.room, now_s)
+        elif request.phase is not Phase.EARLY:
+            raise ValueError(f"room {need.room} is in use")
+        problem = request.expect(need, now_s)
+        if problem is not None:
+            self._fail(request, TransferOutcome.REFUSED, problem, now_s)
+        elif request.is_complete:
+            self._complete(request, now_s)
+        return self._finish_event(request, now_s)
+
+    def cancel(self, room: int, reason: str, now_s: float) -> ReceiverActions:
+        """The request is not wanted any more, also when it has not been heard of yet."""
+        if room in self._ended:
+            return ()
+        request = self._requests.get(room)
+        if request is None:
+            self._remember(room, TransferOutcome.ABORTED, reason, now_s)
+            return ()
+        self._fail(request, TransferOutcome.ABORTED, reason, now_s)
+        return self._finish_event(request, now_s)
+
+    def on_fenced(self, permit: int, now_s: float) -> ReceiverActions:
+        """The transport lets nobody write under this permit any more."""
+        entry = self._permits.get(permit)
+        if entry is None or entry[0].phase is not Phase.CLOSING:
+            return ()
+        self._settle(*entry)
+        return self._finish_event(entry[0], now_s)
+
+    # ---- messages ----
+
+    def on_report(self, report: SenderReport, now_s: float) -> ReceiverActions:
+        """A sender says where it stands. Its first report is its handshake."""
+        ended = self._ended.get(report.room)
+        if ended is not None:
+            return (Send(report.sender, self._answer_ended(report, ended)),)
+        request = self._requests.get(report.room)
+        if request is None:
+            early = sum(other.phase is Phase.EARLY for other in self._requests.values())
+            if early >= self.options.max_early_requests:
+                return ()
+            request = self._requests[report.room] = ReceiveRequest(report.room, now_s)
+        sender = request.senders.get(report.sender)
+        if request.phase is Phase.CLOSING and sender is None:
+            return (Send(report.sender, self._abort_message(request, report.sender_epoch)),)
+        if sender is not None and sender.epoch != report.sender_epoch:
+            reason = f"another incarnation of {report.sender} sends this request"
+            return (
+                Send(report.sender, ReceiverAbort(report.room, self.address, self.epoch, report.sender_epoch, reason)),
+            )
+        if sender is None:
+            sender = SenderState(report.sender, report.sender_epoch, report.said_s, now_s)
+            request.senders[report.sender] = sender
+            if request.order is None:
+                request.order = self._handshakes
+                request.first_handshake_s = request.progress_s = now_s
+                self._handshakes += 1
+        sender.heard_s = now_s
+        sender.heard_said_s = max(sender.heard_said_s, report.said_s)
+        before = (len(sender.shards), sender.total, sender.parts, sender.stored)
+        problem = None if request.phase is Phase.CLOSING else request.accept(sender, report, now_s)
+        self._note_stored(request, sender, report.stored, now_s)
+        request.repeated_reports += before == (len(sender.shards), sender.total, sender.parts, sender.stored)
+        if problem is not None:
+            self._fail(request, TransferOutcome.REFUSED, problem, now_s)
+        elif request.phase is Phase.CLOSING:
+            self._send_abort(request, sender)
+        elif request.is_complete:
+            self._complete(request, now_s)
+            self._out.append(Send(report.sender, self._answer_ended(report, self._ended[request.room])))
+        else:
+            if request.unfinished_senders is not None:
+                self.backends.trim(request.room, request.unfinished_senders)
+            self._assign_after(request, now_s)
+            self._out.append(
+                Send(sender.address, request.report_to(sender, report.grants_seen, self.address, self.epoch))
+            )
+        return self._finish_event(request, now_s)
+
+    def on_stopped(self, message: SenderStopped, now_s: float) -> ReceiverActions:
+        """A sender writes no more, of its own accord or because it was told to."""
+        answer = Send(message.sender, ReceiverClosed(message.room, self.address, self.epoch, message.sender_epoch))
+        request = self._requests.get(message.room)
+        reason = f"{message.sender} has stopped: {message.reason}"
+        if request is None:
+            if message.room not in self._ended:  # so that a request expected later fails at once
+                self._remember(message.room, TransferOutcome.REMOTE_ABORT, reason, now_s)
+            return (answer,)
+        sender = request.senders.get(message.sender)
+        if sender is not None and sender.epoch != message.sender_epoch:
+            return (answer,)
+        self._out.append(answer)
+        if sender is None:
+            self._fail(request, TransferOutcome.REMOTE_ABORT, reason, now_s)
+        elif not sender.is_finished:
+            sender.is_stopped = True
+            if sender.outstanding is not None:
+                self._settle(request, sender)
+            self._fail(request, TransferOutcome.REMOTE_ABORT, reason, now_s)
+        return self._finish_event(request, now_s)
+
+    def on_timer(self, now_s: float) -> ReceiverActions:
+        """Leases, stalls, repeated aborts, idle backends, and forgetting."""
+        for request in list(self._requests.values()):
+            if request.phase is Phase.CLOSING:
+                self._press_on(request, now_s)
+            else:
+                self._check_liveness(request, now_s)
+            self._end_if_settled(request, now_s)
+        self._assign(now_s)
+        for room, ended in list(self._ended.items()):
+            if ended.until_s > now_s:
+                break
+            del self._ended[room]
+        return self._flush()
+
+    # ---- granting ----
+
+    def _assign_after(self, request: ReceiveRequest, now_s: float) -> None:
+        self._update_queue(request)
+        self._assign(now_s)
+
+    def _assign(self, now_s: float) -> None:
+        for _, room in list(self._queue):
+            if not self.backends.has_spare:
+                return
+            request = self._requests[room]
+            while (sender := request.next_waiting()) is not None and self.backends.can_take(room, now_s):
+                self._grant(request, sender, now_s)
+            self._update_queue(request)
+
+    def _grant(self, request: ReceiveRequest, sender: SenderState, now_s: float) -> None:
+        backend = self.backends.take(request.room, now_s)
+        self._grants += 1
+        permit = self.epoch << PERMIT_EPOCH_SHIFT | self._grants
+        grant = request.grant(sender, permit, backend, now_s)
+        self._permits[permit] = (request, sender)
+        self._out.append(Allow(permit, request.room, sender.address, sender.shards[grant.chunk], grant))
+        self._out.append(Send(sender.address, request.report_to(sender, grant.chunk, self.address, self.epoch)))
+
+    def _note_stored(self, request: ReceiveRequest, sender: SenderState, stored: int, now_s: float) -> None:
+        outstanding = sender.outstanding
+        if outstanding is None or stored < sender.granted:
+            return
+        if request.phase is Phase.CLOSING:
+            self._settle(request, sender)
+            return
+        del self._permits[outstanding.permit]
+        request.store(sender, now_s)
+        self.backends.put_back(outstanding.backend, now_s)
+        self._out.append(Retire(outstanding.permit))
+
+    def _update_queue(self, request: ReceiveRequest) -> None:
+        is_waiting = request.phase is Phase.OPEN and request.next_waiting() is not None
+        if request.order is None or is_waiting == request.is_queued:
+            return
+        entry = (request.order, request.room)
+        if is_waiting:
+            insort(self._queue, entry)
+        else:
+            del self._queue[bisect_left(self._queue, entry)]
+        request.is_queued = is_waiting
+
+    # ---- ending ----
+
+    def _complete(self, request: ReceiveRequest, now_s: float) -> None:
+        self._out.append(Ready(request.room))
+        self._end(request, TransferOutcome.COMPLETE, "", now_s)
+
+    def _fail(self, request: ReceiveRequest, outcome: TransferOutcome, reason: str, now_s: float) -> None:
+        """Tell everybody to stop; the request ends when no write can happen."""
+        if request.phase is Phase.CLOSING:
+            return
+        if request.phase is Phase.OPEN:
+            self._out.append(Failing(request.room, outcome, reason))
+        request.phase = Phase.CLOSING
+        self._update_queue(request)
+        request.outcome = (outcome, reason)
+        request.abort_sent_s = now_s
+        self.backends.release(request.room)
+        for sender in request.senders.values():
+            if sender.is_live:
+                self._send_abort(request, sender)
+            if sender.outstanding is not None:
+                self._out.append(Fence(sender.outstanding.permit))
+
+    def _press_on(self, request: ReceiveRequest, now_s: float) -> None:
+        """Say abort again; whoever has been lost for long enough cannot be writing any more."""
+        if now_s - request.abort_sent_s >= self.options.retry_s:
+            request.abort_sent_s = now_s
+            for sender in request.senders.values():
+                if sender.outstanding is not None:
+                    self._send_abort(request, sender)
+        for sender in request.senders.values():
+            silent_s = now_s - sender.heard_s
+            if sender.outstanding is not None and silent_s >= self.options.lease_s + self.options.quarantine_s:
+                self._settle(request, sender)
+
+    def _check_liveness(self, request: ReceiveRequest, now_s: float) -> None:
+        for sender in request.senders.values():
+            if sender.is_live and now_s - sender.heard_s >= self.options.lease_s:
+                reason = f"lost {sender.address}: silent for {self.options.lease_s:g} s"
+                self._fail(request, TransferOutcome.PEER_LOST, reason, now_s)
+                return
+        # Without a grant of its own, a request that waits for a backend waits for others, whom this rule ends too.
+        waits_for_others = request.is_queued and not request.has_unsettled
+        if now_s - request.progress_s >= self.options.stall_timeout_s and not waits_for_others:
+            reason = f"nothing has moved for {self.options.stall_timeout_s:g} s"
+            self._fail(request, TransferOutcome.STALLED, reason, now_s)
+
+    def _settle(self, request: ReceiveRequest, sender: SenderState) -> None:
+        """No write under the sender's permit can happen any more, and what it wrote is void."""
+        outstanding = sender.outstanding
+        if outstanding is not None:
+            del self._permits[outstanding.permit]
+            sender.outstanding = None
+            self.backends.drop(outstanding.backend)
+
+    def _end_if_settled(self, request: ReceiveRequest, now_s: float) -> None:
+        if request.phase is not Phase.CLOSING or request.outcome is None or request.has_unsettled:
+            return
+        if request.room in self._requests:
+            if request.need is not None:
+                self._out.append(Released(request.room))
+            self._end(request, *request.outcome, now_s)
+
+    def _end(self, request: ReceiveRequest, outcome: TransferOutcome, reason: str, now_s: float) -> None:
+        del self._requests[request.room]
+        self.backends.release(request.room)
+        if request.is_queued and request.order is not None:
+            del self._queue[bisect_left(self._queue, (request.order, request.room))]
+        self._out.append(Received(request.record(outcome, reason, now_s)))
+        self._remember(request.room, outcome, reason, now_s)
+
+    def _remember(self, room: int, outcome: TransferOutcome, reason: str, now_s: float) -> None:
+        self._ended[room] = _Ended(outcome, reason, now_s + self.options.memory_s)
+
+    # ---- saying ----
+
+    def _finish_event(self, request: ReceiveRequest, now_s: float) -> ReceiverActions:
+        self._end_if_settled(request, now_s)
+        self._assign_after(request, now_s) if request.room in self._requests else self._assign(now_s)
+        return self._flush()
+
+    def _flush(self) -> ReceiverActions:
+        actions, self._out = tuple(self._out), []
+        return actions
+
+    def _send_abort(self, request: ReceiveRequest, sender: SenderState) -> None:
+        self._out.append(Send(sender.address, self._abort_message(request, sender.epoch)))
+
+    def _abort_message(self, request: ReceiveRequest, sender_epoch: int) -> ReceiverAbort:
+        reason = request.outcome[1] if request.outcome is not None else "the request has failed"
+        return ReceiverAbort(request.room, self.address, self.epoch, sender_epoch, reason)
+
+    def _answer_ended(self, report: SenderReport, ended: _Ended) -> ReceiverReport | ReceiverAbort:
+        if ended.outcome is not TransferOutcome.COMPLETE:
+            return ReceiverAbort(report.room, self.address, self.epoch, report.sender_epoch, ended.reason)
+        return ReceiverReport(
+            report.room,
+            self.address,
+            self.epoch,
+            report.sender_epoch,
+            report.offered,
+            report.offered,
+            None,
+            report.offered,
+            True,
+            True,
+            report.said_s,
+        )

@@ -1,0 +1,463 @@
+"""A decode rank, sender processes and a network that loses, repeats and reorders, around the handshake's machines.
+
+Nothing runs by itself: a test calls what happens next. Whatever the machines do is carried out on a toy memory, and
+every promise is checked where it could break.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from sglang_ext.policy.handshake.actions import (
+    Allow,
+    Failing,
+    Fence,
+    Ready,
+    Received,
+    ReceiverActions,
+    Released,
+    Retire,
+    Send,
+    SendEnded,
+    SenderActions,
+    UseGrant,
+    WritePart,
+)
+from sglang_ext.policy.handshake.messages import (
+    Grant,
+    Message,
+    ReceiverAbort,
+    ReceiverClosed,
+    ReceiverReport,
+    SenderReport,
+    SenderStopped,
+)
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.receive_request import needed
+from sglang_ext.policy.handshake.receiver import Receiver
+from sglang_ext.policy.handshake.records import ReceiveRecord, SendRecord, TransferOutcome
+from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
+from sglang_ext.policy.handshake.shards import KVShard
+
+DECODE = "decode:1"
+WRITE_LIMIT_S = 4.0  # a write ends within this, whatever happens to its process
+
+
+def quick_options(backends: int | None, hold_idle_s: float | None = 0.5) -> HandshakeOptions:
+    return HandshakeOptions(
+        receive_backends=backends,
+        hold_idle_s=hold_idle_s,
+        retry_s=0.2,
+        heartbeat_s=0.4,
+        lease_s=2.0,
+        quarantine_s=WRITE_LIMIT_S + 0.5,
+        stall_timeout_s=8.0,
+    )
+
+
+class Cell(NamedTuple):
+    room: int
+    token: int
+    head: int
+    layer: int
+
+
+class WriteKey(NamedTuple):
+    address: str
+    room: int
+    chunk: int
+    part: int
+
+
+@dataclass
+class Write:
+    key: WriteKey
+    permit: int
+    grant: Grant
+    shard: KVShard
+    until_s: float
+
+
+@dataclass
+class Plan:
+    """What a sender will offer for a room, and what it has done of it."""
+
+    shards: list[KVShard]
+    offered: int = 0
+    ready: list[int] = field(default_factory=list)  # parts computed, per chunk
+
+
+def parts_of(shard: KVShard) -> list[Part]:
+    """One part per layer, and the metadata by themselves."""
+    parts = [Part(shard.token_count * shard.head_count) for _ in range(shard.layer_count if shard.tokens else 0)]
+    return [*parts, Part(0, has_aux=True)] if shard.has_aux else parts
+
+
+@dataclass
+class Room:
+    """One request as the test knows it."""
+
+    whole: KVShard
+    senders: list[str]
+    slots: list[int] | None = None
+    order: int | None = None
+    is_aux_written: bool = False
+    outcome: str | None = None  # "ready", "failing", "released", or "forgotten" with the receiver
+
+
+class Allowed(NamedTuple):
+    """A permit as its action described it."""
+
+    sender: str
+    room: int
+    backend: int | None
+
+
+@dataclass
+class Told:
+    """What the receiver knows of a sender's chunks, from the messages it was given and the actions it returned."""
+
+    offered: int = 0
+    granted: int = 0
+    stored: int = 0
+
+
+class World:
+    """One decode rank, any number of senders."""
+
+    def __init__(self, options: HandshakeOptions, *, can_fence: bool, slot_count: int = 64) -> None:
+        self.options = options
+        self.can_fence = can_fence
+        self.now_s = 100.0
+        self.receiver = Receiver(DECODE, 1, options)
+        self.network: list[tuple[str, Message]] = []
+        self.rooms: dict[int, Room] = {}
+        self.machines: dict[tuple[str, int], Sender] = {}
+        self.plans: dict[tuple[str, int], Plan] = {}
+        self.grants: dict[tuple[str, int, int], Grant] = {}
+        self.writes: dict[WriteKey, Write] = {}
+        self.orphans: list[Write] = []
+        self.fences: list[int] = []
+        self.allowed: dict[int, Allowed] = {}  # by permit
+        self.held: dict[int, int] = {}  # backend → room, as the grants tell
+        self.free_slots = list(range(slot_count))
+        self.slot_room: dict[int, int] = {}
+        self.memory: dict[tuple[int, int, int], Cell] = {}
+        self.receive_records: list[ReceiveRecord] = []
+        self.send_records: list[SendRecord] = []
+        self.handshakes = 0
+        # What the receiver has been told, for the promise about order.
+        self.heard: dict[tuple[str, int], Told] = {}
+
+    # ---- what a test may do ----
+
+    def add_request(self, room: int, whole: KVShard, shards: dict[str, list[KVShard]]) -> None:
+        self.rooms[room] = Room(whole, list(shards))
+        for address, chunks in shards.items():
+            self.plans[address, room] = Plan(chunks)
+
+    def start_sender(self, address: str, room: int, epoch: int = 1, *, tells_count: bool = True) -> None:
+        count = len(self.rooms[room].senders) if tells_count else None
+        machine = Sender(room, address, DECODE, epoch, self.options, self.now_s, count)
+        self.machines[address, room] = machine
+        self._carry_out_sender(machine, machine.start(self.now_s))
+
+    def can_offer(self, address: str, room: int) -> bool:
+        plan, machine = self.plans[address, room], self.machines.get((address, room))
+        return machine is not None and machine.phase is SenderPhase.OPEN and plan.offered < len(plan.shards)
+
+    def offer(self, address: str, room: int) -> None:
+        plan, machine = self.plans[address, room], self.machines[address, room]
+        shard = plan.shards[plan.offered]
+        plan.offered += 1
+        plan.ready.append(0)
+        is_last = plan.offered == len(plan.shards)
+        self._carry_out_sender(machine, machine.offer(shard, self.now_s, is_last=is_last))
+
+    def can_compute(self, address: str, room: int) -> bool:
+        plan, machine = self.plans[address, room], self.machines.get((address, room))
+        if machine is None or machine.phase is not SenderPhase.OPEN:
+            return False
+        return any(ready < len(parts_of(shard)) for ready, shard in zip(plan.ready, plan.shards, strict=False))
+
+    def compute(self, address: str, room: int) -> None:
+        """The next part of the earliest chunk becomes ready."""
+        plan, machine = self.plans[address, room], self.machines[address, room]
+        for chunk, shard in enumerate(plan.shards[: plan.offered]):
+            parts = parts_of(shard)
+            if plan.ready[chunk] < len(parts):
+                part = parts[plan.ready[chunk]]
+                plan.ready[chunk] += 1
+                self._carry_out_sender(machine, machine.part_ready(chunk, part, self.now_s))
+                return
+
+    def expect(self, room: int) -> bool:
+        """False when there are not enough slots."""
+        state = self.rooms[room]
+        count = state.whole.token_count
+        if len(self.free_slots) < count:
+            return False
+        state.slots, self.free_slots = self.free_slots[:count], self.free_slots[count:]
+        state.slots.reverse()
+        self.slot_room.update(dict.fromkeys(state.slots, room))
+        whole = state.whole
+        need = needed(
+            room,
+            first_token=whole.tokens[0].start if whole.tokens else 0,
+            slots=array("I", state.slots),
+            first_head=whole.first_head,
+            head_count=whole.head_count,
+            first_layer=whole.first_layer,
+            layer_count=whole.layer_count,
+            aux_slot=room if whole.has_aux else None,
+        )
+        self._carry_out_receiver(self.receiver.expect(need, self.now_s))
+        return True
+
+    def cancel(self, room: int) -> None:
+        self._carry_out_receiver(self.receiver.cancel(room, "cancelled", self.now_s))
+        if self.rooms[room].slots is None and self.rooms[room].outcome is None:
+            self.rooms[room].outcome = "released"
+
+    def abort_sender(self, address: str, room: int) -> None:
+        machine = self.machines[address, room]
+        self._carry_out_sender(machine, machine.abort("aborted by a test", self.now_s))
+
+    def end_write(self, key: WriteKey, *, is_failing: bool = False) -> None:
+        write = self.writes.pop(key)
+        is_stored = not is_failing and self._land(write)
+        machine = self.machines[key.address, key.room]
+        if is_stored:
+            actions = machine.on_written(key.chunk, key.part, self.now_s)
+        else:
+            actions = machine.on_write_failed(key.chunk, key.part, "refused", self.now_s)
+        self._carry_out_sender(machine, actions)
+
+    def crash_sender(self, address: str) -> None:
+        """Its process is gone; what it has posted to a network card may still be written."""
+        self.machines = {key: machine for key, machine in self.machines.items() if key[0] != address}
+        for key in [key for key in self.writes if key.address == address]:
+            self.orphans.append(self.writes.pop(key))
+
+    def land_orphan(self, index: int) -> None:
+        self._land(self.orphans.pop(index))
+
+    def crash_receiver(self) -> None:
+        """Restarted with empty pools; it knows nothing of what it had promised."""
+        self.receiver = Receiver(DECODE, self.receiver.epoch + 1, self.options)
+        self.free_slots += list(self.slot_room)
+        for state in self.rooms.values():
+            if state.slots is not None and state.outcome in (None, "failing"):
+                state.outcome = "forgotten"
+            state.order = None
+        self.slot_room, self.memory, self.allowed, self.held, self.heard = {}, {}, {}, {}, {}
+        self.fences = []
+
+    def fence_done(self) -> None:
+        permit = self.fences.pop(0)
+        self._carry_out_receiver(self.receiver.on_fenced(permit, self.now_s))
+
+    def deliver(self, index: int, *, is_kept: bool = False) -> None:
+        to, message = self.network[index] if is_kept else self.network.pop(index)
+        if isinstance(message, SenderReport | SenderStopped):
+            if isinstance(message, SenderReport):
+                self._note_report(message)
+                actions = self.receiver.on_report(message, self.now_s)
+            else:
+                actions = self.receiver.on_stopped(message, self.now_s)
+            self._carry_out_receiver(actions)
+            return
+        machine = self.machines.get((to, message.room))
+        if machine is None:
+            if isinstance(message, ReceiverAbort):
+                stopped = SenderStopped(message.room, to, message.sender_epoch, "unknown here")
+                self.network.append((DECODE, stopped))
+        elif isinstance(message, ReceiverReport):
+            self._carry_out_sender(machine, machine.on_report(message, self.now_s))
+        elif isinstance(message, ReceiverAbort):
+            self._carry_out_sender(machine, machine.on_abort(message, self.now_s))
+        elif isinstance(message, ReceiverClosed):
+            self._carry_out_sender(machine, machine.on_closed(message, self.now_s))
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, timers run; a write that its process could not end in time has ended."""
+        self.now_s += seconds
+        for key in [key for key, write in self.writes.items() if write.until_s <= self.now_s]:
+            self.end_write(key, is_failing=True)
+        self.orphans = [write for write in self.orphans if write.until_s > self.now_s]
+        self._carry_out_receiver(self.receiver.on_timer(self.now_s))
+        for machine in list(self.machines.values()):
+            self._carry_out_sender(machine, machine.on_timer(self.now_s))
+
+    def settle(self, random: Random, loss: float = 0.0) -> None:
+        """From now on everybody does its work; everything must end, and nothing may be left over."""
+        for room, state in self.rooms.items():
+            if state.slots is None and state.outcome is None:
+                self.cancel(room)
+        for step in range(600):
+            for address, room in list(self.machines):
+                while self.can_offer(address, room):
+                    self.offer(address, room)
+                while self.can_compute(address, room):
+                    self.compute(address, room)
+            for key in list(self.writes):
+                if key in self.writes:
+                    self.end_write(key)
+            while self.fences:
+                self.fence_done()
+            for _ in range(len(self.network)):
+                index = random.randrange(len(self.network))
+                if random.random() < loss and step < 20:
+                    self.network.pop(index)
+                else:
+                    self.deliver(index)
+            is_over = all(machine.is_over for machine in self.machines.values())
+            if is_over and self.receiver.is_idle and not self.network and not self.writes:
+                break
+            if not self.network and not self.writes:
+                self.advance(self.options.retry_s / 2)
+        else:
+            raise AssertionError("it does not end")
+        self.check_clean()
+
+    def check_clean(self) -> None:
+        """Nothing is held, allowed or occupied any more, and every request has one outcome."""
+        backends = self.options.receive_backends
+        assert self.receiver.backends.free_count == (backends or 0)
+        assert self.receiver.unsettled_permits == 0
+        assert not self.allowed
+        assert not self.slot_room
+        assert sorted(self.free_slots) == list(range(len(self.free_slots)))
+        for room, state in self.rooms.items():
+            assert state.outcome in ("ready", "released", "forgotten"), (room, state.outcome)
+
+    def check(self) -> None:
+        """What must hold at every moment."""
+        busy = [allowed.backend for allowed in self.allowed.values() if allowed.backend is not None]
+        assert len(busy) == len(set(busy)), "a backend takes two chunks at a time"
+        backends = self.options.receive_backends
+        if backends is not None:
+            held = [backend for room in self.rooms for backend in self.receiver.backends.held_by(room)]
+            assert len(held) + self.receiver.backends.free_count == backends
+            assert len(held) == len(set(held))
+
+    # ---- carrying out ----
+
+    def _carry_out_receiver(self, actions: ReceiverActions) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self.network.append((action.to, action.message))
+            elif isinstance(action, Allow):
+                assert self.rooms[action.room].outcome is None, "granted to a request that has ended"
+                self._check_order(action)
+                self.allowed[action.permit] = Allowed(action.sender, action.room, action.grant.backend)
+                self.heard[action.sender, action.room].granted += 1
+            elif isinstance(action, Fence):
+                if self.can_fence:
+                    del self.allowed[action.permit]
+                    self.fences.append(action.permit)
+            elif isinstance(action, Retire):
+                used = self.allowed.pop(action.permit)
+                self.heard[used.sender, used.room].stored += 1
+            elif isinstance(action, Ready):
+                self._check_arrived(action.room)
+                self._free(action.room, "ready")
+            elif isinstance(action, Failing):
+                assert self.rooms[action.room].outcome is None
+                self.rooms[action.room].outcome = "failing"
+            elif isinstance(action, Released):
+                assert self.rooms[action.room].outcome == "failing"
+                self._free(action.room, "released")
+            elif isinstance(action, Received):
+                self.receive_records.append(action.record)
+
+    def _carry_out_sender(self, machine: Sender, actions: SenderActions) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self.network.append((action.to, action.message))
+            elif isinstance(action, UseGrant):
+                self.grants[machine.address, machine.room, action.grant.chunk] = action.grant
+            elif isinstance(action, WritePart):
+                key = WriteKey(machine.address, machine.room, action.chunk, action.part)
+                assert key not in self.writes
+                grant = self.grants[machine.address, machine.room, action.chunk]
+                shard = self.plans[machine.address, machine.room].shards[action.chunk]
+                self.writes[key] = Write(key, action.permit, grant, shard, self.now_s + WRITE_LIMIT_S)
+            elif isinstance(action, SendEnded):
+                own = (machine.address, machine.room)
+                assert not [key for key in self.writes if (key.address, key.room) == own], "source freed under a write"
+                self.send_records.append(action.record)
+
+    def _land(self, write: Write) -> bool:
+        """Put a part into memory; False when its permit does not hold."""
+        if write.permit >> 32 != self.receiver.epoch:
+            return False
+        if write.permit not in self.allowed and self.can_fence:
+            return False
+        key, shard, grant = write.key, write.shard, write.grant
+        part = parts_of(shard)[key.part]
+        if part.has_aux:
+            assert grant.aux_slot == key.room
+            self.rooms[key.room].is_aux_written = True
+            return True
+        layer = shard.first_layer + key.part
+        positions = [token for span in shard.tokens for token in range(span.start, span.stop, span.step)]
+        slots = array("I", grant.slots)
+        for token, slot in zip(positions, slots, strict=True):
+            assert self.slot_room.get(slot) == key.room, "written to a slot of somebody else"
+            for head in range(shard.first_head, shard.first_head + shard.head_count):
+                self.memory[slot, head, layer] = Cell(key.room, token, head, layer)
+        return True
+
+    # ---- promises ----
+
+    def _note_report(self, report: SenderReport) -> None:
+        state = self.rooms.get(report.room)
+        if state is not None and state.order is None:
+            state.order = self.handshakes
+            self.handshakes += 1
+        told = self.heard.setdefault((report.sender, report.room), Told())
+        told.offered = max(told.offered, report.offered)
+
+    def _check_order(self, action: Allow) -> None:
+        """A backend that the request did not hold goes to the earliest first handshake that could use one."""
+        backend = action.grant.backend
+        if backend is None or self.held.get(backend) == action.room:
+            return
+        self.held[backend] = action.room
+        mine = self.rooms[action.room].order
+        assert mine is not None
+        for (_, room), told in self.heard.items():
+            state = self.rooms[room]
+            is_open = state.slots is not None and state.outcome is None
+            if is_open and state.order is not None and state.order < mine:
+                assert told.offered == told.granted or told.granted > told.stored, "an older request was overtaken"
+
+    def _check_arrived(self, room: int) -> None:
+        state = self.rooms[room]
+        assert state.slots is not None
+        whole = state.whole
+        assert state.is_aux_written or not whole.has_aux
+        first = whole.tokens[0].start if whole.tokens else 0
+        for offset, slot in enumerate(state.slots):
+            for head in range(whole.first_head, whole.first_head + whole.head_count):
+                for layer in range(whole.first_layer, whole.first_layer + whole.layer_count):
+                    assert self.memory.get((slot, head, layer)) == Cell(room, first + offset, head, layer)
+
+    def _free(self, room: int, outcome: str) -> None:
+        state = self.rooms[room]
+        assert state.slots is not None
+        assert state.outcome in (None, "failing")
+        state.outcome = outcome
+        self.allowed = {permit: allowed for permit, allowed in self.allowed.items() if allowed.room != room}
+        for slot in state.slots:
+            assert self.slot_room.pop(slot) == room
+        self.memory = {key: cell for key, cell in self.memory.items() if cell.room != room}
+        self.free_slots += state.slots
+
+
+def outcomes(world: World) -> list[TransferOutcome]:
+    return [record.outcome for record in world.receive_records]

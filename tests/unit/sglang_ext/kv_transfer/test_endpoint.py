@@ -1,0 +1,280 @@
+"""Endpoints in one process: what callers are told, what peers are told, and many requests at a time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import zmq
+
+from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
+from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.pool_layout import PoolLayout
+from sglang_ext.kv_transfer.transfer_status import SendResult, Stage
+from sglang_ext.kv_transfer.transport import create_transport
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.receive_request import Need, needed
+from sglang_ext.policy.handshake.records import ReceiveRecord, TransferOutcome
+from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from support.handshake_process import Pool, PoolShape, is_stage, wait_until
+
+OPTIONS = HandshakeOptions(
+    receive_backends=2, hold_idle_s=0.2, retry_s=0.05, heartbeat_s=0.1, lease_s=5.0, quarantine_s=1.0
+)
+WHOLE = KVShard((TokenSpan(0, 4),), 0, 2, 0, 3)
+ALL_LAYERS = PartRows(0, 3, 0, 4, False)
+Make = Callable[..., HandshakeEndpoint]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def begin(
+            pool: Pool, transport: str = "tcp", layout: PoolLayout | None = None, can_fence: bool = True
+        ) -> HandshakeEndpoint:
+            mover = create_transport(transport, "127.0.0.1")
+            mover.can_fence = can_fence
+            endpoint = HandshakeEndpoint("127.0.0.1", mover, layout or pool.layout, OPTIONS)
+            stack.callback(endpoint.close)
+            return endpoint
+
+        yield begin
+
+
+def need(room: int, slots: list[int], aux_slot: int | None = None, states: tuple[bytes, ...] = ()) -> Need:
+    return needed(
+        room,
+        first_token=0,
+        slots=array("I", slots),
+        first_head=0,
+        head_count=2,
+        first_layer=0,
+        layer_count=3,
+        aux_slot=aux_slot,
+        state_slots=states,
+    )
+
+
+def chunk(shard: KVShard, slots: list[int], aux_slot: int | None = None) -> SourceChunk:
+    return SourceChunk(shard, np.array(slots, np.uint32), aux_slot, ())
+
+
+def test_senders_may_come_before_the_slots(make: Make) -> None:
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+    prefill, decode = make(source), make(target)
+    handle = prefill.open_sender(1, decode.address, 1)
+    handle.offer(chunk(WHOLE, [3, 2, 1, 0]), is_last=True)
+    handle.part(0, PartRows(0, 3, 0, 3, False))
+    wait_until(lambda: handle.status.stage is Stage.WAITING)
+    assert decode.totals().receiving_early == 1
+    assert decode.receive_status(1) is None
+    decode.expect(need(1, [7, 8, 9, 20]))
+    wait_until(lambda: handle.status.stage is Stage.TRANSFERRING)
+    handle.part(0, PartRows(0, 3, 3, 1, False))
+    wait_until(lambda: is_stage(decode.receive_status(1), Stage.COMPLETE))
+    wait_until(lambda: handle.status.stage is Stage.COMPLETE)
+    np.testing.assert_array_equal(target.buffers[4][[7, 8, 9, 20]], source.buffers[4][[3, 2, 1, 0]])
+    assert handle.result is not None
+    assert (handle.result.record.parts, handle.result.written_bytes) == (2, 4 * 3 * 96)
+    (received,), (sent,) = decode.drain_records(), prefill.drain_records()
+    assert isinstance(received, ReceiveRecord)
+    assert isinstance(sent, SendResult)
+    assert decode.drain_records() == []
+    totals = prefill.totals()
+    assert (totals.writes, totals.failed_writes, totals.sending, totals.written_bytes) == (2, 0, 0, 4 * 3 * 96)
+    decode.forget(1)
+    assert decode.receive_status(1) is None
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+def test_many_requests_of_two_senders_each(make: Make, transport: str) -> None:
+    shape = PoolShape(slot_count=160)
+    sources, target = [Pool(shape, 1), Pool(shape, 2)], Pool(shape, 3)
+    prefills, decode = [make(source, transport) for source in sources], make(target, transport)
+    expected = Pool(shape, 3)
+    rooms = range(40)
+    for room in rooms:
+        slots = [4 * room + offset for offset in (2, 0, 3, 1)]
+        decode.expect(need(room, slots))
+        for rank in (0, 1):
+            shard = WHOLE._replace(tokens=(TokenSpan(rank, 4, 2),))
+            handle = prefills[rank].open_sender(room, decode.address, 2)
+            own = [4 * room + rank, 4 * room + 3 - rank]
+            handle.offer(chunk(shard, own), is_last=True)
+            handle.part(0, PartRows(0, 2, 0, 2, False))
+            handle.part(0, PartRows(2, 1, 0, 2, False))
+            for have, source in zip(expected.buffers, sources[rank].buffers, strict=True):
+                have[slots[rank::2]] = source[own]
+    for room in rooms:
+        wait_until(lambda room=room: is_stage(decode.receive_status(room), Stage.COMPLETE))  # type: ignore[misc]
+    for have, want in zip(target.buffers, expected.buffers, strict=True):
+        np.testing.assert_array_equal(have, want)
+    assert decode.totals().free_backends == 2
+
+
+def test_metadata_and_extra_state_come_with_the_last_chunk(make: Make) -> None:
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+
+    def with_state(pool: Pool) -> PoolLayout:
+        plain = pool.layout
+        return PoolLayout("float32", 0, plain.layers, 0, 2, plain.aux, (plain.aux,))
+
+    prefill, decode = make(source, layout=with_state(source)), make(target, layout=with_state(target))
+    decode.expect(need(1, [7, 8, 9, 20], 4, (np.array([0, 2], np.uint32).tobytes(),)))
+    handle = prefill.open_sender(1, decode.address)
+    handle.offer(chunk(WHOLE, [3, 2, 1, 0]))
+    handle.part(0, ALL_LAYERS)
+    state = np.array([3, 1], np.uint32)
+    handle.offer(SourceChunk(KVShard((), 0, 0, 0, 0, True), np.zeros(0, np.uint32), 2, (state,)), is_last=True)
+    handle.part(1, PartRows(0, 0, 0, 0, True))
+    wait_until(lambda: is_stage(decode.receive_status(1), Stage.COMPLETE))
+    np.testing.assert_array_equal(target.aux[[4, 0, 2]], source.aux[[2, 3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "transport", "reason"),
+    [
+        (PoolShape(dtype="bfloat16"), "tcp", "KV is float32 here and bfloat16 at the peer"),
+        (PoolShape(head_dim=4), "tcp", "another number of bytes"),
+        (PoolShape(), "shared_memory", "receives over shared_memory, this instance sends over tcp"),
+    ],
+)
+def test_instances_that_do_not_fit_each_other(make: Make, shape: PoolShape, transport: str, reason: str) -> None:
+    prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(shape, 2), transport)
+    for room in (1, 2):  # the second is told at once
+        decode.expect(need(room, [1, 2, 3, 4]))
+        handle = prefill.open_sender(room, decode.address)
+        handle.offer(chunk(WHOLE, [0, 1, 2, 3]), is_last=True)
+        handle.part(0, ALL_LAYERS)
+        wait_until(lambda handle=handle: handle.status.stage is Stage.FAILED)  # type: ignore[misc]
+        assert reason in handle.status.reason
+        wait_until(lambda room=room: is_stage(decode.receive_status(room), Stage.FAILED))  # type: ignore[misc]
+        status = decode.receive_status(room)
+        assert status is not None
+        assert status.outcome is TransferOutcome.REMOTE_ABORT
+        assert reason in status.reason
+
+
+def test_an_ordinary_instance_offers_the_whole_request_and_brings_slots_with_its_parts(make: Make) -> None:
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+    prefill, decode = make(source), make(target)
+    decode.expect(need(1, [7, 8, 9, 20], 4))
+    handle = prefill.open_sender(1, decode.address, 1)
+    handle.offer(SourceChunk(WHOLE._replace(has_aux=True), None, 2, None), is_last=True)
+    with pytest.raises(ValueError, match="no slots"):
+        handle.part(0, PartRows(0, 3, 0, 3, False))
+    with pytest.raises(ValueError, match="another number"):
+        handle.part(0, PartRows(0, 3, 0, 3, False), np.array([1], np.uint32))
+    handle.part(0, PartRows(0, 3, 0, 3, False), np.array([30, 10, 20], np.uint32))
+    handle.part(0, PartRows(0, 3, 3, 1, True), np.array([5], np.uint32), ())
+    wait_until(lambda: is_stage(decode.receive_status(1), Stage.COMPLETE))
+    for have, want in zip(target.buffers, source.buffers, strict=True):
+        np.testing.assert_array_equal(have[[7, 8, 9, 20]], want[[30, 10, 20, 5]])
+    np.testing.assert_array_equal(target.aux[4], source.aux[2])
+
+
+def test_callers_are_told_what_makes_no_sense(make: Make) -> None:
+    prefill = make(Pool(PoolShape(), 1))
+    handle = prefill.open_sender(1, "127.0.0.1:1")
+    with pytest.raises(ValueError, match="room 1 is being sent"):
+        prefill.open_sender(1, "127.0.0.1:1")
+    with pytest.raises(ValueError, match="3 slots for a chunk of 4 tokens"):
+        handle.offer(chunk(WHOLE, [1, 2, 3]))
+    with pytest.raises(ValueError, match="aux slot"):
+        handle.offer(chunk(WHOLE, [1, 2, 3, 4], aux_slot=1))
+    with pytest.raises(ValueError, match="empty"):
+        handle.offer(chunk(WHOLE._replace(layer_count=0), [1, 2, 3, 4]))
+    index = handle.offer(chunk(WHOLE, [1, 2, 3, 4]), is_last=True)
+    assert index == 0
+    with pytest.raises(ValueError, match="the last chunk"):
+        handle.offer(chunk(WHOLE, [1, 2, 3, 4]))
+    for rows in (PartRows(0, 4, 0, 4, False), PartRows(0, 1, 1, 4, False), PartRows(0, 1, -1, 4, False)):
+        with pytest.raises(ValueError, match="outside of chunk 0"):
+            handle.part(0, rows)
+    handle.part(0, ALL_LAYERS)
+    with pytest.raises(ValueError, match="more than the chunk"):
+        handle.part(0, PartRows(0, 1, 0, 1, False))
+    handle.abort("enough")
+    handle.part(0, ALL_LAYERS)
+    assert handle.status.stage is Stage.FAILED
+    assert handle.status.is_released
+
+
+def test_without_fences_slots_are_released_when_the_sender_has_stopped(make: Make) -> None:
+    """As over RDMA: here the transport forgets how to bar a sender."""
+    prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(PoolShape(), 2), can_fence=False)
+    decode.expect(need(1, [1, 2, 3, 4]))
+    handle = prefill.open_sender(1, decode.address)
+    handle.offer(chunk(WHOLE, [0, 1, 2, 3]), is_last=True)
+    wait_until(lambda: handle.status.stage is Stage.TRANSFERRING)
+    decode.cancel(1, "cancelled")
+    status = decode.receive_status(1)
+    assert status is not None
+    assert not status.is_released
+    wait_until(lambda: handle.status.stage is Stage.FAILED)
+
+    def is_released() -> bool:
+        now = decode.receive_status(1)
+        return now is not None and now.is_released
+
+    wait_until(is_released)
+
+
+def test_an_instance_that_shuts_down_tells_its_peers(make: Make) -> None:
+    prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(PoolShape(), 2))
+    other = make(Pool(PoolShape(), 3))
+    decode.expect(need(1, [1, 2, 3, 4]))
+    other.expect(need(2, [1, 2, 3, 4]))
+    handles = [prefill.open_sender(1, decode.address), prefill.open_sender(2, other.address)]
+    for handle in handles:
+        handle.offer(chunk(WHOLE, [0, 1, 2, 3]), is_last=True)
+        wait_until(lambda handle=handle: handle.status.stage is Stage.TRANSFERRING)  # type: ignore[misc]
+    decode.close()
+    wait_until(lambda: handles[0].status.stage is Stage.FAILED)
+    assert handles[0].status.reason == "the instance shuts down"
+    prefill.close()
+    prefill.close()
+    wait_until(lambda: is_stage(other.receive_status(2), Stage.FAILED))
+    status = other.receive_status(2)
+    assert status is not None
+    assert status.reason.endswith("has stopped: the instance shuts down")
+    with pytest.raises(ValueError, match="closed"):
+        prefill.open_sender(3, other.address)
+
+
+def test_a_stray_message_is_counted_and_ignored(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    decode = make(Pool(PoolShape(), 1))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stray:
+        stray.connect(f"tcp://{decode.address}")
+        stray.send(b"GET / HTTP/1.1")
+        wait_until(lambda: decode.totals().malformed_messages == 1)
+    assert "not a handshake message" in caplog.text
+
+
+def test_addresses_that_are_none_are_dropped_messages(make: Make) -> None:
+    prefill = make(Pool(PoolShape(), 1))
+    prefill.open_sender(1, "no address")
+    wait_until(lambda: prefill.totals().dropped_messages > 0)
+
+
+def test_prefill_learns_from_invitations_where_kv_shall_go(make: Make) -> None:
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+    prefill, decode = make(source), make(target)
+    for room in (1, 2):
+        decode.expect(need(room, [8 * room, 8 * room + 3, 8 * room + 1, 8 * room + 2]), invite=[prefill.address])
+        wait_until(lambda room=room: prefill.invitations(room) != ())  # type: ignore[misc]
+    decode.cancel(2, "nobody listens any more")
+    (invitation,) = prefill.invitations(1)
+    assert (invitation.receiver, invitation.whole, invitation.withdrawn) == (decode.address, WHOLE, None)
+    wait_until(lambda: prefill.invitations(2)[0].withdrawn == "nobody listens any more")
+    handle = prefill.open_sender(1, invitation.receiver)
+    handle.offer(chunk(invitation.whole, [0, 1, 2, 3]), is_last=True)
+    handle.part(0, ALL_LAYERS)
+    wait_until(lambda: is_stage(decode.receive_status(1), Stage.COMPLETE))
+    np.testing.assert_array_equal(target.buffers[0][[8, 11, 9, 10]], source.buffers[0][:4])
+    prefill.forget_invitations(1)
+    assert prefill.invitations(1) == ()
