@@ -23,11 +23,15 @@ COMMANDS = {
     "up": Command("sglang_ext.cluster.command", "start a whole cluster (pools and router) and keep it healthy"),
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
     "worker": Command("sglang_ext.sglang_plugin.worker", "start one SGLang instance with a role"),
+    "coordinator": Command(
+        "sglang_ext.sequence_parallel.coordinator_command", "let several instances of a long pool share long prefills"
+    ),
     "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
     "run-module": Command(
         "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"
     ),
     "model": Command("sglang_ext.models.command", "fetch and convert the small demonstration model"),
+    "profile": Command("sglang_ext.profiling.command", "measure what the simulator and the planner reckon with"),
     "simulate": Command("sglang_ext.simulation.command", "simulate a workload on any number of instances"),
 }
 
@@ -49,7 +53,7 @@ def _overview() -> str:
         "",
         "commands:",
     ]
-    lines += [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<11} {command.summary}" for name, command in COMMANDS.items()]
     lines += ["", "`sglang-ext COMMAND --help` explains each; `sglang-ext --version` prints the version."]
     return "\n".join(lines)
 

@@ -56,7 +56,7 @@ def steps_of(plan: Plan, request: int, first_tag: int, page_tokens: int) -> list
         held[plan.chunks[0][1][0]] = (Lot((range(plan.cached_tokens),), is_borrowed=True),)
     steps, start, tag = [], plan.cached_tokens, first_tag
     for tokens, group in plan.chunks:
-        layout, held = lay_out(held, start, tokens, group, plan.interleaving, page_tokens)
+        layout, held = lay_out(held, (range(start, start + tokens),), group, plan.interleaving, page_tokens)
         ids = tuple(tuple(plan.token_ids[p] for part in positions for p in part) for positions in layout.new)
         steps.append(Step(request, layout, ids, tag, plan.is_overlapped))
         tag += tags_needed(layout, LAYERS)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_ext.policy.cdsp.sharding import ChunkLayout, Positions
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
 from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.ring_attention import Ring
@@ -24,7 +24,8 @@ class Attention(Protocol):
 class Engine(Protocol):
     """The model of an instance, and its KV memory."""
 
-    pool: KvPool
+    @property
+    def pool(self) -> KvPool: ...
 
     def forward(
         self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention
@@ -55,14 +56,16 @@ def run_chunk(
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError
-    before anything was sent, MeshError when a peer has gone: the shard is then incomplete and must be dropped.
-    `is_overlapped`: history travels behind the computation of earlier layers; otherwise all of it first.
+    before anything was sent, MeshError when a peer has gone; the shard is then as before, and so it is after
+    `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation of earlier
+    layers; otherwise all of it first.
     """
     place = layout.group.index(instance)
     positions = layout.new[place]
     pool = engine.pool
-    moving = Rebalancing(pool, shard, layout.moves, mesh, instance, first_tag + pool.layers * len(layout.group))
+    shard.begin()
     try:
+        moving = Rebalancing(pool, shard, layout.moves, mesh, instance, first_tag + pool.layers * len(layout.group))
         slots = shard.extend(positions)
         held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
         if shard.positions != held[place]:
@@ -73,9 +76,23 @@ def run_chunk(
         ring = Ring(mesh, layout.group, instance, held, first_tag)
         attention = _ChunkAttention(pool, ring, positions, shard.slots, moving)
         logits = engine.forward(token_ids, as_tensor(positions), slots, attention)
-    finally:
-        moving.close()
+    except BaseException:
+        shard.roll_back()
+        raise
     return logits if layout.last_token_owner == instance else None
+
+
+def run_collect(pool: KvPool, shard: Shard, moves: Sequence[Move], mesh: Mesh, instance: int, first_tag: int) -> None:
+    """Send what this instance holds to the owner, or as the owner receive it. Raises as `run_chunk`, and restores."""
+    shard.begin()
+    try:
+        moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag)
+        for layer in range(pool.layers):
+            moving.start(layer + 1)
+            moving.finish(layer)
+    except BaseException:
+        shard.roll_back()
+        raise
 
 
 class _ChunkAttention:

@@ -9,6 +9,7 @@ import torch
 
 from sglang_ext.policy.cdsp.sharding import Lot, Move, Positions, count_tokens, head, positions_of
 from sglang_ext.sequence_parallel.mesh import Mesh, Pending
+from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 
 
 class NoRoomError(RuntimeError):
@@ -45,11 +46,19 @@ class HeldLot(NamedTuple):
 
 
 class Shard:
-    """What this instance holds of one request. Not safe for threads: it belongs to the engine's loop."""
+    """What this instance holds of one request. Not safe for threads: it belongs to the engine's loop.
+
+    Chunks change it as transactions: what a chunk gave away stays where it is until the next chunk begins, which is
+    when every member of the group is known to have done this one. So a chunk that failed for one member can be taken
+    back by all of them.
+    """
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self._lots: list[HeldLot] = []
+        self._before: list[HeldLot] = []  # as the last chunk found it
+        self._given: list[HeldLot] = []  # by the last chunk; their slots are still taken
+        self._taken: list[torch.Tensor] = []  # slots that the last chunk has allocated
 
     @property
     def lots(self) -> tuple[Lot, ...]:
@@ -69,46 +78,90 @@ class Shard:
     def owned_tokens(self) -> int:
         """Slots that this shard has taken from the pool, in whole pages: what the pool does not know to be used."""
         page = self._pool.page_tokens
-        return sum(-(-held.lot.tokens // page) * page for held in self._lots if not held.lot.is_borrowed)
+        lots = (*self._lots, *self._given)
+        return sum(-(-held.lot.tokens // page) * page for held in lots if not held.lot.is_borrowed)
 
     def borrow(self, positions: Positions, slots: torch.Tensor) -> None:
         """A prefix that the engine's cache holds, and keeps while it is locked there."""
         self._add(Lot(positions, is_borrowed=True), slots)
 
+    def begin(self) -> None:
+        """A chunk begins: the one before it is done everywhere, so what it gave away can be freed."""
+        for held in self._given:
+            self._free(held)
+        self._before, self._given, self._taken = list(self._lots), [], []
+
+    def roll_back(self) -> None:
+        """Be as the last chunk found it; once only."""
+        for slots in self._taken:
+            self._pool.free(slots)
+        self._lots, self._given, self._taken = list(self._before), [], []
+
     def extend(self, positions: Positions) -> torch.Tensor:
         """Take slots for further positions. Raises NoRoomError."""
+        if not positions:
+            return torch.empty(0, dtype=torch.int64)
         slots = self._pool.allocate(count_tokens(positions))
+        self._taken.append(slots)
         self._add(Lot(positions), slots)
         return slots
 
     def give(self, move: Move) -> torch.Tensor:
-        """Take the end of a lot out of the shard; its slots stay valid until `release`."""
+        """Take the end of a lot out of the shard; the slots of what was given."""
         held = self._lots[move.lot]
         kept = held.lot.tokens - move.tokens
-        given = held.slots[kept:]
-        positions = head(held.lot.positions, kept)
-        self._lots[move.lot] = HeldLot(held.lot._replace(positions=positions), held.slots[:kept])
-        return given
-
-    def release(self, slots: torch.Tensor, is_borrowed: bool) -> None:
-        """Free slots that have been given away, unless they are the cache's."""
-        if not is_borrowed and slots.numel():
-            self._pool.free(slots)
+        given = HeldLot(held.lot._replace(positions=move.positions), held.slots[kept:])
+        self._given.append(given)
+        self._lots[move.lot] = HeldLot(held.lot._replace(positions=head(held.lot.positions, kept)), held.slots[:kept])
+        return given.slots
 
     def compact(self) -> None:
         """Forget lots of which nothing is left."""
         self._lots = [held for held in self._lots if held.lot.positions]
 
+    def surrender(self, start: int) -> torch.Tensor:
+        """Hand over the slots of the positions from `start` on, in order, up to the first one that is missing.
+
+        They are whole pages in which position follows position, as an engine's prefix cache wants them; `start` and
+        the number of slots are multiples of the page size, whatever is left over is freed. Raises NoRoomError, with
+        nothing changed, where KV must be copied into pages of that kind and there are none.
+        """
+        positions, slots = as_tensor(self.positions), self.slots
+        order = torch.argsort(positions)
+        ordered = order[torch.searchsorted(positions[order], start) :]
+        is_next = positions[ordered] == torch.arange(start, start + ordered.numel())
+        count = int(is_next.to(torch.int8).cumprod(0).sum())
+        page = self._pool.page_tokens
+        count -= count % page
+        wanted = slots[ordered[:count]]
+        if page == 1:
+            self._keep_only(wanted)
+            return wanted
+        fresh = self._pool.allocate(count) if count else wanted
+        for layer in range(self._pool.layers):
+            self._pool.write(layer, fresh, *self._pool.read(layer, wanted))
+        self.drop()
+        return fresh
+
+    def _keep_only(self, wanted: torch.Tensor) -> None:
+        """Free all slots but these, and forget all."""
+        owned = [held.slots for held in (*self._lots, *self._given) if not held.lot.is_borrowed]
+        if owned:
+            slots = torch.cat(owned)
+            rest = slots[~torch.isin(slots, wanted)]
+            if rest.numel():
+                self._pool.free(rest)
+        self._lots, self._before, self._given, self._taken = [], [], [], []
+
     def drop(self) -> None:
         """Free everything."""
-        for held in self._lots:
-            self.release(held.slots, held.lot.is_borrowed)
-        self._lots = []
+        for held in (*self._lots, *self._given):
+            self._free(held)
+        self._lots, self._before, self._given, self._taken = [], [], [], []
 
-    def hand_over(self) -> list[HeldLot]:
-        """Everything, to somebody else who frees it."""
-        lots, self._lots = self._lots, []
-        return lots
+    def _free(self, held: HeldLot) -> None:
+        if not held.lot.is_borrowed and held.slots.numel():
+            self._pool.free(held.slots)
 
     def _add(self, lot: Lot, slots: torch.Tensor) -> None:
         if lot.tokens != slots.numel():
@@ -125,7 +178,6 @@ class Rebalancing:
     ) -> None:
         """Takes room for what comes (NoRoomError) and cuts off what goes. Move i uses the tags first + i * layers."""
         self._pool = pool
-        self._shard = shard
         self._mesh = mesh
         self._outgoing: list[_Outgoing] = []
         self._incoming: list[_Incoming] = []
@@ -133,8 +185,7 @@ class Rebalancing:
         for number, move in enumerate(moves):
             tag = first_tag + number * pool.layers
             if move.source == instance:
-                is_borrowed = shard.lots[move.lot].is_borrowed
-                self._outgoing.append(_Outgoing(move.target, shard.give(move), is_borrowed, tag))
+                self._outgoing.append(_Outgoing(move.target, shard.give(move), tag))
             elif move.target == instance:
                 self._incoming.append(_Incoming(move.source, shard.extend(move.positions), tag))
         shard.compact()
@@ -160,17 +211,10 @@ class Rebalancing:
                 self._pool.write(layer, incoming.slots, block[0], block[1])
         self._under_way[layer] = []
 
-    def close(self) -> None:
-        """Free what has gone, once all layers have, or have been given up."""
-        for outgoing in self._outgoing:
-            self._shard.release(outgoing.slots, outgoing.is_borrowed)
-        self._outgoing = []
-
 
 class _Outgoing(NamedTuple):
     target: int
     slots: torch.Tensor
-    is_borrowed: bool
     tag: int
 
 

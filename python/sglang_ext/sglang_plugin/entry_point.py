@@ -7,7 +7,7 @@ import os
 
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE
 from sglang_ext.sglang_plugin.options import options_from_environment
-from sglang_ext.sglang_plugin.transfer_backend import TCP
+from sglang_ext.sglang_plugin.transfer_backend import OWN_BACKENDS
 from sglang_ext.sglang_plugin.versions import installed_sglang
 
 
@@ -23,7 +23,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
-    add_disagg_transfer_backend_choices([TCP])
+    add_disagg_transfer_backend_choices(list(OWN_BACKENDS))
     for hook in HOOK_TABLE:
         target = hook.target_in(installed) if hook.is_wanted(options) else None
         if target is not None:

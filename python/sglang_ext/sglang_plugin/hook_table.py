@@ -43,10 +43,12 @@ class Hook:
     # and the engine does without.
     targets: Mapping[SglangVersion, str | None]
     needs_laps: bool = False  # registered only where LAPS is on
+    is_for_pools: bool | None = None  # registered only where the instance is a member of a long pool, or is not
 
     def is_wanted(self, options: ExtensionOptions) -> bool:
         """Whether an engine with these options has this hook."""
-        return options.laps is not None or not self.needs_laps
+        is_member = options.cdsp is not None
+        return (options.laps is not None or not self.needs_laps) and self.is_for_pools in {None, is_member}
 
     def target_in(self, installed: SglangVersion) -> str | None:
         """Where the hook goes in an installed SGLang; None where it does without.
@@ -68,14 +70,14 @@ _HOOKS = "sglang_ext.sglang_plugin.hooks"
 HOOK_TABLE: tuple[Hook, ...] = (
     Hook(
         name="transfer-backend-names",
-        why="the enumeration of KV transfer backends is closed; adds the TCP backend",
+        why="the enumeration of KV transfer backends is closed; adds the TCP and the handshake backend",
         kind=HookKind.REPLACE,
         implementation=f"{_HOOKS}.transfer_backends:ExtendedTransferBackend",
         targets=_same_in_all("sglang.srt.disaggregation.utils.TransferBackend"),
     ),
     Hook(
         name="transfer-backend-classes",
-        why="maps the TCP backend to its classes, and keeps CUDA events and pinned memory out of a CPU engine",
+        why="maps these backends to their classes, and keeps CUDA events and pinned memory out of a CPU engine",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.transfer_backends:get_kv_class",
         targets=_same_in_all("sglang.srt.disaggregation.utils.get_kv_class"),
@@ -129,5 +131,15 @@ HOOK_TABLE: tuple[Hook, ...] = (
         implementation="sglang_ext.sglang_plugin.laps.scheduler:LengthAwareScheduler",
         targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler"}),
         needs_laps=True,
+        is_for_pools=False,
+    ),
+    Hook(
+        name="cdsp-scheduler",
+        why="a long prompt keeps one instance busy while others idle; as laps-scheduler, with chunks on several",
+        kind=HookKind.REPLACE,
+        implementation="sglang_ext.sglang_plugin.cdsp.scheduler:SequenceParallelScheduler",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler"}),
+        needs_laps=True,
+        is_for_pools=True,
     ),
 )

@@ -45,13 +45,24 @@ def main(argv: Sequence[str]) -> int:
     except HookNotInForceError as error:
         return _refuse(str(error))
     server_args = prepare_server_args(list(argv))
+    if options.transfer is not None:
+        from sglang.srt.environ import envs
+
+        from sglang_ext.sglang_plugin.handshake.compatibility import conflict as transfer_conflict
+
+        problem = transfer_conflict(server_args, has_staging_buffer=envs.SGLANG_DISAGG_STAGING_BUFFER.get())
+        if problem is not None:
+            return _refuse(problem)
     if options.laps is not None:
         from sglang.srt.entrypoints.http_server import app
 
+        from sglang_ext.sglang_plugin.cdsp.compatibility import conflict as pool_conflict
         from sglang_ext.sglang_plugin.laps.compatibility import conflict
         from sglang_ext.sglang_plugin.laps.http_routes import add_routes
 
         problem = conflict(server_args)
+        if problem is None and options.cdsp is not None:
+            problem = pool_conflict(server_args)
         if problem is not None:
             return _refuse(problem)
         add_routes(app)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from sglang_ext.policy.laps_options import LapsOptions
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device, Machine
+from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import ExtensionOptions
-from sglang_ext.sglang_plugin.transfer_backend import default_backend
+from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE, default_backend
 from sglang_ext.types import Role
 
 LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
@@ -24,6 +25,8 @@ CPU_CHUNK_TOKENS = 512
 CPU_MAX_RUNNING_REQUESTS = 32
 MAX_KV_TOKENS = 65536
 UNKNOWN_MODEL_KV_TOKENS = 8192
+KV_RELEASE_TIMEOUT_S = 5
+HANDSHAKE_KV_RELEASE_TIMEOUT_S = 86400
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class WorkerOptions:
     kv_memory_mib: int = 512
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
     cdsp: CdspOptions | None = None  # None: it computes its prefills alone
+    transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
     engine_arguments: tuple[str, ...] = field(default=())  # for sglang.launch_server; these win
 
 
@@ -74,7 +78,8 @@ def build_launch(worker: WorkerOptions, machine: Machine, model: ModelFacts | No
     """
     ranks = _tensor_parallel_size(worker.engine_arguments)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
-    environment = ExtensionOptions(worker.role, machine.device, worker.laps, worker.cdsp).to_environment()
+    options = ExtensionOptions(worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer)
+    environment = options.to_environment()
     defaults = _common_environment(worker)
     if machine.device is Device.CPU:
         argv += _cpu_flags(worker, model)
@@ -136,7 +141,9 @@ def _common_environment(worker: WorkerOptions) -> dict[str, str]:
     # A peer that came back is probed for after 30 s by default.
     environment["SGLANG_FAILED_SESSION_PROBE_INTERVAL_S"] = "2"
     # KV of an aborted request is held until prefill confirms that it no longer writes there; a dead one never does.
-    environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = "5"
+    # With the handshake the decode instance knows by itself, and no time limit may overrule it.
+    held_s = HANDSHAKE_KV_RELEASE_TIMEOUT_S if worker.transfer_backend == HANDSHAKE else KV_RELEASE_TIMEOUT_S
+    environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = str(held_s)
     return environment
 
 

@@ -43,8 +43,19 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelFacts | None:
 
 def read_model_facts(model_path: str) -> ModelFacts | None:
     """Facts of a model in a local folder; None for a model that is not local or not understood."""
+    config = _read_config(model_path)
+    return None if config is None else parse_model_config(config)
+
+
+def read_architecture(model_path: str) -> str | None:
+    """The class of a model in a local folder, as Transformers names it; None where nothing says so."""
+    names = (_read_config(model_path) or {}).get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def _read_config(model_path: str) -> dict[str, Any] | None:
     try:
         config = json.loads(Path(model_path, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return parse_model_config(config) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else None

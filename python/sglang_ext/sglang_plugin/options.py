@@ -13,7 +13,9 @@ from typing import Any
 
 from sglang_ext.policy.laps_options import Batching, LapsOptions
 from sglang_ext.policy.laps_records import LapsMode
+from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
 from sglang_ext.types import Role
 
 ENVIRONMENT_VARIABLE = "SGLANG_EXT_OPTIONS"
@@ -30,6 +32,8 @@ class ExtensionOptions:
     role: Role
     device: Device
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
+    cdsp: CdspOptions | None = None  # None: it computes its prefills alone
+    transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), sort_keys=True)}
@@ -45,7 +49,14 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
         return None
     try:
         fields = json.loads(text)
-        return ExtensionOptions(Role(fields["role"]), Device(fields["device"]), _laps_options(fields["laps"]))
+        cdsp, transfer = fields["cdsp"], fields["transfer"]
+        return ExtensionOptions(
+            Role(fields["role"]),
+            Device(fields["device"]),
+            _laps_options(fields["laps"]),
+            None if cdsp is None else CdspOptions(**cdsp),
+            None if transfer is None else TransferOptions(**transfer),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error
 

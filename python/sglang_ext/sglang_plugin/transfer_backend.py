@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from sglang_ext.sglang_plugin.device import Device
 
 TCP = "sglang_ext_tcp"
+HANDSHAKE = "handshake"
+OWN_BACKENDS = (TCP, HANDSHAKE)  # that SGLang does not know
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ BACKENDS = {
     facts.name: facts
     for facts in (
         TransferBackendFacts(TCP, None, {}, frozenset({Device.CPU})),
+        TransferBackendFacts(HANDSHAKE, None, {}, frozenset({Device.CPU})),
         TransferBackendFacts(
             "mooncake",
             "mooncake.engine",

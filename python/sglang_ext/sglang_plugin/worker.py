@@ -8,10 +8,13 @@ import signal
 import sys
 from pathlib import Path
 
+from sglang_ext.sglang_plugin.cdsp.arguments import add_cdsp_arguments, cdsp_options
+from sglang_ext.sglang_plugin.cdsp.compatibility import architecture_conflict
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin.handshake.arguments import add_transfer_arguments, transfer_options
 from sglang_ext.sglang_plugin.laps.arguments import add_laps_arguments, laps_options
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, WorkerOptions, build_launch
-from sglang_ext.sglang_plugin.model_facts import read_model_facts
+from sglang_ext.sglang_plugin.model_facts import read_architecture, read_model_facts
 from sglang_ext.sglang_plugin.process_lifetime import end_with_parent
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
 from sglang_ext.sglang_plugin.versions import installed_sglang
@@ -57,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end this instance when the process that started it ends, however that happens (Linux)",
     )
     add_laps_arguments(parser)
+    add_cdsp_arguments(parser)
+    add_transfer_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument(
         "engine_arguments",
@@ -94,6 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
     backend = arguments.transfer_backend
     laps, engine_arguments = laps_options(arguments.role, arguments, arguments.engine_arguments)
+    name = f"{arguments.advertise_host or arguments.host}:{arguments.port}"
+    cdsp = cdsp_options(arguments, arguments.role, name)
+    if cdsp is not None and laps is None:
+        raise ValueError("--cdsp-coordinator: needs --laps-mode other than off")
     return WorkerOptions(
         role=arguments.role,
         model_path=arguments.model_path,
@@ -106,6 +115,8 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         threads=arguments.threads,
         kv_memory_mib=arguments.kv_memory_mib,
         laps=laps,
+        cdsp=cdsp,
+        transfer=transfer_options(arguments, arguments.role),
         engine_arguments=engine_arguments,
     )
 
@@ -116,6 +127,10 @@ def _problem(options: WorkerOptions, machine: Machine) -> str | None:
         return "SGLang is not installed; `sglang-ext doctor` tells how to get it"
     if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
         return f"--model-path {options.model_path}: there is no such folder"
+    if options.cdsp is not None and options.model_is_local:
+        problem = architecture_conflict(read_architecture(options.model_path))
+        if problem is not None:
+            return problem
     return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)
 
 

@@ -48,7 +48,7 @@ class CoordinatorSettings(NamedTuple):
     mode: ReplanMode = ReplanMode.LARS
     improvement_rate: float = 0.05
     max_attempts: int = 3  # failed chunks of a request before its own instance computes it alone
-    patience_s: float = 5.0  # how long a request waits for a mesh before its own instance computes it alone
+    patience_s: float = 5.0  # how long a request that could go on waits for a mesh; its instance then computes it alone
 
 
 class Offer(NamedTuple):
@@ -154,6 +154,7 @@ class _Request:
     held: dict[int, tuple[Lot, ...]]
     todo: Positions
     group: tuple[int, ...]
+    idle_s: float  # since when nobody works on it
     running: _Running | None = None
     attempts: int = 0
     is_cancelled: bool = False
@@ -235,7 +236,7 @@ class Coordinator:
             if running is None:
                 orders += self._settle(one)
             elif not running.waiting:
-                orders += self._end_step(one)
+                orders += self._end_step(one, now_s)
         return [*orders, self._new_epoch(), *self.plan(now_s)]
 
     def report(self, instance: int, report: MemberReport) -> None:
@@ -270,6 +271,7 @@ class Coordinator:
             {offer.owner: (Lot(cached, is_borrowed=True),)} if cached else {},
             (range(offer.cached_tokens, offer.tokens),),
             (offer.owner,),
+            now_s,
         )
         return self.plan(now_s)
 
@@ -295,7 +297,7 @@ class Coordinator:
         idle = [one for one in self._requests.values() if one.running is None]
         for one in idle:
             if not one.todo:
-                orders += self._order_collect(one)
+                orders += self._bring_home(one, DeclineReason.NO_PLAN, now_s)
         pending = [one for one in idle if one.todo]
         if not pending:
             return orders
@@ -317,18 +319,14 @@ class Coordinator:
 
     def _start(self, one: _Request, plan: ChunkPlan | NoPlan, now_s: float) -> list[Order]:
         """The first chunk of a plan, if all it needs is there."""
-        owner = one.offer.owner
-        is_shared = self._is_shared(one)
         if isinstance(plan, NoPlan):
-            # What has been computed is worth more at its owner than nowhere.
-            return self._order_collect(one) if is_shared else self._give_back(one, DeclineReason.NO_PLAN)
+            return self._bring_home(one, DeclineReason.NO_PLAN, now_s)
         members = self.members
         chunk = plan.chunks[0]
         group = tuple(members[index] for index in chunk.instances)
-        if len(plan.chunks) == 1 and group == (owner,) and not is_shared:
-            return self._give_back(one, DeclineReason.ALONE_IS_BEST)
-        is_connected = all(self._members[instance].mesh_epoch == self._epoch for instance in group)
-        if not is_connected and now_s > one.offer.arrival_s + self._settings.patience_s:
+        if len(plan.chunks) == 1 and group == (one.offer.owner,) and not self._is_shared(one):
+            return self._bring_home(one, DeclineReason.ALONE_IS_BEST, now_s)
+        if self._is_hopeless(one, group, now_s):
             return self._give_back(one, DeclineReason.MESH_DOWN)
         backlog_s = max(self._members[instance].report.backlog_s for instance in group)
         if chunk.start_s > backlog_s + 1e-9 or not self._are_ready(group):
@@ -345,10 +343,14 @@ class Coordinator:
         self._run(one, order, group, after, now_s + chunk.compute_s)
         return order
 
-    def _order_collect(self, one: _Request) -> list[Order]:
-        """Everything is computed: bring it to the owner, as soon as the holders are free."""
+    def _bring_home(self, one: _Request, reason: DeclineReason, now_s: float) -> list[Order]:
+        """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
+        if all(lot.is_borrowed for lots in one.held.values() for lot in lots):
+            return self._give_back(one, reason)
         owner = one.offer.owner
         members = (owner, *sorted(instance for instance, lots in one.held.items() if lots and instance != owner))
+        if self._is_hopeless(one, members, now_s):
+            return self._give_back(one, DeclineReason.MESH_DOWN)
         if not self._are_ready(members):
             return []
         moves = gather(one.held, owner)
@@ -384,19 +386,18 @@ class Coordinator:
             running.done.add(instance)
         else:
             running.has_failed = True
-        orders: list[Order] = []
-        if not running.waiting:
-            orders += self._end_step(one)
-            if running.has_failed and running.order.epoch == self._epoch:
-                # Whoever waited in vain has broken its connections; those of a later epoch are others.
-                orders.append(self._new_epoch())
+        orders = [] if running.waiting else self._end_step(one, now_s)
+        if not is_done and running.order.epoch == self._epoch:
+            # Whoever fails has closed its connections, or broken them by waiting in vain; those of a later epoch are
+            # others.
+            orders.append(self._new_epoch())
         return [*orders, *self.plan(now_s)]
 
-    def _end_step(self, one: _Request) -> list[Order]:
+    def _end_step(self, one: _Request, now_s: float) -> list[Order]:
         running = one.running
         assert running is not None
         order = running.order
-        one.running = None
+        one.running, one.idle_s = None, now_s
         del self._steps[order.sequence]
         for member in self._members.values():
             if member.step == order.sequence:
@@ -464,6 +465,11 @@ class Coordinator:
 
     def _is_shared(self, one: _Request) -> bool:
         return any(lots for instance, lots in one.held.items() if instance != one.offer.owner)
+
+    def _is_hopeless(self, one: _Request, group: Sequence[int], now_s: float) -> bool:
+        """Whether it has waited long enough for these to be connected."""
+        is_connected = all(self._members[instance].mesh_epoch == self._epoch for instance in group)
+        return not is_connected and now_s > one.idle_s + self._settings.patience_s
 
     def _are_ready(self, group: Sequence[int]) -> bool:
         members = [self._members[instance] for instance in group]

@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_ext.sequence_parallel.chunk_step import Attention
 from sglang_ext.sequence_parallel.shard import NoRoomError
+from sglang_ext.sglang_plugin.cdsp.compatibility import model_conflict
 
 # SGLang's padding slot: written by rows that mean nothing, read by nobody.
 _PADDING_SLOT = 0
@@ -71,8 +72,17 @@ class SchedulerEngine:
     def __init__(self, scheduler: Any) -> None:
         """Raises UnsupportedModelError, naming what does not fit."""
         self._runner = scheduler.tp_worker.model_runner
-        check_model(self._runner)
+        problem = model_conflict(self._runner.model_config)
+        if problem is not None:
+            raise UnsupportedModelError(problem)
         self.pool = SchedulerKvPool(scheduler)
+
+    @property
+    def description(self) -> str:
+        """What must be equal in all instances of a group, in one line."""
+        config = self._runner.model_config
+        shape = f"{config.num_hidden_layers}x{config.hidden_size}x{config.vocab_size}"
+        return f"{config.hf_config.architectures[0]} {shape} {config.dtype} {config.model_path}"
 
     def forward(
         self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention
@@ -89,26 +99,6 @@ class SchedulerEngine:
             output = runner.forward(batch)
         logits: torch.Tensor = output.logits_output.next_token_logits[-1]
         return logits.float()
-
-
-def check_model(runner: Any) -> None:
-    """Raise UnsupportedModelError for a model other than a dense decoder with full attention in every layer."""
-    config = runner.model_config
-    name = config.hf_config.architectures[0]
-    problem = None
-    if name not in SUPPORTED_ARCHITECTURES:
-        problem = "is not one of " + ", ".join(sorted(SUPPORTED_ARCHITECTURES))
-    elif getattr(config, "sliding_window_size", None):
-        problem = "attends to a sliding window"
-    elif config.is_multimodal:
-        problem = "is multimodal"
-    if problem:
-        raise UnsupportedModelError(f"sequence parallelism: {name} {problem}")
-
-
-SUPPORTED_ARCHITECTURES = frozenset(
-    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"},
-)
 
 
 class _ChunkBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type information here

@@ -1,4 +1,4 @@
-"""KV transfer backends: adds TCP, and lets mooncake and nixl run without a GPU."""
+"""KV transfer backends: adds TCP and the handshake, and lets mooncake and nixl run without a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from sglang.srt.disaggregation.utils import TransferBackend as _StockTransferBac
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.hooks import nixl_host_memory
 from sglang_ext.sglang_plugin.options import options_from_environment
-from sglang_ext.sglang_plugin.transfer_backend import TCP
+from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE, TCP
 
 # SGLang compares members with `==` against its module global, which is replaced everywhere, so a second
 # enumeration with the same names serves as the first.
 ExtendedTransferBackend = Enum(  # type: ignore[misc]  # members are those of the installed SGLang
     "TransferBackend",
-    {**{member.name: member.value for member in _StockTransferBackend}, "SGLANG_EXT_TCP": TCP},
+    {
+        **{member.name: member.value for member in _StockTransferBackend},
+        "SGLANG_EXT_TCP": TCP,
+        "SGLANG_EXT_HANDSHAKE": HANDSHAKE,
+    },
     module="sglang_ext.sglang_plugin.hooks.transfer_backends",
 )
 
@@ -31,6 +35,10 @@ def get_kv_class(stock: Callable[..., type | None], transfer_backend: Any, class
         from sglang_ext.sglang_plugin import tcp_transfer
 
         return tcp_transfer.CLASSES[class_type]
+    if transfer_backend.value == HANDSHAKE and class_type is not KVClassType.KVARGS:
+        from sglang_ext.sglang_plugin.handshake import classes
+
+        return classes.CLASSES[class_type]
     if not _on_cpu():
         return stock(transfer_backend, class_type)
     if transfer_backend.value == "nixl" and class_type is KVClassType.MANAGER:

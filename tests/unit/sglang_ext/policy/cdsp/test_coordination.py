@@ -175,6 +175,79 @@ def test_cancelled_while_it_runs() -> None:
     assert one.cancel(1, 2.0) == []
 
 
+def test_what_the_owner_has_computed_is_not_thrown_away() -> None:
+    """The second instance was busy when the first chunk began, and is lost before the second."""
+    one = coordinator(2)
+    one.report(1, MemberReport(3.0, 100_000))
+    order = chunk_of(one.offer(offer(tokens=6000), 0.0))
+    assert order.layout.group == (0,)
+    computed = sum(len(part) for part in order.layout.new[0])
+    assert computed < 6000
+    one.lose(1, 1.0)
+    assert one.done(0, order.sequence, 2.0) == []
+    (collect,) = one.mesh_built(0, one.epoch, 2.0)
+    assert isinstance(collect, Collect)
+    assert (collect.members, collect.moves) == ((0,), ())
+    assert one.done(0, collect.sequence, 3.0) == [Drop(1, (0,))]
+
+
+def test_patience_begins_anew_with_every_step() -> None:
+    """A long chunk is no reason to give up while members connect after it."""
+    one = coordinator(2, patience_s=3.0)
+    order = chunk_of(one.offer(offer(), 0.0))
+    one.done(0, order.sequence, 10.0)
+    assert RollBack(order.sequence, 1, (0,)) in one.failed(1, order.sequence, 10.0)
+    assert one.plan(12.9) == []
+    assert one.plan(13.1)[-1] == Decline(1, 0, DeclineReason.MESH_DOWN)
+
+
+def test_a_collection_is_not_waited_for_for_ever() -> None:
+    one = coordinator(2, patience_s=3.0)
+    order = chunk_of(one.offer(offer(), 0.0))
+    one.mesh_failed(1, one.epoch)
+    one.done(0, order.sequence, 10.0)
+    assert one.done(1, order.sequence, 10.0) == []
+    assert one.plan(12.9) == []
+    assert one.plan(13.1) == [Drop(1, (0, 1)), Decline(1, 0, DeclineReason.MESH_DOWN)]
+
+
+def test_a_step_of_an_earlier_epoch_breaks_no_later_mesh() -> None:
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer(), 0.0))
+    one.join(2, 0, IDLE)
+    for instance in range(3):
+        one.mesh_built(instance, one.epoch, 1.0)
+    one.done(0, order.sequence, 2.0)
+    orders = one.failed(1, order.sequence, 2.0)
+    assert not [item for item in orders if isinstance(item, BuildMesh)]
+    assert chunk_of(orders).epoch == one.epoch
+
+
+def test_who_fails_takes_part_in_nothing_before_it_is_connected_anew() -> None:
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer(1), 0.0))
+    one.offer(offer(2, owner=1), 0.0)
+    assert one.failed(0, order.sequence, 1.0) == [BuildMesh(3, (0, 1))]
+    assert one.failed(1, order.sequence, 1.5) == []
+    assert one.mesh_built(0, 3, 2.0) == []
+    assert chunk_of(one.mesh_built(1, 3, 2.0)).epoch == 3
+
+
+def test_epochs_that_have_not_begun_are_not_believed() -> None:
+    one = Coordinator(planner(), CoordinatorSettings(layers=2), first_epoch=7)
+    assert one.join(0, 0, IDLE) == [BuildMesh(8, (0,))]
+    one.mesh_built(0, 9, 0.0)
+    assert not one.is_connected
+    one.mesh_built(0, 8, 0.0)
+    assert one.is_connected
+
+
+def test_other_costs_from_now_on() -> None:
+    one = coordinator(2)
+    one.use_planner(CdspPlanner(PlannerConfig((SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)),), 64)))
+    assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+
+
 class World:
     """Instances with mailboxes; whatever they hold they really hold."""
 

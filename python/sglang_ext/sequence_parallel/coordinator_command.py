@@ -1,0 +1,209 @@
+"""`sglang-ext coordinator`: options, event loop, signals."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from aiohttp import web
+
+from sglang_ext.policy.cdsp.records import SpCandidate
+from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.sharding import Interleaving
+from sglang_ext.profiling.profile_file import ProfileError, load_profile
+from sglang_ext.sequence_parallel.coordinator_http import make_app
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, MeshStore
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts, UnknownCostError, prior_candidates, profiled_candidates
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TIMEOUT_MS = 100.0
+
+
+class OptionError(ValueError):
+    """An option makes no sense; the text is one line that names it."""
+
+
+class CoordinatorOptions(NamedTuple):
+    """What the options say."""
+
+    host: str
+    port: int
+    http_port: int
+    store_port: int
+    candidates: tuple[SpCandidate, ...]
+    settings: PoolSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `sglang-ext coordinator`."""
+    default = PoolSettings()
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on, for members and for HTTP")
+    add("--port", type=int, default=8990, help="port for members; 0: any free one")
+    add("--http-port", type=int, default=8991, help="port of /status, /metrics and /health; 0: any free one")
+    add("--store-port", type=int, default=0, help="port by which members find each other; 0: any free one")
+    add("--sp-sizes", default="1,2,4", metavar="N,N", help="how many instances may compute a chunk together")
+    add("--profile", type=Path, metavar="FILE", help="costs, as `sglang-ext profile engine` writes them")
+    add(
+        "--interleaving",
+        choices=[str(one) for one in Interleaving],
+        default=str(default.interleaving),
+        help="how the tokens of a chunk are dealt out",
+    )
+    add(
+        "--replanning",
+        choices=[str(ReplanMode.LARS), str(ReplanMode.FCFS)],
+        default=str(default.mode),
+        help="who is planned first: the least relative slack, or the first to arrive",
+    )
+    add(
+        "--improvement-rate",
+        type=float,
+        metavar="R",
+        default=default.improvement_rate,
+        help="share of the time to first token that more instances must save, from 0 to below 1",
+    )
+    add(
+        "--min-chunk-tokens",
+        type=int,
+        metavar="N",
+        default=default.min_chunk_tokens,
+        help="shortest chunk of a plan with several",
+    )
+    add(
+        "--patience-ms",
+        type=float,
+        metavar="MS",
+        default=1000 * default.patience_s,
+        help="how long a request waits for members to be connected before its own instance computes it",
+    )
+    add(
+        "--step-timeout-ms",
+        type=float,
+        metavar="MS",
+        default=1000 * default.step_timeout_s,
+        help="the members' --cdsp-step-timeout-s; who has not answered twice as long after a failure is lost",
+    )
+    add(
+        "--member-timeout-ms",
+        type=float,
+        metavar="MS",
+        default=1000 * default.silence_s,
+        help="a member that says nothing for so long is lost",
+    )
+    add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="least severe message")
+
+
+def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
+    """Check the options. OptionError."""
+    for name in ("port", "http_port", "store_port"):
+        if not 0 <= getattr(arguments, name) < 65536:
+            raise OptionError(f"--{name.replace('_', '-')} must be a port, got {getattr(arguments, name)}")
+    if not 0 <= arguments.improvement_rate < 1:
+        raise OptionError(f"--improvement-rate must be from 0 to below 1, got {arguments.improvement_rate}")
+    if arguments.min_chunk_tokens < 1:
+        raise OptionError(f"--min-chunk-tokens must be at least 1, got {arguments.min_chunk_tokens}")
+    settings = PoolSettings(
+        Interleaving(arguments.interleaving),
+        ReplanMode(arguments.replanning),
+        arguments.improvement_rate,
+        arguments.min_chunk_tokens,
+        _seconds("--patience-ms", arguments.patience_ms, 0.0),
+        _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
+        _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
+    )
+    return CoordinatorOptions(
+        arguments.host,
+        arguments.port,
+        arguments.http_port,
+        arguments.store_port,
+        _candidates(_sizes(arguments.sp_sizes), arguments.profile),
+        settings,
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop; the exit status."""
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    try:
+        asyncio.run(serve(options_from(arguments)))
+    except (OptionError, ListenError) as error:
+        print(f"sglang-ext coordinator: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def serve(options: CoordinatorOptions) -> None:
+    """Serve until SIGTERM or SIGINT. ListenError."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    exchange = PoolExchange(options.settings, PoolCosts(options.candidates))
+    store = MeshStore(options.host, options.store_port)
+    server = CoordinatorServer(exchange, store, options.settings.silence_s)
+    port = await server.listen(options.host, options.port)
+    runner = web.AppRunner(make_app(exchange, server.status))
+    await runner.setup()
+    try:
+        http_port = await _serve_http(runner, options.host, options.http_port)
+        logger.info(
+            "cdsp: coordinator of a long pool on %s:%d, store on port %d, http://%s:%d/status",
+            *(options.host, port, store.port, options.host, http_port),
+        )
+        # A coordinator in which something has gone wrong must not look alive: its members go on alone without it.
+        ticking = asyncio.create_task(server.run())
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        ticking.cancel()
+    finally:
+        await server.close()
+        await runner.cleanup()
+
+
+async def _serve_http(runner: web.AppRunner, host: str, port: int) -> int:
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ListenError(f"--host {host} --http-port {port}: {reason}") from None
+    return int(runner.addresses[0][1])
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise OptionError(f"--sp-sizes must be numbers with commas between them, got {text!r}") from None
+    if sizes[0] < 1:
+        raise OptionError(f"--sp-sizes must be at least 1, got {text!r}")
+    return tuple(sizes)
+
+
+def _candidates(sizes: tuple[int, ...], profile: Path | None) -> tuple[SpCandidate, ...]:
+    if profile is None:
+        return prior_candidates(sizes)
+    try:
+        return profiled_candidates(load_profile(profile), sizes)
+    except ProfileError as error:
+        raise OptionError(f"--profile {error}") from None
+    except UnknownCostError as error:
+        raise OptionError(f"--profile {profile}: {error}") from None
+
+
+def _seconds(option: str, value_ms: float, least_ms: float) -> float:
+    if not (math.isfinite(value_ms) and value_ms >= least_ms):
+        raise OptionError(f"{option} must be at least {least_ms:g}, got {value_ms:g}")
+    return value_ms / 1000

@@ -1,0 +1,214 @@
+"""One instance of a long pool: takes part in chunks, one at a time, whenever the engine gives it a turn.
+
+The engine calls `turn` between two of its own iterations. Orders that cost nothing are carried out at once; of those
+that compute, one per turn, so that the engine's own batches and chunks alternate.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
+from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect
+from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
+from sglang_ext.sequence_parallel.messages import (
+    CancelMessage,
+    ChunkOrder,
+    FromMember,
+    MeshBuilt,
+    MeshFailed,
+    OfferMessage,
+    StepDone,
+    StepFailed,
+    ToMember,
+)
+from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
+
+logger = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """The connection to the coordinator; never blocks."""
+
+    def receive(self) -> Sequence[ToMember]:
+        """Orders that have come since the last call."""
+
+    def send(self, message: FromMember) -> None:
+        """Send when possible; a message to a coordinator that has gone is lost with it."""
+
+    def wake(self) -> None:
+        """Let an engine loop that sleeps on the link take a turn; from any thread."""
+
+
+class Declined(NamedTuple):
+    """A request that was offered is its own instance's again, as it was."""
+
+    request: int
+    reason: DeclineReason
+
+
+class Collected(NamedTuple):
+    """A request that was offered is its own instance's again, with KV."""
+
+    request: int
+    slots: torch.Tensor  # of the positions behind the cached prefix, in order: whole pages, possibly not all of them
+
+
+Outcome = Declined | Collected
+
+
+class Member:
+    """Belongs to the thread of the engine's loop; meshes are connected in threads of their own."""
+
+    def __init__(
+        self, engine: Engine, instance: int, link: Link, connect: Callable[[int, tuple[int, ...]], Mesh]
+    ) -> None:
+        """`connect(epoch, members)` returns the mesh of an epoch, or raises MeshError after a while."""
+        self._engine = engine
+        self._instance = instance
+        self._link = link
+        self._connect = connect
+        self._shards: dict[int, Shard] = {}
+        self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
+        self._steps: deque[ChunkOrder | Collect] = deque()
+        self._meshes: dict[int, Mesh] = {}  # by epoch
+        self._connected: deque[tuple[int, Mesh | MeshError]] = deque()  # by the connecting threads
+
+    @property
+    def held_tokens(self) -> int:
+        """KV slots that shards have taken from the engine's pool."""
+        return sum(shard.owned_tokens for shard in self._shards.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it holds anything, or has something to do."""
+        return bool(self._shards or self._steps)
+
+    def offer(self, message: OfferMessage, prefix_slots: torch.Tensor) -> None:
+        """Offer a request; `prefix_slots` of its cached prefix must stay valid until its outcome."""
+        shard = self._shards[message.request] = Shard(self._engine.pool)
+        if message.cached_tokens:
+            shard.borrow((range(message.cached_tokens),), prefix_slots)
+        self._cached_tokens[message.request] = message.cached_tokens
+        self._link.send(message)
+
+    def withdraw(self, request: int) -> None:
+        """The request has ended; what other members hold of it is dropped by the coordinator."""
+        self._cached_tokens.pop(request, None)
+        self._link.send(CancelMessage(request))
+
+    def turn(self) -> list[Outcome]:
+        """Carry out what has been ordered, at most one computation; what has become of offered requests."""
+        outcomes: list[Outcome] = []
+        for order in self._link.receive():
+            outcomes += self._take(order)
+        self._take_meshes()
+        if self._steps:
+            outcomes += self._run(self._steps.popleft())
+        return outcomes
+
+    def abandon(self) -> list[Outcome]:
+        """The coordinator has gone: drop everything, every offered request is its own instance's again."""
+        for shard in self._shards.values():
+            shard.drop()
+        outcomes: list[Outcome] = [Declined(request, DeclineReason.NOT_A_MEMBER) for request in self._cached_tokens]
+        self._shards, self._cached_tokens, self._meshes = {}, {}, {}
+        self._steps.clear()
+        return outcomes
+
+    def _take(self, order: ToMember) -> list[Outcome]:
+        if isinstance(order, ChunkOrder | Collect):
+            self._steps.append(order)
+        elif isinstance(order, BuildMesh):
+            threading.Thread(target=self._build, args=(order,), name="cdsp-mesh", daemon=True).start()
+        elif isinstance(order, RollBack):
+            if order.request in self._shards:
+                self._shards[order.request].roll_back()
+                self._forget_empty(order.request)
+        elif isinstance(order, Drop):
+            self._drop(order.request)
+        elif isinstance(order, Decline):
+            self._drop(order.request)
+            if self._cached_tokens.pop(order.request, None) is not None:
+                return [Declined(order.request, order.reason)]
+        return []
+
+    def _build(self, order: BuildMesh) -> None:
+        try:
+            self._connected.append((order.epoch, self._connect(order.epoch, order.members)))
+        except MeshError as error:
+            self._connected.append((order.epoch, error))
+        self._link.wake()
+
+    def _take_meshes(self) -> None:
+        while self._connected:
+            epoch, mesh = self._connected.popleft()
+            if isinstance(mesh, MeshError):
+                self._link.send(MeshFailed(epoch, str(mesh)))
+            else:
+                self._meshes[epoch] = mesh
+                self._link.send(MeshBuilt(epoch))
+        # A step that was ordered before the members changed still runs over the mesh of its own epoch.
+        needed = {*(_of(step).epoch for step in self._steps), max(self._meshes, default=0)}
+        self._meshes = {epoch: mesh for epoch, mesh in self._meshes.items() if epoch in needed}
+
+    def _run(self, step: ChunkOrder | Collect) -> list[Outcome]:
+        what = _of(step)
+        try:
+            mesh = self._meshes.get(what.epoch)
+            if mesh is None:
+                raise MeshError(f"the mesh of epoch {what.epoch} is gone")
+            outcomes = self._compute(step, mesh)
+        except (MeshError, NoRoomError) as error:
+            logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
+            self._forget_empty(what.request)
+            # Its connections close with it, so that others need not wait in vain for their time.
+            self._meshes.pop(what.epoch, None)
+            self._link.send(StepFailed(what.sequence, str(error)))
+            return []
+        self._link.send(StepDone(what.sequence))
+        return outcomes
+
+    def _compute(self, step: ChunkOrder | Collect, mesh: Mesh) -> list[Outcome]:
+        pool = self._engine.pool
+        if isinstance(step, ChunkOrder):
+            chunk = step.chunk
+            shard = self._shards.setdefault(chunk.request, Shard(pool))
+            run_chunk(self._engine, shard, chunk.layout, step.token_ids, mesh, self._instance, chunk.first_tag)
+            return []
+        shard = self._shards.setdefault(step.request, Shard(pool))
+        run_collect(pool, shard, step.moves, mesh, self._instance, step.first_tag)
+        if step.owner != self._instance:
+            return []
+        cached_tokens = self._cached_tokens.pop(step.request, None)
+        if cached_tokens is None:
+            return []  # withdrawn meanwhile; `Drop` follows
+        try:
+            slots = shard.surrender(cached_tokens)
+        except NoRoomError:
+            self._cached_tokens[step.request] = cached_tokens
+            shard.roll_back()
+            raise
+        del self._shards[step.request]
+        return [Collected(step.request, slots)]
+
+    def _forget_empty(self, request: int) -> None:
+        """Who holds nothing of a request, and has not offered it, will not be told when it ends."""
+        shard = self._shards.get(request)
+        if shard is not None and not shard.lots and request not in self._cached_tokens:
+            del self._shards[request]
+
+    def _drop(self, request: int) -> None:
+        shard = self._shards.pop(request, None)
+        if shard is not None:
+            shard.drop()
+
+
+def _of(step: ChunkOrder | Collect) -> RunChunk | Collect:
+    return step.chunk if isinstance(step, ChunkOrder) else step

@@ -1,0 +1,113 @@
+"""An instance's place in a long pool, whether or not the coordinator can be reached at the moment.
+
+Without a coordinator nothing is offered and nothing held; when the connection ends, every request that was offered
+comes back to its own instance, and the instance joins anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from sglang_ext.policy.cdsp.coordination import MemberReport
+from sglang_ext.sequence_parallel.chunk_step import Engine
+from sglang_ext.sequence_parallel.member import Link, Member, Outcome
+from sglang_ext.sequence_parallel.mesh import Mesh
+from sglang_ext.sequence_parallel.messages import OfferMessage, Report, Welcome
+
+REPORT_INTERVAL_S = 0.2
+_REQUESTS_OF_AN_INSTANCE = 2**32
+
+
+class PoolLink(Link, Protocol):
+    """A connection that is made anew whenever it ends."""
+
+    wake_descriptor: int  # readable when there is something to receive, or the connection has ended
+
+    def session(self) -> Welcome | None:
+        """The coordinator's answer to the present connection's hello; None while there is no connection."""
+
+
+Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
+
+
+class PoolMembership:
+    """Belongs to the thread of the engine's loop."""
+
+    def __init__(self, engine: Engine, link: PoolLink, connect: Connect) -> None:
+        """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while."""
+        self._engine = engine
+        self._link = link
+        self._connect = connect
+        self._session: Welcome | None = None
+        self._member: Member | None = None
+        self._count = itertools.count(1)
+        self._reported_s = float("-inf")
+
+    @property
+    def wake_descriptor(self) -> int:
+        return self._link.wake_descriptor
+
+    @property
+    def is_joined(self) -> bool:
+        return self._member is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it holds KV for anybody, or has a chunk to compute."""
+        return self._member is not None and self._member.is_busy
+
+    @property
+    def held_tokens(self) -> int:
+        return 0 if self._member is None else self._member.held_tokens
+
+    def turn(self) -> list[Outcome]:
+        """See `Member.turn`; joins and leaves with the connection."""
+        outcomes: list[Outcome] = []
+        session = self._link.session()
+        if session is not self._session:
+            if self._member is not None:
+                outcomes += self._member.abandon()
+            self._session, self._member = session, None
+            if session is not None:
+                self._member = Member(self._engine, session.instance, self._link, self._connector(session))
+        if self._member is not None:
+            outcomes += self._member.turn()
+        return outcomes
+
+    def offer(
+        self,
+        token_ids: tuple[int, ...],
+        cached_tokens: int,
+        prefix_slots: torch.Tensor,
+        *,
+        waited_s: float,
+        slack_s: float | None,
+    ) -> int:
+        """Offer a request; its number, which its outcome will bear. RuntimeError when not joined."""
+        if self._member is None or self._session is None:
+            raise RuntimeError("offered without a coordinator")
+        number = self._session.instance * _REQUESTS_OF_AN_INSTANCE + next(self._count)
+        self._member.offer(OfferMessage(number, token_ids, cached_tokens, waited_s, slack_s), prefix_slots)
+        return number
+
+    def withdraw(self, request: int) -> None:
+        """See `Member.withdraw`."""
+        if self._member is not None:
+            self._member.withdraw(request)
+
+    def is_report_due(self, now_s: float) -> bool:
+        """Whether the coordinator should hear of this instance again; True once per interval."""
+        if self._member is None or now_s < self._reported_s + REPORT_INTERVAL_S:
+            return False
+        self._reported_s = now_s
+        return True
+
+    def report(self, report: MemberReport) -> None:
+        self._link.send(Report(report))
+
+    def _connector(self, session: Welcome) -> Callable[[int, tuple[int, ...]], Mesh]:
+        return lambda epoch, members: self._connect(session, epoch, members)

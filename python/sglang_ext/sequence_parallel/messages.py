@@ -1,0 +1,241 @@
+"""What a coordinator and the members of its long pool tell each other; one message is one line of JSON.
+
+A member says hello, reports, offers requests and answers orders. The coordinator sends the orders of
+`policy.cdsp.coordination`; what a member has to compute comes with its token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from sglang_ext.policy.cdsp.coordination import (
+    BuildMesh,
+    Collect,
+    Decline,
+    DeclineReason,
+    Drop,
+    MemberReport,
+    RollBack,
+    RunChunk,
+)
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
+
+PROTOCOL_VERSION = 1
+
+
+class MessageError(ValueError):
+    """A line that is no message of this version."""
+
+
+class VersionError(MessageError):
+    """The hello of a member of another version."""
+
+
+class Hello(NamedTuple):
+    """The first message of a member. All members of a pool must serve the same model in the same way."""
+
+    version: int
+    name: str  # of the instance, unique in the pool: whoever comes again under it has lost what it held
+    node: str
+    model: str  # what must be equal in all members, in one line
+    layers: int
+    page_tokens: int
+    report: MemberReport
+
+
+class Welcome(NamedTuple):
+    """The answer: the number of the instance, where members find each other, and how long silence may last."""
+
+    instance: int
+    store_host: str
+    store_port: int
+    silence_s: float  # a member, or a coordinator, that says nothing for so long has gone
+
+
+class Refusal(NamedTuple):
+    """The other answer, before the connection is closed."""
+
+    reason: str
+
+
+class Heartbeat(NamedTuple):
+    """The coordinator is there."""
+
+
+class Report(NamedTuple):
+    """State of a member; also says that the member is there."""
+
+    report: MemberReport
+
+
+class OfferMessage(NamedTuple):
+    """A long prefill that came to this member."""
+
+    request: int  # unique in the pool: the number of the instance times 2**32, plus a count
+    token_ids: tuple[int, ...]  # all that are to be in memory when the request is handed back
+    cached_tokens: int
+    waited_s: float
+    slack_s: float | None  # until its deadline; None without one
+
+
+class CancelMessage(NamedTuple):
+    request: int
+
+
+class StepDone(NamedTuple):
+    sequence: int
+
+
+class StepFailed(NamedTuple):
+    sequence: int
+    reason: str
+
+
+class MeshBuilt(NamedTuple):
+    epoch: int
+
+
+class MeshFailed(NamedTuple):
+    epoch: int
+    reason: str
+
+
+class ChunkOrder(NamedTuple):
+    """A chunk, and the ids of the tokens that this member computes."""
+
+    chunk: RunChunk
+    token_ids: tuple[int, ...]
+
+
+FromMember = Hello | Report | OfferMessage | CancelMessage | StepDone | StepFailed | MeshBuilt | MeshFailed
+ToMember = Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Collect | RollBack | Drop | Decline
+Message = FromMember | ToMember
+
+
+def encode(message: Message) -> bytes:
+    """One line, with its newline."""
+    # A record is a tuple, which JSON has as a list; only ranges need help.
+    return json.dumps([type(message).__name__, message], default=_as_list, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message of a line. Raises MessageError; VersionError for a hello of another version."""
+    try:
+        name, values = json.loads(line, parse_constant=_refuse_constant)
+        return _DECODERS[name](values)
+    except VersionError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise MessageError(f"not a message of version {PROTOCOL_VERSION}: {line[:80]!r} ({error})") from None
+
+
+def _as_list(value: object) -> list[int]:
+    if isinstance(value, range):
+        return [value.start, value.stop, value.step]
+    raise TypeError(f"{type(value).__name__} has no place in a message")
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _number(value: Any, at_least: float = 0.0) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number >= at_least):
+        raise ValueError(f"{number} is not a finite number of at least {at_least:g}")
+    return number
+
+
+def _count(value: Any, at_least: int = 0) -> int:
+    count = int(value)
+    if count < at_least:
+        raise ValueError(f"{count} is less than {at_least}")
+    return count
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"{value!r} is no line of text")
+    return value
+
+
+def _ints(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
+def _positions(values: Sequence[Any]) -> Positions:
+    return tuple(_range(*_ints(value)) for value in values)
+
+
+def _range(start: int, stop: int, step: int) -> range:
+    if start < 0 or step < 1:
+        raise ValueError(f"positions from {start} in steps of {step}")
+    return range(start, stop, step)
+
+
+def _moves(values: Sequence[Any]) -> tuple[Move, ...]:
+    return tuple(
+        Move(int(source), int(target), int(lot), int(tokens), _positions(positions))
+        for source, target, lot, tokens, positions in values
+    )
+
+
+def _chunk(values: Sequence[Any]) -> RunChunk:
+    sequence, epoch, request, (group, moves, history, new), first_tag = values
+    layout = ChunkLayout(_ints(group), _moves(moves), tuple(map(_positions, history)), tuple(map(_positions, new)))
+    return RunChunk(int(sequence), int(epoch), int(request), layout, int(first_tag))
+
+
+def _report(values: Sequence[Any]) -> MemberReport:
+    backlog_s, free_kv_tokens = values
+    return MemberReport(_number(backlog_s), _count(free_kv_tokens))
+
+
+def _hello(values: Sequence[Any]) -> Hello:
+    if values[0] != PROTOCOL_VERSION:
+        raise VersionError(f"protocol version {values[0]} instead of {PROTOCOL_VERSION}")
+    version, name, node, model, layers, page_tokens, report = values
+    return Hello(
+        int(version),
+        _text(name),
+        _text(node),
+        _text(model),
+        _count(layers, 1),
+        _count(page_tokens, 1),
+        _report(report),
+    )
+
+
+def _offer(values: Sequence[Any]) -> OfferMessage:
+    request, token_ids, cached_tokens, waited_s, slack_s = values
+    slack = None if slack_s is None else _number(slack_s, -math.inf)
+    return OfferMessage(int(request), _ints(token_ids), _count(cached_tokens), _number(waited_s), slack)
+
+
+def _collect(values: Sequence[Any]) -> Collect:
+    sequence, epoch, request, owner, members, moves, first_tag = values
+    return Collect(int(sequence), int(epoch), int(request), int(owner), _ints(members), _moves(moves), int(first_tag))
+
+
+_DECODERS: dict[str, Callable[[Sequence[Any]], Message]] = {
+    "Hello": _hello,
+    "Welcome": lambda v: Welcome(int(v[0]), _text(v[1]), int(v[2]), _number(v[3])),
+    "Refusal": lambda v: Refusal(str(v[0])),
+    "Heartbeat": lambda v: Heartbeat(),
+    "Report": lambda v: Report(_report(v[0])),
+    "OfferMessage": _offer,
+    "CancelMessage": lambda v: CancelMessage(int(v[0])),
+    "StepDone": lambda v: StepDone(int(v[0])),
+    "StepFailed": lambda v: StepFailed(int(v[0]), str(v[1])),
+    "MeshBuilt": lambda v: MeshBuilt(int(v[0])),
+    "MeshFailed": lambda v: MeshFailed(int(v[0]), str(v[1])),
+    "BuildMesh": lambda v: BuildMesh(int(v[0]), _ints(v[1])),
+    "ChunkOrder": lambda v: ChunkOrder(_chunk(v[0]), _ints(v[1])),
+    "Collect": _collect,
+    "RollBack": lambda v: RollBack(int(v[0]), int(v[1]), _ints(v[2])),
+    "Drop": lambda v: Drop(int(v[0]), _ints(v[1])),
+    "Decline": lambda v: Decline(int(v[0]), int(v[1]), DeclineReason(v[2])),
+}

@@ -1,0 +1,36 @@
+"""A scheduler's membership of a long pool, put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.policy.cdsp.coordination import MemberReport
+from sglang_ext.sequence_parallel.membership import PoolMembership
+from sglang_ext.sequence_parallel.mesh import Mesh
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello, Welcome
+from sglang_ext.sequence_parallel.tcp_link import TcpLink, connect_mesh
+from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
+from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
+
+
+def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
+    """Connects in the background. Raises UnsupportedModelError, naming the model or what of it does not fit."""
+    engine = SchedulerEngine(scheduler)
+    model = engine.description
+
+    def hello() -> Hello:
+        free_tokens = int(scheduler.token_to_kv_pool_allocator.available_size())
+        return Hello(
+            PROTOCOL_VERSION,
+            options.name,
+            options.node,
+            model,
+            engine.pool.layers,
+            engine.pool.page_tokens,
+            MemberReport(0.0, free_tokens),
+        )
+
+    def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> Mesh:
+        return connect_mesh(welcome, epoch, members, options.step_timeout_s)
+
+    return PoolMembership(engine, TcpLink(options.coordinator_host, options.coordinator_port, hello), connect)

@@ -1,0 +1,191 @@
+"""A prefill instance of a long pool: its long prefills may be computed by several instances.
+
+A long request that has arrived is offered to the pool's coordinator and leaves the waiting queue. It comes back as it
+was (declined), or with nearly all of its KV in the prefix cache (collected); either way SGLang then goes on with it
+as with any other request. So whatever fails on the way costs time and nothing else, and sampling, log-probabilities,
+structured output and the transfer to decode are SGLang's own.
+
+Between two batches of its own the scheduler takes part in at most one chunk of any member's request.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.common import match_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_ext.policy.cdsp.coordination import MemberReport
+from sglang_ext.sequence_parallel.member import Collected, Outcome
+from sglang_ext.sequence_parallel.membership import PoolMembership
+from sglang_ext.sglang_plugin.cdsp.build import build_membership
+from sglang_ext.sglang_plugin.laps.instance import LapsInstance
+from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens
+from sglang_ext.sglang_plugin.laps.scheduler import LengthAwareScheduler
+from sglang_ext.sglang_plugin.options import options_from_environment
+from sglang_ext.types import LengthClass
+
+# How long an instance that only waits for others sleeps at a time, s.
+_WAIT_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A request of this instance that the pool computes."""
+
+    request: Any
+    cached_tokens: int
+    prefix_slots: torch.Tensor
+    lock: Any  # on the cached prefix
+
+
+class SequenceParallelScheduler(LengthAwareScheduler):
+    """REPLACE `Scheduler` on a member of a long pool."""
+
+    _membership: PoolMembership | None = None  # None until everything that it needs has been set up
+    _min_tokens = 0
+
+    def init_load_inquirer(self) -> None:
+        super().init_load_inquirer()
+        self._shared: dict[int, _Shared] = {}
+        self._was_offered: set[int] = set()  # keys of requests that have come back
+
+    def run_event_loop(self) -> None:
+        options = options_from_environment(os.environ)
+        if options is not None and options.cdsp is not None:
+            self._membership = build_membership(self, options.cdsp)
+            self._min_tokens = options.cdsp.min_tokens
+            if self.idle_sleeper is not None:
+                self.idle_sleeper.poller.register(self._membership.wake_descriptor, select.POLLIN)
+        super().run_event_loop()
+
+    # ---------------------------------------------------------------- a round
+
+    def get_new_batch_prefill(self, running_batch: Any) -> Any:
+        membership = self._membership
+        if membership is not None:
+            for outcome in membership.turn():
+                self._resume(outcome)
+            self._tell(membership)
+        return super().get_new_batch_prefill(running_batch)
+
+    def _classify_arrivals(self, laps: LapsInstance) -> None:
+        super()._classify_arrivals(laps)
+        membership = self._membership
+        if membership is None or not membership.is_joined:
+            return
+        now_s = laps.now_s()
+        for request in list(self.waiting_queue):
+            entry = entry_of(request)
+            if entry is not None and self._can_be_shared(request, entry):
+                self._offer(membership, request, entry, now_s)
+
+    def _can_be_shared(self, request: Any, entry: LapsEntry) -> bool:
+        return (
+            entry.length_class is LengthClass.LONG
+            and entry.key not in self._was_offered
+            and prefill_tokens(request)[0] >= self._min_tokens
+            # These want more of the prompt's computation than its KV.
+            and not request.return_logprob
+            and not request.return_hidden_states
+            and request.input_embeds is None
+            and request.multimodal_inputs is None
+            and request.lora_id is None
+        )
+
+    def _offer(self, membership: PoolMembership, request: Any, entry: LapsEntry, now_s: float) -> None:
+        lock = self.tree_cache.lock(request.last_node)
+        cached_tokens = request.prefix_len
+        prefix_slots = self.tree_cache.path_device_indices(request.last_node)[:cached_tokens].to(torch.int64)
+        # The last token is the engine's: its logits are wanted.
+        tokens = (len(request.origin_input_ids) - 1) // self.page_size * self.page_size
+        slack_s = entry.deadline_s - now_s
+        number = membership.offer(
+            tuple(request.origin_input_ids[:tokens]),
+            cached_tokens,
+            prefix_slots,
+            waited_s=now_s - entry.arrival_s,
+            slack_s=slack_s if slack_s < float("inf") else None,
+        )
+        self._was_offered.add(entry.key)
+        self._shared[number] = _Shared(request, cached_tokens, prefix_slots, lock)
+        self.waiting_queue.remove(request)
+
+    def _resume(self, outcome: Outcome) -> None:
+        """A request that was shared goes on here."""
+        shared = self._shared.pop(outcome.request, None)
+        if shared is None:
+            return
+        request = shared.request
+        if isinstance(outcome, Collected) and outcome.slots.numel():
+            end = shared.cached_tokens + outcome.slots.numel()
+            self.tree_cache.insert(
+                InsertParams(
+                    key=RadixKey(
+                        array("q", request.origin_input_ids[:end]), request.extra_key, cache_salt=request.cache_salt
+                    ),
+                    value=torch.cat([shared.prefix_slots, outcome.slots]),
+                    prev_prefix_len=shared.cached_tokens,
+                    priority=request.priority or 0,
+                )
+            )
+        self.tree_cache.unlock(shared.lock)
+        match_kv_cache(request, self.tree_cache)
+        entry = entry_of(request)
+        laps = self._laps
+        if entry is not None and laps is not None:
+            entry.length_class = laps.classify(*prefill_tokens(request))
+        self.waiting_queue.insert(0, request)
+
+    def _tell(self, membership: PoolMembership) -> None:
+        laps = self._laps
+        if laps is not None and membership.is_report_due(laps.now_s()):
+            report = laps.policy.report(self._snapshot(laps))
+            free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+            membership.report(MemberReport(report.short.backlog_s + report.long.backlog_s, int(free_tokens)))
+
+    # ---------------------------------------------------------------- shared requests, wherever SGLang counts
+
+    def is_fully_idle(self, for_health_check: bool = False, *args: Any, **kwargs: Any) -> bool:
+        membership = self._membership
+        is_ours = self._shared or (membership is not None and membership.is_busy and not for_health_check)
+        return not is_ours and bool(super().is_fully_idle(for_health_check, *args, **kwargs))
+
+    def collect_inflight_reqs(self) -> set[Any]:
+        return {*super().collect_inflight_reqs(), *(shared.request for shared in self._shared.values())}
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        # Back in the queue, where SGLang finds what it aborts.
+        for number, shared in list(self._shared.items()):
+            if recv_req.abort_all or shared.request.rid.startswith(recv_req.rid):
+                self._withdraw(number)
+        super().abort_request(recv_req)
+
+    def _withdraw(self, number: int) -> None:
+        shared = self._shared.pop(number)
+        assert self._membership is not None
+        self._membership.withdraw(number)
+        self.tree_cache.unlock(shared.lock)
+        self.waiting_queue.append(shared.request)
+
+    def _poll_timeout_aborts(self) -> list[AbortReq]:
+        waiting = self.waiting_queue
+        self.waiting_queue = [*waiting, *(shared.request for shared in self._shared.values())]
+        try:
+            return super()._poll_timeout_aborts()
+        finally:
+            self.waiting_queue = waiting
+
+    def on_idle(self) -> None:
+        super().on_idle()
+        membership = self._membership
+        if membership is not None and (self._shared or membership.is_busy):
+            # Others compute: a loop that only asks would take their processor.
+            select.select([membership.wake_descriptor], [], [], _WAIT_S)

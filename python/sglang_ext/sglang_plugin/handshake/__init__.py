@@ -1,0 +1,1 @@
+"""The handshake transfer manager as a KV transfer backend of SGLang."""

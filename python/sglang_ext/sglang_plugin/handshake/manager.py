@@ -1,0 +1,130 @@
+"""The KV manager of the handshake backend: one endpoint per rank, found through SGLang's bootstrap server.
+
+SGLang's common manager registers a prefill rank with `rank_ip:rank_port`; here that is the address of the rank's
+endpoint, so decode ranks learn from the bootstrap server whom to invite. Everything else between the ranks goes
+over the endpoints, and over nothing of SGLang's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
+from sglang_ext.kv_transfer.invitations import DecodeRank
+from sglang_ext.kv_transfer.transport import create_transport
+from sglang_ext.policy.handshake.head_mapping import HeadLayout
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
+from sglang_ext.sglang_plugin.handshake.compatibility import model_conflict
+from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
+from sglang_ext.sglang_plugin.handshake.pools import pool_layout
+from sglang_ext.sglang_plugin.handshake.rank_pairing import cpu_head_layout
+from sglang_ext.sglang_plugin.handshake.refused_rooms import RefusedRooms
+from sglang_ext.sglang_plugin.options import options_from_environment
+
+
+class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is untyped
+    """Raises ValueError, in one line, for a model whose KV it does not transfer."""
+
+    # Slots of a failed request are released when the endpoint says that nobody writes to them.
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    endpoint: HandshakeEndpoint
+    refused_rooms: RefusedRooms
+    heads: HeadLayout
+
+    def __init__(
+        self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False
+    ) -> None:
+        problem = model_conflict(args, is_mla_backend)
+        if problem is not None:
+            raise ValueError(problem)
+        self._kv_heads = _kv_heads(server_args)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            self._open_endpoint()
+            self._start_heartbeat_checker_thread()
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model: each rank holds them all."""
+        return len(self.kv_args.kv_data_ptrs) // 2
+
+    def head_layout(self, tp_size: int) -> HeadLayout:
+        """How an instance of this model with so many ranks spreads its heads."""
+        return cpu_head_layout(self._kv_heads, tp_size)
+
+    def register_to_bootstrap(self) -> None:
+        """Called by the common constructor of a prefill rank, once it knows its own place."""
+        self._open_endpoint()
+        super().register_to_bootstrap()
+
+    def fail(self, room: int, reason: str) -> None:
+        """End a request of this rank; the first reason stays."""
+        with self.failure_lock:
+            self.failure_records.setdefault(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+    # ---- decode: releasing slots of failed requests ----
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        status = self.endpoint.receive_status(bootstrap_room)
+        return status is None or status.is_released
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        self.endpoint.forget(bootstrap_room)
+
+    # ---- internals ----
+
+    def _open_endpoint(self) -> None:
+        options = options_from_environment(os.environ)
+        transfer = options.transfer if options is not None and options.transfer is not None else TransferOptions()
+        self.heads = self.head_layout(self.attn_tp_size)
+        stored_heads = getattr(self.kv_args, "kv_head_num", self.heads.heads_per_rank)
+        if stored_heads != self.heads.heads_per_rank:
+            raise ValueError(
+                f"a rank stores {stored_heads} KV heads where {self.heads.heads_per_rank} were expected: the handshake "
+                "backend does not know how this engine spreads them"
+            )
+        layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank)
+        timings = HandshakeOptions(
+            receive_backends=transfer.receive_backends,
+            stall_timeout_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+        )
+        self.endpoint = HandshakeEndpoint(
+            self.local_ip,
+            create_transport(transfer.transport, self.local_ip),
+            layout,
+            timings,
+            decode_rank=DecodeRank(self.attn_tp_rank, self.heads),
+        )
+        # The common constructor has bound a socket for messages that are not used here.
+        self.server_socket.close(linger=0)
+        self.rank_port = NetworkAddress.parse(self.endpoint.address).port
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.refused_rooms = RefusedRooms(self.endpoint, float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()))
+        if self.server_args.enable_metrics:
+            start_publishing(self.endpoint, transfer.receive_backends)
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Every prefill rank is invited and finds out from the invitation which heads to send, if any."""
+        super()._resolve_rank_mapping(info)
+        info.target_tp_ranks = list(range(info.attn_tp_size))
+        info.target_tp_rank = 0
+
+
+def _kv_heads(server_args: Any) -> int:
+    """The model's own number, without the padding that SGLang's CPU engine writes into a configuration."""
+    config = ModelConfig.from_server_args(server_args)
+    padded: int = config.get_total_num_kv_heads()
+    own: int | None = getattr(config.hf_text_config, "original_total_num_kv_heads", None)
+    return padded if own is None else own

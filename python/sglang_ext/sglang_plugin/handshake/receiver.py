@@ -1,0 +1,108 @@
+"""The decode side of one request: says where its KV shall go, invites the prefill ranks, and waits for all of it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from contextlib import suppress
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_ext.kv_transfer.transfer_status import Stage
+from sglang_ext.policy.handshake.receive_request import Need, needed
+from sglang_ext.sglang_plugin.handshake.pools import token_slots
+
+_GIVEN_UP = "the request was given up on the decode instance"
+
+
+class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is untyped
+    """What SGLang's decode scheduler feeds and polls."""
+
+    _is_expected = False  # whether the endpoint knows where the KV shall go
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """Pages `kv_indices` are ready for the tokens from `decode_prefix_len` on."""
+        room = self.bootstrap_room
+        if self.bootstrap_infos is None:
+            self.kv_mgr.fail(room, f"the bootstrap server {self.bootstrap_addr} does not know its ranks")
+            return
+        slots = array("I", token_slots(kv_indices, self.kv_mgr.kv_args.page_size).tobytes())
+        try:
+            self.kv_mgr.endpoint.expect(self._need(slots, decode_prefix_len or 0, aux_index), self._prefill_endpoints())
+        except ValueError as error:
+            self.kv_mgr.fail(room, str(error))
+            return
+        self._is_expected = True
+        self.init_time = time.time()
+
+    def clear(self) -> None:
+        """The request has ended on this rank, or waits only for its slots to become free."""
+        if self._is_expected and self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
+            self.kv_mgr.endpoint.cancel(self.bootstrap_room, _GIVEN_UP)
+        super().clear()
+        self.kv_mgr.endpoint.forget(self.bootstrap_room)
+
+    # ---- called by the common class ----
+
+    def _register_kv_args(self) -> bool:
+        """Nothing to register: a sender asks for the pool's layout when it needs it."""
+        return self.bootstrap_infos is not None
+
+    def _poll(self) -> KVPoll:
+        if self.conclude_state is None and self._is_expected:
+            self._advance()
+        return super()._poll()
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        endpoint, room = self.kv_mgr.endpoint, self.bootstrap_room
+        endpoint.cancel(room, _GIVEN_UP)
+        if not self._is_expected:
+            # Prefill waits for an invitation: it gets one together with its withdrawal. A room that has been
+            # used before is refused, and nobody waits for it.
+            with suppress(ValueError):
+                endpoint.expect(self._need(array("I"), 0, None), self._prefill_endpoints())
+                endpoint.forget(room)
+
+    # ---- internals ----
+
+    def _need(self, slots: array[int], first_token: int, aux_index: int | None) -> Need:
+        manager = self.kv_mgr
+        heads = manager.heads.heads(manager.attn_tp_rank)
+        return needed(
+            self.bootstrap_room,
+            first_token=first_token,
+            slots=slots,
+            first_head=heads.start,
+            head_count=len(heads),
+            first_layer=0,
+            layer_count=manager.layer_count,
+            aux_slot=aux_index,
+        )
+
+    def _prefill_endpoints(self) -> list[str]:
+        return [
+            NetworkAddress(info["rank_ip"], int(info["rank_port"])).to_host_port_str() for info in self.bootstrap_infos
+        ]
+
+    def _advance(self) -> None:
+        room = self.bootstrap_room
+        status = self.kv_mgr.endpoint.receive_status(room)
+        if status is None:
+            return
+        if status.stage is Stage.FAILED:
+            self.kv_mgr.fail(room, status.reason)
+        elif status.stage is Stage.COMPLETE:
+            self.kv_mgr.update_status(room, KVPoll.Success)
+        elif status.stage is Stage.TRANSFERRING:
+            self.kv_mgr.update_status(room, KVPoll.Transferring)

@@ -1,0 +1,168 @@
+"""The prefill side of one request: shakes hands with every decode rank that invites, then sends chunk by chunk.
+
+    invited by all ──▶ init: handshake, the whole request is offered ──send, send, …──▶ stored by all
+
+An ordinary prefill instance offers the request as a whole, before it has computed any of it, so that its place in
+the receivers' order is that of its arrival; each `send` then brings the slots of what has been computed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+from sglang_ext.kv_transfer.invitations import Invitation
+from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.transfer_status import Stage
+from sglang_ext.policy.handshake.shards import KVShard
+from sglang_ext.sglang_plugin.handshake.pools import token_slots
+from sglang_ext.sglang_plugin.handshake.rank_pairing import Share, shares_of
+
+_GIVEN_UP = "the request was given up on the prefill instance"
+_ABORTED = "the request was aborted on the prefill instance"
+
+
+class _Outgoing(NamedTuple):
+    """The transfer to one decode rank."""
+
+    handle: SendHandle
+    has_tokens: bool
+    has_metadata: bool
+
+
+class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is untyped
+    """What SGLang's prefill scheduler polls and feeds."""
+
+    # Host tensors of indices come in pinned memory behind a CUDA event, which a CPU engine does not have.
+    supports_host_tensor_indices = False
+
+    _transfer_start_time: float | None
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
+        self._outgoing: tuple[_Outgoing, ...] | None = None  # None: no handshake yet
+        mgr.refused_rooms.forget(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens that decode has cached."""
+        return next((invitation.first_token for _, invitation in self._invited() or ()), 0)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Shake hands and offer `num_kv_indices` pages. SGLang calls it once all invitations are here."""
+        super().init(num_kv_indices, aux_index)
+        invited = self._invited()
+        self._outgoing = ()
+        if invited is None:
+            self.kv_mgr.fail(self.bootstrap_room, "decode's invitation has gone")
+            return
+        try:
+            for share, invitation in invited:
+                self._open(share, invitation)
+        except ValueError as error:
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+
+    def send(
+        self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, indices_event: Any = None
+    ) -> None:
+        """These pages have been computed: the next ones, in order."""
+        if self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+            return
+        pages, index_slice, is_last, _ = self._prepare_send_indices(kv_indices, state_indices)
+        if self._transfer_start_time is None:
+            self._transfer_start_time = time.perf_counter()
+        slots = token_slots(pages, self._page_size)
+        for outgoing in self._outgoing or ():
+            tokens = len(slots) if outgoing.has_tokens else 0
+            has_metadata = is_last and outgoing.has_metadata
+            if tokens or has_metadata:
+                rows = PartRows(0, self.kv_mgr.layer_count, index_slice.start * self._page_size, tokens, has_metadata)
+                outgoing.handle.part(0, rows, slots if tokens else None)
+        self._record_transfer_indices(pages, None)
+        if is_last and not self._outgoing:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def poll(self) -> KVPoll:
+        if self.conclude_state is None:
+            self._advance()
+        return super().poll()
+
+    def abort(self) -> None:
+        super().abort()
+        self._stop(_ABORTED)
+
+    def clear(self) -> None:
+        """The request has ended on this rank."""
+        if self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
+            self._stop(_GIVEN_UP)
+        self.kv_mgr.endpoint.forget_invitations(self.bootstrap_room)
+        super().clear()
+
+    # ---- internals ----
+
+    @property
+    def _page_size(self) -> int:
+        page_size: int = self.kv_mgr.kv_args.page_size
+        return page_size
+
+    def _invited(self) -> tuple[tuple[Share, Invitation], ...] | None:
+        """What to send to whom, once every decode rank that wants something of this rank has invited it."""
+        found = {
+            invitation.decode_rank.rank: invitation
+            for invitation in self.kv_mgr.endpoint.invitations(self.bootstrap_room)
+            if invitation.decode_rank is not None
+        }
+        first = next(iter(found.values()), None)
+        if first is None or first.decode_rank is None:
+            return None
+        shares = shares_of(self.kv_mgr.attn_tp_rank, self.kv_mgr.heads, first.decode_rank.heads)
+        if not all(share.decode_rank in found for share in shares):
+            return None
+        return tuple((share, found[share.decode_rank]) for share in shares)
+
+    def _open(self, share: Share, invitation: Invitation) -> None:
+        tokens = invitation.whole.tokens if share.head_count else ()
+        wanted_tokens = sum(span.token_count for span in tokens)
+        if share.head_count and wanted_tokens != self.num_kv_indices * self._page_size:
+            raise ValueError(f"decode wants {wanted_tokens} tokens, prefill has {self.num_kv_indices} pages")
+        if not tokens and not share.has_metadata:
+            return  # decode has every token cached and gets the metadata from another rank
+        handle = self.kv_mgr.endpoint.open_sender(
+            self.bootstrap_room, invitation.receiver, share.sender_count if tokens else 1
+        )
+        self._outgoing = (*(self._outgoing or ()), _Outgoing(handle, bool(tokens), share.has_metadata))
+        shard = KVShard(tokens, share.first_head, share.head_count, 0, self.kv_mgr.layer_count, share.has_metadata)
+        handle.offer(SourceChunk(shard, None, self.aux_index if share.has_metadata else None), is_last=True)
+
+    def _advance(self) -> None:
+        room = self.bootstrap_room
+        withdrawn = [
+            invitation.withdrawn
+            for invitation in self.kv_mgr.endpoint.invitations(room)
+            if invitation.withdrawn is not None
+        ]
+        if self._outgoing is None:
+            if withdrawn:
+                self.kv_mgr.fail(room, f"decode has given the request up: {withdrawn[0]}")
+            elif self._invited() is not None:
+                self.kv_mgr.update_status(room, KVPoll.WaitingForInput)
+            return
+        statuses = [outgoing.handle.status for outgoing in self._outgoing]
+        failed = next((status for status in statuses if status.stage is Stage.FAILED), None)
+        if failed is not None:
+            self.kv_mgr.fail(room, failed.reason)
+        elif withdrawn and not self._outgoing:
+            self.kv_mgr.fail(room, f"decode has given the request up: {withdrawn[0]}")
+        elif statuses and all(status.stage is Stage.COMPLETE for status in statuses):
+            self.kv_mgr.update_status(room, KVPoll.Success)
+        elif any(status.stage in (Stage.TRANSFERRING, Stage.COMPLETE) for status in statuses):
+            self.kv_mgr.update_status(room, KVPoll.Transferring)
+
+    def _stop(self, reason: str) -> None:
+        """Nothing more is sent; every decode rank is told, also those that have not invited yet."""
+        for outgoing in self._outgoing or ():
+            outgoing.handle.abort(reason)
+        self.kv_mgr.refused_rooms.refuse(self.bootstrap_room, reason)

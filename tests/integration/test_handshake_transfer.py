@@ -1,0 +1,117 @@
+"""KV that travels by handshake between real engines gives the tokens of Hugging Face."""
+
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+from support.pd import greedy, new_room
+from support.reference import greedy_reference, random_prompt
+from support.tiny_model import TinyModelShape
+
+pytestmark = pytest.mark.integration
+
+HANDSHAKE = ("--transfer-backend", "handshake")
+SHARED_MEMORY = (*HANDSHAKE, "--transfer-transport", "shared_memory")
+CHUNK = ("--chunked-prefill-size", "256")
+PAGES = ("--page-size", "16")
+CACHING = ("--disaggregation-decode-enable-radix-cache",)
+PREFILL = EngineSpec(Role.SHORT, arguments=CHUNK, worker_options=HANDSHAKE)
+DECODE = EngineSpec(Role.DECODE, arguments=CACHING, worker_options=(*HANDSHAKE, "--transfer-receive-backends", "1"))
+DECODE_TP2 = EngineSpec(Role.DECODE, arguments=("--tp", "2"), worker_options=HANDSHAKE)
+PAGED_PREFILL = EngineSpec(Role.SHORT, arguments=(*CHUNK, *PAGES), worker_options=SHARED_MEMORY)
+PAGED_DECODE = EngineSpec(
+    Role.DECODE, arguments=(*PAGES, *CACHING), worker_options=(*SHARED_MEMORY, "--transfer-receive-backends", "2")
+)
+PAIRS = {
+    "page 1, one backend": (PREFILL, DECODE),
+    "page 16, two backends, shared memory": (PAGED_PREFILL, PAGED_DECODE),
+    "decode tp 2": (PREFILL, DECODE_TP2),
+}
+# Two ranks hold three KV heads as four: the fourth is padding and does not travel.
+THREE_HEADS = TinyModelShape(hidden=48, heads=3, kv_heads=3)
+# Around the page of 16 and the chunk of 256 tokens, and over several chunks.
+LENGTHS = (1, 2, 15, 16, 17, 100, 255, 256, 257, 511, 700)
+NEW_TOKENS = 12
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × head size × float32
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys(), scope="module")
+def pair(request: pytest.FixtureRequest) -> list[Engine]:
+    return FLEET.get(*request.param)
+
+
+def metric(engine: Engine, name: str) -> float:
+    """The sum of a metric over its labels."""
+    found = re.findall(rf"^sglang_ext:transfer_{name}(?:\{{[^}}]*\}})? (\S+)$", engine.get("/metrics").body, re.M)
+    return sum(map(float, found))
+
+
+def settled(engine: Engine, name: str) -> float:
+    """A metric once it has not changed for longer than the interval at which it is published."""
+    value, since_s = metric(engine, name), time.monotonic()
+    while time.monotonic() - since_s < 1.5:
+        time.sleep(0.2)
+        if metric(engine, name) != value:
+            value, since_s = metric(engine, name), time.monotonic()
+    return value
+
+
+def test_prompts_of_every_length(pair: list[Engine]) -> None:
+    for length in LENGTHS:
+        prompt = random_prompt(length, seed=20_000 + length)
+        assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS), length
+
+
+def test_turns_that_extend_what_is_cached(pair: list[Engine]) -> None:
+    """Prefill caches always, decode where it is told to: then it asks for what it has not cached only."""
+    prompt = random_prompt(150, seed=new_room())
+    is_cached_at_decode = CACHING[0] in pair[1].spec.arguments
+    for turn in range(4):
+        before_bytes = settled(pair[0], "written_bytes_total")
+        assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS), turn
+        sent_tokens = (settled(pair[0], "written_bytes_total") - before_bytes) / TOKEN_BYTES
+        if turn > 0 and is_cached_at_decode:
+            assert sent_tokens < 150
+        else:
+            assert sent_tokens >= len(prompt)
+        prompt = prompt + greedy_reference(prompt, NEW_TOKENS) + random_prompt(90, seed=100 + turn)
+
+
+def test_a_prompt_that_decode_has_already(pair: list[Engine]) -> None:
+    prompt = random_prompt(64, seed=new_room())
+    for _ in range(3):
+        assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS)
+
+
+def test_more_requests_than_backends(pair: list[Engine]) -> None:
+    prompts = [random_prompt(10 + 37 * index, seed=500 + index) for index in range(12)]
+    before = settled(pair[1], "requests_total")
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        answers = list(clients.map(lambda prompt: greedy(*pair, prompt, NEW_TOKENS), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == greedy_reference(prompt, NEW_TOKENS), len(prompt)
+    ranks = 2 if pair[1].spec is DECODE_TP2 else 1
+    assert settled(pair[1], "requests_total") - before == 12 * ranks
+    for gauge in ("receiving", "receiving_early", "unsettled_permits"):
+        assert metric(pair[1], gauge) == 0
+    if ranks == 1:
+        assert metric(pair[1], "free_backends") == int(pair[1].spec.worker_options[-1])
+    assert metric(pair[0], "sending") == 0
+    for engine in pair:
+        engine.wait_idle()
+
+
+def test_padded_heads_do_not_travel() -> None:
+    pair = FLEET.get(
+        EngineSpec(Role.SHORT, THREE_HEADS, CHUNK, HANDSHAKE),
+        EngineSpec(Role.DECODE, THREE_HEADS, ("--tp", "2"), HANDSHAKE),
+    )
+    for length in (1, 64, 300):
+        prompt = random_prompt(length, 30_000 + length, THREE_HEADS)
+        assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS, THREE_HEADS), length

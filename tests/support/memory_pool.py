@@ -1,0 +1,179 @@
+"""A long pool in one process: members as threads, a mesh of queues, a coordinator without a network.
+
+What fails is drawn: calls that no peer answers, meshes that do not come.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_ext.policy.cdsp.coordination import MemberReport
+from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
+from sglang_ext.sequence_parallel.mesh import MeshError, Pending
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, OfferMessage, ToMember
+from sglang_ext.sequence_parallel.pool_exchange import Admission, Outgoing, PoolExchange
+from support.toy_engine import LAYERS, ToyEngine, ToyPool
+
+RECEIVE_TIMEOUT_S = 0.3
+
+
+class FakeLink:
+    """Orders in, messages out."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[ToMember] = deque()
+        self.sent: deque[FromMember] = deque()
+        self.woken = threading.Event()
+
+    def receive(self) -> list[ToMember]:
+        return [self.inbox.popleft() for _ in range(len(self.inbox))]
+
+    def send(self, message: FromMember) -> None:
+        self.sent.append(message)
+
+    def wake(self) -> None:
+        self.woken.set()
+
+
+class Wires:
+    """What is under way between members, of all epochs."""
+
+    def __init__(self, failure_rate: float = 0.0, seed: int = 0) -> None:
+        self._queues: dict[tuple[int, int, int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+        self._random = random.Random(seed)
+        self.failure_rate = failure_rate
+
+    def connect(self, instance: int) -> Callable[[int, tuple[int, ...]], MemoryMesh]:
+        def connect(epoch: int, members: tuple[int, ...]) -> MemoryMesh:
+            if self.fails():
+                raise MeshError("drawn")
+            return MemoryMesh(self, epoch, members, instance)
+
+        return connect
+
+    def queue(self, epoch: int, source: int, target: int, tag: int) -> queue.SimpleQueue[torch.Tensor]:
+        return self._queues[epoch, source, target, tag]
+
+    def fails(self) -> bool:
+        return self._random.random() < self.failure_rate
+
+
+class MemoryMesh:
+    """See `sequence_parallel.mesh.Mesh`."""
+
+    def __init__(self, wires: Wires, epoch: int, members: Sequence[int], instance: int) -> None:
+        self.members = tuple(members)
+        self._wires, self._epoch, self._instance = wires, epoch, instance
+
+    def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
+        if self._wires.fails():
+            raise MeshError("drawn")
+        self._wires.queue(self._epoch, self._instance, instance, tag).put(tensor.clone())
+        return _Done()
+
+    def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
+        return _Receiving(self._wires.queue(self._epoch, instance, self._instance, tag), tensor)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Receiving:
+    def __init__(self, source: queue.SimpleQueue[torch.Tensor], target: torch.Tensor) -> None:
+        self._source, self._target = source, target
+
+    def wait(self) -> None:
+        try:
+            self._target.copy_(self._source.get(timeout=RECEIVE_TIMEOUT_S))
+        except queue.Empty:
+            raise MeshError("nothing has come") from None
+
+
+class MemoryMember:
+    """One instance."""
+
+    def __init__(self, instance: int, wires: Wires, pool: ToyPool) -> None:
+        self.instance = instance
+        self.pool = pool
+        self.link = FakeLink()
+        self.member = Member(ToyEngine(pool), instance, self.link, wires.connect(instance))
+        self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self.ended: dict[int, Outcome] = {}
+        self.kv: dict[int, torch.Tensor] = {}  # behind the cached prefix, of what was collected
+
+    def offer(self, request: int, token_ids: tuple[int, ...], cached: torch.Tensor) -> None:
+        """`cached`: KV of the prefix, [layers, 2, tokens, heads, size]."""
+        prefix = self.pool.allocate(cached.shape[2])
+        for layer in range(LAYERS):
+            self.pool.write(layer, prefix, cached[layer, 0], cached[layer, 1])
+        self.offered[request] = token_ids, prefix
+        self.member.offer(OfferMessage(request, token_ids, prefix.numel(), 0.0, None), prefix)
+
+    def turn(self) -> None:
+        for outcome in self.member.turn():
+            self.ended[outcome.request] = outcome
+            if isinstance(outcome, Collected):
+                self.kv[outcome.request] = self.pool.kv(outcome.slots)
+                self.pool.free(outcome.slots)
+            self.pool.free(self.offered[outcome.request][1])
+
+
+class MemoryPool:
+    """Members, each in a thread of its own, and their coordinator in the caller's."""
+
+    def __init__(self, exchange: PoolExchange, members: Sequence[MemoryMember], page_tokens: int) -> None:
+        self._exchange = exchange
+        self.members = members
+        self._has_ended = threading.Event()
+        self.errors: list[BaseException] = []
+        for one in members:
+            report = MemberReport(0.0, one.pool.free_tokens)
+            hello = Hello(PROTOCOL_VERSION, f"m{one.instance}", "node", "toy", LAYERS, page_tokens, report)
+            answer = exchange.greet(hello)
+            assert answer == Admission(one.instance)
+            self._deliver(exchange.join(one.instance, hello, time.monotonic()))
+
+    def run(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Serve until `is_done`."""
+        threads = [threading.Thread(target=self._serve, args=(one,)) for one in self.members]
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while not is_done() and not self.errors:
+                assert time.monotonic() < deadline_s, "requests do not end"
+                time.sleep(0.01)
+                self.exchange_messages()
+        finally:
+            self._has_ended.set()
+            for thread in threads:
+                thread.join()
+        assert not self.errors, self.errors
+
+    def _serve(self, one: MemoryMember) -> None:
+        try:
+            while not self._has_ended.is_set():
+                one.turn()
+                time.sleep(0.001)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def exchange_messages(self) -> None:
+        now_s = time.monotonic()
+        for one in self.members:
+            while one.link.sent:
+                self._deliver(self._exchange.take(one.instance, one.link.sent.popleft(), now_s))
+        self._deliver(self._exchange.tick(now_s))
+
+    def _deliver(self, out: Sequence[Outgoing]) -> None:
+        for instance, message in out:
+            self.members[instance].link.inbox.append(message)

@@ -1,0 +1,197 @@
+"""The coordinator over real connections: who is admitted, who is refused, and whom a bad line concerns."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import pytest
+
+from sglang_ext.policy.cdsp.coordination import BuildMesh, MemberReport
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, MeshStore
+from sglang_ext.sequence_parallel.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    Message,
+    OfferMessage,
+    Refusal,
+    Report,
+    Welcome,
+    decode,
+    encode,
+)
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+
+SILENCE_S = 1.0
+
+
+def hello(name: str, **changes: object) -> Hello:
+    one = Hello(PROTOCOL_VERSION, name, "node", "model", 2, 1, MemberReport(0.0, 1000))
+    return one._replace(**changes)  # type: ignore[arg-type]
+
+
+class Client(NamedTuple):
+    """A member's end of a connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def read(self) -> Message | None:
+        """The next message that is no heartbeat; None at the end."""
+        while line := await asyncio.wait_for(self.reader.readline(), 10):
+            message = decode(line)
+            if not isinstance(message, Heartbeat):
+                return message
+        return None
+
+    async def is_ended(self) -> bool:
+        try:
+            while await self.read() is not None:
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+    async def beat(self) -> None:
+        while True:
+            self.writer.write(encode(Report(MemberReport(0.0, 1000))))
+            await asyncio.sleep(SILENCE_S / 4)
+
+
+class Served(NamedTuple):
+    server: CoordinatorServer
+    store: MeshStore
+    port: int
+    clients: list[Client]
+
+    async def connect(self, line: bytes) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        client.writer.write(line)
+        return client
+
+    async def join(self, name: str) -> Client:
+        client = await self.connect(encode(hello(name)))
+        assert isinstance(await client.read(), Welcome)
+        return client
+
+    def names(self) -> list[str]:
+        return [member.name for member in self.server.status().members]
+
+
+def serve(test: Callable[[Served], Awaitable[None]]) -> None:
+    async def run() -> None:
+        store = MeshStore("127.0.0.1", 0)
+        exchange = PoolExchange(PoolSettings(silence_s=SILENCE_S), PoolCosts(prior_candidates((1, 2))))
+        server = CoordinatorServer(exchange, store, SILENCE_S)
+        port = await server.listen("127.0.0.1", 0)
+        ticking = asyncio.create_task(server.run())
+        served = Served(server, store, port, [])
+        try:
+            await test(served)
+        finally:
+            ticking.cancel()
+            await server.close()
+            for client in served.clients:
+                client.writer.close()
+                with suppress(ConnectionError):
+                    await client.writer.wait_closed()
+
+    asyncio.run(run())
+
+
+def test_welcome_says_where_the_store_is() -> None:
+    async def test(served: Served) -> None:
+        client = await served.connect(encode(hello("a")))
+        assert await client.read() == Welcome(0, "127.0.0.1", served.store.port, SILENCE_S)
+        assert await client.read() == BuildMesh(1, (0,))
+        _, writer = await asyncio.open_connection("127.0.0.1", served.store.port)
+        writer.close()
+        await writer.wait_closed()
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (encode(hello("b", model="other")), "the pool serves model .* b serves other"),
+        (encode(hello("b", version=PROTOCOL_VERSION + 1)), f"protocol version {PROTOCOL_VERSION + 1} instead of"),
+    ],
+)
+def test_refused_with_a_reason_and_one_line_in_the_log(
+    line: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(served: Served) -> None:
+        await served.join("a")
+        client = await served.connect(line)
+        refusal = await client.read()
+        assert isinstance(refusal, Refusal)
+        assert re.search(reason, refusal.reason)
+        assert await client.is_ended()
+        assert served.names() == ["a"]
+
+    serve(test)
+    assert len([record for record in caplog.records if "is refused" in record.message]) == 1
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", encode(Report(MemberReport(0.0, 1))), b"\xff\n"])
+def test_who_does_not_say_hello_is_nobody(line: bytes) -> None:
+    async def test(served: Served) -> None:
+        client = await served.connect(line)
+        assert await client.is_ended()
+        assert served.names() == []
+
+    serve(test)
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", encode(OfferMessage(2**40, (1, 2), 0, 0.0, None)), encode(hello("a"))])
+def test_a_bad_line_ends_the_connection_of_its_sender_alone(line: bytes) -> None:
+    async def test(served: Served) -> None:
+        good, bad = await served.join("good"), await served.join("bad")
+        beating = asyncio.create_task(good.beat())
+        bad.writer.write(line)
+        assert await bad.is_ended()
+        await asyncio.sleep(1.5 * SILENCE_S)
+        assert served.names() == ["good"]
+        beating.cancel()
+
+    serve(test)
+
+
+def test_silence_ends_a_connection() -> None:
+    async def test(served: Served) -> None:
+        client = await served.join("a")
+        assert await client.is_ended()
+        assert served.names() == []
+
+    serve(test)
+
+
+def test_who_comes_again_takes_its_own_place() -> None:
+    async def test(served: Served) -> None:
+        first = await served.join("a")
+        second = await served.connect(encode(hello("a")))
+        welcome = await second.read()
+        assert isinstance(welcome, Welcome)
+        assert welcome.instance == 1
+        assert await first.is_ended()
+        assert [member.instance for member in served.server.status().members] == [1]
+
+    serve(test)
+
+
+def test_an_address_in_use_is_said_in_one_line() -> None:
+    async def test(served: Served) -> None:
+        with pytest.raises(ListenError, match=f"--store-port {served.store.port}: Address already in use"):
+            MeshStore("127.0.0.1", served.store.port)
+        with pytest.raises(ListenError, match=f"--port {served.port}: "):
+            await served.server.listen("127.0.0.1", served.port)
+
+    serve(test)

@@ -1,0 +1,192 @@
+"""Shards as transactions: taken back, handed over and dropped, the memory ends where it began."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.policy.cdsp.sharding import Interleaving, Lot, Move, count_tokens, head, split_chunk, tail
+from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
+from support.toy_engine import LAYERS, ToyPool
+
+PAGES = pytest.mark.parametrize("page_tokens", [1, 4])
+
+
+def fill(pool: ToyPool, shard: Shard) -> None:
+    """KV that tells which position it is of."""
+    positions = as_tensor(shard.positions).float()
+    for layer in range(LAYERS):
+        k, v = pool.read(layer, shard.slots)
+        k[:], v[:] = positions[:, None, None] + 1000 * layer, -positions[:, None, None]
+        pool.write(layer, shard.slots, k, v)
+
+
+def positions_in(pool: ToyPool, slots: torch.Tensor) -> list[int]:
+    """Which positions lie there; the same in every layer."""
+    kv = pool.kv(slots)
+    for layer in range(LAYERS):
+        assert torch.equal(kv[layer, 0, :, 0, 0] - 1000 * layer, kv[0, 0, :, 0, 0])
+    assert torch.equal(kv[0, 0], -kv[0, 1])
+    return [int(value) for value in kv[0, 0, :, 0, 0]]
+
+
+@PAGES
+def test_a_chunk_that_is_taken_back(page_tokens: int) -> None:
+    pool = ToyPool(64, page_tokens)
+    shard = Shard(pool)
+    shard.begin()
+    shard.extend((range(10),))
+    before, free_tokens = shard.lots, pool.free_tokens
+    fill(pool, shard)
+    shard.begin()
+    given = Move(0, 1, 0, 2, tail(before[0].positions, 10, 2))
+    shard.give(given)
+    shard.extend((range(20, 30),))
+    shard.roll_back()
+    assert shard.lots == before
+    assert pool.free_tokens == free_tokens
+    assert positions_in(pool, shard.slots) == list(range(10))
+    shard.drop()
+    assert pool.free_tokens == 64
+
+
+@PAGES
+def test_what_was_given_is_freed_when_the_next_chunk_begins(page_tokens: int) -> None:
+    pool = ToyPool(64, page_tokens)
+    shard = Shard(pool)
+    shard.begin()
+    shard.extend((range(12),))
+    shard.begin()
+    shard.give(Move(0, 1, 0, 12, (range(12),)))
+    shard.compact()
+    assert (shard.lots, shard.owned_tokens) == ((), 12)
+    shard.begin()
+    assert (shard.owned_tokens, pool.free_tokens) == (0, 64)
+
+
+@PAGES
+def test_no_room_takes_nothing(page_tokens: int) -> None:
+    pool = ToyPool(16, page_tokens)
+    shard = Shard(pool)
+    shard.begin()
+    shard.extend((range(8),))
+    with pytest.raises(NoRoomError):
+        shard.extend((range(8, 20),))
+    assert shard.positions == (range(8),)
+    shard.roll_back()
+    assert pool.free_tokens == 16
+
+
+@PAGES
+@pytest.mark.parametrize("cached_tokens", [0, 8])
+def test_handed_over_in_order(page_tokens: int, cached_tokens: int) -> None:
+    pool = ToyPool(128, page_tokens)
+    prefix = pool.allocate(cached_tokens)
+    shard = Shard(pool)
+    if cached_tokens:
+        shard.borrow((range(cached_tokens),), prefix)
+    shard.begin()
+    mine, others = split_chunk(cached_tokens, 40, 2, Interleaving.ZIGZAG, page_tokens)
+    shard.extend(mine)
+    shard.extend(others)
+    fill(pool, shard)
+    slots = shard.surrender(cached_tokens)
+    assert positions_in(pool, slots) == list(range(cached_tokens, cached_tokens + 40))
+    assert pool.free_tokens == 128 - 40 - cached_tokens
+    assert (shard.lots, shard.owned_tokens) == ((), 0)
+    shard.drop()
+    pool.free(slots)
+    if cached_tokens:
+        pool.free(prefix)
+    assert pool.free_tokens == 128
+
+
+@PAGES
+def test_handed_over_up_to_the_first_that_is_missing(page_tokens: int) -> None:
+    pool = ToyPool(128, page_tokens)
+    shard = Shard(pool)
+    shard.begin()
+    shard.extend((range(11), range(16, 30)))
+    fill(pool, shard)
+    slots = shard.surrender(0)
+    assert positions_in(pool, slots) == list(range(11 - 11 % page_tokens))
+    pool.free(slots)
+    assert pool.free_tokens == 128
+
+
+def test_no_room_for_whole_pages_changes_nothing() -> None:
+    pool = ToyPool(16, 4)
+    shard = Shard(pool)
+    shard.begin()
+    shard.extend((range(12),))
+    fill(pool, shard)
+    before = shard.lots
+    with pytest.raises(NoRoomError):
+        shard.surrender(0)
+    assert shard.lots == before
+    assert positions_in(pool, shard.slots) == list(range(12))
+    shard.drop()
+    assert pool.free_tokens == 16
+
+
+def test_borrowed_pages_are_never_freed() -> None:
+    pool = ToyPool(64, 4)
+    prefix = pool.allocate(8)
+    shard = Shard(pool)
+    shard.borrow((range(8),), prefix)
+    shard.begin()
+    shard.give(Move(0, 1, 0, 4, (range(4, 8),)))
+    shard.begin()
+    assert shard.lots == (Lot((range(4),), is_borrowed=True),)
+    shard.drop()
+    assert pool.free_tokens == 56
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["extend", "give", "begin", "roll_back"]), st.integers(1, 30), st.integers(0, 5)),
+    max_size=25,
+)
+
+
+@settings(deadline=None)
+@given(steps, st.sampled_from([1, 4]), st.sampled_from(["drop", "surrender"]))
+def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int]], page_tokens: int, end: str) -> None:
+    pool = ToyPool(256, page_tokens)
+    shard = Shard(pool)
+    position = 0
+    before = shard.lots
+    shard.begin()
+    for what, number, place in history:
+        if what == "extend":
+            try:
+                shard.extend((range(position, position + number),))
+                position += number
+            except NoRoomError:
+                pass
+        elif what == "give" and shard.lots:
+            lot = place % len(shard.lots)
+            positions = shard.lots[lot].positions
+            tokens = count_tokens(positions)
+            kept = max(0, tokens - number) // page_tokens * page_tokens
+            if kept < tokens:
+                shard.give(Move(0, 1, lot, tokens - kept, tail(positions, tokens, tokens - kept)))
+                assert shard.lots[lot].positions == head(positions, kept)
+                shard.compact()
+        elif what == "begin":
+            shard.begin()
+            before = shard.lots
+        elif what == "roll_back":
+            shard.roll_back()
+            assert shard.lots == before
+    assert shard.owned_tokens == 256 - pool.free_tokens
+    if end == "surrender":
+        try:
+            pool.free(shard.surrender(0))
+        except NoRoomError:
+            shard.drop()
+    else:
+        shard.drop()
+    assert pool.free_tokens == 256
