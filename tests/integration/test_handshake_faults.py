@@ -47,12 +47,13 @@ class Leg:
 
 
 @pytest.fixture
-def pair() -> list[Engine]:
-    return FLEET.get(PREFILL, DECODE)
+def pair() -> tuple[Engine, Engine]:
+    prefill, decode = FLEET.get(PREFILL, DECODE)
+    return prefill, decode
 
 
 @pytest.fixture
-def threads(pair: list[Engine]) -> Iterator[ThreadPoolExecutor]:
+def threads(pair: tuple[Engine, Engine]) -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as executor:
         yield executor
         for engine in pair:
@@ -90,7 +91,9 @@ def check_that_it_serves(prefill: Engine, decode: Engine) -> None:
     assert greedy(prefill, decode, prompt, 8) == greedy_reference(prompt, 8)
 
 
-def test_prefill_aborted_before_decode_has_the_request(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
+def test_prefill_aborted_before_decode_has_the_request(
+    pair: tuple[Engine, Engine], threads: ThreadPoolExecutor
+) -> None:
     prefill, decode = pair
     body = request_body(prefill, "early-abort")
     prefill_leg = Leg(threads, prefill, body)
@@ -103,7 +106,9 @@ def test_prefill_aborted_before_decode_has_the_request(pair: list[Engine], threa
     assert decode.wait_idle() < ABORT_LIMIT_S
 
 
-def test_decode_aborted_while_it_waits_for_an_unknown_prefill(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
+def test_decode_aborted_while_it_waits_for_an_unknown_prefill(
+    pair: tuple[Engine, Engine], threads: ThreadPoolExecutor
+) -> None:
     prefill, decode = pair
     leg = Leg(threads, decode, {**request_body(prefill, "no-prefill"), "bootstrap_port": free_port()})
     decode.wait_for_load(queued("decode_prealloc"), 5)
@@ -111,7 +116,9 @@ def test_decode_aborted_while_it_waits_for_an_unknown_prefill(pair: list[Engine]
     assert decode.wait_idle() < ABORT_LIMIT_S
 
 
-def test_decode_aborted_before_prefill_has_the_request(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
+def test_decode_aborted_before_prefill_has_the_request(
+    pair: tuple[Engine, Engine], threads: ThreadPoolExecutor
+) -> None:
     prefill, decode = pair
     body = request_body(prefill, "lonely-decode")
     leg = Leg(threads, decode, body)
@@ -125,7 +132,7 @@ def test_decode_aborted_before_prefill_has_the_request(pair: list[Engine], threa
 
 @pytest.mark.parametrize("aborting", [0, 1], ids=["prefill", "decode"])
 def test_one_leg_aborted_in_the_middle_ends_both(
-    pair: list[Engine], threads: ThreadPoolExecutor, aborting: int
+    pair: tuple[Engine, Engine], threads: ThreadPoolExecutor, aborting: int
 ) -> None:
     prefill, decode = pair
     rid = f"middle-{aborting}"
@@ -148,7 +155,7 @@ def test_one_leg_aborted_in_the_middle_ends_both(
     check_that_it_serves(*pair)
 
 
-def test_decode_aborted_while_it_decodes(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
+def test_decode_aborted_while_it_decodes(pair: tuple[Engine, Engine], threads: ThreadPoolExecutor) -> None:
     prefill, decode = pair
     body = request_body(prefill, "decoding")
     legs = [Leg(threads, engine, body) for engine in pair]
@@ -158,7 +165,7 @@ def test_decode_aborted_while_it_decodes(pair: list[Engine], threads: ThreadPool
     assert decode.wait_idle() < ABORT_LIMIT_S
 
 
-def test_prefill_killed_while_decode_waits_for_its_kv(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
+def test_prefill_killed_while_decode_waits_for_its_kv(pair: tuple[Engine, Engine], threads: ThreadPoolExecutor) -> None:
     prefill, decode = pair
     body = request_body(prefill, "killed-prefill")
     with prefill.frozen_scheduler():
@@ -171,7 +178,7 @@ def test_prefill_killed_while_decode_waits_for_its_kv(pair: list[Engine], thread
     check_that_it_serves(*FLEET.get(PREFILL, DECODE))
 
 
-def test_decode_killed_before_it_gets_kv(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
+def test_decode_killed_before_it_gets_kv(pair: tuple[Engine, Engine], threads: ThreadPoolExecutor) -> None:
     prefill, decode = pair
     check_that_it_serves(*pair)  # an invitation to a frozen process needs a connection that is there
     body = request_body(prefill, "killed-decode")

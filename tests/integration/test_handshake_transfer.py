@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import pytest
 
@@ -15,6 +16,8 @@ from support.reference import greedy_reference, random_prompt
 from support.tiny_model import TinyModelShape
 
 pytestmark = pytest.mark.integration
+
+Pair: TypeAlias = tuple[Engine, Engine]
 
 HANDSHAKE = ("--transfer-backend", "handshake")
 SHARED_MEMORY = (*HANDSHAKE, "--transfer-transport", "shared_memory")
@@ -42,8 +45,9 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × hea
 
 
 @pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys(), scope="module")
-def pair(request: pytest.FixtureRequest) -> list[Engine]:
-    return FLEET.get(*request.param)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    prefill, decode = FLEET.get(*request.param)
+    return prefill, decode
 
 
 def metric(engine: Engine, name: str) -> float:
@@ -62,13 +66,13 @@ def settled(engine: Engine, name: str) -> float:
     return value
 
 
-def test_prompts_of_every_length(pair: list[Engine]) -> None:
+def test_prompts_of_every_length(pair: Pair) -> None:
     for length in LENGTHS:
         prompt = random_prompt(length, seed=20_000 + length)
         assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS), length
 
 
-def test_turns_that_extend_what_is_cached(pair: list[Engine]) -> None:
+def test_turns_that_extend_what_is_cached(pair: Pair) -> None:
     """Prefill caches always, decode where it is told to: then it asks for what it has not cached only."""
     prompt = random_prompt(150, seed=new_room())
     is_cached_at_decode = CACHING[0] in pair[1].spec.arguments
@@ -83,13 +87,13 @@ def test_turns_that_extend_what_is_cached(pair: list[Engine]) -> None:
         prompt = prompt + greedy_reference(prompt, NEW_TOKENS) + random_prompt(90, seed=100 + turn)
 
 
-def test_a_prompt_that_decode_has_already(pair: list[Engine]) -> None:
+def test_a_prompt_that_decode_has_already(pair: Pair) -> None:
     prompt = random_prompt(64, seed=new_room())
     for _ in range(3):
         assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS)
 
 
-def test_more_requests_than_backends(pair: list[Engine]) -> None:
+def test_more_requests_than_backends(pair: Pair) -> None:
     prompts = [random_prompt(10 + 37 * index, seed=500 + index) for index in range(12)]
     before = settled(pair[1], "requests_total")
     with ThreadPoolExecutor(len(prompts)) as clients:
@@ -108,10 +112,10 @@ def test_more_requests_than_backends(pair: list[Engine]) -> None:
 
 
 def test_padded_heads_do_not_travel() -> None:
-    pair = FLEET.get(
+    prefill, decode = FLEET.get(
         EngineSpec(Role.SHORT, THREE_HEADS, CHUNK, HANDSHAKE),
         EngineSpec(Role.DECODE, THREE_HEADS, ("--tp", "2"), HANDSHAKE),
     )
     for length in (1, 64, 300):
         prompt = random_prompt(length, 30_000 + length, THREE_HEADS)
-        assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS, THREE_HEADS), length
+        assert greedy(prefill, decode, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS, THREE_HEADS), length

@@ -11,7 +11,7 @@ from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
 from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.ring_attention import Ring
-from sglang_ext.sequence_parallel.shard import KvPool, Rebalancing, Shard
+from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, Rebalancing, Shard
 
 
 class Attention(Protocol):
@@ -55,10 +55,10 @@ def run_chunk(
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
-    Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError
-    before anything was sent, MeshError when a peer has gone; the shard is then as before, and so it is after
-    `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation of earlier
-    layers; otherwise all of it first.
+    Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError and
+    LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and so
+    it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation
+    of earlier layers; otherwise all of it first.
     """
     place = layout.group.index(instance)
     positions = layout.new[place]
@@ -69,7 +69,7 @@ def run_chunk(
         slots = shard.extend(positions)
         held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
         if shard.positions != held[place]:
-            raise AssertionError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
+            raise LayoutMismatchError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
         if not is_overlapped:
             for layer in range(pool.layers):
                 moving.finish(layer)

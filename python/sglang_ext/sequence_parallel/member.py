@@ -28,7 +28,7 @@ from sglang_ext.sequence_parallel.messages import (
     StepFailed,
     ToMember,
 )
-from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
+from sglang_ext.sequence_parallel.shard import LayoutMismatchError, NoRoomError, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Member:
             if mesh is None:
                 raise MeshError(f"the mesh of epoch {what.epoch} is gone")
             outcomes = self._compute(step, mesh)
-        except (MeshError, NoRoomError) as error:
+        except (MeshError, NoRoomError, LayoutMismatchError) as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             self._forget_empty(what.request)
             # Its connections close with it, so that others need not wait in vain for their time.

@@ -7,13 +7,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.policy.cdsp.sharding import Lot, Move, Positions, count_tokens, head, positions_of
+from sglang_ext.policy.cdsp.sharding import Lot, Move, Positions, count_tokens, head, positions_of, tail
 from sglang_ext.sequence_parallel.mesh import Mesh, Pending
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 
 
 class NoRoomError(RuntimeError):
     """The instance's KV pool cannot hold what was planned for it."""
+
+
+class LayoutMismatchError(RuntimeError):
+    """The coordinator believes that this instance holds something else than it does."""
 
 
 class KvPool(Protocol):
@@ -107,8 +111,10 @@ class Shard:
         return slots
 
     def give(self, move: Move) -> torch.Tensor:
-        """Take the end of a lot out of the shard; the slots of what was given."""
-        held = self._lots[move.lot]
+        """Take the end of a lot out of the shard; the slots of what was given. Raises LayoutMismatchError."""
+        held = self._lots[move.lot] if move.lot < len(self._lots) else None
+        if held is None or tail(held.lot.positions, held.lot.tokens, move.tokens) != move.positions:
+            raise LayoutMismatchError(f"lot {move.lot} does not end with {move.positions}: {self.lots}")
         kept = held.lot.tokens - move.tokens
         given = HeldLot(held.lot._replace(positions=move.positions), held.slots[kept:])
         self._given.append(given)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.sharding import Interleaving, Lot, Move, count_tokens, head, split_chunk, tail
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
-from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
+from sglang_ext.sequence_parallel.shard import LayoutMismatchError, NoRoomError, Shard
 from support.toy_engine import LAYERS, ToyPool
 
 PAGES = pytest.mark.parametrize("page_tokens", [1, 4])
@@ -65,6 +65,16 @@ def test_what_was_given_is_freed_when_the_next_chunk_begins(page_tokens: int) ->
     assert (shard.lots, shard.owned_tokens) == ((), 12)
     shard.begin()
     assert (shard.owned_tokens, pool.free_tokens) == (0, 64)
+
+
+def test_a_move_of_what_is_not_there_is_refused() -> None:
+    shard = Shard(ToyPool(64, 1))
+    shard.begin()
+    shard.extend((range(8),))
+    for move in (Move(0, 1, 1, 2, (range(6, 8),)), Move(0, 1, 0, 2, (range(5, 7),)), Move(0, 1, 0, 2, ())):
+        with pytest.raises(LayoutMismatchError):
+            shard.give(move)
+    assert count_tokens(shard.positions) == 8
 
 
 @PAGES

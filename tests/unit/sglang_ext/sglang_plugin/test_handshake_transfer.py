@@ -51,7 +51,7 @@ class Rank:
         self.manager: Any = object.__new__(HandshakeKVManager)
         host, port = self.endpoint.address.split(":")
         self.info = {"rank_ip": host, "rank_port": port, "is_dummy": False}
-        vars(self.manager).update(
+        self.manager.__dict__.update(
             endpoint=self.endpoint,
             refused_rooms=RefusedRooms(self.endpoint, keep_s=5.0),
             heads=heads,
