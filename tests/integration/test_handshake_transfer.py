@@ -44,7 +44,7 @@ NEW_TOKENS = 12
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × head size × float32
 
 
-@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys(), scope="module")
+@pytest.fixture(params=PAIRS.values(), ids=list(PAIRS), scope="module")
 def pair(request: pytest.FixtureRequest) -> Pair:
     prefill, decode = FLEET.get(*request.param)
     return prefill, decode

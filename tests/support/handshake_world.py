@@ -336,7 +336,11 @@ class World:
 
     def check(self) -> None:
         """What must hold at every moment."""
-        busy = [allowed.backend for allowed in self.allowed.values() if allowed.backend is not None]
+        busy = [
+            allowed.backend
+            for permit, allowed in self.allowed.items()
+            if allowed.backend is not None and not self.receiver.is_settled(permit)
+        ]
         assert len(busy) == len(set(busy)), "a backend takes two chunks at a time"
         backends = self.options.receive_backends
         if backends is not None:
@@ -397,6 +401,7 @@ class World:
             return False
         if write.permit not in self.allowed and self.can_fence:
             return False
+        assert self.can_fence or not self.receiver.is_settled(write.permit), "a write comes after its backend is free"
         key, shard, grant = write.key, write.shard, write.grant
         part = parts_of(shard)[key.part]
         if part.has_aux:

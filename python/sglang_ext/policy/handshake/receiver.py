@@ -83,6 +83,10 @@ class Receiver:
         """Whether there is nothing to wait for."""
         return not self._requests
 
+    def is_settled(self, permit: int) -> bool:
+        """Whether nothing is written under this permit any more, so that its backend may take another chunk."""
+        return permit not in self._permits
+
     @property
     def unsettled_permits(self) -> int:
         """Grants under which somebody may be writing."""
