@@ -127,6 +127,8 @@ def _problem(options: WorkerOptions, machine: Machine) -> str | None:
         return "SGLang is not installed; `sglang-ext doctor` tells how to get it"
     if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
         return f"--model-path {options.model_path}: there is no such folder"
+    if options.cdsp is not None and machine.device is not Device.CPU:
+        return f"--cdsp-coordinator: chunks are computed and sent by CPU engines only so far, not on {machine.device}"
     if options.cdsp is not None and options.model_is_local:
         problem = architecture_conflict(read_architecture(options.model_path))
         if problem is not None:

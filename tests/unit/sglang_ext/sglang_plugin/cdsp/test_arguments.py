@@ -67,6 +67,7 @@ def test_what_makes_no_sense_is_named(argv: tuple[str, ...], names: str) -> None
     [
         ("--role", "decode", "--cdsp-coordinator", "a:1"),
         ("--role", "long", "--cdsp-coordinator", "a:1", "--laps-mode", "off"),
+        ("--role", "long", "--cdsp-coordinator", "a:1", "--device", "cuda"),
     ],
 )
 def test_a_worker_that_cannot_be_a_member_is_refused(
@@ -74,7 +75,7 @@ def test_a_worker_that_cannot_be_a_member_is_refused(
 ) -> None:
     parser = argparse.ArgumentParser()
     worker.add_arguments(parser)
-    assert worker.run(parser.parse_args([*options, "--model-path", str(tmp_path), "--device", "cpu"])) == 2
+    assert worker.run(parser.parse_args(["--device", "cpu", *options, "--model-path", str(tmp_path)])) == 2
     error = capsys.readouterr().err
     assert error.startswith("sglang-ext worker: --cdsp-coordinator: ")
     assert error.count("\n") == 1
