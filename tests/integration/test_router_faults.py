@@ -161,8 +161,11 @@ def test_a_killed_instance_costs_only_what_it_was_serving(engines: list[Engine],
             victim.wait_ready()
             router.wait_workers([victim])
             seen = set()
-            for seed in range(12):
-                reply, headers = router.call("POST", "/generate", generate_body(50, 6, seed=seed))
+            # All at once: one after the other may well all go to the instance that is known to be the faster one.
+            with ThreadPoolExecutor(12) as threads:
+                bodies = [generate_body(50, 6, seed=seed) for seed in range(12)]
+                answers = list(threads.map(lambda body: router.call("POST", "/generate", body), bodies))
+            for seed, (reply, headers) in enumerate(answers):
                 assert reply.body["output_ids"] == greedy_reference(random_prompt(50, seed=seed), 6)
                 seen.add(headers["x-sglang-ext-decode" if role is Role.DECODE else "x-sglang-ext-prefill"])
             assert victim.url in seen
