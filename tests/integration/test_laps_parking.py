@@ -78,7 +78,7 @@ def test_several_are_parked_at_once(pair: Pair) -> None:
     longs = []
     for number, priority in enumerate(("low", "normal", "high", "real-time")):
         longs.append(pair.send(LONG_TOKENS + number, seed=10 + number, priority=priority))
-        pair.wait_for(lambda status, expected=number: status["parked"] == expected)  # type: ignore[misc]
+        pair.wait_for_running(parked=number)
     shorts = [pair.send(SHORT_TOKENS, seed=20 + number) for number in range(3)]
     assert all(request.is_exact() for request in (*shorts, *longs))
 
@@ -116,7 +116,7 @@ def test_abort_of_everything_with_several_parked(pair: Pair) -> None:
     longs = []
     for number, priority in enumerate(("low", "high", "real-time")):
         longs.append(pair.send(LONG_TOKENS, seed=60 + number, priority=priority))
-        pair.wait_for(lambda status, expected=number: status["parked"] == expected)  # type: ignore[misc]
+        pair.wait_for_running(parked=number)
     for engine in (pair.prefill, pair.decode):
         engine.post("/abort_request", {"rid": "", "abort_all": True})
     for long in longs:

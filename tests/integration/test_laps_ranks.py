@@ -42,7 +42,7 @@ def test_greedy_tokens_with_several_parked_and_shorts_between(pair: Pair) -> Non
     longs = []
     for number, priority in enumerate(PRIORITIES):
         longs.append(pair.send(LONG_TOKENS + number, seed=1000 + number, priority=priority))
-        pair.wait_for(lambda status, expected=number: status["parked"] == expected)  # type: ignore[misc]
+        pair.wait_for_running(parked=number)
     shorts = [pair.send(SHORT_TOKENS + number, seed=1010 + number) for number in range(5)]
     assert all(request.is_exact() for request in (*shorts, *longs))
     assert pair.status()["parks"] - parks_before >= len(PRIORITIES) - 1

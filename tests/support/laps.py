@@ -88,6 +88,10 @@ class Pair:
             assert time.monotonic() < deadline, status
             time.sleep(0.01)
 
+    def wait_for_running(self, *, parked: int) -> None:
+        """Wait until one long prefill has its turn and `parked` others are parked, so that the next cannot overtake."""
+        self.wait_for(lambda status: status["parked"] == parked and status["long"]["requests"] == parked + 1)
+
     def abort(self, rid: str) -> None:
         for engine in (self.prefill, self.decode):
             assert engine.post("/abort_request", {"rid": rid}).status == 200
