@@ -1,6 +1,7 @@
 # make env   environment in .venv (first run about 90 s)
 # make demo  a served model: short, long and decode instances behind the router
 # make test  style, types, architecture and all tests
+# make chaos kills and stops every role at every stage (about 20 min)
 # make lint  style, types and architecture alone
 
 PYTHON ?= python3
@@ -8,15 +9,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
 TORCH := torch==2.13.0
+TRITON := 3.8.0
 STAMP := $(VENV)/.env-$(shell cat $(LOCK) pyproject.toml Makefile | cksum | cut -d' ' -f1)
 # What runs for every request is compiled: anew when one of its sources has changed.
 HOT_SOURCES := $(shell $(PYTHON) tools/compile_hot_path.py --list)
 COMPILED := $(VENV)/.compiled-$(shell cat $(HOT_SOURCES) | cksum | cut -d' ' -f1)
 NATIVE_SOURCES := $(shell $(PYTHON) tools/build_native.py --list)
 NATIVE := $(VENV)/.native-$(shell cat $(NATIVE_SOURCES) | cksum | cut -d' ' -f1)
+# Triton is not for the engine, which on a CPU has stand-ins for it, but for the tests of the kernels.
+KERNELS := $(VENV)/kernels/.triton-$(TRITON)
 PYTEST_ARGS ?=
 
-.PHONY: env demo test unit lint format clean
+.PHONY: env kernels-env demo test unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP) $(COMPILED) $(NATIVE)
@@ -40,6 +44,14 @@ $(NATIVE): $(STAMP)
 	@$(BIN)/python tools/build_native.py
 	@rm -f $(VENV)/.native-*; touch $@
 
+kernels-env: $(KERNELS)
+
+$(KERNELS): | $(STAMP)
+	@echo "[env] installing triton $(TRITON) for the tests of the kernels"
+	@rm -rf $(VENV)/kernels
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/kernels triton==$(TRITON)
+	@touch $@
+
 demo: env
 	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))
 
@@ -49,11 +61,14 @@ lint: env
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-test: lint
+test: lint $(KERNELS)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-unit: env
+unit: env $(KERNELS)
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+chaos: env
+	@$(BIN)/python -m pytest tests/chaos --every-stage $(PYTEST_ARGS)
 
 format: env
 	@$(BIN)/ruff check --quiet --fix .

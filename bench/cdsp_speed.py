@@ -1,14 +1,24 @@
-"""One long prompt on one instance of stock SGLang, and shared by two instances of a long pool.
+"""One long prompt on one instance of stock SGLang, and shared by the instances of a long pool.
 
     python bench/cdsp_speed.py [--rounds 5] [--tokens 4096] [--out FOLDER]
 
-SmolLM2-135M in float32, one thread an instance, two prefill instances on a core each. Interleaved, round by round:
-the prompt on one stock instance; a prompt on each of two stock instances at the same time (what two processes gain on
-this machine at all); the prompt on the pool, whose two instances compute it together. Time to first token, through
-a decode instance; medians.
+SmolLM2-135M in float32, one thread an instance, two prefill instances on a core each, KV to decode by handshake.
+Interleaved, round by round, medians:
 
-The last line is `RESULT {json}`: `sp2_speedup` = stock / pool, `independent_gain` = throughput of two stock instances
-over that of one, `sp2_efficiency` = the former over the latter.
+- the prompt on one stock instance (all of it in one chunk, its fastest way), and one on each of two at the same time,
+  which is what two processes gain on this machine at all;
+- the prompt on the pool, whose two instances compute it together; the same without transfer (SGLang's stand-in for
+  decode), which tells what the handshake costs;
+- one of the two instances is busy with a shorter prompt: the pool begins on one instance and goes on on two (1 → 2),
+  with KV rebalanced behind the computation or before it, or may only use both and waits.
+
+Then four instances of a tiny model send to decode together, which has four receive backends, or two.
+
+The last line is `RESULT {json}`: `sp2_speedup` = stock / pool; `independent_gain` = throughput of two stock instances
+over that of one; `sp2_efficiency` = the former over the latter; `grow_over_wait` = time to first token of 1 → 2 over
+waiting for two; `rebalance_overhead` = share of 1 → 2 in which a member waits for rebalanced KV, also `…_first`, not
+overlapped; `handshake_overhead` = what the transfer adds to a prefill, as a share of it; `handshake_overhead_half` =
+what two instead of four backends add.
 """
 
 from __future__ import annotations
@@ -16,45 +26,50 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sglang_ext.models.smollm2 import MODEL_NAME, ModelError, ensure_smollm2
-from support.engines import BenchEngine, EngineStartError, free_port
+from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
+from support.cdsp_pool import HANDSHAKE, Costs, PoolCoordinator, Sent
+from support.engines import BenchEngine, EngineStartError
 from support.processor_time import OtherLoad
+from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
 
 VOCABULARY = 49152
-STOCK = ("--laps-mode", "off")
-# Two instances always pay, by these costs: what is measured is the execution, not the decision.
-COSTS = {
-    "format": "sglang-ext engine profile",
-    "version": 1,
-    "model": MODEL_NAME,
-    "sp": [
-        {"size": size, "a_s": 0.001, "b_s_per_token": 0.01 / size, "c_s_per_token2": 0.0, "d_s_per_token2": 0.0}
-        for size in (1, 2)
-    ],
-}
+STOCK = ("--laps-mode", "off", *HANDSHAKE)
+ONE_CHUNK = ("--chunked-prefill-size", "8192")
+EFFICIENCY = 0.85  # of two instances, for the planner's costs; what it really is, is measured
+BUSY_TOKENS = 2048  # of the prompt that keeps the second instance busy
+SHARED_FROM_TOKENS = 3000
+TINY = RandomLlama(layers=4, hidden=128, heads=4, kv_heads=2)
+TINY_TOKENS = 2000
+TINY_AT_ONCE = 4
+TINY_ROUNDS = 3  # times the rounds of the first part
 
 
 class Round(NamedTuple):
-    """Times to first token, seconds."""
+    """Seconds."""
 
     stock_s: float
-    two_stock_s: float  # until both of two independent prompts have theirs
+    two_stock_s: float  # until both of two independent prompts have their first token
     pool_s: float
+    pool_prefill_s: float  # of the same prompt: until prefill has answered
+    untransferred_s: float  # another prompt, to SGLang's stand-in for decode
+
+
+class Grown(NamedTuple):
+    """A prompt that came while one of the two was busy."""
+
+    ttft_s: float
+    rebalance_s: float  # in which members waited for KV of earlier chunks
+    sizes: tuple[int, ...]  # instances of each chunk
 
 
 def main() -> None:
@@ -63,24 +78,20 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         give_up("two cores are needed, one for each prefill instance")
-    others = OtherLoad()
+    others, began_s = OtherLoad(), time.monotonic()
     try:
         model = ensure_smollm2()
         with tempfile.TemporaryDirectory(prefix="cdsp-speed-") as scratch:
-            rounds, collected = _measure(model, Path(scratch), cores, arguments.tokens, arguments.rounds)
+            shared = _measure_two(model, Path(scratch), cores, arguments.tokens, arguments.rounds)
+            backends = _measure_backends(Path(scratch), cores, arguments.rounds * TINY_ROUNDS)
     except (EngineStartError, ModelError) as error:
         give_up(str(error))
-    stock_s, two_stock_s, pool_s = (median(column) for column in zip(*rounds, strict=True))
-    speedup, gain = stock_s / pool_s, 2 * stock_s / two_stock_s
     result = {
-        "sp2_speedup": round(speedup, 3),
-        "independent_gain": round(gain, 3),
-        "sp2_efficiency": round(speedup / gain, 3),
-        "stock_s": round(stock_s, 3),
-        "pool_s": round(pool_s, 3),
+        **shared,
+        **backends,
         "tokens": arguments.tokens,
-        "shared_requests": collected,
-        "rounds": [[round(value, 3) for value in one] for one in rounds],
+        "rounds": arguments.rounds,
+        "duration_s": round(time.monotonic() - began_s, 1),
         "other_load_cores": round(others.mean_cores(), 2),
         "machine": machine(),
         "versions": versions("sglang", "torch"),
@@ -91,117 +102,202 @@ def main() -> None:
     print_result(result)
 
 
-def _measure(model: Path, scratch: Path, cores: Sequence[int], tokens: int, count: int) -> tuple[list[Round], int]:
+# ---------------------------------------------------------------- two instances, SmolLM2
+
+
+def _measure_two(model: Path, scratch: Path, cores: Sequence[int], tokens: int, count: int) -> dict[str, object]:
     with ExitStack() as stack:
-        address, status_url = stack.enter_context(_coordinator(scratch))
-        member = ("--cdsp-coordinator", address, "--cdsp-min-tokens", "512")
-        engines = {
-            "stock-0": BenchEngine.start("long", model, scratch, worker_options=STOCK),
-            "stock-1": BenchEngine.start("long", model, scratch, worker_options=STOCK),
-            "pool-0": BenchEngine.start("long", model, scratch, worker_options=member),
-            "pool-1": BenchEngine.start("long", model, scratch, worker_options=member),
-            "decode": BenchEngine.start("decode", model, scratch),
-        }
-        for engine in engines.values():
-            stack.callback(engine.stop)
-        stack.callback(lambda: [engine.terminate() for engine in engines.values()])
-        for engine in engines.values():
-            engine.wait_ready()
+        coordinator = PoolCoordinator(scratch)
+        stack.callback(coordinator.stop)
+        options = (
+            *HANDSHAKE,
+            *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
+        )
+        engines = _up(
+            {
+                "stock-0": BenchEngine.start("long", model, scratch, worker_options=STOCK, engine_arguments=ONE_CHUNK),
+                "stock-1": BenchEngine.start("long", model, scratch, worker_options=STOCK, engine_arguments=ONE_CHUNK),
+                "pool-0": BenchEngine.start("long", model, scratch, worker_options=options),
+                "pool-1": BenchEngine.start("long", model, scratch, worker_options=options),
+                "decode": BenchEngine.start("decode", model, scratch, worker_options=HANDSHAKE),
+            },
+            stack,
+        )
         for name, engine in engines.items():
             if name != "decode":
                 engine.pin({cores[int(name[-1])]})
-        _wait_connected(status_url)
-        progress("two stock instances, a pool of two, and a decode instance are up")
-        draw = random.Random(1)
-        for name in ("stock-0", "stock-1", "pool-0"):
-            _ttft_s(engines, [name], 1024, draw)
+        costs = _measured_costs(engines, tokens)
+        coordinator.start((1, 2), costs.profile((1, 2), EFFICIENCY))
+        coordinator.wait_connected(2)
+        progress(f"two stock instances, a pool of two, and a decode instance are up; alone: {costs}")
+        for engine in (engines["pool-0"], engines["pool-1"]):
+            Sent(engine, engines["decode"], tokens, VOCABULARY).wait()
         rounds = []
         for number in range(count):
-            one = Round(
-                _ttft_s(engines, ["stock-0"], tokens, draw),
-                _ttft_s(engines, ["stock-0", "stock-1"], tokens, draw),
-                _ttft_s(engines, ["pool-0"], tokens, draw),
-            )
-            rounds.append(one)
+            rounds.append(_round(engines, tokens))
+            progress(f"round {number + 1} of {count}: " + ", ".join(f"{n} {v:.2f}" for n, v in _named(rounds[-1])))
+        sizes = _last_sizes(coordinator)
+        grown: dict[str, list[Grown]] = {"grow": [], "first": [], "wait": []}
+        ways = {"grow": (1, 2), "first": (1, 2), "wait": (2,)}
+        for number in range(count):
+            for way, allowed in ways.items():
+                coordinator.start(
+                    allowed,
+                    costs.profile(allowed, EFFICIENCY),
+                    *("--rebalance", "first" if way == "first" else "overlapped"),
+                )
+                coordinator.wait_connected(2)
+                grown[way].append(_grown(engines, coordinator, tokens))
             progress(
-                f"round {number + 1} of {count}: stock {one.stock_s:.2f} s, two of them {one.two_stock_s:.2f} s, "
-                f"pool of two {one.pool_s:.2f} s"
+                f"with one instance busy, {number + 1} of {count}: "
+                + ", ".join(f"{way} {ones[-1].ttft_s:.2f} s on {ones[-1].sizes}" for way, ones in grown.items())
             )
-        collected = int(_get(status_url)["requests_collected"])
-    return rounds, collected
+    return _summary(rounds, grown, sizes)
 
 
-def _ttft_s(engines: dict[str, BenchEngine], prefills: Sequence[str], tokens: int, draw: random.Random) -> float:
-    """Until each of these instances has prefilled a prompt of its own and decode has its first token."""
-    bodies = []
-    for name in prefills:
-        body = {
-            "input_ids": [draw.randrange(8, VOCABULARY) for _ in range(tokens)],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": engines[name].bootstrap_port,
-            "bootstrap_room": draw.getrandbits(62),
-        }
-        bodies += [(engines[name], body), (engines["decode"], body)]
-    failures: list[Exception] = []
-
-    def send(engine: BenchEngine, body: object) -> None:
-        try:
-            request = urllib.request.Request(
-                engine.url + "/generate", json.dumps(body).encode(), {"content-type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=600) as reply:
-                reply.read()
-        except OSError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=send, args=one) for one in bodies]
-    began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise EngineStartError(f"a request failed: {failures[0]}")
-    return time.perf_counter() - began_s
+def _round(engines: dict[str, BenchEngine], tokens: int) -> Round:
+    decode = engines["decode"]
+    stock = Sent(engines["stock-0"], decode, tokens, VOCABULARY).wait().ttft_s
+    both = [Sent(engines[f"stock-{number}"], decode, tokens, VOCABULARY) for number in range(2)]
+    two_stock = max(one.wait().ttft_s for one in both)
+    pool = Sent(engines["pool-0"], decode, tokens, VOCABULARY).wait()
+    untransferred = Sent(engines["pool-0"], None, tokens, VOCABULARY).wait()
+    return Round(stock, two_stock, pool.ttft_s, pool.prefill_s, untransferred.prefill_s)
 
 
-@contextmanager
-def _coordinator(scratch: Path) -> Iterator[tuple[str, str]]:
-    """Address for members, and the URL of the status."""
-    costs = scratch / "costs.json"
-    costs.write_text(json.dumps(COSTS))
-    port, http_port = free_port(), free_port()
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "sglang_ext.cli", "coordinator", "--port", str(port)),
-            *("--http-port", str(http_port), "--sp-sizes", "1,2", "--profile", str(costs), "--log-level", "warning"),
-        ]
+def _grown(engines: dict[str, BenchEngine], coordinator: PoolCoordinator, tokens: int) -> Grown:
+    busy = Sent(engines["pool-1"], engines["decode"], BUSY_TOKENS, VOCABULARY)
+    time.sleep(0.3)  # it computes by now, and has said so
+    sent = Sent(engines["pool-0"], engines["decode"], tokens, VOCABULARY).wait()
+    busy.wait()
+    last = coordinator.status()["recent"][-1]
+    return Grown(sent.ttft_s, float(last["times"]["rebalance_s"]), _last_sizes(coordinator))
+
+
+def _last_sizes(coordinator: PoolCoordinator) -> tuple[int, ...]:
+    steps = coordinator.status()["recent"][-1]["steps"]
+    return tuple(len(step["members"]) for step in steps if step["kind"] == "chunk" and not step["has_failed"])
+
+
+def _measured_costs(engines: dict[str, BenchEngine], tokens: int) -> Costs:
+    points = []
+    for length in (tokens // 8, tokens // 4, tokens // 2, tokens):
+        times_s = [Sent(engines["stock-0"], engines["decode"], length, VOCABULARY).wait().ttft_s for _ in range(2)]
+        points.append((length, min(times_s)))
+    return Costs.through(points)
+
+
+def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tuple[int, ...]) -> dict[str, object]:
+    stock_s, two_stock_s, pool_s, pool_prefill_s, untransferred_s = (
+        median(column) for column in zip(*rounds, strict=True)
     )
-    try:
-        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}/status"
-    finally:
-        process.terminate()
-        process.wait()
+    speedup, gain = stock_s / pool_s, 2 * stock_s / two_stock_s
+    ttft_s = {way: median(one.ttft_s for one in ones) for way, ones in grown.items()}
+    rebalance = {way: median(one.rebalance_s / one.ttft_s for one in ones) for way, ones in grown.items()}
+    return {
+        "sp2_speedup": round(speedup, 3),
+        "independent_gain": round(gain, 3),
+        "sp2_efficiency": round(speedup / gain, 3),
+        "grow_over_wait": round(ttft_s["grow"] / ttft_s["wait"], 3),
+        "rebalance_overhead": round(rebalance["grow"], 4),
+        "rebalance_overhead_first": round(rebalance["first"], 4),
+        "first_over_overlapped": round(ttft_s["first"] / ttft_s["grow"], 3),
+        "handshake_overhead": round((pool_prefill_s - untransferred_s) / pool_s, 4),
+        "seconds": {
+            "stock": round(stock_s, 3),
+            "two_stock": round(two_stock_s, 3),
+            "pool": round(pool_s, 3),
+            "pool_prefill": round(pool_prefill_s, 3),
+            "pool_untransferred": round(untransferred_s, 3),
+            **{way: round(value, 3) for way, value in ttft_s.items()},
+        },
+        "pool_sizes": list(sizes),
+        "measured": [[round(value, 3) for value in one] for one in rounds],
+        "grown": {
+            way: [[round(one.ttft_s, 3), round(one.rebalance_s, 4), list(one.sizes)] for one in ones]
+            for way, ones in grown.items()
+        },
+    }
 
 
-def _wait_connected(status_url: str) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while True:
-        try:
-            status = _get(status_url)
-            if len(status["members"]) == 2 and status["is_connected"]:
-                return
-        except OSError:
-            pass
-        if time.monotonic() > deadline_s:
-            raise EngineStartError("the pool's instances are not connected")
-        time.sleep(0.2)
+# ---------------------------------------------------------------- four senders, a tiny model
 
 
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as reply:
-        return json.load(reply)
+def _measure_backends(scratch: Path, cores: Sequence[int], count: int) -> dict[str, object]:
+    model = scratch / "tiny"
+    model.mkdir()
+    build_random_llama(TINY, model)
+    with ExitStack() as stack:
+        coordinator = PoolCoordinator(scratch)
+        stack.callback(coordinator.stop)
+        member = (*HANDSHAKE, "--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "500")
+        decode = {backends: (*HANDSHAKE, "--transfer-receive-backends", str(backends)) for backends in (4, 2)}
+        engines = _up(
+            {
+                **{
+                    f"pool-{number}": BenchEngine.start("long", model, scratch, worker_options=member)
+                    for number in range(4)
+                },
+                "ample": BenchEngine.start("decode", model, scratch, worker_options=decode[4]),
+                "half": BenchEngine.start("decode", model, scratch, worker_options=decode[2]),
+            },
+            stack,
+        )
+        for number in range(4):
+            engines[f"pool-{number}"].pin({cores[number % 2]})
+        # Four instances are the only choice: what is measured is how they send.
+        coordinator.start((4,), Costs(0.001, 1e-3, 0.0).profile((4,), 1.0))
+        coordinator.wait_connected(4)
+        progress("four instances of a tiny model and two decode instances are up")
+        alone_s: dict[str, list[float]] = {"ample": [], "half": []}
+        together_s: dict[str, list[float]] = {"ample": [], "half": []}
+        for number in range(count + 1):
+            for name in alone_s:
+                alone = _many(engines, name, 1)
+                together = _many(engines, name, TINY_AT_ONCE)
+                if number:  # the first one warms up
+                    alone_s[name].append(alone)
+                    together_s[name].append(together)
+        sizes = _last_sizes(coordinator)
+    return {
+        "handshake_overhead_half": round(_ratio(together_s) - 1, 4),
+        "handshake_overhead_half_alone": round(_ratio(alone_s) - 1, 4),
+        "four_senders": {
+            "sizes": list(sizes),
+            "prompts_at_once": TINY_AT_ONCE,
+            "mean_ttft_s": {name: round(median(values), 4) for name, values in together_s.items()},
+            "alone_ttft_s": {name: round(median(values), 4) for name, values in alone_s.items()},
+            "measurements_each": count,
+        },
+    }
+
+
+def _many(engines: dict[str, BenchEngine], decode: str, count: int) -> float:
+    """Mean time to first token of prompts sent at once, one instance after the other."""
+    sent = [
+        Sent(engines[f"pool-{number % 4}"], engines[decode], TINY_TOKENS, TINY.vocabulary) for number in range(count)
+    ]
+    return sum(one.wait().ttft_s for one in sent) / count
+
+
+def _ratio(times_s: dict[str, list[float]]) -> float:
+    return median(half / ample for half, ample in zip(times_s["half"], times_s["ample"], strict=True))
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _up(engines: dict[str, BenchEngine], stack: ExitStack) -> dict[str, BenchEngine]:
+    for engine in engines.values():
+        stack.callback(engine.stop)
+    stack.callback(lambda: [engine.terminate() for engine in engines.values()])
+    for engine in engines.values():
+        engine.wait_ready()
+    return engines
+
+
+def _named(one: Round) -> list[tuple[str, float]]:
+    return [(name.removesuffix("_s").replace("_", " "), value) for name, value in one._asdict().items()]
 
 
 def _arguments() -> argparse.Namespace:

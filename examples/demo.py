@@ -2,14 +2,16 @@
 
     python examples/demo.py [--keep] [--decode-tp 3]
 
-Starts one short prefill, one long prefill and one decode instance of SGLang and the router, asks through the
-unmodified `openai` client, and shows where every request went and how long each step took.
+Starts one short prefill, two long prefill and one decode instance of SGLang, the coordinator that lets the two share a
+prompt, and the router; asks through the unmodified `openai` client, and shows where every request went, on how many
+instances its chunks were computed, and how long each step took.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import shlex
 import signal
 import sys
@@ -18,22 +20,33 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from demo_client import Question, ask_all
+from demo_client import Question, Reply, ask_all
 from demo_report import draw_timeline, print_table
 from demo_view import make_view
 
 from sglang_ext.cluster.checks import ConfigError
 from sglang_ext.cluster.cluster import Cluster
-from sglang_ext.cluster.config import ClusterConfig, PoolConfig, PoolsConfig, RouterSettings
+from sglang_ext.cluster.config import ClusterConfig, CoordinatorSettings, PoolConfig, PoolsConfig, RouterSettings
 from sglang_ext.cluster.display import make_display
 from sglang_ext.cluster.plan import find_machine
 from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
+from sglang_ext.sequence_parallel.status_client import StatusUnavailableError, read_status
+from sglang_ext.sequence_parallel.timeline import TimelineError, chunks_of, plan_text, timeline_of
+from sglang_ext.sequence_parallel.timeline_picture import PictureError
+from sglang_ext.sequence_parallel.timeline_picture import draw_timeline as draw_pool_timeline
 
 EXAMPLES = Path(__file__).resolve().parent
+POOL_TIMEOUT_S = 20.0
 LENGTH_BOUNDARY_TOKENS = 512
+SHARED_FROM_TOKENS = 1400  # longer prompts are offered to both long instances
+PREFILL_CHUNK_TOKENS = 256  # of what a long instance computes alone: after each it says how busy it is
+BUSY_S = 1.0
+MIN_CHUNK_TOKENS = 256
+LONG_INSTANCES = 2
 
 SHORT_QUESTIONS = {
     "capital": "What is the capital of France?",
@@ -42,25 +55,49 @@ SHORT_QUESTIONS = {
     "colours": "Name three primary colours.",
     "sky": "Why is the sky blue?",
 }
-DOCUMENT_QUESTION = "When does the supply boat come and what does it bring?"
+DOCUMENTS = ("handbook.md", "logbook.md")
+DOCUMENTS_QUESTION = "When does the supply boat come and what does it bring?"
+CHAPTERS_QUESTION = "How many steps does the tower have?"
 
 
 def questions() -> list[Question]:
-    """Return what is asked: a question about a document of about 1,500 tokens, and short chats beside it."""
-    document = (EXAMPLES / "handbook.md").read_text(encoding="utf-8")
-    asked = [Question("document", f"Read this document.\n\n{document}\n\nQuestion: {DOCUMENT_QUESTION}", 60)]
+    """Return what is asked: about some chapters, about two whole documents (3,000 tokens), and short chats."""
+    handbook, logbook = ((EXAMPLES / name).read_text(encoding="utf-8") for name in DOCUMENTS)
+    chapters = handbook.partition("## 6.")[0]
+    asked = [
+        Question("chapters", f"Read this document.\n\n{chapters}\n\nQuestion: {CHAPTERS_QUESTION}", 32),
+        Question(
+            "documents",
+            f"Read these documents.\n\n{logbook}\n\n{handbook}\n\nQuestion: {DOCUMENTS_QUESTION}",
+            60,
+            waits=True,
+        ),
+    ]
     return asked + [Question(label, text, 48) for label, text in SHORT_QUESTIONS.items()]
 
 
 def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     """Return the demonstration's cluster. Raises ConfigError."""
-    shares_gpus = 0 < find_machine().gpu_count < 2 + arguments.decode_tp
+    shares_gpus = 0 < find_machine().gpu_count < 1 + LONG_INSTANCES + arguments.decode_tp
     return ClusterConfig(
         name="demo",
         run_dir=str(EXAMPLES.parent / "run"),
         model="smollm2",
         pools=PoolsConfig(
-            short=PoolConfig(count=1), long=PoolConfig(count=1), decode=PoolConfig(count=1, tp=arguments.decode_tp)
+            short=PoolConfig(count=1),
+            long=PoolConfig(
+                count=LONG_INSTANCES,
+                worker_args=("--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
+                args=("--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS)),
+            ),
+            decode=PoolConfig(count=1, tp=arguments.decode_tp),
+        ),
+        coordinator=CoordinatorSettings(
+            enabled=find_machine().gpu_count == 0,  # there are no kernels for it on a GPU yet
+            args=(
+                *("--profile", str(EXAMPLES / "demo_costs.json"), "--improvement-rate", "0"),
+                *("--min-chunk-tokens", str(MIN_CHUNK_TOKENS)),
+            ),
         ),
         args=("--mem-fraction-static", "0.2") if shares_gpus else (),
         router=RouterSettings(port=arguments.port, length_boundary_tokens=LENGTH_BOUNDARY_TOKENS),
@@ -74,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _step("model")
         ensure_smollm2()
-        _step("cluster: 1 short prefill, 1 long prefill, 1 decode, 1 router")
+        _step(f"cluster: 1 short prefill, {LONG_INSTANCES} long prefill, 1 decode, 1 coordinator, 1 router")
         with Cluster(cluster_config(arguments), make_display(sys.stdout)) as cluster:
             all_answered = _demonstrate(cluster, began_s)
             if arguments.keep and all_answered:
@@ -91,21 +128,85 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demonstrate(cluster: Cluster, began_s: float) -> bool:
     asked = questions()
-    _step(f"{len(asked)} requests at the same time through the openai client at {cluster.url}/v1")
+    _await_pool(cluster)
+    _step(f"{len(asked)} requests through the openai client at {cluster.url}/v1")
     view = make_view(sys.stdout, [question.label for question in asked])
     with view, cluster.kept_running():
-        replies = asyncio.run(ask_all(f"{cluster.url}/v1", cluster.plan.model_name, asked, view))
+        is_time = functools.partial(_is_one_busy, cluster)
+        replies = asyncio.run(ask_all(f"{cluster.url}/v1", cluster.plan.model_name, asked, view, is_time))
     _step("where each request went")
-    print_table(replies, cluster.name_of, sys.stdout)
+    status = _pool_status(cluster)
+    print_table(replies, cluster.name_of, lambda reply: _plan(reply, status), sys.stdout)
+    _explain()
     failed = [reply for reply in replies if reply.error]
     for reply in failed:
         print(f"{reply.question.label} failed: {reply.error}", file=sys.stderr)
     if not failed:
         picture = cluster.folder / "timeline.png"
         draw_timeline(replies, cluster.name_of, picture)
-        print(f"\ntimeline: {picture}")
+        print(f"\ntimeline of the requests: {picture}")
+        _draw_pool(cluster, status)
     print(f"{time.monotonic() - began_s:.0f} s in all", flush=True)
     return not failed
+
+
+def _await_pool(cluster: Cluster) -> None:
+    """Until the long instances are connected with each other; without that they would compute alone."""
+    if cluster.plan.coordinator is None:
+        return
+    deadline_s = time.monotonic() + POOL_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        status = _pool_status(cluster)
+        if status is not None and len(status["members"]) == LONG_INSTANCES and status["is_connected"]:
+            return
+        time.sleep(0.1)
+    print(f"the long instances have not found each other within {POOL_TIMEOUT_S:g} s and compute alone", flush=True)
+
+
+def _is_one_busy(cluster: Cluster) -> bool:
+    """Whether a long instance has work of its own: the documents then begin on the other one, and go on on both."""
+    status = _pool_status(cluster)
+    return status is None or any(member["backlog_s"] > BUSY_S for member in status["members"])
+
+
+def _pool_status(cluster: Cluster) -> Any:
+    """The coordinator's status, or None where it does not answer."""
+    if cluster.plan.coordinator is None:
+        return None
+    try:
+        return read_status(cluster.plan.coordinator.url)
+    except StatusUnavailableError:
+        return None
+
+
+def _plan(reply: Reply, status: Any) -> str:
+    """The chunks of a long prompt, each with its number of instances."""
+    if reply.length_class != "long":
+        return ""
+    for record in () if status is None else reversed(status["recent"]):
+        # All of the prompt but its last token, which its own instance computes.
+        if record["tokens"] == reply.prompt_tokens - 1 and chunks_of(record):
+            return plan_text(chunks_of(record))
+    return plan_text([(reply.prompt_tokens, 1)])
+
+
+def _explain() -> None:
+    cores = len(find_machine().core_ids)
+    print(
+        f"\nchunks: tokens @ instances. Prompts from {SHARED_FROM_TOKENS:,} tokens on are shared by the long instances "
+        "where the costs in\nexamples/demo_costs.json say that it is faster: those of a machine with a core for each "
+        f"instance. This one has {cores}."
+    )
+
+
+def _draw_pool(cluster: Cluster, status: Any) -> None:
+    picture = cluster.folder / "long-pool.png"
+    try:
+        draw_pool_timeline(timeline_of(status), picture, lambda name: cluster.name_of(f"http://{name}"))
+    except (TimelineError, PictureError) as error:
+        print(f"no picture of the long pool: {error}", file=sys.stderr)
+        return
+    print(f"timeline of the long pool: {picture}")
 
 
 def _keep(cluster: Cluster) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import openai
+
+MOST_WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +20,18 @@ class Question:
     label: str
     text: str
     max_tokens: int
+    waits: bool = False  # until it is told to go, while others are asked at once
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came back, and when; times in seconds since all questions were sent."""
+    """What came back, and when; times in seconds since the first questions were sent."""
 
     question: Question
     length_class: str = ""
     prefill_url: str = ""
     decode_url: str = ""
+    sent_s: float = 0.0
     queue_s: float = 0.0  # waited in the router
     token_times_s: list[float] = field(default_factory=list)  # one per streamed piece of text
     end_s: float = 0.0
@@ -38,8 +42,8 @@ class Reply:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
-        return self.token_times_s[0]
+        """Time to first token, from sending the question on."""
+        return self.token_times_s[0] - self.sent_s
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -62,15 +66,32 @@ class View(Protocol):
         """The reply is whole, or has failed."""
 
 
-async def ask_all(base_url: str, model: str, questions: Sequence[Question], view: View) -> list[Reply]:
-    """Send every question at once and return the replies in the same order; failures are in `error`."""
+async def ask_all(
+    base_url: str, model: str, questions: Sequence[Question], view: View, is_time: Callable[[], bool]
+) -> list[Reply]:
+    """Send the questions, those that wait once `is_time`; the replies in the same order, failures in `error`.
+
+    `is_time` is asked in a thread, and may block; after MOST_WAIT_S it is time anyway.
+    """
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=300, max_retries=0) as client:
         began_s = time.monotonic()
-        return await asyncio.gather(*(_ask(client, model, question, view, began_s) for question in questions))
+        go = asyncio.create_task(_until(is_time))
+        return await asyncio.gather(*(_ask(client, model, question, view, began_s, go) for question in questions))
 
 
-async def _ask(client: openai.AsyncOpenAI, model: str, question: Question, view: View, began_s: float) -> Reply:
+async def _until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + MOST_WAIT_S
+    while time.monotonic() < end_s and not await asyncio.to_thread(is_so):  # noqa: ASYNC110 - it is asked over HTTP
+        await asyncio.sleep(0.05)
+
+
+async def _ask(
+    client: openai.AsyncOpenAI, model: str, question: Question, view: View, began_s: float, go: asyncio.Task[None]
+) -> Reply:
     reply = Reply(question)
+    if question.waits:
+        await go
+    reply.sent_s = time.monotonic() - began_s
     try:
         raw = await client.chat.completions.with_raw_response.create(
             model=model,

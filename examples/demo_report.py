@@ -10,10 +10,13 @@ from demo_client import Reply
 
 CLASS_COLOURS = {"short": "#2a7f9e", "long": "#c8553d"}
 OTHER_COLOUR = "#6b6b6b"
-COLUMNS = ("request", "class", "prefill", "decode", "prompt", "queue wait", "TTFT", "answer", "tokens/s")
+COLUMNS = ("request", "class", "prefill", "decode", "chunks", "prompt", "queue wait", "TTFT", "answer", "tokens/s")
+TEXT_COLUMNS = 5
 
 
-def table_rows(replies: Sequence[Reply], name_of: Callable[[str], str]) -> list[tuple[str, ...]]:
+def table_rows(
+    replies: Sequence[Reply], name_of: Callable[[str], str], plan_of: Callable[[Reply], str]
+) -> list[tuple[str, ...]]:
     """Return one row of COLUMNS per reply; a failed one has its class and instances only."""
     rows = []
     for reply in replies:
@@ -23,6 +26,7 @@ def table_rows(replies: Sequence[Reply], name_of: Callable[[str], str]) -> list[
         else:
             rate = reply.tokens_per_s
             row += [
+                plan_of(reply),
                 f"{reply.prompt_tokens} tokens",
                 f"{reply.queue_s * 1e3:.1f} ms",
                 f"{reply.ttft_s:.2f} s",
@@ -33,13 +37,15 @@ def table_rows(replies: Sequence[Reply], name_of: Callable[[str], str]) -> list[
     return rows
 
 
-def print_table(replies: Sequence[Reply], name_of: Callable[[str], str], stream: TextIO) -> None:
+def print_table(
+    replies: Sequence[Reply], name_of: Callable[[str], str], plan_of: Callable[[Reply], str], stream: TextIO
+) -> None:
     """Print the table; numbers are right-aligned."""
-    rows = [COLUMNS, *table_rows(replies, name_of)]
+    rows = [COLUMNS, *table_rows(replies, name_of, plan_of)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     for position, row in enumerate(rows):
         cells = [
-            cell.ljust(width) if column < 4 else cell.rjust(width)
+            cell.ljust(width) if column < TEXT_COLUMNS else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip(), file=stream)
@@ -60,9 +66,11 @@ def draw_timeline(replies: Sequence[Reply], name_of: Callable[[str], str], pictu
     end_s = max(reply.end_s for reply in replies)
     for row, reply in enumerate(replies):
         colour = CLASS_COLOURS.get(reply.length_class, OTHER_COLOUR)
-        axes.barh(row, reply.queue_s, color="#cfcfcf", height=0.5)
-        axes.barh(row, reply.ttft_s - reply.queue_s, left=reply.queue_s, color=colour, alpha=0.35, height=0.5)
-        axes.barh(row, reply.end_s - reply.ttft_s, left=reply.ttft_s, color=colour, height=0.5)
+        sent_s, first_s = reply.sent_s, reply.token_times_s[0]
+        begun_s = sent_s + reply.queue_s
+        axes.barh(row, reply.queue_s, left=sent_s, color="#cfcfcf", height=0.5)
+        axes.barh(row, first_s - begun_s, left=begun_s, color=colour, alpha=0.35, height=0.5)
+        axes.barh(row, reply.end_s - first_s, left=first_s, color=colour, height=0.5)
         axes.vlines(reply.token_times_s, row - 0.25, row + 0.25, color="white", linewidth=0.5, alpha=0.8)
         axes.text(
             reply.end_s + 0.008 * end_s,
@@ -77,9 +85,9 @@ def draw_timeline(replies: Sequence[Reply], name_of: Callable[[str], str], pictu
     axes.tick_params(axis="y", length=0, labelsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, end_s * 1.42)
-    axes.set_xlabel("seconds since all requests were sent")
+    axes.set_xlabel("seconds since the first requests were sent")
     axes.set_title(
-        "Short prompts do not wait behind the long one: each class has its own prefill instance",
+        "Short prompts do not wait behind long ones: each class has its own prefill instances",
         loc="left",
         fontsize=11,
         fontweight="bold",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 from sglang_ext.cluster.process_tree import all_processes
 
 START_TIMEOUT_S = 240.0
+_CAUSE = re.compile(r"[\w.]+(Error|Exception)\b")
 STOP_TIMEOUT_S = 20.0
 
 
@@ -77,7 +79,9 @@ class BenchEngine:
             except (OSError, ValueError):
                 time.sleep(0.3)
         lines = self.log_path.read_text(errors="replace").strip().splitlines() or ["no output"]
-        raise EngineStartError(f"an instance did not start: {lines[-1]}")
+        # The last lines of an engine that dies tell of processes that ended because another one did.
+        causes = [line for line in lines if _CAUSE.match(line)] or lines
+        raise EngineStartError(f"an instance did not start: {causes[-1]}")
 
     def pin(self, cores: Collection[int]) -> None:
         """From now on all its processes and threads run on these cores only. Starting takes all there are."""

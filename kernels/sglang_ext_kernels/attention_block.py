@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang_ext_kernels import flashinfer_block
+
 
 def attention_block_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor | None = None
@@ -37,11 +39,14 @@ def attention_block(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, by torch's fused attention of the CPU: every query must see at least one key.
+    """The same, by a fused kernel: every query must see at least one key.
 
-    `is_causal`: query i sees keys 0 to i, both of one length. `mask` [Tq, Tk] of `q`'s dtype is added to the scores.
-    Returns output and log-sum-exp in float32, shaped as in the reference.
+    `is_causal`: query i sees keys 0 to i, both of one length. `mask` [Tq, Tk] of `q`'s dtype is added to the scores;
+    on a CUDA device there is none, `positioned_block` takes its place. Returns output and log-sum-exp in float32,
+    shaped as in the reference. Raises ValueError for a mask on a CUDA device.
     """
+    if q.is_cuda:
+        return _on_cuda(q, k, v, scale, is_causal, mask)
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads:
         k, v = _repeated(k, heads // kv_heads), _repeated(v, heads // kv_heads)
@@ -55,6 +60,21 @@ def attention_block(
         scale=scale,
     )
     return out[0].transpose(0, 1).float(), lse[0].transpose(0, 1).float()
+
+
+def _on_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flashinfer where it has a kernel, else Triton's."""
+    if mask is not None:
+        raise ValueError("attention_block takes no mask on a CUDA device; give positions to positioned_block")
+    if flashinfer_block.can_run(q, v):
+        return flashinfer_block.flashinfer_block(q, k, v, scale, is_causal)
+    from sglang_ext_kernels.positioned_block import default_sizes, plan_block, positioned_block
+
+    keys = torch.arange(k.shape[0], device=q.device)
+    queries = keys if is_causal else torch.full((q.shape[0],), k.shape[0], device=q.device)
+    return positioned_block(q, k, v, plan_block(queries, keys, default_sizes(q.shape[-1], q.dtype)), scale)
 
 
 def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -42,11 +42,12 @@ class AttemptAccount:
         return self.route.prefill if leg is _PREFILL else self.route.decode
 
     def first_byte(self) -> None:
-        """The KV has arrived: no longer promised but used, which decode's next report will say."""
+        """The KV has arrived: no longer on its way but used, which decode's next report will say."""
         self._has_first_byte = True
         decode = self.route.decode
         decode.reserved_tokens -= self._prompt_tokens
         decode.reported_free_kv_tokens -= self._prompt_tokens
+        decode.reported_awaiting_tokens = max(0, decode.reported_awaiting_tokens - self._prompt_tokens)
 
     def credit(self, leg: Leg) -> None:
         """The instance did its part."""

@@ -57,6 +57,7 @@ class RouterConfig:
     improvement_rates: str = _option(
         "", "table of `sglang-ext profile rates`: improvement rates of sequence-parallel plans, by load"
     )
+    coordinator_url: str = _option("", "HTTP address of the long pool's coordinator, whose state GET /pools then shows")
     tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
@@ -142,6 +143,8 @@ class RouterConfig:
             raise ConfigError(f"--port must be at most 65535, not {self.port}")
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
             raise ConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
+        if self.coordinator_url:
+            parse_worker_url(self.coordinator_url, "--coordinator-url")
         if self.improvement_rates:
             self._check_improvement_rates()
         if self.max_header_size < 1024:

@@ -14,11 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from sglang_ext import __version__
+from sglang_ext.profiling.rates_in_use import ImprovementRates
 from sglang_ext.types import Role
 from sglang_ext_router import replies
 from sglang_ext_router.config import ConfigError, RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
-from sglang_ext_router.improvement_rates import ImprovementRates, add_improvement_rate_routes
+from sglang_ext_router.improvement_rates import add_improvement_rate_routes
+from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
@@ -35,6 +37,7 @@ class ControlTarget(Protocol):
     prober: Prober
     controller: PoolController
     improvement_rates: ImprovementRates
+    long_pool: LongPoolMonitor | None
 
     @property
     def is_draining(self) -> bool: ...
@@ -94,7 +97,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         described["prefill_tokens_per_s"] = round(worker.rate.tokens_per_s, 1)
     else:
         described["free_kv_tokens"] = worker.reported_free_kv_tokens if worker.has_info else None
-        described["reserved_kv_tokens"] = worker.reserved_tokens
+        described["reserved_kv_tokens"] = worker.virtual_tokens
     return described
 
 

@@ -14,27 +14,9 @@ from fastapi import FastAPI, Request
 from fastapi.params import Depends
 from starlette.exceptions import HTTPException
 
-from sglang_ext.policy.improvement_rate import ImprovementRateTable, ProfiledImprovementRate, table_from_json
+from sglang_ext.policy.improvement_rate import table_from_json
+from sglang_ext.profiling.rates_in_use import BY_REQUEST, ImprovementRates, describe_rates
 from sglang_ext_router.config import RouterConfig
-
-BY_REQUEST = "PUT /improvement_rates"
-
-
-class ImprovementRates:
-    """The table in use, if there is one. `source` stays the same object as long as there is a table."""
-
-    def __init__(self) -> None:
-        self.source: ProfiledImprovementRate | None = None
-        self.origin = ""  # a file, or BY_REQUEST
-        self.since_s = 0.0  # Unix time
-
-    def put(self, table: ImprovementRateTable, origin: str, unix_s: float) -> None:
-        """Use `table` from now on; what is known of the load is kept."""
-        if self.source is None:
-            self.source = ProfiledImprovementRate(table)
-        else:
-            self.source.replace(table)
-        self.origin, self.since_s = origin, unix_s
 
 
 class RatesTarget(Protocol):
@@ -67,20 +49,3 @@ def add_improvement_rate_routes(
             raise HTTPException(400, str(error)) from None
         router.improvement_rates.put(table, BY_REQUEST, datetime.now(UTC).timestamp())
         return describe_rates(router.improvement_rates)
-
-
-def describe_rates(rates: ImprovementRates) -> dict[str, Any]:
-    """The state as JSON; without a table there is nothing but nulls."""
-    source = rates.source
-    if source is None:
-        names = ("origin", "since", "arrivals_per_s", "improvement_rate", "window_s", "refresh_s")
-        return dict.fromkeys(names) | {"rates": []}
-    return {
-        "origin": rates.origin,
-        "since": datetime.fromtimestamp(rates.since_s, UTC).isoformat(timespec="seconds"),
-        "arrivals_per_s": None if source.arrivals_per_s is None else round(source.arrivals_per_s, 3),
-        "improvement_rate": source.current,
-        "window_s": source.window_s,
-        "refresh_s": source.refresh_s,
-        "rates": [entry._asdict() for entry in source.table.entries],
-    }

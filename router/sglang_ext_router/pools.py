@@ -15,6 +15,7 @@ from sglang_ext.policy.instance_pressure import pressure
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import ConfigError, RouterConfig, parse_worker_url
 from sglang_ext_router.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
+from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.workers import Worker, WorkerRegistry, describe_roles
 
 
@@ -24,6 +25,7 @@ class PoolsTarget(Protocol):
     config: RouterConfig
     registry: WorkerRegistry
     controller: PoolController
+    long_pool: LongPoolMonitor | None
 
     @property
     def requests_in_flight(self) -> int: ...
@@ -61,7 +63,7 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
 
     @app.get("/pools", dependencies=client)
     async def pools() -> dict[str, Any]:
-        """The pools: instances, load and pressure of each, and the latest moves between them."""
+        """The pools: instances, load and pressure of each, the latest moves between them, and shared long prefills."""
         await router.controller.refresh_if_stale()
         return {
             "length_boundary_tokens": router.config.length_boundary_tokens,
@@ -70,6 +72,7 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
             "requests_queued": router.requests_queued,
             "pools": {role.value: describe_pool(router, role) for role in Role},
             "controller": describe_controller(router.controller, router.config),
+            "long_pool": None if router.long_pool is None else router.long_pool.describe(),
         }
 
     @app.post("/pools/move", dependencies=admin, status_code=202)

@@ -183,6 +183,8 @@ class Prober:
             running = sum(int(rank["num_running_reqs"]) for rank in ranks)
             waiting_tokens = sum(int(rank.get("num_waiting_uncached_tokens", 0)) for rank in ranks)
             used = sum(int(rank["num_used_tokens"]) for rank in ranks)
+            awaiting = sum(_awaiting_tokens(rank) for rank in ranks)
+            unallocated = sum(_unallocated_tokens(rank) for rank in ranks)
             capacity = sum(int(rank["max_total_num_tokens"]) for rank in ranks)
             prefilled = sum(int(rank.get("total_prefill_uncached_tokens", 0)) for rank in ranks)
             busy_us = sum(int(rank.get("total_prefill_busy_us", 0)) for rank in ranks)
@@ -191,8 +193,20 @@ class Prober:
             return
         worker.reported_running = running
         worker.foreign_tokens = max(0, waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
-        worker.reported_free_kv_tokens = max(0, capacity - used)
+        # Slots that wait for their KV are counted with what is on its way, not with what is used.
+        worker.reported_awaiting_tokens = awaiting
+        worker.reported_free_kv_tokens = max(0, capacity - (used + unallocated - awaiting))
         worker.rate.observe(prefilled, busy_us)
+
+
+def _awaiting_tokens(rank: dict[str, Any]) -> int:
+    """KV tokens that a decode rank waits for, with or without slots; 0 for an engine that does not say."""
+    return max(0, int(rank["num_total_tokens"]) - int(rank["num_active_tokens"])) if "num_active_tokens" in rank else 0
+
+
+def _unallocated_tokens(rank: dict[str, Any]) -> int:
+    """Tokens of requests that a decode rank knows and that have no slots yet; 0 for an engine that does not say."""
+    return max(0, int(rank["num_total_tokens"]) - int(rank["num_used_tokens"])) if "num_active_tokens" in rank else 0
 
 
 def _positive(value: object) -> int | None:

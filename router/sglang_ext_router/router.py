@@ -16,14 +16,15 @@ from prometheus_client.core import Metric
 from sglang_ext.policy.admission import AdmissionQueue
 from sglang_ext.policy.retry import RetryPolicy
 from sglang_ext.profiling.rates_file import load_improvement_rates
+from sglang_ext.profiling.rates_in_use import ImprovementRates
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.asgi_bridge import AsgiCall
-from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.exchange import Exchange
 from sglang_ext_router.http1 import Call, ClientConnection, ConnectionLimits, Request
-from sglang_ext_router.improvement_rates import ImprovementRates
+from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import RouterMetrics, render, worker_families
 from sglang_ext_router.pool_metrics import pool_families
 from sglang_ext_router.probe import Prober
@@ -60,6 +61,7 @@ class Router:
         self.planner = RoutePlanner(config, self.registry, random.random)
         self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
         self.controller = PoolController(config, loop, self.registry, self.prober)
+        self.long_pool = _long_pool_monitor(config, loop)
         self.improvement_rates = ImprovementRates()
         if config.improvement_rates:
             table = load_improvement_rates(Path(config.improvement_rates))
@@ -120,6 +122,8 @@ class Router:
         await self.prober.start()
         await self.siblings.start(self)
         self.controller.start()
+        if self.long_pool is not None:
+            self.long_pool.start()
         self._sweep()
 
     def connection(self) -> ClientConnection:
@@ -146,6 +150,8 @@ class Router:
             connection.close()
         await self.siblings.stop()
         await self.controller.stop()
+        if self.long_pool is not None:
+            await self.long_pool.stop()
         await self.prober.stop()
         self.services.pools.close()
         if self.services.tokeniser is not None:
@@ -290,3 +296,10 @@ class Router:
             self.services.tokeniser = PromptTokeniser(file, self.loop)
         except Exception as error:  # the library raises bare Exception
             logger.warning("%s cannot be used, token counts stay estimates: %s", file, error)
+
+
+def _long_pool_monitor(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LongPoolMonitor | None:
+    if not config.coordinator_url:
+        return None
+    url = parse_worker_url(config.coordinator_url, "--coordinator-url")
+    return LongPoolMonitor(url, config.load_poll_interval_secs, config.health_check_timeout_secs, loop.time)

@@ -54,7 +54,8 @@ class Worker:
         self.foreign_tokens = 0  # waiting there, sent by somebody else
         self.reported_running = 0
         self.reported_free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
-        self.reserved_tokens = 0  # decode: KV promised since the last report or still on its way
+        self.reserved_tokens = 0  # decode: KV of prompts that were sent there and whose first token has not come
+        self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, whoever has sent it
         self.sibling_in_flight = 0  # sent by the router's other processes
         self.sibling_tokens = 0
         self._bind()
@@ -109,11 +110,21 @@ class Worker:
             (
                 self.id,
                 self.reported_free_kv_tokens,
-                self.reserved_tokens + self.sibling_tokens,
+                self.virtual_tokens,
                 self.in_flight + self.sibling_in_flight,
                 self.max_prompt_tokens,
             ),
         )
+
+    @property
+    def virtual_tokens(self) -> int:
+        """KV on its way to a decode instance, from dispatch to first token (Tetris, "Decode choice").
+
+        What the routers have sent and what the instance says that it waits for are mostly the same transfers, so the
+        larger one counts: dispatches since the report, or transfers of somebody else.
+        """
+        sent_tokens = self.reserved_tokens + self.sibling_tokens
+        return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens
 
     def address(self) -> WorkerAddress:
         return WorkerAddress(self.url, self.role, self.bootstrap_port if self.has_given_bootstrap_port else None)

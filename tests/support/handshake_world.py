@@ -39,6 +39,7 @@ from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import needed
 from sglang_ext.policy.handshake.receiver import Receiver
 from sglang_ext.policy.handshake.records import ReceiveRecord, SendRecord, TransferOutcome
+from sglang_ext.policy.handshake.rooms import Attempt, Room, following
 from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard
 
@@ -59,7 +60,7 @@ def quick_options(backends: int | None, hold_idle_s: float | None = 0.5) -> Hand
 
 
 class Cell(NamedTuple):
-    room: int
+    room: Room
     token: int
     head: int
     layer: int
@@ -67,7 +68,7 @@ class Cell(NamedTuple):
 
 class WriteKey(NamedTuple):
     address: str
-    room: int
+    room: Room
     chunk: int
     part: int
 
@@ -97,7 +98,7 @@ def parts_of(shard: KVShard) -> list[Part]:
 
 
 @dataclass
-class Room:
+class RoomState:
     """One request as the test knows it."""
 
     whole: KVShard
@@ -105,14 +106,17 @@ class Room:
     slots: list[int] | None = None
     order: int | None = None
     is_aux_written: bool = False
-    outcome: str | None = None  # "ready", "failing", "released", or "forgotten" with the receiver
+    # "ready", "failing", "released", "restarted" (released, and in use again), or "forgotten" with the receiver
+    outcome: str | None = None
+    owner: str | None = None  # the others are its helpers; None: nobody helps
+    fails_as: TransferOutcome | None = None
 
 
 class Allowed(NamedTuple):
     """A permit as its action described it."""
 
     sender: str
-    room: int
+    room: Room
     backend: int | None
 
 
@@ -134,42 +138,48 @@ class World:
         self.now_s = 100.0
         self.receiver = Receiver(DECODE, 1, options)
         self.network: list[tuple[str, Message]] = []
-        self.rooms: dict[int, Room] = {}
-        self.machines: dict[tuple[str, int], Sender] = {}
-        self.plans: dict[tuple[str, int], Plan] = {}
-        self.grants: dict[tuple[str, int, int], Grant] = {}
+        self.rooms: dict[Room, RoomState] = {}
+        self.machines: dict[tuple[str, Room], Sender] = {}
+        self.plans: dict[tuple[str, Room], Plan] = {}
+        self.grants: dict[tuple[str, Room, int], Grant] = {}
         self.writes: dict[WriteKey, Write] = {}
         self.orphans: list[Write] = []
         self.fences: list[int] = []
         self.allowed: dict[int, Allowed] = {}  # by permit
-        self.held: dict[int, int] = {}  # backend → room, as the grants tell
+        self.held: dict[int, Room] = {}  # backend → room, as the grants tell
         self.free_slots = list(range(slot_count))
-        self.slot_room: dict[int, int] = {}
+        self.slot_room: dict[int, Room] = {}
         self.memory: dict[tuple[int, int, int], Cell] = {}
         self.receive_records: list[ReceiveRecord] = []
         self.send_records: list[SendRecord] = []
         self.handshakes = 0
+        self.crashed: set[str] = set()
         # What the receiver has been told, for the promise about order.
-        self.heard: dict[tuple[str, int], Told] = {}
+        self.heard: dict[tuple[str, Room], Told] = {}
 
     # ---- what a test may do ----
 
-    def add_request(self, room: int, whole: KVShard, shards: dict[str, list[KVShard]]) -> None:
-        self.rooms[room] = Room(whole, list(shards))
+    def add_request(
+        self, room: Room, whole: KVShard, shards: dict[str, list[KVShard]], owner: str | None = None
+    ) -> None:
+        """Senders other than `owner` are helpers: where one fails, the owner sends everything in another attempt."""
+        self.rooms[room] = RoomState(whole, list(shards), owner=owner)
         for address, chunks in shards.items():
             self.plans[address, room] = Plan(chunks)
 
-    def start_sender(self, address: str, room: int, epoch: int = 1, *, tells_count: bool = True) -> None:
-        count = len(self.rooms[room].senders) if tells_count else None
-        machine = Sender(room, address, DECODE, epoch, self.options, self.now_s, count)
+    def start_sender(self, address: str, room: Room, epoch: int = 1, *, tells_count: bool = True) -> None:
+        state = self.rooms[room]
+        count = len(state.senders) if tells_count else None
+        is_helper = state.owner is not None and address != state.owner
+        machine = Sender(room, address, DECODE, epoch, self.options, self.now_s, count, is_helper=is_helper)
         self.machines[address, room] = machine
         self._carry_out_sender(machine, machine.start(self.now_s))
 
-    def can_offer(self, address: str, room: int) -> bool:
+    def can_offer(self, address: str, room: Room) -> bool:
         plan, machine = self.plans[address, room], self.machines.get((address, room))
         return machine is not None and machine.phase is SenderPhase.OPEN and plan.offered < len(plan.shards)
 
-    def offer(self, address: str, room: int) -> None:
+    def offer(self, address: str, room: Room) -> None:
         plan, machine = self.plans[address, room], self.machines[address, room]
         shard = plan.shards[plan.offered]
         plan.offered += 1
@@ -177,13 +187,13 @@ class World:
         is_last = plan.offered == len(plan.shards)
         self._carry_out_sender(machine, machine.offer(shard, self.now_s, is_last=is_last))
 
-    def can_compute(self, address: str, room: int) -> bool:
+    def can_compute(self, address: str, room: Room) -> bool:
         plan, machine = self.plans[address, room], self.machines.get((address, room))
         if machine is None or machine.phase is not SenderPhase.OPEN:
             return False
         return any(ready < len(parts_of(shard)) for ready, shard in zip(plan.ready, plan.shards, strict=False))
 
-    def compute(self, address: str, room: int) -> None:
+    def compute(self, address: str, room: Room) -> None:
         """The next part of the earliest chunk becomes ready."""
         plan, machine = self.plans[address, room], self.machines[address, room]
         for chunk, shard in enumerate(plan.shards[: plan.offered]):
@@ -194,7 +204,7 @@ class World:
                 self._carry_out_sender(machine, machine.part_ready(chunk, part, self.now_s))
                 return
 
-    def expect(self, room: int) -> bool:
+    def expect(self, room: Room) -> bool:
         """False when there are not enough slots."""
         state = self.rooms[room]
         count = state.whole.token_count
@@ -202,27 +212,53 @@ class World:
             return False
         state.slots, self.free_slots = self.free_slots[:count], self.free_slots[count:]
         state.slots.reverse()
-        self.slot_room.update(dict.fromkeys(state.slots, room))
+        self._expect_in(room, state, state.slots)
+        return True
+
+    def _expect_in(self, room: Room, state: RoomState, slots: list[int]) -> None:
+        self.slot_room.update(dict.fromkeys(slots, room))
         whole = state.whole
         need = needed(
             room,
             first_token=whole.tokens[0].start if whole.tokens else 0,
-            slots=array("I", state.slots),
+            slots=array("I", slots),
             first_head=whole.first_head,
             head_count=whole.head_count,
             first_layer=whole.first_layer,
             layer_count=whole.layer_count,
-            aux_slot=room if whole.has_aux else None,
+            aux_slot=_aux_slot(room) if whole.has_aux else None,
         )
         self._carry_out_receiver(self.receiver.expect(need, self.now_s))
-        return True
 
-    def cancel(self, room: int) -> None:
+    def cancel(self, room: Room) -> None:
         self._carry_out_receiver(self.receiver.cancel(room, "cancelled", self.now_s))
         if self.rooms[room].slots is None and self.rooms[room].outcome is None:
             self.rooms[room].outcome = "released"
 
-    def abort_sender(self, address: str, room: int) -> None:
+    def can_begin_again(self) -> list[Attempt]:
+        """Attempts that decode waits for and whose owner, as far as it lives, has not begun them."""
+        return [
+            room
+            for room, state in self.rooms.items()
+            if isinstance(room, Attempt)
+            and state.outcome is None
+            and state.owner is not None
+            and (state.owner, room) not in self.plans
+            and state.owner not in self.crashed
+        ]
+
+    def begin_again(self, room: Attempt, epoch: int) -> None:
+        """The owner has heard of the invitation."""
+        state = self.rooms[room]
+        assert state.owner is not None
+        self.plans[state.owner, room] = Plan([state.whole])
+        self.start_sender(state.owner, room, epoch)
+
+    def restart_sender(self, address: str, room: Room) -> None:
+        machine = self.machines[address, room]
+        self._carry_out_sender(machine, machine.restart("restarted by a test", self.now_s))
+
+    def abort_sender(self, address: str, room: Room) -> None:
         machine = self.machines[address, room]
         self._carry_out_sender(machine, machine.abort("aborted by a test", self.now_s))
 
@@ -238,6 +274,7 @@ class World:
 
     def crash_sender(self, address: str) -> None:
         """Its process is gone; what it has posted to a network card may still be written."""
+        self.crashed.add(address)
         self.machines = {key: machine for key, machine in self.machines.items() if key[0] != address}
         for key in [key for key in self.writes if key.address == address]:
             self.orphans.append(self.writes.pop(key))
@@ -297,7 +334,9 @@ class World:
         for room, state in self.rooms.items():
             if state.slots is None and state.outcome is None:
                 self.cancel(room)
-        for step in range(600):
+        for step in range(1200):
+            for room in self.can_begin_again():
+                self.begin_again(room, random.getrandbits(30))
             for address, room in list(self.machines):
                 while self.can_offer(address, room):
                     self.offer(address, room)
@@ -332,7 +371,7 @@ class World:
         assert not self.slot_room
         assert sorted(self.free_slots) == list(range(len(self.free_slots)))
         for room, state in self.rooms.items():
-            assert state.outcome in ("ready", "released", "forgotten"), (room, state.outcome)
+            assert state.outcome in ("ready", "released", "restarted", "forgotten"), (room, state.outcome)
 
     def check(self) -> None:
         """What must hold at every moment."""
@@ -372,9 +411,10 @@ class World:
             elif isinstance(action, Failing):
                 assert self.rooms[action.room].outcome is None
                 self.rooms[action.room].outcome = "failing"
+                self.rooms[action.room].fails_as = action.outcome
             elif isinstance(action, Released):
                 assert self.rooms[action.room].outcome == "failing"
-                self._free(action.room, "released")
+                self._release(action.room)
             elif isinstance(action, Received):
                 self.receive_records.append(action.record)
 
@@ -405,7 +445,7 @@ class World:
         key, shard, grant = write.key, write.shard, write.grant
         part = parts_of(shard)[key.part]
         if part.has_aux:
-            assert grant.aux_slot == key.room
+            assert grant.aux_slot == _aux_slot(key.room)
             self.rooms[key.room].is_aux_written = True
             return True
         layer = shard.first_layer + key.part
@@ -441,7 +481,7 @@ class World:
             if is_open and state.order is not None and state.order < mine:
                 assert told.offered == told.granted or told.granted > told.stored, "an older request was overtaken"
 
-    def _check_arrived(self, room: int) -> None:
+    def _check_arrived(self, room: Room) -> None:
         state = self.rooms[room]
         assert state.slots is not None
         whole = state.whole
@@ -452,7 +492,22 @@ class World:
                 for layer in range(whole.first_layer, whole.first_layer + whole.layer_count):
                     assert self.memory.get((slot, head, layer)) == Cell(room, first + offset, head, layer)
 
-    def _free(self, room: int, outcome: str) -> None:
+    def _release(self, room: Room) -> None:
+        """Free the slots, or wait for the next attempt in them."""
+        state, attempt = self.rooms[room], following(room)
+        restarts = state.fails_as is TransferOutcome.RESTARTED and attempt is not None
+        if not restarts or attempt is None or state.slots is None:
+            self._free(room, "released")
+            return
+        state.outcome = "restarted"
+        self.allowed = {permit: allowed for permit, allowed in self.allowed.items() if allowed.room != room}
+        self.memory = {key: cell for key, cell in self.memory.items() if cell.room != room}
+        again = self.rooms[attempt] = RoomState(state.whole, [], state.slots, owner=state.owner)
+        if state.owner is not None:
+            again.senders.append(state.owner)
+        self._expect_in(attempt, again, state.slots)
+
+    def _free(self, room: Room, outcome: str) -> None:
         state = self.rooms[room]
         assert state.slots is not None
         assert state.outcome in (None, "failing")
@@ -462,6 +517,10 @@ class World:
             assert self.slot_room.pop(slot) == room
         self.memory = {key: cell for key, cell in self.memory.items() if cell.room != room}
         self.free_slots += state.slots
+
+
+def _aux_slot(room: Room) -> int:
+    return room.room if isinstance(room, Attempt) else room
 
 
 def outcomes(world: World) -> list[TransferOutcome]:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_ext.policy.cdsp.coordination import MemberReport
+from sglang_ext.sequence_parallel.exchange_records import Admission, Outgoing
 from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
 from sglang_ext.sequence_parallel.mesh import MeshError, Pending
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, OfferMessage, ToMember
-from sglang_ext.sequence_parallel.pool_exchange import Admission, Outgoing, PoolExchange
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
 from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
 RECEIVE_TIMEOUT_S = 0.3

@@ -163,7 +163,7 @@ class Cluster:
             programs=tuple(
                 ProgramState(
                     name=member.program.name,
-                    role=str(member.program.role or planning.ROUTER_NAME),
+                    role=str(member.program.role or member.program.name),
                     phase=str(member.phase),
                     url=member.program.url,
                     bootstrap_port=member.program.bootstrap_port,

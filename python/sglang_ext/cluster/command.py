@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default=absent,
             help=f"tensor-parallel ranks per {role} instance",
         )
+    parser.add_argument(
+        "--coordinator",
+        action="store_true",
+        default=absent,
+        help="long instances share their prompts, chunk by chunk",
+    )
     value_options: tuple[tuple[str, type[str] | type[int] | type[float], str], ...] = (
         ("--name", str, "name of the cluster; its folder is RUN_DIR/NAME"),
         ("--run-dir", str, "where clusters keep logs and state"),
@@ -78,6 +84,7 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
         ("device", ("device",)),
         ("served_model_name", ("served_model_name",)),
         ("restart", ("restart",)),
+        ("coordinator", ("coordinator", "enabled")),
         ("host", ("router", "host")),
         ("port", ("router", "port")),
         ("length_boundary_tokens", ("router", "length_boundary_tokens")),

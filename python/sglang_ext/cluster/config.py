@@ -120,6 +120,28 @@ class PoolsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    """The coordinator of the long pool; `args` takes every further option of `sglang-ext coordinator`."""
+
+    enabled: bool = field(
+        metadata=_help("long instances share their prompts: a coordinator is started and they are told of it"),
+        default=False,
+    )
+    port: int = field(
+        metadata=_help("port that the coordinator's members connect to; 0: a free one is picked"), default=0
+    )
+    http_port: int = field(metadata=_help("port of its /status and /metrics; 0: a free one is picked"), default=0)
+    args: tuple[str, ...] = field(metadata=_help("further arguments of the coordinator"), default=())
+    env: Mapping[str, str] = field(
+        metadata=_help("further environment variables of the coordinator"), default_factory=_no_variables
+    )
+
+    def __post_init__(self) -> None:
+        check_port("port", self.port)
+        check_port("http_port", self.http_port)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSettings:
     """The router's own part; `args` takes every further option of `sglang-ext router`."""
 
@@ -191,6 +213,7 @@ class ClusterConfig:
         metadata=_help("further environment variables of every instance"), default_factory=_no_variables
     )
     router: RouterSettings = field(metadata=_help("the router"), default=RouterSettings())
+    coordinator: CoordinatorSettings = field(metadata=_help("the long pool's"), default=CoordinatorSettings())
     start: StartSettings = field(metadata=_help("bringing it up"), default=StartSettings())
     stop: StopSettings = field(metadata=_help("taking it down"), default=StopSettings())
     restart: str = field(
@@ -207,6 +230,8 @@ class ClusterConfig:
             raise ConfigError("host", "must not be empty")
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("restart", self.restart, ("never", "on-failure"))
+        if self.coordinator.enabled and not self.pools.long.count:
+            raise ConfigError("coordinator.enabled", "there are no long instances that could share prompts")
         self._check_ports_differ()
 
     @property
@@ -217,6 +242,9 @@ class ClusterConfig:
     def _check_ports_differ(self) -> None:
         seen: dict[int, str] = {}
         given = [("router.port", self.router.port)]
+        if self.coordinator.enabled:
+            given.append(("coordinator.port", self.coordinator.port))
+            given.append(("coordinator.http_port", self.coordinator.http_port))
         for role, pool in self.pools.by_role():
             given += [(f"pools.{role}.ports[{i}]", port) for i, port in enumerate(pool.ports)]
             given += [(f"pools.{role}.bootstrap_ports[{i}]", port) for i, port in enumerate(pool.bootstrap_ports)]

@@ -15,6 +15,7 @@ from sglang_ext.sglang_plugin.device import cuda_device_count, torch_has_cuda
 from sglang_ext.types import Role
 
 ROUTER_NAME = "router"
+COORDINATOR_NAME = "coordinator"
 HIDDEN = "[hidden]"
 
 
@@ -28,15 +29,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One program to run: an instance or the router."""
+    """One program to run: an instance, the coordinator or the router."""
 
-    name: str  # unique in the cluster: short-0, decode-1, router
+    name: str  # unique in the cluster: short-0, decode-1, coordinator, router
     command: tuple[str, ...]
     env: Mapping[str, str]  # added to the supervisor's own
     cores: frozenset[int] | None  # None: not pinned
     url: str
     ready_path: str
-    role: Role | None  # None: the router
+    role: Role | None  # None: no instance
     bootstrap_port: int | None  # prefill instances only
 
 
@@ -49,10 +50,16 @@ class ClusterPlan:
     start_parallel: int
     admin_key: str
     model_name: str
+    coordinator: Program | None = None  # None: long instances compute alone
+
+    @property
+    def backends(self) -> tuple[Program, ...]:
+        """All that has to be there before the router is."""
+        return self.instances if self.coordinator is None else (self.coordinator, *self.instances)
 
     def shell_lines(self) -> Iterator[str]:
         """Yield each program as a line for a shell, the admin key hidden."""
-        for program in (*self.instances, self.router):
+        for program in (*self.backends, self.router):
             words = [f"{name}={HIDDEN if value == self.admin_key else value}" for name, value in program.env.items()]
             if program.cores is not None:
                 words += ["taskset", "-c", ",".join(map(str, sorted(program.cores)))]
@@ -80,6 +87,8 @@ def resolve_device(config: ClusterConfig, machine: Machine) -> str:
 def count_ports(config: ClusterConfig) -> int:
     """Return how many ports have to be picked: those that the configuration leaves open."""
     open_ports = int(config.router.port == 0)
+    if config.coordinator.enabled:
+        open_ports += [config.coordinator.port, config.coordinator.http_port].count(0)
     for role, pool in config.pools.by_role():
         open_ports += sum(pool.port_of(i) == 0 for i in range(pool.count))
         if role.is_prefill:
@@ -92,6 +101,9 @@ def given_ports(config: ClusterConfig) -> dict[int, str]:
     ports: dict[int, str] = {}
     if config.router.port:
         ports[config.router.port] = "router.port"
+    if config.coordinator.enabled:
+        given = (("coordinator.port", config.coordinator.port), ("coordinator.http_port", config.coordinator.http_port))
+        ports |= {port: path for path, port in given if port}
     for role, pool in config.pools.by_role():
         for field_name in ("ports", "bootstrap_ports"):
             for i, port in enumerate(getattr(pool, field_name)):
@@ -113,6 +125,13 @@ def make_plan(
     model_name = config.served_model_name or model.name
     rank_count = sum(pool.count * pool.tp for _, pool in config.pools.by_role())
     threads = max(1, len(machine.core_ids) // rank_count)
+    coordinator: Program | None = None
+    member_options: tuple[str, ...] = ()
+    if config.coordinator.enabled:
+        settings = config.coordinator
+        port, http_port = settings.port or next(ports), settings.http_port or next(ports)
+        coordinator = _coordinator(config, port, http_port)
+        member_options = ("--cdsp-coordinator", f"{_url_host(_reachable(config.host))}:{port}")
     next_gpu = 0
     gpu_users: dict[str, int] = {}
     instances: list[Program] = []
@@ -140,6 +159,7 @@ def make_plan(
                         pool.threads or threads,
                         port,
                         bootstrap_port,
+                        member_options if role is Role.LONG else (),
                     ),
                     env=env,
                     cores=_cores(pool, index, machine, path),
@@ -151,8 +171,9 @@ def make_plan(
             )
     default_parallel = 1 if any(users > 1 for users in gpu_users.values()) else 2 * len(machine.core_ids)
     return ClusterPlan(
+        coordinator=coordinator,
         instances=tuple(instances),
-        router=_router(config, instances, config.router.port or next(ports), admin_key),
+        router=_router(config, instances, coordinator, config.router.port or next(ports), admin_key),
         start_parallel=config.start.parallel or default_parallel,
         admin_key=admin_key,
         model_name=model_name,
@@ -169,6 +190,7 @@ def _worker_command(
     threads: int,
     port: int,
     bootstrap_port: int | None,
+    member_options: tuple[str, ...],
 ) -> tuple[str, ...]:
     command = [sys.executable, "-m", "sglang_ext.cli", "worker", "--role", str(role)]
     command += ["--model-path", model_path, "--host", config.host, "--port", str(port), "--device", device]
@@ -176,7 +198,7 @@ def _worker_command(
         command += ["--bootstrap-port", str(bootstrap_port)]
     if device == "cpu":
         command += ["--threads", str(threads)]
-    command += [*config.worker_args, *pool.worker_args]
+    command += [*member_options, *config.worker_args, *pool.worker_args]
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:
         command += ["--tp-size", str(pool.tp)]
@@ -186,7 +208,26 @@ def _worker_command(
 _PREFILL_OPTIONS = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", Role.BOTH: "--prefill"}
 
 
-def _router(config: ClusterConfig, instances: list[Program], port: int, admin_key: str) -> Program:
+def _coordinator(config: ClusterConfig, port: int, http_port: int) -> Program:
+    count = config.pools.long.count
+    sizes = sorted({count, *(2**power for power in range(count.bit_length()))})
+    command = [sys.executable, "-m", "sglang_ext.cli", "coordinator", "--host", config.host]
+    command += ["--port", str(port), "--http-port", str(http_port), "--sp-sizes", ",".join(map(str, sizes))]
+    return Program(
+        name=COORDINATOR_NAME,
+        command=(*command, *config.coordinator.args),
+        env=config.coordinator.env,
+        cores=None,
+        url=f"http://{_url_host(_reachable(config.host))}:{http_port}",
+        ready_path="/health",
+        role=None,
+        bootstrap_port=None,
+    )
+
+
+def _router(
+    config: ClusterConfig, instances: list[Program], coordinator: Program | None, port: int, admin_key: str
+) -> Program:
     command = [sys.executable, "-m", "sglang_ext.cli", "router"]
     command += ["--host", config.router.host, "--port", str(port), "--pd-disaggregation"]
     for instance in instances:
@@ -195,16 +236,16 @@ def _router(config: ClusterConfig, instances: list[Program], port: int, admin_ke
             command += ["--decode", instance.url]
         else:
             command += [_PREFILL_OPTIONS[instance.role], instance.url, str(instance.bootstrap_port)]
+    if coordinator is not None:
+        command += ["--coordinator-url", coordinator.url]
     command += ["--length-boundary-tokens", str(config.router.length_boundary_tokens)]
     command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}"]
-    # A server that listens everywhere is reached by the loopback address.
-    reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.router.host, config.router.host)
     return Program(
         name=ROUTER_NAME,
         command=(*command, *config.router.args),
         env={**config.router.env, "SGLANG_EXT_ADMIN_API_KEY": admin_key},
         cores=None,
-        url=f"http://{_url_host(reach)}:{port}",
+        url=f"http://{_url_host(_reachable(config.router.host))}:{port}",
         ready_path="/readyz",
         role=None,
         bootstrap_port=None,
@@ -232,6 +273,11 @@ def _cores(pool: PoolConfig, index: int, machine: Machine, path: str) -> frozens
     if missing:
         raise ConfigError(f"{path}.cores[{index}]", f"this machine has no core {min(missing)}")
     return cores
+
+
+def _reachable(host: str) -> str:
+    """A server that listens everywhere is reached by the loopback address."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _url_host(host: str) -> str:

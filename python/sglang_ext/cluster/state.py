@@ -23,7 +23,7 @@ class ProgramState:
     """One program at the moment of writing."""
 
     name: str
-    role: str  # short, long, both, decode or router
+    role: str  # short, long, both, decode, coordinator or router
     phase: str
     url: str
     bootstrap_port: int | None

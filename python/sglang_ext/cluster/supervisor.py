@@ -88,7 +88,7 @@ class Supervisor:
         listener: Listener,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.instances = [Member(program, logs / f"{program.name}.log") for program in plan.instances]
+        self.backends = [Member(program, logs / f"{program.name}.log") for program in plan.backends]
         self.router = Member(plan.router, logs / f"{plan.router.name}.log")
         self._start_parallel = plan.start_parallel
         self._start_timeout_s = start_timeout_s
@@ -107,10 +107,10 @@ class Supervisor:
     @property
     def members(self) -> list[Member]:
         """Every program, the router last."""
-        return [*self.instances, self.router]
+        return [*self.backends, self.router]
 
     def start(self, on_tick: Callable[[], None] = lambda: None) -> bool:
-        """Start the instances, then the router; return whether all are ready (False: cancelled).
+        """Start everything but the router, then the router; return whether all are ready (False: cancelled).
 
         Raises StartError as soon as one dies or takes too long; the caller then calls `stop`.
         """
@@ -118,12 +118,12 @@ class Supervisor:
             if self._is_cancelled():
                 return False
             now_s = time.monotonic()
-            starting = sum(member.phase is Phase.STARTING for member in self.instances)
-            for member in self.instances:
+            starting = sum(member.phase is Phase.STARTING for member in self.backends)
+            for member in self.backends:
                 if member.phase is Phase.WAITING and starting < self._start_parallel:
                     self._launch(member, now_s)
                     starting += 1
-            if self.router.phase is Phase.WAITING and all(m.phase is Phase.READY for m in self.instances):
+            if self.router.phase is Phase.WAITING and all(m.phase is Phase.READY for m in self.backends):
                 self._launch(self.router, now_s)
             for member in self.members:
                 self._check_start(member, now_s)
@@ -148,7 +148,7 @@ class Supervisor:
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
         """End everything: the router drains, then the instances end. Once `hurry` is true, kill at once."""
         self._end([self.router], self._drain_s, hurry)
-        self._end(self.instances, self._grace_s, hurry)
+        self._end(self.backends, self._grace_s, hurry)
         end_processes(lambda: cluster_processes(self._cluster_id, ()), grace_s=0.0)
         self._watchdog.close()
         self._probes.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ from sglang_ext.policy.handshake.messages import (
     SenderStopped,
 )
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"SXHS" + bytes([VERSION])
 
 

@@ -61,6 +61,7 @@ from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import Need, Phase
 from sglang_ext.policy.handshake.receiver import PERMIT_EPOCH_SHIFT, Receiver
 from sglang_ext.policy.handshake.records import ReceiveRecord, TransferOutcome
+from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -102,8 +103,8 @@ class HandshakeEndpoint:
         self._epoch = secrets.randbits(31)
         self._lock = threading.RLock()
         self._receiver = Receiver(self.address, self._epoch, self._options)
-        self._received: dict[int, TransferStatus] = {}
-        self._outgoing: dict[tuple[int, str], Outgoing] = {}
+        self._received: dict[Room, TransferStatus] = {}
+        self._outgoing: dict[tuple[Room, str], Outgoing] = {}
         self._sent_invitations = SentInvitations(self.address, options.retry_s, options.lease_s, decode_rank)
         self._received_invitations = ReceivedInvitations(2 * options.stall_timeout_s)
         self._peers = PeerLayouts(layout, transport.name)
@@ -114,6 +115,11 @@ class HandshakeEndpoint:
         # Fences wait for writes of others and must not wait behind this process's own.
         self._fencers = ThreadPoolExecutor(2, "kv-handshake-fence")
         self._loop.start()
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """How long a request in which nothing moves is waited for."""
+        return self._options.stall_timeout_s
 
     # ---- decode side ----
 
@@ -129,16 +135,16 @@ class HandshakeEndpoint:
             self._send_all(self._sent_invitations.invite(need, invite, now_s))
             self._carry_out(actions)
 
-    def cancel(self, room: int, reason: str) -> None:
+    def cancel(self, room: Room, reason: str) -> None:
         """The request is not wanted any more; its slots are free once its status says `is_released`."""
         with self._lock:
             self._carry_out(self._receiver.cancel(room, reason, self._clock()))
 
-    def receive_status(self, room: int) -> TransferStatus | None:
+    def receive_status(self, room: Room) -> TransferStatus | None:
         """How far an expected request is; None for a room never expected, or forgotten."""
         return self._received.get(room)
 
-    def forget(self, room: int) -> None:
+    def forget(self, room: Room) -> None:
         """Drop the status of a request that has ended."""
         with self._lock:
             status = self._received.get(room)
@@ -147,23 +153,39 @@ class HandshakeEndpoint:
 
     # ---- prefill side ----
 
-    def invitations(self, room: int) -> tuple[Invitation, ...]:
+    def invitations(self, room: Room) -> tuple[Invitation, ...]:
         """Which decode ranks want KV of a request, and what of it; one that is withdrawn says why."""
         with self._lock:
             return self._received_invitations.of(room)
 
-    def forget_invitations(self, room: int) -> None:
+    def forget_invitations(self, room: Room) -> None:
         """The request has ended here."""
         with self._lock:
             self._received_invitations.forget(room)
 
-    def open_sender(self, room: int, receiver: str, sender_count: int | None = None) -> SendHandle:
-        """Shake hands for a request with the decode rank at `receiver`. Raises ValueError when that is under way."""
+    def open_sender(
+        self,
+        room: Room,
+        receiver: str,
+        sender_count: int | None = None,
+        *,
+        is_helper: bool = False,
+        may_have_helpers: bool = False,
+    ) -> SendHandle:
+        """Shake hands for a request with the decode rank at `receiver`. Raises ValueError when that is under way.
+
+        `is_helper`: the request is another instance's, which sends it alone where this one fails; `may_have_helpers`:
+        it is this one's, and others may send parts of it.
+        """
         with self._lock:
             if self._closing or (room, receiver) in self._outgoing:
                 raise ValueError(f"room {room} is being sent to {receiver} already, or this endpoint is closed")
             now_s = self._clock()
-            machine = Sender(room, self.address, receiver, self._epoch, self._options, now_s, sender_count)
+            machine = Sender(
+                *(room, self.address, receiver, self._epoch, self._options, now_s, sender_count),
+                is_helper=is_helper,
+                may_have_helpers=may_have_helpers,
+            )
             outgoing = self._outgoing[room, receiver] = Outgoing(machine)
             self._carry_out_sender(outgoing, machine.start(now_s))
             self._ask_layout(receiver)
@@ -203,6 +225,16 @@ class HandshakeEndpoint:
             now_s, machine = self._clock(), outgoing.machine
             actions = machine.close(now_s) if abort_reason is None else machine.abort(abort_reason, now_s)
             self._carry_out_sender(outgoing, actions)
+
+    def restart_sending(self, outgoing: Outgoing, reason: str) -> None:
+        """This attempt ends, and another one follows."""
+        with self._lock:
+            self._carry_out_sender(outgoing, outgoing.machine.restart(reason, self._clock()))
+
+    def stored_chunks(self, outgoing: Outgoing) -> int:
+        """Chunks whose source slots are read no more."""
+        with self._lock:
+            return outgoing.machine.stored_chunks
 
     def send_status(self, outgoing: Outgoing) -> TransferStatus:
         """How far a transfer is."""
@@ -339,7 +371,11 @@ class HandshakeEndpoint:
                 self._sent_invitations.finish(action.room)
             elif isinstance(action, Failing):
                 self._received[action.room] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
-                self._send_all(self._sent_invitations.withdraw(action.room, action.reason, self._clock()))
+                if action.outcome is TransferOutcome.RESTARTED:
+                    # Who has shaken hands is told; others are invited to the next attempt.
+                    self._sent_invitations.finish(action.room)
+                else:
+                    self._send_all(self._sent_invitations.withdraw(action.room, action.reason, self._clock()))
             elif isinstance(action, Released):
                 self._received[action.room] = self._received[action.room]._replace(is_released=True)
             elif isinstance(action, Received):

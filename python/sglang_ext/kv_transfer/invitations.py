@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from sglang_ext.policy.handshake.head_mapping import HeadLayout
 from sglang_ext.policy.handshake.receive_request import Need
+from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard
 
 _MAX_ROOMS = 100_000
@@ -29,7 +30,7 @@ class DecodeRank(NamedTuple):
 class Invitation(NamedTuple):
     """Decode rank to prefill rank."""
 
-    room: int
+    room: Room
     receiver: str
     whole: KVShard  # one span of tokens, or none when decode has them all
     withdrawn: str | None  # why nothing is wanted any more
@@ -40,7 +41,7 @@ class Invitation(NamedTuple):
 class InvitationSeen(NamedTuple):
     """Prefill rank to decode rank."""
 
-    room: int
+    room: Room
     sender: str
     is_withdrawal: bool
 
@@ -64,7 +65,7 @@ class SentInvitations:
         self._decode_rank = decode_rank
         self._retry_s = retry_s
         self._give_up_s = give_up_s
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[Room, _Pending] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -77,7 +78,7 @@ class SentInvitations:
         pending = self._pending[need.room] = _Pending(invitation, addresses, now_s)
         return self._say(pending, now_s)
 
-    def withdraw(self, room: int, reason: str, now_s: float) -> Iterator[tuple[str, Invitation]]:
+    def withdraw(self, room: Room, reason: str, now_s: float) -> Iterator[tuple[str, Invitation]]:
         """Say to all who were invited that nothing is wanted any more."""
         pending = self._pending.get(room)
         if pending is None or pending.invitation.withdrawn is not None:
@@ -95,7 +96,7 @@ class SentInvitations:
             if not pending.unheard and message.is_withdrawal:
                 del self._pending[message.room]
 
-    def finish(self, room: int) -> None:
+    def finish(self, room: Room) -> None:
         """The request is complete: nobody needs to be told anything."""
         self._pending.pop(room, None)
 
@@ -118,8 +119,8 @@ class ReceivedInvitations:
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
-        self._rooms: dict[int, dict[str, Invitation]] = {}
-        self._since_s: dict[int, float] = {}  # oldest first
+        self._rooms: dict[Room, dict[str, Invitation]] = {}
+        self._since_s: dict[Room, float] = {}  # oldest first
 
     def note(self, invitation: Invitation, now_s: float) -> None:
         """An invitation, or its withdrawal, has arrived; a late invitation does not undo a withdrawal."""
@@ -131,11 +132,11 @@ class ReceivedInvitations:
         while len(self._rooms) > _MAX_ROOMS:
             self.forget(next(iter(self._since_s)))
 
-    def of(self, room: int) -> tuple[Invitation, ...]:
+    def of(self, room: Room) -> tuple[Invitation, ...]:
         """What has arrived for a room."""
         return tuple(self._rooms.get(room, {}).values())
 
-    def forget(self, room: int) -> None:
+    def forget(self, room: Room) -> None:
         """Nobody will ask for this room any more."""
         self._rooms.pop(room, None)
         self._since_s.pop(room, None)

@@ -25,6 +25,11 @@ class SendHandle:
         return self._endpoint.send_status(self._outgoing)
 
     @property
+    def stored_chunks(self) -> int:
+        """The first so many chunks are in the receiver's memory: nobody reads their source slots any more."""
+        return self._endpoint.stored_chunks(self._outgoing)
+
+    @property
     def result(self) -> SendResult | None:
         """Its record, once it has ended."""
         return self._outgoing.result
@@ -54,3 +59,7 @@ class SendHandle:
     def abort(self, reason: str) -> None:
         """Give the transfer up, on both sides. Ignored once it has ended."""
         self._endpoint.end_sending(self._outgoing, reason)
+
+    def restart(self, reason: str) -> None:
+        """End this attempt on both sides: the receiver invites to the next one. Ignored once it has ended."""
+        self._endpoint.restart_sending(self._outgoing, reason)

@@ -16,7 +16,7 @@ from sglang_ext.profiling.facts import InstanceFacts
 from sglang_ext.profiling.fit import Fit, FitError, FormFit, bad_forms, fit_measurements
 from sglang_ext.profiling.http_client import InstanceError, is_this_machine
 from sglang_ext.profiling.instance import Instance
-from sglang_ext.profiling.measurement import gap_s, measure
+from sglang_ext.profiling.measurement import busy_request_s, gap_s, measure
 from sglang_ext.profiling.notes import Notes, NotesError, partial_path
 from sglang_ext.profiling.picture import PictureError, check_picture, draw_profile
 from sglang_ext.profiling.points import AskedPoints, Point, PointError, choose_points
@@ -182,6 +182,7 @@ def _content(args: argparse.Namespace, facts: InstanceFacts, measurements: Measu
         "prefill": fit.prefill._asdict(),
         "iteration": fit.iteration._asdict(),
         "gap_s": gap_s(measurements),
+        "busy_request_s": busy_request_s(measurements, fit.iteration),
         "front_end": fit.front_end._asdict(),
         "fit": {
             form.name: {"error_p50": form.error_p50, "error_p90": form.error_p90, "error_max": form.error_max}
@@ -194,6 +195,7 @@ def _content(args: argparse.Namespace, facts: InstanceFacts, measurements: Measu
             {"prompt_tokens": one.prompt_tokens, "before_s": list(one.before_s), "after_s": list(one.after_s)}
             for one in measurements.hand_overs
         ],
+        "busy": [run._asdict() for run in measurements.busy],
         "left_out": [{**_point(one.point), "reason": one.reason} for one in measurements.skipped],
         "provenance": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

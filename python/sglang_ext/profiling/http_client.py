@@ -26,6 +26,7 @@ class HttpClient:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InstanceError(f"{url} is not an address such as http://127.0.0.1:30000")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._given = (url, api_key, timeout_s)
         self.url = url.rstrip("/")
         self.host = parts.hostname
         self._prefix = parts.path.rstrip("/")
@@ -33,6 +34,10 @@ class HttpClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def another(self) -> HttpClient:
+        """A connection of its own to the same server, for a request at the same time."""
+        return HttpClient(*self._given)
 
     def close(self) -> None:
         self._connection.close()

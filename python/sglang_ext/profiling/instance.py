@@ -20,12 +20,14 @@ from typing import NamedTuple
 from sglang_ext.profiling.facts import InstanceFacts, InstanceMode, read_facts
 from sglang_ext.profiling.http_client import HttpClient, InstanceError
 from sglang_ext.profiling.points import Point
+from sglang_ext.profiling.records import BusyRun
 
 _STAND_IN_DECODE = "2.2.2.2"  # SGLang's name for a decode instance that takes all and needs nothing
 _FIRST_TOKEN = 8  # below are special tokens
 _SAME_BATCH_S = 5e-4
 _QUEUED_CHUNKS = 4
 _FIRST_TOKENS_OF = 2
+_BUSY_PROMPTS, _BUSY_TOKENS = 64, 16
 
 
 class RunTimes(NamedTuple):
@@ -181,6 +183,13 @@ class Instance:
         before_s, duration_s = stamps.entry_s - stamps.received_s, stamps.finished_s - stamps.entry_s
         return RunTimes(duration_s, before_s, max(0.0, wall_s - before_s - duration_s))
 
+    def run_busy(self) -> BusyRun:
+        """Short prompts over both instances, all at once: what a request costs beside its share of iterations."""
+        prompts = [self._prompt(0, _BUSY_TOKENS) for _ in range(min(_BUSY_PROMPTS, self.facts.limits.requests))]
+        with ThreadPoolExecutor(len(prompts)) as legs:
+            stamps = list(legs.map(self._hand_over_beside, prompts))
+        return _busy_run(stamps)
+
     # ---- how ----
 
     def _require_idle(self) -> None:
@@ -219,6 +228,26 @@ class Instance:
             "sampling_params": {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True},
         }
 
+    def _hand_over_beside(self, prompt: Sequence[int]) -> _Stamps:
+        """A request over both instances while others are under way."""
+        decode = self._decode
+        if decode is None:
+            raise AssertionError("a hand-over needs a decode instance")
+        body = {
+            **self._body(prompt, 1),
+            "bootstrap_host": self._client.host,
+            "bootstrap_port": self.facts.bootstrap_port,
+            "bootstrap_room": self._room(),
+        }
+        with ExitStack() as opened, ThreadPoolExecutor(1) as leg:
+            prefill_client, decode_client = self._client.another(), decode.another()
+            opened.callback(prefill_client.close)
+            opened.callback(decode_client.close)
+            prefill_leg = leg.submit(prefill_client.post, "/generate", body)
+            decode_client.post("/generate", body)
+            (stamps,) = _all_stamps([prefill_leg.result()])
+        return stamps
+
     def _hand_over(self, prompt: Sequence[int]) -> tuple[_Stamps, float]:
         """Send a prompt to prefill and decode; the stamps of prefill, and the seconds until decode's first token."""
         decode = self._decode
@@ -249,6 +278,17 @@ class Instance:
             body["bootstrap_host"] = [_STAND_IN_DECODE] * len(prompts)
             body["bootstrap_room"] = [self._room() for _ in prompts]
         return _all_stamps(self._client.post("/generate", body))
+
+
+def _busy_run(stamps: Sequence[_Stamps]) -> BusyRun:
+    """Those that joined at the same time were one batch."""
+    entries_s = sorted(one.entry_s for one in stamps)
+    batches = [1]
+    for earlier_s, later_s in pairwise(entries_s):
+        if later_s - earlier_s > _SAME_BATCH_S:
+            batches.append(0)
+        batches[-1] += 1
+    return BusyRun(_BUSY_TOKENS, tuple(batches), max(one.finished_s for one in stamps) - entries_s[0])
 
 
 def _all_stamps(answer: object) -> list[_Stamps]:

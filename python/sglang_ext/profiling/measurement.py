@@ -12,13 +12,15 @@ from statistics import median
 from typing import Protocol
 
 from sglang_ext.profiling.instance import CutError, RunTimes
+from sglang_ext.profiling.iteration_cost import IterationCost
 from sglang_ext.profiling.notes import Notes
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import MeasuredHandOver, MeasuredPoint, Measurements, SkippedPoint, spread
+from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, MeasuredPoint, Measurements, SkippedPoint, spread
 
 STEADY_SPREAD = 0.05
 MOST_ROUNDS = 3  # times the repeats that were asked for
 _GAP_ROUNDS = 3
+_BUSY_ROUNDS = 5
 
 OnProgress = Callable[[int, int], None]  # done, total
 
@@ -35,6 +37,8 @@ class MeasuredInstance(Protocol):
     def run_queued_chunks(self) -> list[float]: ...
 
     def run_with_decode(self, prompt_tokens: int) -> RunTimes: ...
+
+    def run_busy(self) -> BusyRun: ...
 
 
 def measure(
@@ -72,11 +76,15 @@ def measure(
             on_progress(done, total)
     if notes.gaps_s is None:
         notes.add_gaps(tuple(gap for _ in range(_GAP_ROUNDS) for gap in instance.run_queued_chunks()))
+    if hand_overs and notes.busy is None:
+        instance.prepare(0)
+        notes.add_busy(tuple(instance.run_busy() for _ in range(_BUSY_ROUNDS + 1))[1:])
     return Measurements(
         tuple(notes.points[point] for point in points if point in notes.points),
         tuple(notes.hand_overs[tokens] for tokens in hand_overs),
         notes.gaps_s or (),
         tuple(notes.skipped[point] for point in points if point in notes.skipped),
+        notes.busy or (),
     )
 
 
@@ -130,3 +138,19 @@ def _measured(point: Point, runs: Sequence[RunTimes]) -> MeasuredPoint:
 def gap_s(measurements: Measurements) -> float:
     """Median time between two iterations while work waits; 0 where it was not measured."""
     return median(measurements.gaps_s) if measurements.gaps_s else 0.0
+
+
+def busy_request_s(measurements: Measurements, iteration: IterationCost) -> float:
+    """What a request costs an instance that has more of them, beside its share of iterations: taking it in, agreeing
+    with decode, sending. Median over the runs of what their iterations do not explain; 0 where it was not measured."""
+    gap = gap_s(measurements)
+    rest_s = [
+        (
+            run.span_s
+            - gap * (len(run.batches) - 1)
+            - sum(iteration.iteration_s([(run.prompt_tokens, 0)] * count) for count in run.batches)
+        )
+        / sum(run.batches)
+        for run in measurements.busy
+    ]
+    return max(0.0, median(rest_s)) if rest_s else 0.0

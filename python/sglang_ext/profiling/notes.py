@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_ext.profiling.facts import Scalar
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import MeasuredHandOver, MeasuredPoint, SkippedPoint
+from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, MeasuredPoint, SkippedPoint
 
 _FORMAT = "sglang-ext engine measurements"
 _VERSION = 1
@@ -36,6 +36,7 @@ class Notes:
         self.skipped: dict[Point, SkippedPoint] = {}
         self.hand_overs: dict[int, MeasuredHandOver] = {}
         self.gaps_s: tuple[float, ...] | None = None
+        self.busy: tuple[BusyRun, ...] | None = None
         self._path = path
         self._identity = dict(identity)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -68,6 +69,10 @@ class Notes:
     def add_gaps(self, gaps_s: tuple[float, ...]) -> None:
         self.gaps_s = gaps_s
         self._write("a", {"gaps_s": gaps_s})
+
+    def add_busy(self, runs: tuple[BusyRun, ...]) -> None:
+        self.busy = runs
+        self._write("a", {"busy": runs})
 
     def remove(self) -> None:
         """The profile has been written."""
@@ -108,6 +113,11 @@ class Notes:
                 tokens = int(entry["hand_over"])
                 times = (tuple(map(float, entry[name])) for name in ("before_s", "after_s"))
                 self.hand_overs[tokens] = MeasuredHandOver(tokens, *times)
+            elif "busy" in entry:
+                self.busy = tuple(
+                    BusyRun(int(tokens), tuple(map(int, batches)), float(span_s))
+                    for tokens, batches, span_s in entry["busy"]
+                )
             else:
                 self.gaps_s = tuple(map(float, entry["gaps_s"]))
         except (ValueError, KeyError, TypeError):

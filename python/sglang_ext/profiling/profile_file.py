@@ -3,7 +3,8 @@
     {"format": "sglang-ext engine profile", "version": 1, "model": "...", "device": "...",
      "sp": [{"size": 1, "a_s": 0.03, "b_s_per_token": 5.6e-5, "c_s_per_token2": 2.5e-9, "d_s_per_token2": 1.3e-9}],
      "prefill": {"alpha_s": 1e-10, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.01},
-     "iteration": {...}, "gap_s": 0.001, "front_end": {...}, "fit": {...}, "points": [...], "provenance": {...}}
+     "iteration": {...}, "gap_s": 0.001, "busy_request_s": 0.003, "front_end": {...},
+     "fit": {...}, "points": [...], "provenance": {...}}
 
 `sp` (costs by SP size) or `prefill` (LAPS's coefficients) is needed, so that a profile may also be written by hand;
 everything else beside format, version and model may be absent.
@@ -47,6 +48,7 @@ class EngineProfile(NamedTuple):
     coefficients: CostCoefficients | None
     iteration: IterationCost | None
     gap_s: float  # between two iterations while work waits
+    busy_request_s: float  # of a request, beside its share of iterations, while others wait
     front_end: FrontEnd | None
     bad_fits: tuple[BadFit, ...]
 
@@ -109,6 +111,7 @@ def _profile(content: object) -> EngineProfile:
         coefficients,
         iteration,
         _number(content, None, "gap_s") if "gap_s" in content else 0.0,
+        _number(content, None, "busy_request_s") if "busy_request_s" in content else 0.0,
         front_end,
         _bad_fits(content) if "fit" in content else (),
     )

@@ -37,6 +37,14 @@ class MeasuredHandOver(NamedTuple):
     after_s: tuple[float, ...]
 
 
+class BusyRun(NamedTuple):
+    """Short prompts that were sent over prefill and decode all at once."""
+
+    prompt_tokens: int
+    batches: tuple[int, ...]  # prompts in each iteration
+    span_s: float  # from the start of the first iteration to the end of the last one
+
+
 class SkippedPoint(NamedTuple):
     """A point of the defaults that the instance does not run in one iteration."""
 
@@ -51,6 +59,7 @@ class Measurements(NamedTuple):
     hand_overs: tuple[MeasuredHandOver, ...]  # empty without a decode instance
     gaps_s: tuple[float, ...]  # between iterations while work waits
     skipped: tuple[SkippedPoint, ...]
+    busy: tuple[BusyRun, ...] = ()  # empty without a decode instance
 
 
 def spread(values: tuple[float, ...]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.ring_attention import Ring
 from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, Rebalancing, Shard
+from sglang_ext.sequence_parallel.step_clock import StepClock
 
 
 class Attention(Protocol):
@@ -19,6 +20,10 @@ class Attention(Protocol):
 
     def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of q [rows, H, D]; K and V of the same rows are in the pool already."""
+
+
+LayerReady = Callable[[int], None]
+Sending = Callable[[torch.Tensor], LayerReady]
 
 
 class Engine(Protocol):
@@ -52,20 +57,25 @@ def run_chunk(
     first_tag: int,
     *,
     is_overlapped: bool = True,
+    clock: StepClock | None = None,
+    sending: Sending | None = None,
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError and
     LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and so
     it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation
-    of earlier layers; otherwise all of it first.
+    of earlier layers; otherwise all of it first. `clock` is told where the time goes; `sending` is told where the new
+    rows lie, and what it returns is told of every layer whose K and V are there.
     """
+    clock = clock or StepClock()
     place = layout.group.index(instance)
     positions = layout.new[place]
     pool = engine.pool
     shard.begin()
     try:
-        moving = Rebalancing(pool, shard, layout.moves, mesh, instance, first_tag + pool.layers * len(layout.group))
+        move_tag = first_tag + pool.layers * len(layout.group)
+        moving = Rebalancing(pool, shard, layout.moves, mesh, instance, move_tag, clock)
         slots = shard.extend(positions)
         held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
         if shard.positions != held[place]:
@@ -73,8 +83,9 @@ def run_chunk(
         if not is_overlapped:
             for layer in range(pool.layers):
                 moving.finish(layer)
-        ring = Ring(mesh, layout.group, instance, held, first_tag)
-        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving)
+        ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
+        layer_ready = _no_one if sending is None else sending(slots)
+        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready)
         logits = engine.forward(token_ids, as_tensor(positions), slots, attention)
     except BaseException:
         shard.roll_back()
@@ -82,11 +93,20 @@ def run_chunk(
     return logits if layout.last_token_owner == instance else None
 
 
-def run_collect(pool: KvPool, shard: Shard, moves: Sequence[Move], mesh: Mesh, instance: int, first_tag: int) -> None:
+def run_collect(
+    pool: KvPool,
+    shard: Shard,
+    moves: Sequence[Move],
+    mesh: Mesh,
+    instance: int,
+    first_tag: int,
+    *,
+    clock: StepClock | None = None,
+) -> None:
     """Send what this instance holds to the owner, or as the owner receive it. Raises as `run_chunk`, and restores."""
     shard.begin()
     try:
-        moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag)
+        moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag, clock)
         for layer in range(pool.layers):
             moving.start(layer + 1)
             moving.finish(layer)
@@ -95,8 +115,21 @@ def run_collect(pool: KvPool, shard: Shard, moves: Sequence[Move], mesh: Mesh, i
         raise
 
 
+def _no_one(layer: int) -> None:
+    """KV stays among the members."""
+
+
 class _ChunkAttention:
-    def __init__(self, pool: KvPool, ring: Ring, queries: Positions, slots: torch.Tensor, moving: Rebalancing) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        ring: Ring,
+        queries: Positions,
+        slots: torch.Tensor,
+        moving: Rebalancing,
+        layer_ready: LayerReady,
+    ) -> None:
+        self._layer_ready = layer_ready
         self._pool = pool
         self._ring = ring
         self._queries = queries
@@ -104,6 +137,7 @@ class _ChunkAttention:
         self._moving = moving
 
     def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        self._layer_ready(layer)
         self._moving.finish(layer)
         # It travels while this layer attends and passes its fully connected part.
         self._moving.start(layer + 1)

@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from sglang_ext.policy.cdsp.records import SpCandidate
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.profiling.profile_file import ProfileError, load_profile
+from sglang_ext.profiling.rates_file import RatesFileError, load_improvement_rates
+from sglang_ext.profiling.rates_in_use import ImprovementRates
 from sglang_ext.sequence_parallel.coordinator_http import make_app
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, MeshStore
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, UnknownCostError, prior_candidates, profiled_candidates
@@ -25,6 +28,7 @@ from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
+_OVERLAPPED, _FIRST = "overlapped", "first"
 _LEAST_TIMEOUT_MS = 100.0
 
 
@@ -41,6 +45,7 @@ class CoordinatorOptions(NamedTuple):
     store_port: int
     candidates: tuple[SpCandidate, ...]
     settings: PoolSettings
+    rates: ImprovementRates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,17 +65,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the tokens of a chunk are dealt out",
     )
     add(
+        "--rebalance",
+        choices=[_OVERLAPPED, _FIRST],
+        default=_OVERLAPPED,
+        help="whether the KV of earlier chunks moves to new members layer by layer while earlier layers are computed, "
+        f"or all of it before the chunk, for comparison (default: {_OVERLAPPED})",
+    )
+    add(
         "--replanning",
         choices=[str(ReplanMode.LARS), str(ReplanMode.FCFS)],
         default=str(default.mode),
         help="who is planned first: the least relative slack, or the first to arrive",
     )
-    add(
+    rates = parser.add_mutually_exclusive_group()
+    rates.add_argument(
         "--improvement-rate",
         type=float,
         metavar="R",
         default=default.improvement_rate,
         help="share of the time to first token that more instances must save, from 0 to below 1",
+    )
+    rates.add_argument(
+        "--improvement-rates",
+        type=Path,
+        metavar="FILE",
+        help="table of `sglang-ext profile rates` that gives this share by the load",
     )
     add(
         "--min-chunk-tokens",
@@ -120,6 +139,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         _seconds("--patience-ms", arguments.patience_ms, 0.0),
         _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
         _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
+        arguments.rebalance == _OVERLAPPED,
     )
     return CoordinatorOptions(
         arguments.host,
@@ -128,6 +148,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         arguments.store_port,
         _candidates(_sizes(arguments.sp_sizes), arguments.profile),
         settings,
+        _rates(arguments.improvement_rates),
     )
 
 
@@ -148,7 +169,7 @@ async def serve(options: CoordinatorOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    exchange = PoolExchange(options.settings, PoolCosts(options.candidates))
+    exchange = PoolExchange(options.settings, PoolCosts(options.candidates), options.rates)
     store = MeshStore(options.host, options.store_port)
     server = CoordinatorServer(exchange, store, options.settings.silence_s)
     port = await server.listen(options.host, options.port)
@@ -190,6 +211,16 @@ def _sizes(text: str) -> tuple[int, ...]:
     if sizes[0] < 1:
         raise OptionError(f"--sp-sizes must be at least 1, got {text!r}")
     return tuple(sizes)
+
+
+def _rates(path: Path | None) -> ImprovementRates:
+    rates = ImprovementRates()
+    if path is not None:
+        try:
+            rates.put(load_improvement_rates(path), str(path), time.time())
+        except RatesFileError as error:
+            raise OptionError(f"--improvement-rates: {error}") from None
+    return rates
 
 
 def _candidates(sizes: tuple[int, ...], profile: Path | None) -> tuple[SpCandidate, ...]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from sglang_ext.sequence_parallel.exchange_records import Outgoing, ProtocolError
 from sglang_ext.sequence_parallel.messages import (
     Hello,
     MessageError,
@@ -21,7 +22,7 @@ from sglang_ext.sequence_parallel.messages import (
     decode,
     encode,
 )
-from sglang_ext.sequence_parallel.pool_exchange import Outgoing, PoolExchange, ProtocolError
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
 from sglang_ext.sequence_parallel.pool_records import PoolStatus, PrefillRecord
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
 from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect
+from sglang_ext.sequence_parallel.kv_streams import KvStreams, Target
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
@@ -26,9 +28,11 @@ from sglang_ext.sequence_parallel.messages import (
     OfferMessage,
     StepDone,
     StepFailed,
+    Streamed,
     ToMember,
 )
 from sglang_ext.sequence_parallel.shard import LayoutMismatchError, NoRoomError, Shard
+from sglang_ext.sequence_parallel.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class Declined(NamedTuple):
 
     request: int
     reason: DeclineReason
+    streamed: Streamed | None = None  # what members have sent of it straight to decode; None: nothing
 
 
 class Collected(NamedTuple):
@@ -58,6 +63,7 @@ class Collected(NamedTuple):
 
     request: int
     slots: torch.Tensor  # of the positions behind the cached prefix, in order: whole pages, possibly not all of them
+    streamed: Streamed | None = None
 
 
 Outcome = Declined | Collected
@@ -67,10 +73,17 @@ class Member:
     """Belongs to the thread of the engine's loop; meshes are connected in threads of their own."""
 
     def __init__(
-        self, engine: Engine, instance: int, link: Link, connect: Callable[[int, tuple[int, ...]], Mesh]
+        self,
+        engine: Engine,
+        instance: int,
+        link: Link,
+        connect: Callable[[int, tuple[int, ...]], Mesh],
+        streams: KvStreams | None = None,
     ) -> None:
         """`connect(epoch, members)` returns the mesh of an epoch, or raises MeshError after a while."""
         self._engine = engine
+        self._streams = streams or KvStreams(engine.pool)
+        self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
         self._instance = instance
         self._link = link
         self._connect = connect
@@ -82,17 +95,22 @@ class Member:
 
     @property
     def held_tokens(self) -> int:
-        """KV slots that shards have taken from the engine's pool."""
-        return sum(shard.owned_tokens for shard in self._shards.values())
+        """KV slots that shards have taken from the engine's pool, also those that are only read any more."""
+        owned = sum(shard.owned_tokens for shard in self._shards.values())
+        return owned + self._streams.pool.condemned_tokens
 
     @property
     def is_busy(self) -> bool:
         """Whether it holds anything, or has something to do."""
         return bool(self._shards or self._steps)
 
-    def offer(self, message: OfferMessage, prefix_slots: torch.Tensor) -> None:
-        """Offer a request; `prefix_slots` of its cached prefix must stay valid until its outcome."""
-        shard = self._shards[message.request] = Shard(self._engine.pool)
+    def offer(self, message: OfferMessage, prefix_slots: torch.Tensor, targets: Sequence[Target] = ()) -> None:
+        """Offer a request; `prefix_slots` of its cached prefix must stay valid until its outcome.
+
+        `targets`: the message's destinations as this member sends to them.
+        """
+        shard = self._shards[message.request] = Shard(self._streams.pool)
+        self._streams.adopt(message.request, targets)
         if message.cached_tokens:
             shard.borrow((range(message.cached_tokens),), prefix_slots)
         self._cached_tokens[message.request] = message.cached_tokens
@@ -101,11 +119,14 @@ class Member:
     def withdraw(self, request: int) -> None:
         """The request has ended; what other members hold of it is dropped by the coordinator."""
         self._cached_tokens.pop(request, None)
+        self._streamed.pop(request, None)
+        self._streams.close(request)
         self._link.send(CancelMessage(request))
 
     def turn(self) -> list[Outcome]:
         """Carry out what has been ordered, at most one computation; what has become of offered requests."""
         outcomes: list[Outcome] = []
+        self._streams.settle()
         for order in self._link.receive():
             outcomes += self._take(order)
         self._take_meshes()
@@ -117,7 +138,11 @@ class Member:
         """The coordinator has gone: drop everything, every offered request is its own instance's again."""
         for shard in self._shards.values():
             shard.drop()
-        outcomes: list[Outcome] = [Declined(request, DeclineReason.NOT_A_MEMBER) for request in self._cached_tokens]
+        outcomes: list[Outcome] = [
+            Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.pop(request, None))
+            for request in self._cached_tokens
+        ]
+        self._streams.restart_all("the pool's coordinator has gone")
         self._shards, self._cached_tokens, self._meshes = {}, {}, {}
         self._steps.clear()
         return outcomes
@@ -127,7 +152,12 @@ class Member:
             self._steps.append(order)
         elif isinstance(order, BuildMesh):
             threading.Thread(target=self._build, args=(order,), name="cdsp-mesh", daemon=True).start()
+        elif isinstance(order, Streamed):
+            self._streamed[order.request] = order
+            if not order.is_intact:
+                self._streams.restart(order.request, "a member of the pool has failed")
         elif isinstance(order, RollBack):
+            self._streams.restart(order.request, "a chunk is computed again")
             if order.request in self._shards:
                 self._shards[order.request].roll_back()
                 self._forget_empty(order.request)
@@ -136,7 +166,7 @@ class Member:
         elif isinstance(order, Decline):
             self._drop(order.request)
             if self._cached_tokens.pop(order.request, None) is not None:
-                return [Declined(order.request, order.reason)]
+                return [Declined(order.request, order.reason, self._streamed.pop(order.request, None))]
         return []
 
     def _build(self, order: BuildMesh) -> None:
@@ -160,30 +190,39 @@ class Member:
 
     def _run(self, step: ChunkOrder | Collect) -> list[Outcome]:
         what = _of(step)
+        clock = StepClock()
         try:
             mesh = self._meshes.get(what.epoch)
             if mesh is None:
                 raise MeshError(f"the mesh of epoch {what.epoch} is gone")
-            outcomes = self._compute(step, mesh)
+            outcomes = self._compute(step, mesh, clock)
         except (MeshError, NoRoomError, LayoutMismatchError) as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
+            if isinstance(step, ChunkOrder):
+                self._streams.restart(what.request, f"a chunk has failed: {error}")
             self._forget_empty(what.request)
             # Its connections close with it, so that others need not wait in vain for their time.
             self._meshes.pop(what.epoch, None)
             self._link.send(StepFailed(what.sequence, str(error)))
             return []
-        self._link.send(StepDone(what.sequence))
+        self._link.send(StepDone(what.sequence, clock.times()))
         return outcomes
 
-    def _compute(self, step: ChunkOrder | Collect, mesh: Mesh) -> list[Outcome]:
-        pool = self._engine.pool
+    def _compute(self, step: ChunkOrder | Collect, mesh: Mesh, clock: StepClock) -> list[Outcome]:
+        pool = self._streams.pool
         if isinstance(step, ChunkOrder):
-            chunk = step.chunk
+            chunk, layout = step.chunk, step.chunk.layout
             shard = self._shards.setdefault(chunk.request, Shard(pool))
-            run_chunk(self._engine, shard, chunk.layout, step.token_ids, mesh, self._instance, chunk.first_tag)
+            positions = layout.new[layout.group.index(self._instance)]
+            run_chunk(
+                *(self._engine, shard, layout, step.token_ids, mesh, self._instance, chunk.first_tag),
+                is_overlapped=step.is_overlapped,
+                clock=clock,
+                sending=partial(self._streams.begin, chunk.request, step.destinations, positions),
+            )
             return []
         shard = self._shards.setdefault(step.request, Shard(pool))
-        run_collect(pool, shard, step.moves, mesh, self._instance, step.first_tag)
+        run_collect(pool, shard, step.moves, mesh, self._instance, step.first_tag, clock=clock)
         if step.owner != self._instance:
             return []
         cached_tokens = self._cached_tokens.pop(step.request, None)
@@ -196,7 +235,8 @@ class Member:
             shard.roll_back()
             raise
         del self._shards[step.request]
-        return [Collected(step.request, slots)]
+        self._streams.close(step.request)
+        return [Collected(step.request, slots, self._streamed.pop(step.request, None))]
 
     def _forget_empty(self, request: int) -> None:
         """Who holds nothing of a request, and has not offered it, will not be told when it ends."""
@@ -205,6 +245,7 @@ class Member:
             del self._shards[request]
 
     def _drop(self, request: int) -> None:
+        self._streams.close(request)
         shard = self._shards.pop(request, None)
         if shard is not None:
             shard.drop()

@@ -7,13 +7,15 @@ comes back to its own instance, and the instance joins anew.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from sglang_ext.policy.cdsp.coordination import MemberReport
 from sglang_ext.sequence_parallel.chunk_step import Engine
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Target
 from sglang_ext.sequence_parallel.member import Link, Member, Outcome
 from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.messages import OfferMessage, Report, Welcome
@@ -37,9 +39,14 @@ Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
 class PoolMembership:
     """Belongs to the thread of the engine's loop."""
 
-    def __init__(self, engine: Engine, link: PoolLink, connect: Connect) -> None:
-        """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while."""
+    def __init__(self, engine: Engine, link: PoolLink, connect: Connect, open_target: OpenTarget | None = None) -> None:
+        """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
+
+        `open_target`: see `KvStreams`.
+        """
         self._engine = engine
+        # What is being sent goes on when the coordinator does not.
+        self._streams = KvStreams(engine.pool, open_target)
         self._link = link
         self._connect = connect
         self._session: Welcome | None = None
@@ -57,12 +64,12 @@ class PoolMembership:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it holds KV for anybody, or has a chunk to compute."""
-        return self._member is not None and self._member.is_busy
+        """Whether it holds KV for anybody, has a chunk to compute, or sends what it has computed."""
+        return self._streams.is_sending or (self._member is not None and self._member.is_busy)
 
     @property
     def held_tokens(self) -> int:
-        return 0 if self._member is None else self._member.held_tokens
+        return self._streams.pool.condemned_tokens if self._member is None else self._member.held_tokens
 
     def turn(self) -> list[Outcome]:
         """See `Member.turn`; joins and leaves with the connection."""
@@ -73,9 +80,13 @@ class PoolMembership:
                 outcomes += self._member.abandon()
             self._session, self._member = session, None
             if session is not None:
-                self._member = Member(self._engine, session.instance, self._link, self._connector(session))
+                self._member = Member(
+                    self._engine, session.instance, self._link, self._connector(session), self._streams
+                )
         if self._member is not None:
             outcomes += self._member.turn()
+        else:
+            self._streams.settle()
         return outcomes
 
     def offer(
@@ -86,12 +97,18 @@ class PoolMembership:
         *,
         waited_s: float,
         slack_s: float | None,
+        destinations: tuple[Destination, ...] = (),
+        targets: Sequence[Target] = (),
     ) -> int:
-        """Offer a request; its number, which its outcome will bear. RuntimeError when not joined."""
+        """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
+
+        `destinations`: where members send what they compute, `targets` the same for this member.
+        """
         if self._member is None or self._session is None:
             raise RuntimeError("offered without a coordinator")
         number = self._session.instance * _REQUESTS_OF_AN_INSTANCE + next(self._count)
-        self._member.offer(OfferMessage(number, token_ids, cached_tokens, waited_s, slack_s), prefix_slots)
+        message = OfferMessage(number, token_ids, cached_tokens, waited_s, slack_s, destinations)
+        self._member.offer(message, prefix_slots, targets)
         return number
 
     def withdraw(self, request: int) -> None:

@@ -22,8 +22,11 @@ from sglang_ext.policy.cdsp.coordination import (
     RunChunk,
 )
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
+from sglang_ext.policy.handshake.head_mapping import HeadLayout
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class MessageError(ValueError):
@@ -79,6 +82,7 @@ class OfferMessage(NamedTuple):
     cached_tokens: int
     waited_s: float
     slack_s: float | None  # until its deadline; None without one
+    destinations: tuple[Destination, ...] = ()  # where members send what they compute; none: only to each other
 
 
 class CancelMessage(NamedTuple):
@@ -87,6 +91,7 @@ class CancelMessage(NamedTuple):
 
 class StepDone(NamedTuple):
     sequence: int
+    times: StepTimes
 
 
 class StepFailed(NamedTuple):
@@ -108,16 +113,27 @@ class ChunkOrder(NamedTuple):
 
     chunk: RunChunk
     token_ids: tuple[int, ...]
+    destinations: tuple[Destination, ...] = ()  # where their KV goes
+    is_overlapped: bool = True  # history travels behind the computation of earlier layers, not before it all
+
+
+class Streamed(NamedTuple):
+    """To a request's own instance: from the cached prefix to `end_tokens`, members send KV straight to decode; not
+    `is_intact`: something of that has failed, and cannot be relied upon."""
+
+    request: int
+    end_tokens: int
+    is_intact: bool
 
 
 FromMember = Hello | Report | OfferMessage | CancelMessage | StepDone | StepFailed | MeshBuilt | MeshFailed
-ToMember = Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Collect | RollBack | Drop | Decline
+ToMember = Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Streamed | Collect | RollBack | Drop | Decline
 Message = FromMember | ToMember
 
 
 def encode(message: Message) -> bytes:
     """One line, with its newline."""
-    # A record is a tuple, which JSON has as a list; only ranges need help.
+    # A record is a tuple, which JSON has as a list; only ranges and layouts of heads need help.
     return json.dumps([type(message).__name__, message], default=_as_list, separators=(",", ":")).encode() + b"\n"
 
 
@@ -135,6 +151,8 @@ def decode(line: bytes) -> Message:
 def _as_list(value: object) -> list[int]:
     if isinstance(value, range):
         return [value.start, value.stop, value.step]
+    if isinstance(value, HeadLayout):
+        return [value.kv_heads, value.tp_size, value.stored_kv_heads]
     raise TypeError(f"{type(value).__name__} has no place in a message")
 
 
@@ -210,9 +228,18 @@ def _hello(values: Sequence[Any]) -> Hello:
 
 
 def _offer(values: Sequence[Any]) -> OfferMessage:
-    request, token_ids, cached_tokens, waited_s, slack_s = values
+    request, token_ids, cached_tokens, waited_s, slack_s, destinations = values
     slack = None if slack_s is None else _number(slack_s, -math.inf)
-    return OfferMessage(int(request), _ints(token_ids), _count(cached_tokens), _number(waited_s), slack)
+    return OfferMessage(
+        int(request), _ints(token_ids), _count(cached_tokens), _number(waited_s), slack, _destinations(destinations)
+    )
+
+
+def _destinations(values: Sequence[Any]) -> tuple[Destination, ...]:
+    return tuple(
+        Destination(_count(room), _text(receiver), _count(rank), HeadLayout(*_ints(heads)), _count(first_token))
+        for room, receiver, rank, heads, first_token in values
+    )
 
 
 def _collect(values: Sequence[Any]) -> Collect:
@@ -228,12 +255,13 @@ _DECODERS: dict[str, Callable[[Sequence[Any]], Message]] = {
     "Report": lambda v: Report(_report(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v: CancelMessage(int(v[0])),
-    "StepDone": lambda v: StepDone(int(v[0])),
+    "StepDone": lambda v: StepDone(int(v[0]), StepTimes(*map(_number, v[1]))),
     "StepFailed": lambda v: StepFailed(int(v[0]), str(v[1])),
     "MeshBuilt": lambda v: MeshBuilt(int(v[0])),
     "MeshFailed": lambda v: MeshFailed(int(v[0]), str(v[1])),
     "BuildMesh": lambda v: BuildMesh(int(v[0]), _ints(v[1])),
-    "ChunkOrder": lambda v: ChunkOrder(_chunk(v[0]), _ints(v[1])),
+    "ChunkOrder": lambda v: ChunkOrder(_chunk(v[0]), _ints(v[1]), _destinations(v[2]), bool(v[3])),
+    "Streamed": lambda v: Streamed(int(v[0]), _count(v[1]), bool(v[2])),
     "Collect": _collect,
     "RollBack": lambda v: RollBack(int(v[0]), int(v[1]), _ints(v[2])),
     "Drop": lambda v: Drop(int(v[0]), _ints(v[1])),

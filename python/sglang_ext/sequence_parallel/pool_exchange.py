@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from sglang_ext.policy.cdsp.coordination import (
     BuildMesh,
@@ -25,6 +24,16 @@ from sglang_ext.policy.cdsp.coordination import (
 from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.records import PlannerConfig
 from sglang_ext.policy.cdsp.sharding import Positions, count_tokens
+from sglang_ext.profiling.rates_in_use import ImprovementRates
+from sglang_ext.sequence_parallel.exchange_records import (
+    Admission,
+    Events,
+    Identity,
+    Lost,
+    Outgoing,
+    Peer,
+    ProtocolError,
+)
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
     ChunkOrder,
@@ -38,7 +47,6 @@ from sglang_ext.sequence_parallel.messages import (
     Report,
     StepDone,
     StepFailed,
-    ToMember,
 )
 from sglang_ext.sequence_parallel.open_steps import OpenStep, OpenSteps
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
@@ -51,81 +59,37 @@ from sglang_ext.sequence_parallel.pool_records import (
     PrefillRecord,
 )
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.step_clock import StepTimes
+from sglang_ext.sequence_parallel.stream_ledger import StreamLedger
 
 # Members build a mesh in about so long; after failures they would otherwise be told to build one all the time.
 MESH_INTERVAL_S = 0.5
 _REQUESTS_OF_AN_INSTANCE = 2**32
 
 
-class ProtocolError(ValueError):
-    """A member has said what it cannot mean: its connection has to end."""
-
-
-class Outgoing(NamedTuple):
-    """A message to a member."""
-
-    instance: int
-    message: ToMember
-
-
-class Lost(NamedTuple):
-    """A member that has been given up."""
-
-    instance: int
-    reason: str
-
-
-class Admission(NamedTuple):
-    """A member's number."""
-
-    instance: int
-
-
-class _Identity(NamedTuple):
-    """What is the same in all members."""
-
-    model: str
-    layers: int
-    page_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
-
-
-@dataclass(slots=True)
-class _Peer:
-    hello: Hello
-    heard_s: float
-
-
 @dataclass(slots=True)
 class _Pool:
     """From the first member to the last one: all serve the same model."""
 
-    identity: _Identity
+    identity: Identity
     coordinator: Coordinator
-
-
-@dataclass(slots=True)
-class Events:
-    """What a caller logs."""
-
-    lost: list[Lost] = field(default_factory=list)
-    ended: list[PrefillRecord] = field(default_factory=list)
 
 
 class PoolExchange:
     """One long pool. Methods take what has happened and return what is to be sent, in order; see also `events`."""
 
-    def __init__(self, settings: PoolSettings, costs: PoolCosts) -> None:
+    def __init__(self, settings: PoolSettings, costs: PoolCosts, rates: ImprovementRates | None = None) -> None:
+        """`rates`: where there is a table, it gives the improvement rate; else the settings do."""
         self._settings = settings
         self._costs = costs
+        self.improvement_rates = rates or ImprovementRates()
         self._pool: _Pool | None = None
         self._epoch = 0  # the last one of any pool
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._nodes: dict[str, int] = {}
         self._token_ids: dict[int, array[int]] = {}  # by request
         self._steps = OpenSteps()
+        self._streams = StreamLedger()
         self._next_instance = 0
         self._mesh_due: BuildMesh | None = None
         self._mesh_ordered_s = -math.inf
@@ -138,6 +102,12 @@ class PoolExchange:
         """Numbers of all that belong to the pool: a connection of anybody else has to end."""
         return tuple(self._peers)
 
+    @property
+    def improvement_rate(self) -> float:
+        """What plans are made with, now."""
+        source = self.improvement_rates.source
+        return self._settings.improvement_rate if source is None else source.current
+
     def take_events(self) -> Events:
         """What has happened since the last call."""
         events, self._events = self._events, Events()
@@ -147,7 +117,7 @@ class PoolExchange:
 
     def greet(self, hello: Hello) -> Admission | Refusal:
         """The number of a new member, or why it cannot be one; changes nothing but the next number."""
-        identity = _Identity(hello.model, hello.layers, hello.page_tokens)
+        identity = Identity(hello.model, hello.layers, hello.page_tokens)
         if self._pool is not None and self._others(hello.name) and identity != self._pool.identity:
             return Refusal(f"the pool serves {self._pool.identity}, {hello.name} serves {identity}")
         self._next_instance += 1
@@ -159,19 +129,21 @@ class PoolExchange:
         for other in [other for other, peer in self._peers.items() if peer.hello.name == hello.name]:
             out += self.lose(other, "has come again", now_s)
         if self._pool is None:
-            identity = _Identity(hello.model, hello.layers, hello.page_tokens)
+            identity = Identity(hello.model, hello.layers, hello.page_tokens)
             self._pool = _Pool(identity, self._new_coordinator(identity))
-        self._peers[instance] = _Peer(hello, now_s)
+        self._peers[instance] = Peer(hello, now_s)
         node = self._nodes.setdefault(hello.node, len(self._nodes))
         return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report), now_s)]
 
     def lose(self, instance: int, reason: str, now_s: float) -> list[Outgoing]:
         """A member's connection has ended, or has to."""
         pool = self._pool
-        if self._peers.pop(instance, None) is None or pool is None:
+        peer = self._peers.pop(instance, None)
+        if peer is None or pool is None:
             return []
         self._events.lost.append(Lost(instance, reason))
-        self.history.members_lost += 1
+        self.history.note_lost(instance, peer.hello.name, reason, now_s)
+        self._streams.lost(instance)
         for step in self._steps.lose(instance, now_s):
             self._note_step(step, now_s)
         out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
@@ -202,11 +174,11 @@ class PoolExchange:
                 if request in self.history.running:
                     self.history.running[request].is_cancelled = True
                 return core.cancel(request, now_s)
-            case StepDone(sequence):
-                self._answered(sequence, instance, now_s, is_done=True)
+            case StepDone(sequence, times):
+                self._answered(sequence, instance, now_s, times)
                 return core.done(instance, sequence, now_s)
             case StepFailed(sequence):
-                self._answered(sequence, instance, now_s, is_done=False)
+                self._answered(sequence, instance, now_s, None)
                 return core.failed(instance, sequence, now_s)
             case MeshBuilt(epoch):
                 return core.mesh_built(instance, epoch, now_s)
@@ -222,6 +194,9 @@ class PoolExchange:
         deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
         tokens = len(message.token_ids)
         offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s)
+        if self.improvement_rates.source is not None:
+            self.improvement_rates.source.note_arrival(now_s)
+        core.use_improvement_rate(self.improvement_rate)
         try:
             self._token_ids[message.request] = array("i", message.token_ids)
             orders = core.offer(offer, now_s)
@@ -230,6 +205,7 @@ class PoolExchange:
             raise ProtocolError(str(error)) from None
         record = PrefillRecord(message.request, instance, tokens, message.cached_tokens, now_s)
         self.history.running[message.request] = record
+        self._streams.offered(instance, message)
         return orders
 
     def _check_owner(self, request: int, instance: int) -> None:
@@ -247,6 +223,7 @@ class PoolExchange:
         if pool is None:
             return out
         if pool.coordinator.requests:
+            pool.coordinator.use_improvement_rate(self.improvement_rate)
             out += self._carry_out(pool.coordinator.plan(now_s), now_s)
         if self._mesh_due is not None and now_s >= self._mesh_ordered_s + MESH_INTERVAL_S:
             out += self._order_mesh(self._mesh_due, now_s)
@@ -288,12 +265,13 @@ class PoolExchange:
             else:
                 out += [Outgoing(instance, order) for instance in order.members]
         self._note_ends(declined, now_s)
-        return [one for one in out if one.instance in self._peers]
+        return [one for one in (*self._streams.take_messages(), *out) if one.instance in self._peers]
 
     def _chunk_orders(self, order: RunChunk) -> list[Outgoing]:
-        ids = self._token_ids[order.request]
+        ids, destinations = self._token_ids[order.request], self._streams.ordered(order)
+        is_overlapped = self._settings.overlaps_rebalancing
         return [
-            Outgoing(instance, ChunkOrder(order, _of_positions(ids, positions)))
+            Outgoing(instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped))
             for instance, positions in zip(order.layout.group, order.layout.new, strict=True)
         ]
 
@@ -306,11 +284,17 @@ class PoolExchange:
         self.history.meshes_ordered += 1
         return [Outgoing(instance, order) for instance in order.members]
 
-    def _answered(self, sequence: int, instance: int, now_s: float, *, is_done: bool) -> None:
+    def _answered(self, sequence: int, instance: int, now_s: float, times: StepTimes | None) -> None:
+        """A member has answered for a step; without times it has failed."""
+        is_done = times is not None
         step = self._steps.answer(sequence, instance, now_s, is_done=is_done)
         if step is None:
             return
+        if times is not None:
+            step.record.note_times(instance, times, now_s)
         order = step.order
+        if times is None and isinstance(order, RunChunk):
+            self._streams.broken(order.request)
         is_collected = isinstance(order, Collect) and order.owner == instance and is_done
         record = self.history.running.get(order.request)
         if is_collected and record is not None:
@@ -342,6 +326,7 @@ class PoolExchange:
                 self._end(request, declined.get(request, gone), now_s)
 
     def _end(self, request: int, outcome: Outcome, now_s: float) -> None:
+        self._streams.ended(request)
         self._events.ended.append(self.history.note_end(request, outcome, now_s))
 
     # -- what is so --------------------------------------------------------------------------------------------------
@@ -362,7 +347,9 @@ class PoolExchange:
             )
             for instance, peer in self._peers.items()
         )
+        source = self.improvement_rates.source
         return PoolStatus(
+            now_s,
             str(self._pool.identity) if self._pool is not None else None,
             core.epoch if core is not None else self._epoch,
             core is not None and core.is_connected,
@@ -373,12 +360,15 @@ class PoolExchange:
             sum(count for outcome, count in history.outcomes.items() if not isinstance(outcome, PrefillEnd)),
             history.members_lost,
             self._costs.scale,
+            self.improvement_rate,
+            None if source is None else source.arrivals_per_s,
+            tuple(history.former_members),
         )
 
     def _others(self, name: str) -> bool:
         return any(peer.hello.name != name for peer in self._peers.values())
 
-    def _new_coordinator(self, identity: _Identity) -> Coordinator:
+    def _new_coordinator(self, identity: Identity) -> Coordinator:
         settings = CoordinatorSettings(
             layers=identity.layers,
             page_tokens=identity.page_tokens,
@@ -389,7 +379,7 @@ class PoolExchange:
         )
         return Coordinator(self._planner(identity), settings, self._epoch)
 
-    def _planner(self, identity: _Identity) -> CdspPlanner:
+    def _planner(self, identity: Identity) -> CdspPlanner:
         return CdspPlanner(PlannerConfig(self._costs.candidates, self._settings.min_chunk_tokens, identity.page_tokens))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_ext.policy.cdsp.coordination import Collect, DeclineReason, RunChunk
 from sglang_ext.policy.cdsp.sharding import count_tokens
+from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-_REMEMBERED = 100  # requests that have ended
+_REMEMBERED = 100  # requests that have ended, and members that have gone
 
 
 class StepKind(StrEnum):
@@ -30,6 +32,18 @@ class PrefillEnd(StrEnum):
 Outcome = PrefillEnd | DeclineReason
 
 
+@dataclass(frozen=True, slots=True)
+class MemberTimes:
+    """Where one member's time in a step went, s; see `StepTimes`. Of its beginning and end the network is a part."""
+
+    instance: int
+    began_s: float  # on the coordinator's clock
+    ended_s: float
+    compute_s: float
+    ring_s: float
+    rebalance_s: float
+
+
 @dataclass(slots=True)
 class StepRecord:
     """A step of a request; times are seconds on the coordinator's clock."""
@@ -41,6 +55,31 @@ class StepRecord:
     ordered_s: float
     ended_s: float | None = None
     has_failed: bool = False
+    member_times: list[MemberTimes] = field(default_factory=list)  # of those that have done their part, in that order
+
+    def note_times(self, instance: int, times: StepTimes, now_s: float) -> None:
+        """A member has done its part."""
+        began_s = max(self.ordered_s, now_s - times.total_s)
+        self.member_times.append(
+            MemberTimes(instance, began_s, now_s, times.compute_s, times.ring_s, times.rebalance_s)
+        )
+
+    @property
+    def took_s(self) -> float:
+        """From the order to the last answer; 0 while it runs."""
+        return 0.0 if self.ended_s is None else self.ended_s - self.ordered_s
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Where a request's time in the pool went, s. Of members that work at the same time the mean counts."""
+
+    wait_s: float | None  # from the offer to its first step; None while it has none
+    compute_s: float
+    ring_s: float
+    rebalance_s: float  # between its chunks, as far as computing did not hide it
+    collect_s: float  # until its own instance had all KV
+    failed_s: float  # in steps that came to nothing
 
 
 @dataclass(slots=True)
@@ -62,6 +101,20 @@ class PrefillRecord:
         """Those that were computed."""
         return [step for step in self.steps if step.kind is StepKind.CHUNK and not step.has_failed]
 
+    @property
+    def times(self) -> PrefillTimes:
+        """Of the steps so far."""
+        done = [step for step in self.steps if step.ended_s is not None and not step.has_failed]
+        chunks = [step for step in done if step.kind is StepKind.CHUNK]
+        return PrefillTimes(
+            self.steps[0].ordered_s - self.offered_s if self.steps else None,
+            sum(_mean([one.compute_s for one in step.member_times]) for step in chunks),
+            sum(_mean([one.ring_s for one in step.member_times]) for step in chunks),
+            sum(_mean([one.rebalance_s for one in step.member_times]) for step in chunks),
+            sum(step.took_s for step in done if step.kind is StepKind.COLLECT),
+            sum(step.took_s for step in self.steps if step.has_failed),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
@@ -77,9 +130,20 @@ class MemberStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class FormerMember:
+    """An instance that has gone; one that comes again has another number."""
+
+    instance: int
+    name: str
+    lost_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     """The pool, now."""
 
+    now_s: float  # on the coordinator's clock, as all times
     model: str | None  # None while there is no member
     epoch: int
     is_connected: bool
@@ -90,6 +154,9 @@ class PoolStatus:
     requests_declined: int
     members_lost: int
     cost_scale: float
+    improvement_rate: float
+    arrivals_per_s: float | None  # of offers, when the improvement rate was last looked up; None where it is fixed
+    former_members: tuple[FormerMember, ...]  # latest last
 
 
 class PoolHistory:
@@ -103,8 +170,18 @@ class PoolHistory:
         self.steps_failed = 0
         self.tokens_computed = 0
         self.prefill_s = 0.0  # of requests that were collected, from the offer on
+        self.first_wait_s = 0.0  # of requests with a step that have ended, from the offer to the first one
+        self.first_waits = 0
+        self.member_s = {"compute": 0.0, "ring": 0.0, "rebalance": 0.0}  # of members in chunks
+        self.collect_s = 0.0
         self.members_lost = 0
+        self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
         self.meshes_ordered = 0
+
+    def note_lost(self, instance: int, name: str, reason: str, now_s: float) -> None:
+        """A member has gone."""
+        self.members_lost += 1
+        self.former_members.append(FormerMember(instance, name, now_s, reason))
 
     def note_order(self, order: RunChunk | Collect, now_s: float) -> StepRecord:
         """A step has been ordered."""
@@ -126,6 +203,12 @@ class PoolHistory:
         elif step.kind is StepKind.CHUNK:
             self.chunks[len(step.members)] += 1
             self.tokens_computed += step.new_tokens
+            for one in step.member_times:
+                self.member_s["compute"] += one.compute_s
+                self.member_s["ring"] += one.ring_s
+                self.member_s["rebalance"] += one.rebalance_s
+        else:
+            self.collect_s += step.took_s
 
     def note_end(self, request: int, outcome: Outcome, now_s: float) -> PrefillRecord:
         """A request has left the pool."""
@@ -133,6 +216,14 @@ class PoolHistory:
         record.ended_s, record.outcome = now_s, outcome
         self.ended.append(record)
         self.outcomes[outcome] += 1
+        wait_s = record.times.wait_s
+        if wait_s is not None:
+            self.first_wait_s += wait_s
+            self.first_waits += 1
         if outcome is PrefillEnd.COLLECTED:
             self.prefill_s += now_s - record.offered_s
         return record
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

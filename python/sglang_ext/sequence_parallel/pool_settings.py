@@ -18,6 +18,7 @@ class PoolSettings(NamedTuple):
     patience_s: float = 5.0
     step_timeout_s: float = 30.0
     silence_s: float = 5.0
+    overlaps_rebalancing: bool = True
 
     @property
     def stuck_s(self) -> float:

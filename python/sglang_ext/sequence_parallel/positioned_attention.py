@@ -7,14 +7,17 @@ without a mask. What two ranges of different steps share, which no layout of a c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from sglang_ext.policy.cdsp.sharding import Positions
+from sglang_ext_kernels import flashinfer_block
 from sglang_ext_kernels.attention_block import attention_block
 from sglang_ext_kernels.merge_states import merge_states_
+from sglang_ext_kernels.positioned_block import BlockPlan, default_sizes, plan_block, positioned_block
 
 
 class Visible(NamedTuple):
@@ -57,7 +60,13 @@ def attend_(
 
     `q` [Tq, H, D] at positions `queries`, `k` [Tk, Hkv, D] and `v` [Tk, Hkv, Dv] at positions `keys`.
     """
-    for block in visible_blocks(queries, keys):
+    blocks = visible_blocks(queries, keys)
+    if q.is_cuda and (any(block.is_masked for block in blocks) or not flashinfer_block.can_run(q, v)):
+        # one kernel that goes by positions
+        plan = _plan(queries, keys, q.shape[-1], q.dtype, q.device)
+        merge_states_(out, lse, *positioned_block(q, k, v, plan, scale))
+        return
+    for block in blocks:
         rows, columns = slice(block.q0, block.q1), slice(block.k0, block.k1)
         mask = _mask(queries, keys, block, q) if block.is_masked else None
         part, part_lse = attention_block(q[rows], k[columns], v[columns], scale, block.is_causal, mask)
@@ -68,6 +77,12 @@ def as_tensor(positions: Positions, device: torch.device | str = "cpu") -> torch
     """The positions one by one, int64 [tokens]."""
     parts = [torch.arange(part.start, part.stop, part.step, dtype=torch.int64, device=device) for part in positions]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=256)
+def _plan(queries: Positions, keys: Positions, size: int, dtype: torch.dtype, device: torch.device) -> BlockPlan:
+    """The same for all layers of a chunk, so kept."""
+    return plan_block(as_tensor(queries, device), as_tensor(keys, device), default_sizes(size, dtype))
 
 
 def _of_ranges(q: range, k: range) -> Iterator[Visible]:

@@ -13,12 +13,21 @@ import torch
 from sglang_ext.policy.cdsp.sharding import Positions, count_tokens
 from sglang_ext.sequence_parallel.mesh import Mesh, Pending
 from sglang_ext.sequence_parallel.positioned_attention import attend_
+from sglang_ext.sequence_parallel.step_clock import StepClock
 
 
 class Ring:
     """A group's ring as one member sees it, for one chunk: one hop per member and layer, tags given from outside."""
 
-    def __init__(self, mesh: Mesh, group: Sequence[int], instance: int, held: Sequence[Positions], tag: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        group: Sequence[int],
+        instance: int,
+        held: Sequence[Positions],
+        tag: int,
+        clock: StepClock | None = None,
+    ) -> None:
         """`held`: by place in the ring, the positions whose KV that member has, in the order of its slots."""
         self._mesh = mesh
         self._place = group.index(instance)
@@ -26,6 +35,7 @@ class Ring:
         self._previous = group[(self._place - 1) % len(group)]
         self._held = tuple(held)
         self._tag = tag
+        self._clock = clock or StepClock()
 
     @property
     def size(self) -> int:
@@ -47,8 +57,11 @@ class Ring:
             following, calls = self._pass_on(block, hop, layer)
             if queries and keys:
                 attend_(out, lse, q, block[0], block[1], queries, keys, scale)
-            for call in calls:
-                call.wait()
+            if calls:
+                began_s = self._clock.now_s()
+                for call in calls:
+                    call.wait()
+                self._clock.ring_s += self._clock.now_s() - began_s
             block = following
         return out
 

@@ -10,6 +10,7 @@ import torch
 from sglang_ext.policy.cdsp.sharding import Lot, Move, Positions, count_tokens, head, positions_of, tail
 from sglang_ext.sequence_parallel.mesh import Mesh, Pending
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+from sglang_ext.sequence_parallel.step_clock import StepClock
 
 
 class NoRoomError(RuntimeError):
@@ -180,11 +181,19 @@ class Rebalancing:
     """The moves before a chunk, layer by layer, so that a layer's KV travels while earlier layers compute."""
 
     def __init__(
-        self, pool: KvPool, shard: Shard, moves: Sequence[Move], mesh: Mesh, instance: int, first_tag: int
+        self,
+        pool: KvPool,
+        shard: Shard,
+        moves: Sequence[Move],
+        mesh: Mesh,
+        instance: int,
+        first_tag: int,
+        clock: StepClock | None = None,
     ) -> None:
         """Takes room for what comes (NoRoomError) and cuts off what goes. Move i uses the tags first + i * layers."""
         self._pool = pool
         self._mesh = mesh
+        self._clock = clock or StepClock()
         self._outgoing: list[_Outgoing] = []
         self._incoming: list[_Incoming] = []
         self._under_way: dict[int, list[tuple[Pending, torch.Tensor, _Incoming | None]]] = {}
@@ -200,6 +209,7 @@ class Rebalancing:
         """Send and receive one layer; a layer beyond the last, or one that was started, changes nothing."""
         if layer >= self._pool.layers or layer in self._under_way:
             return
+        began_s = self._clock.now_s()
         calls = self._under_way[layer] = []
         for incoming in self._incoming:
             block = self._pool.empty_block(incoming.slots.numel())
@@ -207,15 +217,20 @@ class Rebalancing:
         for outgoing in self._outgoing:
             block = torch.stack(self._pool.read(layer, outgoing.slots))
             calls.append((self._mesh.send(block, outgoing.target, outgoing.tag + layer), block, None))
+        self._clock.rebalance_s += self._clock.now_s() - began_s
 
     def finish(self, layer: int) -> None:
         """Wait until one layer is here. Raises MeshError."""
         self.start(layer)
+        if not self._under_way[layer]:
+            return
+        began_s = self._clock.now_s()
         for call, block, incoming in self._under_way[layer]:
             call.wait()
             if incoming is not None:
                 self._pool.write(layer, incoming.slots, block[0], block[1])
         self._under_way[layer] = []
+        self._clock.rebalance_s += self._clock.now_s() - began_s
 
 
 class _Outgoing(NamedTuple):

@@ -43,12 +43,16 @@ class Hook:
     # and the engine does without.
     targets: Mapping[SglangVersion, str | None]
     needs_laps: bool = False  # registered only where LAPS is on
+    needs_graphs: bool = False  # registered only where prefill graphs are wanted
     is_for_pools: bool | None = None  # registered only where the instance is a member of a long pool, or is not
 
     def is_wanted(self, options: ExtensionOptions) -> bool:
         """Whether an engine with these options has this hook."""
         is_member = options.cdsp is not None
-        return (options.laps is not None or not self.needs_laps) and self.is_for_pools in {None, is_member}
+        has_needs = (options.laps is not None or not self.needs_laps) and (
+            options.graphs is not None or not self.needs_graphs
+        )
+        return has_needs and self.is_for_pools in {None, is_member}
 
     def target_in(self, installed: SglangVersion) -> str | None:
         """Where the hook goes in an installed SGLang; None where it does without.
@@ -141,5 +145,15 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler"}),
         needs_laps=True,
         is_for_pools=True,
+    ),
+    Hook(
+        name="prefill-graphs",
+        why="upstream's prefill graphs go by tokens alone; those of short prefills by length and batch size",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.graphs.hook:capture_prefill_graph",
+        targets=_same_in_all(
+            "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph"
+        ),
+        needs_graphs=True,
     ),
 )

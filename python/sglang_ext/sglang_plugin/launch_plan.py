@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from sglang_ext.policy.laps_options import LapsOptions
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device, Machine
+from sglang_ext.sglang_plugin.graphs.arguments import GraphOptions
 from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import ExtensionOptions
@@ -46,6 +47,7 @@ class WorkerOptions:
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
     cdsp: CdspOptions | None = None  # None: it computes its prefills alone
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
+    graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
     engine_arguments: tuple[str, ...] = field(default=())  # for sglang.launch_server; these win
 
 
@@ -78,7 +80,7 @@ def build_launch(worker: WorkerOptions, machine: Machine, model: ModelFacts | No
     """
     ranks = _tensor_parallel_size(worker.engine_arguments)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
-    options = ExtensionOptions(worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer)
+    options = ExtensionOptions(worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer, worker.graphs)
     environment = options.to_environment()
     defaults = _common_environment(worker)
     if machine.device is Device.CPU:

@@ -15,6 +15,7 @@ from sglang_ext.policy.laps_options import Batching, LapsOptions
 from sglang_ext.policy.laps_records import LapsMode
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
 from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
 from sglang_ext.types import Role
 
@@ -34,6 +35,7 @@ class ExtensionOptions:
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
     cdsp: CdspOptions | None = None  # None: it computes its prefills alone
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
+    graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), sort_keys=True)}
@@ -56,9 +58,21 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
             _laps_options(fields["laps"]),
             None if cdsp is None else CdspOptions(**cdsp),
             None if transfer is None else TransferOptions(**transfer),
+            _graph_options(fields["graphs"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error
+
+
+def _graph_options(fields: dict[str, Any] | None) -> GraphOptions | None:
+    if fields is None:
+        return None
+    return GraphOptions(
+        Capture(fields["capture"]),
+        tuple(fields["lengths_tokens"]),
+        tuple(fields["batch_sizes"]),
+        fields["memory_gb"],
+    )
 
 
 def _laps_options(fields: dict[str, Any] | None) -> LapsOptions | None:

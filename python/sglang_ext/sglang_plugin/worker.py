@@ -11,6 +11,7 @@ from pathlib import Path
 from sglang_ext.sglang_plugin.cdsp.arguments import add_cdsp_arguments, cdsp_options
 from sglang_ext.sglang_plugin.cdsp.compatibility import architecture_conflict
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin.graphs.arguments import add_graph_arguments, graph_options
 from sglang_ext.sglang_plugin.handshake.arguments import add_transfer_arguments, transfer_options
 from sglang_ext.sglang_plugin.laps.arguments import add_laps_arguments, laps_options
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, WorkerOptions, build_launch
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end this instance when the process that started it ends, however that happens (Linux)",
     )
     add_laps_arguments(parser)
+    add_graph_arguments(parser)
     add_cdsp_arguments(parser)
     add_transfer_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
@@ -98,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
     backend = arguments.transfer_backend
-    laps, engine_arguments = laps_options(arguments.role, arguments, arguments.engine_arguments)
+    graphs, engine_arguments = graph_options(arguments.role, arguments, arguments.engine_arguments)
+    laps, engine_arguments = laps_options(arguments.role, arguments, engine_arguments)
     name = f"{arguments.advertise_host or arguments.host}:{arguments.port}"
     cdsp = cdsp_options(arguments, arguments.role, name)
     if cdsp is not None and laps is None:
@@ -117,6 +120,7 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         laps=laps,
         cdsp=cdsp,
         transfer=transfer_options(arguments, arguments.role),
+        graphs=graphs,
         engine_arguments=engine_arguments,
     )
 

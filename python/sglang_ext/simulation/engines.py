@@ -61,7 +61,10 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
 
 
 def _engine(profile: EngineProfile) -> SimEngine:
-    """The gap between iterations is part of each: the next one starts later, and only then is the instance free."""
+    """The gap between iterations is part of each: the next one starts later, and only then is the instance free.
+
+    So is what a request costs a busy instance; on an idle one it is part of the way to the client and back.
+    """
     title = profile.model if profile.device is None else f"{profile.model} on {profile.device}"
     candidates, coefficients = profile.candidates, profile.coefficients
     if coefficients is not None:
@@ -72,9 +75,12 @@ def _engine(profile: EngineProfile) -> SimEngine:
         candidates = (SpCandidate(1, SpCost(coefficients.kappa_s, coefficients.token_s, 2 * alpha_s, alpha_s)),)
     iteration, front_end = profile.iteration, profile.front_end
     if iteration is not None:
-        iteration = iteration._replace(fixed_s=iteration.fixed_s + profile.gap_s)
+        iteration = iteration._replace(
+            fixed_s=iteration.fixed_s + profile.gap_s, request_s=iteration.request_s + profile.busy_request_s
+        )
     if front_end is not None:
-        front_end = front_end._replace(after_s=max(0.0, front_end.after_s - profile.gap_s))
+        counted_s = profile.gap_s + profile.busy_request_s
+        front_end = front_end._replace(after_s=max(0.0, front_end.after_s - counted_s))
     return SimEngine(title, candidates, coefficients or _single(candidates), iteration, front_end, profile.bad_fits)
 
 

@@ -160,6 +160,38 @@ async def test_loads_of_all_ranks_are_added_up() -> None:
         assert prefill.prefill_load(0).pending_tokens == 140
 
 
+async def test_kv_on_its_way_is_told_from_kv_that_is_used() -> None:
+    """300 in use, 200 with slots that wait for their KV, 100 that have no slots yet."""
+    rank = {"num_running_reqs": 1, "num_used_tokens": 500, "max_total_num_tokens": 1000}
+    async with cluster(load_poll_interval_secs=0.02) as served:
+        served.decode[0].loads = {"loads": [{**rank, "num_total_tokens": 600, "num_active_tokens": 300}]}
+        worker = decode_worker(served)
+        await served.until(lambda: worker.reported_running == 1)
+        assert (worker.reported_free_kv_tokens, worker.reported_awaiting_tokens) == (700, 300)
+        assert worker.decode_load()[1:3] == (700, 300)
+
+
+async def test_kv_on_its_way_counts_once_from_dispatch_to_first_token() -> None:
+    rank = {"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 10_000}
+    waiting = {**rank, "num_running_reqs": 1, "num_used_tokens": 400, "num_total_tokens": 400, "num_active_tokens": 0}
+    done = {**rank, "num_running_reqs": 2, "num_used_tokens": 400, "num_total_tokens": 400, "num_active_tokens": 400}
+    async with cluster(load_poll_interval_secs=0.02) as served:
+        decode, worker = served.decode[0], decode_worker(served)
+        decode.loads = {"loads": [rank]}
+        await served.until(lambda: worker.reported_free_kv_tokens == 10_000)
+        worker.reserved_tokens += 400  # dispatched; the instance does not know yet
+        assert worker.decode_load()[1:3] == (10_000, 400)
+        decode.loads = {"loads": [waiting]}
+        await served.until(lambda: worker.reported_running == 1)
+        assert worker.decode_load()[1:3] == (10_000, 400), "its slots are taken: not to be counted twice"
+        worker.reserved_tokens += 50  # another one, since the report
+        assert worker.decode_load()[1:3] == (10_000, 450)
+        worker.reserved_tokens -= 450  # the first tokens have come
+        decode.loads = {"loads": [done]}
+        await served.until(lambda: worker.reported_running == 2)
+        assert worker.decode_load()[1:3] == (9600, 0)
+
+
 async def test_the_prefill_rate_is_learned_from_the_reports() -> None:
     async with cluster(load_poll_interval_secs=0.02) as served:
         worker = served.worker(served.short[0].url)

@@ -175,6 +175,7 @@ class Coordinator:
         """Epochs begin above `first_epoch`: a pool that takes another's place does not repeat its epochs."""
         self._planner = planner
         self._settings = settings
+        self._improvement_rate = settings.improvement_rate
         self._members: dict[int, _Member] = {}
         self._requests: dict[int, _Request] = {}
         self._steps: dict[int, _Request] = {}  # by sequence
@@ -202,6 +203,10 @@ class Coordinator:
     def use_planner(self, planner: CdspPlanner) -> None:
         """Plan with other costs from now on."""
         self._planner = planner
+
+    def use_improvement_rate(self, improvement_rate: float) -> None:
+        """Plan with another improvement rate from now on, 0 to below 1."""
+        self._improvement_rate = improvement_rate
 
     def held_by(self, instance: int) -> int:
         """Tokens that requests hold there, as far as is known."""
@@ -309,7 +314,7 @@ class Coordinator:
             now_s,
             snapshot,
             [self._as_pending(one, indices) for one in pending],
-            self._settings.improvement_rate,
+            self._improvement_rate,
         )
         for entry in planned:
             orders += self._start(self._requests[entry.key], entry.plan, now_s)

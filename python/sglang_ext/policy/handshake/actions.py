@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from sglang_ext.policy.handshake.messages import Grant, Message
 from sglang_ext.policy.handshake.records import ReceiveRecord, SendRecord, TransferOutcome
+from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard
 
 
@@ -20,7 +21,7 @@ class Allow(NamedTuple):
     """From now on the sender may write under this permit, to the slots that its grant names."""
 
     permit: int
-    room: int
+    room: Room
     sender: str
     shard: KVShard
     grant: Grant
@@ -41,13 +42,13 @@ class Retire(NamedTuple):
 class Ready(NamedTuple):
     """All KV of the request is in its slots."""
 
-    room: int
+    room: Room
 
 
 class Failing(NamedTuple):
     """The request has failed. Its slots must not be used for anything else before `Released`."""
 
-    room: int
+    room: Room
     outcome: TransferOutcome
     reason: str
 
@@ -55,7 +56,7 @@ class Failing(NamedTuple):
 class Released(NamedTuple):
     """No write to the failed request's slots can happen any more."""
 
-    room: int
+    room: Room
 
 
 class Received(NamedTuple):

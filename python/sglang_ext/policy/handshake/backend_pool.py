@@ -7,6 +7,8 @@ free ──take──▶ busy ──put_back──▶ idle ──take by the hol
 
 from __future__ import annotations
 
+from sglang_ext.policy.handshake.rooms import Room
+
 
 class BackendPool:
     """`count` backends, or no limit: then every request gets None as often as it likes."""
@@ -15,7 +17,7 @@ class BackendPool:
         self._is_unlimited = count is None
         self._hold_idle_s = hold_idle_s
         self._free = list(reversed(range(count or 0)))
-        self._holder: dict[int, int] = {}  # backend → room
+        self._holder: dict[int, Room] = {}  # backend → room
         self._idle_since_s: dict[int, float] = {}  # held and not busy, longest idle first
 
     @property
@@ -28,15 +30,15 @@ class BackendPool:
         """Whether anybody at all could be served now or later without a backend becoming idle first."""
         return self._is_unlimited or bool(self._free or self._idle_since_s)
 
-    def held_by(self, room: int) -> tuple[int, ...]:
+    def held_by(self, room: Room) -> tuple[int, ...]:
         """Backends of a request, busy and idle."""
         return tuple(backend for backend, holder in self._holder.items() if holder == room)
 
-    def can_take(self, room: int, now_s: float) -> bool:
+    def can_take(self, room: Room, now_s: float) -> bool:
         """Whether `take` would find a backend."""
         return self._is_unlimited or self._find(room, now_s) is not None
 
-    def take(self, room: int, now_s: float) -> int | None:
+    def take(self, room: Room, now_s: float) -> int | None:
         """Make a backend busy for `room`: one that it holds, a free one, or one idle for too long elsewhere.
 
         None where there is no limit. Raises ValueError when `can_take` is false.
@@ -63,13 +65,13 @@ class BackendPool:
             del self._holder[backend]
             self._free.append(backend)
 
-    def release(self, room: int) -> None:
+    def release(self, room: Room) -> None:
         """The idle backends of a request become free."""
         for backend in self.held_by(room):
             if self._idle_since_s.pop(backend, None) is not None:
                 self.drop(backend)
 
-    def trim(self, room: int, keep: int) -> None:
+    def trim(self, room: Room, keep: int) -> None:
         """Idle backends of a request become free until it holds no more than `keep`."""
         surplus = len(self.held_by(room)) - keep
         for backend in self.held_by(room):
@@ -79,7 +81,7 @@ class BackendPool:
                 self.drop(backend)
                 surplus -= 1
 
-    def _find(self, room: int, now_s: float) -> int | None:
+    def _find(self, room: Room, now_s: float) -> int | None:
         for backend in self._idle_since_s:
             if self._holder[backend] == room:
                 return backend

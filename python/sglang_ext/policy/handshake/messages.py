@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard
 
 
@@ -26,7 +27,7 @@ class Grant(NamedTuple):
 class SenderReport(NamedTuple):
     """Sender to receiver. The first one is the handshake."""
 
-    room: int
+    room: Room
     sender: str  # where its answers go
     sender_epoch: int  # another number after a restart
     sender_count: int | None  # how many senders the request has, where that is known
@@ -37,6 +38,7 @@ class SenderReport(NamedTuple):
     stored: int  # chunks of which every byte is in the receiver's memory
     written_parts: int  # progress within chunks
     said_s: float  # by the sender's clock; comes back in the answer, means nothing to the receiver
+    is_helper: bool = False  # not the request's own prefill instance: its loss ends the attempt, not the request
 
     @property
     def offered(self) -> int:
@@ -46,16 +48,17 @@ class SenderReport(NamedTuple):
 class SenderStopped(NamedTuple):
     """Sender to receiver: no write of this request is under way, and none will be."""
 
-    room: int
+    room: Room
     sender: str
     sender_epoch: int
     reason: str
+    restarts: bool = False  # the request is to be sent anew
 
 
 class ReceiverReport(NamedTuple):
     """Receiver to sender: the answer to a report, and sent unasked when a chunk is granted."""
 
-    room: int
+    room: Room
     receiver: str
     receiver_epoch: int
     sender_epoch: int
@@ -71,20 +74,22 @@ class ReceiverReport(NamedTuple):
 class ReceiverAbort(NamedTuple):
     """Receiver to sender: stop, and say `SenderStopped` when no write is under way any more."""
 
-    room: int
+    room: Room
     receiver: str
     receiver_epoch: int
     sender_epoch: int
     reason: str
+    restarts: bool = False  # the request is to be sent anew
 
 
 class ReceiverClosed(NamedTuple):
     """Receiver to sender: `SenderStopped` has arrived."""
 
-    room: int
+    room: Room
     receiver: str
     receiver_epoch: int
     sender_epoch: int
+    is_complete: bool = False  # it came after the end: everything had been stored
 
 
 ToReceiver: TypeAlias = SenderReport | SenderStopped

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from sglang_ext.policy.handshake.messages import Grant, ReceiverReport, SenderReport
 from sglang_ext.policy.handshake.records import ReceiveRecord, TransferOutcome
+from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan, why_unwanted
 
 
 class Need(NamedTuple):
     """What the decode instance wants, and where. Made by `needed`."""
 
-    room: int
+    room: Room
     whole: KVShard  # one span of step 1, or none when every token is cached here
     slots: array[int]  # token slot of each position of the span
     aux_slot: int | None
@@ -23,7 +24,7 @@ class Need(NamedTuple):
 
 
 def needed(
-    room: int,
+    room: Room,
     *,
     first_token: int,
     slots: array[int],
@@ -71,6 +72,7 @@ class SenderState:
         "granted",
         "heard_s",
         "heard_said_s",
+        "is_helper",
         "is_stopped",
         "offered_s",
         "outstanding",
@@ -81,9 +83,10 @@ class SenderState:
         "waiting_since_s",
     )
 
-    def __init__(self, address: str, epoch: int, said_s: float, now_s: float) -> None:
+    def __init__(self, address: str, epoch: int, said_s: float, now_s: float, *, is_helper: bool = False) -> None:
         self.address = address
         self.epoch = epoch
+        self.is_helper = is_helper
         self.heard_s = now_s
         self.heard_said_s = said_s
         self.shards: list[KVShard] = []
@@ -113,7 +116,7 @@ class SenderState:
 class ReceiveRequest:
     """The state of one request; the receiver decides, this keeps the books."""
 
-    def __init__(self, room: int, now_s: float) -> None:
+    def __init__(self, room: Room, now_s: float) -> None:
         self.room = room
         self.phase = Phase.EARLY
         self.order: int | None = None  # by first handshake
@@ -142,6 +145,11 @@ class ReceiveRequest:
     def has_unsettled(self) -> bool:
         """Whether somebody may still write to its slots."""
         return any(sender.outstanding is not None for sender in self.senders.values())
+
+    @property
+    def has_helper(self) -> bool:
+        """Whether others than the request's own prefill instance send of it."""
+        return any(sender.is_helper for sender in self.senders.values())
 
     @property
     def unfinished_senders(self) -> int | None:

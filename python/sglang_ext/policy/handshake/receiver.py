@@ -16,6 +16,10 @@ Who gets a backend (Tetris, section "CDSP Cache Transfer Management"; arXiv 2511
   place in the order. This breaks the remaining circle: the holder cannot compute its next chunk because the
   prefill instance's memory is full of KV whose request waits for that very backend.
 
+A request may come from helpers, too: instances other than its own prefill instance. Where one of them is lost, or has
+stopped, or does not agree with the others, the attempt ends as `RESTARTED`, and its driver expects the next one in
+the same slots once they are released. The loss of its own prefill instance is the end of the request.
+
 Safety: a slot is used again (`Released`) only when no permit to write to it is unsettled. A permit settles when its
 chunk is stored, its sender says that it has stopped, the transport has barred it (`on_fenced`), or the sender has
 been lost for `quarantine_s`.
@@ -49,6 +53,7 @@ from sglang_ext.policy.handshake.messages import (
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import Need, Phase, ReceiveRequest, SenderState
 from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.rooms import Room
 
 PERMIT_EPOCH_SHIFT = 32  # permit = epoch << this | number: one of an earlier incarnation never holds
 
@@ -70,9 +75,9 @@ class Receiver:
         self.epoch = epoch
         self.options = options
         self.backends = BackendPool(options.receive_backends, options.hold_idle_s)
-        self._requests: dict[int, ReceiveRequest] = {}
-        self._ended: dict[int, _Ended] = {}  # oldest first
-        self._queue: list[tuple[int, int]] = []  # (order, room) of open requests with a chunk waiting, sorted
+        self._requests: dict[Room, ReceiveRequest] = {}
+        self._ended: dict[Room, _Ended] = {}  # oldest first
+        self._queue: list[tuple[int, Room]] = []  # (order, room) of open requests with a chunk waiting, sorted
         self._permits: dict[int, tuple[ReceiveRequest, SenderState]] = {}  # unsettled
         self._handshakes = 0
         self._grants = 0
@@ -114,12 +119,12 @@ class Receiver:
             raise ValueError(f"room {need.room} is in use")
         problem = request.expect(need, now_s)
         if problem is not None:
-            self._fail(request, TransferOutcome.REFUSED, problem, now_s)
+            self._refuse(request, problem, now_s)
         elif request.is_complete:
             self._complete(request, now_s)
         return self._finish_event(request, now_s)
 
-    def cancel(self, room: int, reason: str, now_s: float) -> ReceiverActions:
+    def cancel(self, room: Room, reason: str, now_s: float) -> ReceiverActions:
         """The request is not wanted any more, also when it has not been heard of yet."""
         if room in self._ended:
             return ()
@@ -160,7 +165,7 @@ class Receiver:
                 Send(report.sender, ReceiverAbort(report.room, self.address, self.epoch, report.sender_epoch, reason)),
             )
         if sender is None:
-            sender = SenderState(report.sender, report.sender_epoch, report.said_s, now_s)
+            sender = SenderState(report.sender, report.sender_epoch, report.said_s, now_s, is_helper=report.is_helper)
             request.senders[report.sender] = sender
             if request.order is None:
                 request.order = self._handshakes
@@ -173,7 +178,7 @@ class Receiver:
         self._note_stored(request, sender, report.stored, now_s)
         request.repeated_reports += before == (len(sender.shards), sender.total, sender.parts, sender.stored)
         if problem is not None:
-            self._fail(request, TransferOutcome.REFUSED, problem, now_s)
+            self._refuse(request, problem, now_s)
         elif request.phase is Phase.CLOSING:
             self._send_abort(request, sender)
         elif request.is_complete:
@@ -190,24 +195,28 @@ class Receiver:
 
     def on_stopped(self, message: SenderStopped, now_s: float) -> ReceiverActions:
         """A sender writes no more, of its own accord or because it was told to."""
-        answer = Send(message.sender, ReceiverClosed(message.room, self.address, self.epoch, message.sender_epoch))
+        ended = self._ended.get(message.room)
+        is_complete = ended is not None and ended.outcome is TransferOutcome.COMPLETE
+        closed = ReceiverClosed(message.room, self.address, self.epoch, message.sender_epoch, is_complete)
+        answer = Send(message.sender, closed)
         request = self._requests.get(message.room)
         reason = f"{message.sender} has stopped: {message.reason}"
+        outcome = TransferOutcome.RESTARTED if message.restarts else TransferOutcome.REMOTE_ABORT
         if request is None:
-            if message.room not in self._ended:  # so that a request expected later fails at once
-                self._remember(message.room, TransferOutcome.REMOTE_ABORT, reason, now_s)
+            if ended is None:  # so that a request expected later fails at once
+                self._remember(message.room, outcome, reason, now_s)
             return (answer,)
         sender = request.senders.get(message.sender)
         if sender is not None and sender.epoch != message.sender_epoch:
             return (answer,)
         self._out.append(answer)
         if sender is None:
-            self._fail(request, TransferOutcome.REMOTE_ABORT, reason, now_s)
+            self._fail(request, outcome, reason, now_s)
         elif not sender.is_finished:
             sender.is_stopped = True
             if sender.outstanding is not None:
                 self._settle(request, sender)
-            self._fail(request, TransferOutcome.REMOTE_ABORT, reason, now_s)
+            self._fail(request, outcome, reason, now_s)
         return self._finish_event(request, now_s)
 
     def on_timer(self, now_s: float) -> ReceiverActions:
@@ -295,6 +304,11 @@ class Receiver:
             if sender.outstanding is not None:
                 self._out.append(Fence(sender.outstanding.permit))
 
+    def _refuse(self, request: ReceiveRequest, problem: str, now_s: float) -> None:
+        """What is offered does not fit: where several senders do not agree, the request's own one can do it alone."""
+        outcome = TransferOutcome.RESTARTED if request.has_helper else TransferOutcome.REFUSED
+        self._fail(request, outcome, problem, now_s)
+
     def _press_on(self, request: ReceiveRequest, now_s: float) -> None:
         """Say abort again; whoever has been lost for long enough cannot be writing any more."""
         if now_s - request.abort_sent_s >= self.options.retry_s:
@@ -308,10 +322,12 @@ class Receiver:
                 self._settle(request, sender)
 
     def _check_liveness(self, request: ReceiveRequest, now_s: float) -> None:
-        for sender in request.senders.values():
+        # The request's own instance first: its loss is the end, that of others is not.
+        for sender in sorted(request.senders.values(), key=lambda sender: sender.is_helper):
             if sender.is_live and now_s - sender.heard_s >= self.options.lease_s:
                 reason = f"lost {sender.address}: silent for {self.options.lease_s:g} s"
-                self._fail(request, TransferOutcome.PEER_LOST, reason, now_s)
+                outcome = TransferOutcome.RESTARTED if sender.is_helper else TransferOutcome.PEER_LOST
+                self._fail(request, outcome, reason, now_s)
                 return
         # Without a grant of its own, a request that waits for a backend waits for others, whom this rule ends too.
         waits_for_others = request.is_queued and not request.has_unsettled
@@ -343,7 +359,7 @@ class Receiver:
         self._out.append(Received(request.record(outcome, reason, now_s)))
         self._remember(request.room, outcome, reason, now_s)
 
-    def _remember(self, room: int, outcome: TransferOutcome, reason: str, now_s: float) -> None:
+    def _remember(self, room: Room, outcome: TransferOutcome, reason: str, now_s: float) -> None:
         self._ended[room] = _Ended(outcome, reason, now_s + self.options.memory_s)
 
     # ---- saying ----
@@ -361,12 +377,14 @@ class Receiver:
         self._out.append(Send(sender.address, self._abort_message(request, sender.epoch)))
 
     def _abort_message(self, request: ReceiveRequest, sender_epoch: int) -> ReceiverAbort:
-        reason = request.outcome[1] if request.outcome is not None else "the request has failed"
-        return ReceiverAbort(request.room, self.address, self.epoch, sender_epoch, reason)
+        outcome, reason = request.outcome or (TransferOutcome.ABORTED, "the request has failed")
+        restarts = outcome is TransferOutcome.RESTARTED
+        return ReceiverAbort(request.room, self.address, self.epoch, sender_epoch, reason, restarts)
 
     def _answer_ended(self, report: SenderReport, ended: _Ended) -> ReceiverReport | ReceiverAbort:
         if ended.outcome is not TransferOutcome.COMPLETE:
-            return ReceiverAbort(report.room, self.address, self.epoch, report.sender_epoch, ended.reason)
+            restarts = ended.outcome is TransferOutcome.RESTARTED
+            return ReceiverAbort(report.room, self.address, self.epoch, report.sender_epoch, ended.reason, restarts)
         return ReceiverReport(
             report.room,
             self.address,

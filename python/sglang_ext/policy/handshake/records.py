@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from sglang_ext.policy.handshake.rooms import Room
+
 
 class TransferOutcome(StrEnum):
     """How a transfer ended. Bounded: these are metric labels."""
@@ -16,12 +18,13 @@ class TransferOutcome(StrEnum):
     STALLED = "stalled"
     REFUSED = "refused"  # what was offered is not what was asked for
     WRITE_FAILED = "write_failed"
+    RESTARTED = "restarted"  # this attempt: the request is sent anew
 
 
 class ReceiveRecord(NamedTuple):
     """The decode side of a request."""
 
-    room: int
+    room: Room
     outcome: TransferOutcome
     reason: str
     senders: int
@@ -36,12 +39,13 @@ class ReceiveRecord(NamedTuple):
 class SendRecord(NamedTuple):
     """The prefill side of a request, towards one receiver."""
 
-    room: int
+    room: Room
     receiver: str
     outcome: TransferOutcome
     reason: str
     chunks: int  # stored
     parts: int  # written
+    overlapped_parts: int  # written before all of their chunk had been computed
     handshake_wait_s: float | None  # first report → first answer
     grant_wait_s: float  # summed over chunks: offered → granted
     exposed_wait_s: float  # summed over chunks: first part ready → granted; what computing did not hide

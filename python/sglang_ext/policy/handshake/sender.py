@@ -33,6 +33,7 @@ from sglang_ext.policy.handshake.messages import (
 )
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.records import SendRecord, TransferOutcome
+from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard, why_malformed
 
 
@@ -87,15 +88,24 @@ class Sender:
 
     def __init__(
         self,
-        room: int,
+        room: Room,
         address: str,
         receiver: str,
         epoch: int,
         options: HandshakeOptions,
         now_s: float,
         sender_count: int | None = None,
+        *,
+        is_helper: bool = False,
+        may_have_helpers: bool = False,
     ) -> None:
+        """`is_helper`: the request is another instance's, which sends it alone where this one fails.
+
+        `may_have_helpers`: others may send parts of it; a write may then fail because one of them has.
+        """
         self.room = room
+        self.is_helper = is_helper
+        self.may_have_helpers = may_have_helpers
         self.address = address
         self.receiver = receiver
         self.epoch = epoch
@@ -108,7 +118,7 @@ class Sender:
         self._accepted = self._grants_seen = self._stored = self._stored_known = 0
         self._is_last_known = False
         self._in_flight: set[tuple[int, int]] = set()
-        self._written_parts = 0
+        self._written_parts = self._overlapped_parts = 0
         self._outcome = (TransferOutcome.COMPLETE, "")
         self._started_s = self._heard_s = self._said_s = now_s
         self._stopped_s = now_s
@@ -136,6 +146,11 @@ class Sender:
     def chunk_count(self) -> int:
         """Chunks offered so far: the index of the next one."""
         return len(self._chunks)
+
+    @property
+    def stored_chunks(self) -> int:
+        """Chunks of which the receiver's memory has every byte: their source slots are read no more."""
+        return self._stored
 
     @property
     def is_acknowledged(self) -> bool:
@@ -201,6 +216,7 @@ class Sender:
         elif self._phase is SenderPhase.OPEN:
             self._written_parts += 1
             state = self._chunks[chunk]
+            self._overlapped_parts += state.cells_ready < state.shard.cells
             state.cells_written += state.parts[part].cells
             state.is_aux_written |= state.parts[part].has_aux
             if state.is_written:
@@ -214,13 +230,20 @@ class Sender:
         if (chunk, part) not in self._in_flight:
             return ()
         self._in_flight.remove((chunk, part))
-        self._stop(TransferOutcome.WRITE_FAILED, reason, now_s)
+        # Decode takes permits back before it says that it wants everything anew.
+        outcome = TransferOutcome.RESTARTED if self.may_have_helpers else TransferOutcome.WRITE_FAILED
+        self._stop(self._own_failure(outcome), reason, now_s)
         self._stop_when_still(now_s)
         return self._flush()
 
     def abort(self, reason: str, now_s: float) -> SenderActions:
-        """The request is not wanted any more, or its KV has been lost."""
-        self._stop(TransferOutcome.ABORTED, reason, now_s)
+        """The request is not wanted any more, or its KV has been lost; a helper's end is no more than a restart."""
+        self._stop(self._own_failure(TransferOutcome.ABORTED), reason, now_s)
+        return self._flush()
+
+    def restart(self, reason: str, now_s: float) -> SenderActions:
+        """This attempt ends, on both sides; the receiver is ready for another one when nobody writes any more."""
+        self._stop(TransferOutcome.RESTARTED, reason, now_s)
         return self._flush()
 
     # ---- messages ----
@@ -253,13 +276,19 @@ class Sender:
         if self._phase is SenderPhase.STOPPED:
             self._say_stopped(now_s)
         else:
-            self._stop(TransferOutcome.REMOTE_ABORT, message.reason, now_s)
+            outcome = TransferOutcome.RESTARTED if message.restarts else TransferOutcome.REMOTE_ABORT
+            self._stop(outcome, message.reason, now_s)
         return self._flush()
 
     def on_closed(self, message: ReceiverClosed, now_s: float) -> SenderActions:
         """The receiver knows that this sender has stopped."""
         if message.sender_epoch == self.epoch and self._phase is SenderPhase.STOPPED:
             self._phase = SenderPhase.OVER
+            if self._outcome[0] is TransferOutcome.RESTARTED:
+                if message.is_complete:
+                    self._outcome = (TransferOutcome.COMPLETE, "")  # there is nothing to be sent anew
+                elif self._receiver_epoch not in (None, message.receiver_epoch):
+                    self._outcome = (TransferOutcome.PEER_LOST, f"{self.receiver} has been started again")
         return ()
 
     def on_timer(self, now_s: float) -> SenderActions:
@@ -268,6 +297,9 @@ class Sender:
         if self._phase is SenderPhase.STOPPED:
             if now_s - self._stopped_s >= self.options.lease_s:
                 self._phase = SenderPhase.OVER
+                if self._outcome[0] is TransferOutcome.RESTARTED:
+                    # Nobody who could ask for it anew has heard.
+                    self._outcome = (TransferOutcome.PEER_LOST, f"lost {self.receiver} at a restart")
             elif unheard_s >= self.options.retry_s:
                 self._retransmissions += 1
                 self._say_stopped(now_s)
@@ -328,12 +360,15 @@ class Sender:
             self._outcome = (outcome, reason)
             self._stop_when_still(now_s)
 
+    def _own_failure(self, outcome: TransferOutcome) -> TransferOutcome:
+        return TransferOutcome.RESTARTED if self.is_helper else outcome
+
     def _stop_if_lost(self, now_s: float) -> bool:
         """Nothing may be written after the lease: the receiver may have given the slots to somebody else."""
         is_lost = self._phase is SenderPhase.OPEN and now_s - self._heard_s >= self.options.lease_s
         if is_lost:
             reason = f"lost {self.receiver}: silent for {self.options.lease_s:g} s"
-            self._stop(TransferOutcome.PEER_LOST, reason, now_s)
+            self._stop(self._own_failure(TransferOutcome.PEER_LOST), reason, now_s)
         return is_lost
 
     def _stop_when_still(self, now_s: float) -> None:
@@ -368,12 +403,15 @@ class Sender:
             self._stored,
             self._written_parts,
             now_s,
+            self.is_helper,
         )
         self._out.append(Send(self.receiver, report))
 
     def _say_stopped(self, now_s: float) -> None:
         self._said_s = now_s
-        self._out.append(Send(self.receiver, SenderStopped(self.room, self.address, self.epoch, self._outcome[1])))
+        outcome, reason = self._outcome
+        restarts = outcome is TransferOutcome.RESTARTED
+        self._out.append(Send(self.receiver, SenderStopped(self.room, self.address, self.epoch, reason, restarts)))
 
     def _record(self, now_s: float) -> SendRecord:
         return SendRecord(
@@ -382,6 +420,7 @@ class Sender:
             *self._outcome,
             self._stored,
             self._written_parts,
+            self._overlapped_parts,
             None if self._first_answer_s is None else self._first_answer_s - self._started_s,
             self._grant_wait_s,
             self._exposed_wait_s,

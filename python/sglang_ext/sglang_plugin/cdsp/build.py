@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.policy.cdsp.coordination import MemberReport
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.kv_streams import OpenTarget, Target
 from sglang_ext.sequence_parallel.membership import PoolMembership
 from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello, Welcome
 from sglang_ext.sequence_parallel.tcp_link import TcpLink, connect_mesh
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
+from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
+from sglang_ext.sglang_plugin.handshake.rank_pairing import shares_of
 
 
 def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
@@ -33,4 +37,21 @@ def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
     def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> Mesh:
         return connect_mesh(welcome, epoch, members, options.step_timeout_s)
 
-    return PoolMembership(engine, TcpLink(options.coordinator_host, options.coordinator_port, hello), connect)
+    link = TcpLink(options.coordinator_host, options.coordinator_port, hello)
+    return PoolMembership(engine, link, connect, _opener(scheduler))
+
+
+def _opener(scheduler: Any) -> OpenTarget | None:
+    """How this instance sends KV of others' requests to decode; None with a backend that cannot."""
+    manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
+    if not isinstance(manager, HandshakeKVManager):
+        return None
+
+    def open_target(destination: Destination) -> Target | None:
+        for share in shares_of(manager.attn_tp_rank, manager.heads, destination.heads):
+            if share.decode_rank == destination.rank and share.head_count:
+                handle = manager.endpoint.open_sender(destination.room, destination.receiver, is_helper=True)
+                return Target(handle, share.first_head, share.head_count, destination.first_token)
+        return None
+
+    return open_target

@@ -26,6 +26,7 @@ from sglang_ext.policy.cdsp.coordination import MemberReport
 from sglang_ext.sequence_parallel.member import Collected, Outcome
 from sglang_ext.sequence_parallel.membership import PoolMembership
 from sglang_ext.sglang_plugin.cdsp.build import build_membership
+from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens
 from sglang_ext.sglang_plugin.laps.scheduler import LengthAwareScheduler
@@ -107,12 +108,18 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         # The last token is the engine's: its logits are wanted.
         tokens = (len(request.origin_input_ids) - 1) // self.page_size * self.page_size
         slack_s = entry.deadline_s - now_s
+        sender = request.disagg_kv_sender
+        destinations, targets = (
+            sender.share(cached_tokens, prefix_slots) if isinstance(sender, HandshakeKVSender) else ((), ())
+        )
         number = membership.offer(
             tuple(request.origin_input_ids[:tokens]),
             cached_tokens,
             prefix_slots,
             waited_s=now_s - entry.arrival_s,
             slack_s=slack_s if slack_s < float("inf") else None,
+            destinations=destinations,
+            targets=targets,
         )
         self._was_offered.add(entry.key)
         self._shared[number] = _Shared(request, cached_tokens, prefix_slots, lock)
@@ -124,9 +131,10 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if shared is None:
             return
         request = shared.request
+        is_taken_twice = False
         if isinstance(outcome, Collected) and outcome.slots.numel():
             end = shared.cached_tokens + outcome.slots.numel()
-            self.tree_cache.insert(
+            inserted = self.tree_cache.insert(
                 InsertParams(
                     key=RadixKey(
                         array("q", request.origin_input_ids[:end]), request.extra_key, cache_salt=request.cache_salt
@@ -136,6 +144,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     priority=request.priority or 0,
                 )
             )
+            # The cache frees slots of what it has already, whoever reads them.
+            is_taken_twice = inserted.prefix_len > shared.cached_tokens
+        _send_the_rest(request.disagg_kv_sender, shared, outcome, is_taken_twice=is_taken_twice)
         self.tree_cache.unlock(shared.lock)
         match_kv_cache(request, self.tree_cache)
         entry = entry_of(request)
@@ -189,3 +200,17 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if membership is not None and (self._shared or membership.is_busy):
             # Others compute: a loop that only asks would take their processor.
             select.select([membership.wake_descriptor], [], [], _WAIT_S)
+
+
+def _send_the_rest(sender: Any, shared: _Shared, outcome: Outcome, *, is_taken_twice: bool) -> None:
+    """What members have not sent to decode is the request's own instance's to send; all of it, where they failed."""
+    if not isinstance(sender, HandshakeKVSender):
+        return
+    streamed = outcome.streamed
+    if streamed is None:
+        sender.go_on_alone([range(shared.cached_tokens)])
+    elif isinstance(outcome, Collected) and streamed.is_intact and not is_taken_twice:
+        sender.go_on_alone([range(streamed.end_tokens)])
+    else:
+        sender.send_anew("members of the pool could not send it")
+        sender.go_on_alone(())

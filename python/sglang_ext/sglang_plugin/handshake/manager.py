@@ -22,6 +22,7 @@ from sglang_ext.kv_transfer.invitations import DecodeRank
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.head_mapping import HeadLayout
 from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.rooms import Attempt
 from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
 from sglang_ext.sglang_plugin.handshake.compatibility import model_conflict
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
@@ -41,6 +42,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     endpoint: HandshakeEndpoint
     refused_rooms: RefusedRooms
     heads: HeadLayout
+    shared_from_tokens: int | None = None  # from which length on a request may be computed by a long pool
 
     def __init__(
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False
@@ -49,6 +51,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         if problem is not None:
             raise ValueError(problem)
         self._kv_heads = _kv_heads(server_args)
+        self.attempts: dict[int, Attempt] = {}  # decode: of rooms that are being received anew
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._open_endpoint()
@@ -77,17 +80,19 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     # ---- decode: releasing slots of failed requests ----
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        status = self.endpoint.receive_status(bootstrap_room)
+        status = self.endpoint.receive_status(self.attempts.get(bootstrap_room, bootstrap_room))
         return status is None or status.is_released
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        self.endpoint.forget(bootstrap_room)
+        self.endpoint.forget(self.attempts.get(bootstrap_room, bootstrap_room))
 
     # ---- internals ----
 
     def _open_endpoint(self) -> None:
         options = options_from_environment(os.environ)
         transfer = options.transfer if options is not None and options.transfer is not None else TransferOptions()
+        if options is not None and options.cdsp is not None:
+            self.shared_from_tokens = options.cdsp.min_tokens
         self.heads = self.head_layout(self.attn_tp_size)
         stored_heads = getattr(self.kv_args, "kv_head_num", self.heads.heads_per_rank)
         if stored_heads != self.heads.heads_per_rank:

@@ -43,6 +43,9 @@ class TransferMetrics:
         self._grant_wait = histogram("grant_wait_seconds", "Time that chunks of a request waited for a backend")
         self._exposed_wait = histogram("exposed_wait_seconds", "The part of it that computing did not hide")
         self._transfer = histogram("seconds", "Time from the first grant to the end")
+        self._overlapped = Counter(
+            "sglang_ext:transfer_overlapped_parts", "Parts that had been written before all of their chunk was computed"
+        )
         self._counters = {name: Counter(f"sglang_ext:transfer_{name}", text) for name, text in _COUNTERS.items()}
         gauges = dict(_GAUGES)
         if receive_backends is not None:
@@ -60,6 +63,7 @@ class TransferMetrics:
                 sent = record.record
                 self._note(_SEND, sent.outcome, sent.handshake_wait_s, sent.grant_wait_s, sent.transfer_s)
                 self._exposed_wait.labels(_SEND).observe(sent.exposed_wait_s)
+                self._overlapped.inc(sent.overlapped_parts)
             else:
                 waited_s = record.handshake_wait_s
                 self._note(_RECEIVE, record.outcome, waited_s, record.backend_wait_s, record.transfer_s)

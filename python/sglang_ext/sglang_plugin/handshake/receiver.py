@@ -1,7 +1,11 @@
-"""The decode side of one request: says where its KV shall go, invites the prefill ranks, and waits for all of it."""
+"""The decode side of one request: says where its KV shall go, invites the prefill ranks, and waits for all of it.
+
+Where one of several senders fails, an attempt ends; when nobody writes any more, the next one begins in the same slots.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from contextlib import suppress
@@ -13,7 +17,11 @@ from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.receive_request import Need, needed
+from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.rooms import Attempt, Room, following
 from sglang_ext.sglang_plugin.handshake.pools import token_slots
+
+logger = logging.getLogger(__name__)
 
 _GIVEN_UP = "the request was given up on the decode instance"
 
@@ -22,6 +30,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
     """What SGLang's decode scheduler feeds and polls."""
 
     _is_expected = False  # whether the endpoint knows where the KV shall go
+    _wanted: Need | None = None
 
     def send_metadata(
         self,
@@ -33,25 +42,22 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         device_kv_indices: Any = None,
     ) -> None:
         """Pages `kv_indices` are ready for the tokens from `decode_prefix_len` on."""
-        room = self.bootstrap_room
         if self.bootstrap_infos is None:
-            self.kv_mgr.fail(room, f"the bootstrap server {self.bootstrap_addr} does not know its ranks")
+            self.kv_mgr.fail(self.bootstrap_room, f"the bootstrap server {self.bootstrap_addr} does not know its ranks")
             return
         slots = array("I", token_slots(kv_indices, self.kv_mgr.kv_args.page_size).tobytes())
-        try:
-            self.kv_mgr.endpoint.expect(self._need(slots, decode_prefix_len or 0, aux_index), self._prefill_endpoints())
-        except ValueError as error:
-            self.kv_mgr.fail(room, str(error))
-            return
-        self._is_expected = True
-        self.init_time = time.time()
+        self._wanted = self._need(slots, decode_prefix_len or 0, aux_index)
+        if self._expect():
+            self._is_expected = True
+            self.init_time = time.time()
 
     def clear(self) -> None:
         """The request has ended on this rank, or waits only for its slots to become free."""
         if self._is_expected and self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
-            self.kv_mgr.endpoint.cancel(self.bootstrap_room, _GIVEN_UP)
+            self._give_up()
         super().clear()
-        self.kv_mgr.endpoint.forget(self.bootstrap_room)
+        self.kv_mgr.endpoint.forget(self._room)
+        self.kv_mgr.attempts.pop(self.bootstrap_room, None)
 
     # ---- called by the common class ----
 
@@ -65,16 +71,46 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         return super()._poll()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        endpoint, room = self.kv_mgr.endpoint, self.bootstrap_room
-        endpoint.cancel(room, _GIVEN_UP)
-        if not self._is_expected:
-            # Prefill waits for an invitation: it gets one together with its withdrawal. A room that has been
-            # used before is refused, and nobody waits for it.
-            with suppress(ValueError):
-                endpoint.expect(self._need(array("I"), 0, None), self._prefill_endpoints())
-                endpoint.forget(room)
+        self._give_up()
 
     # ---- internals ----
+
+    @property
+    def _room(self) -> Room:
+        room: int = self.bootstrap_room
+        attempt: Attempt | None = self.kv_mgr.attempts.get(room)
+        return room if attempt is None else attempt
+
+    def _expect(self) -> bool:
+        """Wait for the KV of the present attempt; whether it can be had."""
+        assert self._wanted is not None
+        try:
+            self.kv_mgr.endpoint.expect(self._wanted._replace(room=self._room), self._prefill_endpoints())
+        except ValueError as error:
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            return False
+        return True
+
+    def _give_up(self) -> None:
+        endpoint = self.kv_mgr.endpoint
+        endpoint.cancel(self._room, _GIVEN_UP)
+        if not self._is_expected:
+            self._refuse(self._room)
+            return
+        status = endpoint.receive_status(self._room)
+        if status is not None and status.outcome is TransferOutcome.RESTARTED:
+            attempt = following(self._room)
+            if attempt is not None:
+                endpoint.cancel(attempt, _GIVEN_UP)
+                self._refuse(attempt)
+
+    def _refuse(self, room: Room) -> None:
+        """Prefill waits for an invitation: it gets one together with its withdrawal. A room that has been used before
+        is refused, and nobody waits for it."""
+        endpoint = self.kv_mgr.endpoint
+        with suppress(ValueError):
+            endpoint.expect(self._need(array("I"), 0, None)._replace(room=room), self._prefill_endpoints())
+            endpoint.forget(room)
 
     def _need(self, slots: array[int], first_token: int, aux_index: int | None) -> Need:
         manager = self.kv_mgr
@@ -97,10 +133,17 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
 
     def _advance(self) -> None:
         room = self.bootstrap_room
-        status = self.kv_mgr.endpoint.receive_status(room)
+        status = self.kv_mgr.endpoint.receive_status(self._room)
         if status is None:
             return
-        if status.stage is Stage.FAILED:
+        attempt = following(self._room) if status.outcome is TransferOutcome.RESTARTED else None
+        if attempt is not None:
+            if status.is_released:
+                logger.warning("the KV of room %d is received anew: %s", room, status.reason)
+                self.kv_mgr.endpoint.forget(self._room)
+                self.kv_mgr.attempts[room] = attempt
+                self._expect()
+        elif status.stage is Stage.FAILED:
             self.kv_mgr.fail(room, status.reason)
         elif status.stage is Stage.COMPLETE:
             self.kv_mgr.update_status(room, KVPoll.Success)

@@ -4,21 +4,27 @@
 
 An ordinary prefill instance offers the request as a whole, before it has computed any of it, so that its place in
 the receivers' order is that of its arrival; each `send` then brings the slots of what has been computed.
+
+A request that a long pool may compute is only announced at first. Where it is shared, every member sends what it
+computes itself (`sequence_parallel/kv_streams.py`), and this instance offers what is left.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from sglang_ext.kv_transfer.invitations import Invitation
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
-from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
 from sglang_ext.kv_transfer.transfer_status import Stage
-from sglang_ext.policy.handshake.shards import KVShard
+from sglang_ext.policy.handshake.rooms import Attempt, attempts_of
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sglang_plugin.handshake.pools import token_slots
 from sglang_ext.sglang_plugin.handshake.rank_pairing import Share, shares_of
 
@@ -29,9 +35,9 @@ _ABORTED = "the request was aborted on the prefill instance"
 class _Outgoing(NamedTuple):
     """The transfer to one decode rank."""
 
-    handle: SendHandle
-    has_tokens: bool
-    has_metadata: bool
+    transfer: OwnerTransfer
+    share: Share
+    invitation: Invitation
 
 
 class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is untyped
@@ -44,7 +50,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
         self._outgoing: tuple[_Outgoing, ...] | None = None  # None: no handshake yet
-        mgr.refused_rooms.forget(bootstrap_room)
+        for room in attempts_of(bootstrap_room):
+            mgr.refused_rooms.forget(room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     def pop_decode_prefix_len(self) -> int:
@@ -52,7 +59,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         return next((invitation.first_token for _, invitation in self._invited() or ()), 0)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Shake hands and offer `num_kv_indices` pages. SGLang calls it once all invitations are here."""
+        """Shake hands for `num_kv_indices` pages. SGLang calls it once all invitations are here."""
         super().init(num_kv_indices, aux_index)
         invited = self._invited()
         self._outgoing = ()
@@ -64,6 +71,9 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
                 self._open(share, invitation)
         except ValueError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
+            return
+        if not self._may_be_shared:
+            self.go_on_alone(())
 
     def send(
         self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, indices_event: Any = None
@@ -76,11 +86,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self._transfer_start_time = time.perf_counter()
         slots = token_slots(pages, self._page_size)
         for outgoing in self._outgoing or ():
-            tokens = len(slots) if outgoing.has_tokens else 0
-            has_metadata = is_last and outgoing.has_metadata
-            if tokens or has_metadata:
-                rows = PartRows(0, self.kv_mgr.layer_count, index_slice.start * self._page_size, tokens, has_metadata)
-                outgoing.handle.part(0, rows, slots if tokens else None)
+            first_token = outgoing.invitation.first_token + index_slice.start * self._page_size
+            outgoing.transfer.send(first_token, slots, has_aux=is_last)
         self._record_transfer_indices(pages, None)
         if is_last and not self._outgoing:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
@@ -96,10 +103,56 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     def clear(self) -> None:
         """The request has ended on this rank."""
-        if self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
+        room = self.bootstrap_room
+        if self.kv_mgr.request_status.get(room) != KVPoll.Success:
             self._stop(_GIVEN_UP)
-        self.kv_mgr.endpoint.forget_invitations(self.bootstrap_room)
+        for one in (room, *(outgoing.transfer.room for outgoing in self._outgoing or ())):
+            self.kv_mgr.endpoint.forget_invitations(one)
         super().clear()
+
+    # ---- called by a member of a long pool ----
+
+    def share(self, cached_tokens: int, prefix_slots: Any) -> tuple[tuple[Destination, ...], tuple[Target, ...]]:
+        """The request is about to be offered to the pool: where its KV shall go, for every member and for this one.
+
+        The first `cached_tokens` are in `prefix_slots`, stay there, and are sent at once. Empty when the transfer is
+        not what it was at first.
+        """
+        outgoing = [one for one in self._outgoing or () if one.share.head_count and one.invitation.whole.tokens]
+        if not self._may_be_shared or any(isinstance(one.transfer.room, Attempt) for one in outgoing):
+            return (), ()
+        slots = np.asarray(prefix_slots[:cached_tokens], np.uint32)
+        for one in outgoing:
+            first = one.invitation.first_token
+            one.transfer.offer_now(first, slots[first:])
+        return (
+            tuple(
+                Destination(
+                    self.bootstrap_room,
+                    one.invitation.receiver,
+                    one.share.decode_rank,
+                    one.invitation.decode_rank.heads,
+                    one.invitation.first_token,
+                )
+                for one in outgoing
+                if one.invitation.decode_rank is not None
+            ),
+            tuple(
+                Target(one.transfer.handle, one.share.first_head, one.share.head_count, one.invitation.first_token)
+                for one in outgoing
+            ),
+        )
+
+    def go_on_alone(self, sent: Sequence[range]) -> None:
+        """The request is this instance's again; `sent` (ascending): positions that were offered since `share`, by
+        whomever. Everything else is offered by this rank."""
+        for outgoing in self._outgoing or ():
+            outgoing.transfer.offer_rest(sent)
+
+    def send_anew(self, reason: str) -> None:
+        """Nothing of what others have sent can be relied upon: another attempt, in which this rank sends all."""
+        for outgoing in self._outgoing or ():
+            outgoing.transfer.restart(reason)
 
     # ---- internals ----
 
@@ -107,6 +160,11 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     def _page_size(self) -> int:
         page_size: int = self.kv_mgr.kv_args.page_size
         return page_size
+
+    @property
+    def _may_be_shared(self) -> bool:
+        min_tokens: int | None = self.kv_mgr.shared_from_tokens
+        return min_tokens is not None and self.num_kv_indices * self._page_size >= min_tokens
 
     def _invited(self) -> tuple[tuple[Share, Invitation], ...] | None:
         """What to send to whom, once every decode rank that wants something of this rank has invited it."""
@@ -130,12 +188,17 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             raise ValueError(f"decode wants {wanted_tokens} tokens, prefill has {self.num_kv_indices} pages")
         if not tokens and not share.has_metadata:
             return  # decode has every token cached and gets the metadata from another rank
-        handle = self.kv_mgr.endpoint.open_sender(
-            self.bootstrap_room, invitation.receiver, share.sender_count if tokens else 1
+        source = Source(
+            tokens[0] if tokens else None,
+            share.first_head,
+            share.head_count,
+            self.kv_mgr.layer_count,
+            self.aux_index if share.has_metadata else None,
         )
-        self._outgoing = (*(self._outgoing or ()), _Outgoing(handle, bool(tokens), share.has_metadata))
-        shard = KVShard(tokens, share.first_head, share.head_count, 0, self.kv_mgr.layer_count, share.has_metadata)
-        handle.offer(SourceChunk(shard, None, self.aux_index if share.has_metadata else None), is_last=True)
+        # How many members of a pool will send is not known.
+        sender_count = None if self._may_be_shared else share.sender_count if tokens else 1
+        transfer = OwnerTransfer(self.kv_mgr.endpoint, self.bootstrap_room, invitation.receiver, source, sender_count)
+        self._outgoing = (*(self._outgoing or ()), _Outgoing(transfer, share, invitation))
 
     def _advance(self) -> None:
         room = self.bootstrap_room
@@ -150,7 +213,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             elif self._invited() is not None:
                 self.kv_mgr.update_status(room, KVPoll.WaitingForInput)
             return
-        statuses = [outgoing.handle.status for outgoing in self._outgoing]
+        statuses = [outgoing.transfer.poll() for outgoing in self._outgoing]
         failed = next((status for status in statuses if status.stage is Stage.FAILED), None)
         if failed is not None:
             self.kv_mgr.fail(room, failed.reason)
@@ -164,5 +227,9 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     def _stop(self, reason: str) -> None:
         """Nothing more is sent; every decode rank is told, also those that have not invited yet."""
         for outgoing in self._outgoing or ():
-            outgoing.handle.abort(reason)
+            outgoing.transfer.abort(reason)
         self.kv_mgr.refused_rooms.refuse(self.bootstrap_room, reason)
+        for outgoing in self._outgoing or ():
+            following_room = outgoing.transfer.awaited_room
+            if following_room is not None:
+                self.kv_mgr.refused_rooms.refuse(following_room, reason)

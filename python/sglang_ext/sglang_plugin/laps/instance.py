@@ -24,6 +24,7 @@ from sglang_ext.policy.laps_records import (
 )
 from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
 from sglang_ext.sglang_plugin.laps.iteration_clock import IterationClock
 from sglang_ext.sglang_plugin.laps.metrics import LapsMetrics, NoMetrics, PrometheusMetrics
 from sglang_ext.sglang_plugin.laps.rank_agreement import (
@@ -119,7 +120,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
         return None
     policy = Laps(
         options.laps,
-        GraphGrid(()),
+        _captured_grid(scheduler),
         _PRIOR[options.device],
         InstanceLimits(
             page_tokens=scheduler.page_size,
@@ -131,6 +132,12 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     agreement = _agreement(scheduler)
     counts = agreement.is_deciding and scheduler.server_args.enable_metrics
     return LapsInstance(policy, agreement, PrometheusMetrics.shared() if counts else NoMetrics())
+
+
+def _captured_grid(scheduler: Any) -> GraphGrid:
+    """The shapes of prefill that are captured; empty without `--laps-graphs`."""
+    runner = getattr(scheduler.tp_worker.model_runner, "prefill_cuda_graph_runner", None)
+    return runner.grid if isinstance(runner, GridPrefillRunner) else GraphGrid(())
 
 
 def _agreement(scheduler: Any) -> RankAgreement:

@@ -51,6 +51,11 @@ def test_options_alone() -> None:
     assert config.args == ("--dtype", "float32")
 
 
+def test_long_instances_share_their_prompts_where_that_is_said() -> None:
+    assert not config_of("--long", "2", "--decode", "1").coordinator.enabled
+    assert config_of("--long", "2", "--decode", "1", "--coordinator").coordinator.enabled
+
+
 def test_options_replace_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(FILE)

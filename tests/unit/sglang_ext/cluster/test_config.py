@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.cluster.checks import ConfigError, parse_id_set
-from sglang_ext.cluster.config import ClusterConfig, PoolConfig, PoolsConfig, RouterSettings, StartSettings
+from sglang_ext.cluster.config import (
+    ClusterConfig,
+    CoordinatorSettings,
+    PoolConfig,
+    PoolsConfig,
+    RouterSettings,
+    StartSettings,
+)
 
 POOLS = PoolsConfig(short=PoolConfig(), long=PoolConfig(), decode=PoolConfig())
 
@@ -75,3 +82,16 @@ def test_id_sets() -> None:
     for wrong in ("", "a", "1-", "-1", "1,,2", "²"):
         with pytest.raises(ConfigError, match="cores"):
             parse_id_set(wrong, "cores")
+
+
+def test_a_coordinator_needs_long_instances_and_ports_of_its_own() -> None:
+    enabled = CoordinatorSettings(enabled=True, port=31000, http_port=31001)
+    assert ClusterConfig(model="m", pools=POOLS, coordinator=enabled).coordinator.enabled
+    with pytest.raises(ConfigError, match=r"coordinator.enabled: there are no long instances"):
+        ClusterConfig(
+            model="m", pools=PoolsConfig(short=PoolConfig(), decode=PoolConfig()), coordinator=CoordinatorSettings(True)
+        )
+    with pytest.raises(ConfigError, match=r"coordinator.http_port: port 31000 is already taken by coordinator.port"):
+        ClusterConfig(model="m", pools=POOLS, coordinator=CoordinatorSettings(True, 31000, 31000))
+    with pytest.raises(ConfigError, match="http_port: 70000 is not a port"):
+        CoordinatorSettings(http_port=70000)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 
 from sglang_ext.cluster.checks import ConfigError
-from sglang_ext.cluster.config import ClusterConfig, PoolConfig, PoolsConfig, RouterSettings
+from sglang_ext.cluster.config import ClusterConfig, CoordinatorSettings, PoolConfig, PoolsConfig, RouterSettings
 from sglang_ext.cluster.model import PreparedModel, prepare_model
 from sglang_ext.cluster.plan import ClusterPlan, Machine, Program, count_ports, given_ports, make_plan
 
@@ -160,3 +161,39 @@ def test_models(tmp_path: Path) -> None:
     (tmp_path / "tiny" / "config.json").write_text("{}")
     assert prepare_model(f"{tmp_path}/tiny/") == PreparedModel(str(tmp_path / "tiny"), "tiny")
     assert prepare_model("org/name") == PreparedModel("org/name", "name")
+
+
+def test_long_instances_and_the_router_are_told_of_the_coordinator() -> None:
+    config = dataclasses.replace(
+        cluster(short=PoolConfig(), long=PoolConfig(count=3), decode=PoolConfig()),
+        coordinator=CoordinatorSettings(enabled=True, port=31000, args=("--min-chunk-tokens", "64")),
+    )
+    assert (count_ports(config), given_ports(config)) == (1 + 2 + 6 + 1 + 1, {31000: "coordinator.port"})
+    plan = plan_of(config)
+    coordinator = plan.coordinator
+    assert coordinator is not None
+    assert coordinator.command[3:] == (
+        *("coordinator", "--host", "127.0.0.1", "--port", "31000", "--http-port", "20000", "--sp-sizes", "1,2,3"),
+        *("--min-chunk-tokens", "64"),
+    )
+    assert (coordinator.url, coordinator.ready_path) == ("http://127.0.0.1:20000", "/health")
+    assert option(plan.router, "--coordinator-url") == coordinator.url
+    told = {p.name: "--cdsp-coordinator" in p.command for p in plan.instances}
+    assert told == {"short-0": False, "long-0": True, "long-1": True, "long-2": True, "decode-0": False}
+    assert option(plan.instances[1], "--cdsp-coordinator") == "127.0.0.1:31000"
+    assert plan.backends == (coordinator, *plan.instances)
+    ports = [program.url.rpartition(":")[2] for program in (*plan.backends, plan.router)]
+    assert len(ports) == len(set(ports))
+
+
+def test_a_coordinator_that_listens_everywhere_is_reached_by_loopback() -> None:
+    config = dataclasses.replace(
+        cluster(long=PoolConfig(), decode=PoolConfig()),
+        host="0.0.0.0",
+        coordinator=CoordinatorSettings(enabled=True),
+    )
+    plan = plan_of(config)
+    assert plan.coordinator is not None
+    assert option(plan.coordinator, "--host") == "0.0.0.0"
+    assert plan.coordinator.url == "http://127.0.0.1:20001"
+    assert option(plan.instances[0], "--cdsp-coordinator") == "127.0.0.1:20000"

@@ -72,7 +72,7 @@ def test_starts_are_bounded(tmp_path: Path) -> None:
 
     def count() -> None:
         nonlocal most
-        most = max(most, sum(member.phase is Phase.STARTING for member in supervisor.instances))
+        most = max(most, sum(member.phase is Phase.STARTING for member in supervisor.backends))
 
     assert supervisor.start(count)
     supervisor.stop()
@@ -107,7 +107,7 @@ def test_cancelled_start(tmp_path: Path) -> None:
         grace_s=1,
         restarts=True,
         listener=lambda member, line: None,
-        is_cancelled=lambda: any(m.phase is Phase.READY for m in supervisor.instances),
+        is_cancelled=lambda: any(m.phase is Phase.READY for m in supervisor.backends),
     )
     assert supervisor.start() is False
     pids = pids_of(supervisor)
@@ -119,7 +119,7 @@ def test_a_killed_instance_comes_back_at_its_address(tmp_path: Path) -> None:
     events = Events()
     supervisor = stand_in_supervisor(stand_in_plan({"decode-0": ["--child"]}), tmp_path, listener=events)
     assert supervisor.start()
-    decode = supervisor.instances[2]
+    decode = supervisor.backends[2]
     before = decode.pid
     assert before is not None
     left_behind = [pid for pid in session_processes(before) if pid != before]
@@ -137,7 +137,7 @@ def test_a_killed_instance_comes_back_at_its_address(tmp_path: Path) -> None:
 def test_restart_never(tmp_path: Path) -> None:
     supervisor = stand_in_supervisor(stand_in_plan(), tmp_path, restarts=False)
     assert supervisor.start()
-    short = supervisor.instances[0]
+    short = supervisor.backends[0]
     assert short.pid is not None
     os.kill(short.pid, signal.SIGKILL)
     tick_until(supervisor, lambda: short.phase is Phase.STOPPED)

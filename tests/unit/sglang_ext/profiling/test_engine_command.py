@@ -93,11 +93,16 @@ def test_with_a_decode_instance_prefixes_and_hand_overs_are_measured(instance: T
         assert profile(instance, tmp_path / "p.json", *QUICK, "--decode", decode.url) == 0
         pairs = [(body["bootstrap_room"], len(body["input_ids"])) for body in decode.bodies]
     real = [body for body in instance.bodies if body["bootstrap_host"] == "127.0.0.1"]
-    assert [(body["bootstrap_room"], len(body["input_ids"])) for body in real] == pairs
+    alone, at_once = pairs[:7], pairs[7:]
+    legs = [(body["bootstrap_room"], len(body["input_ids"])) for body in real]
+    assert legs[:7] == alone
+    assert sorted(legs[7:]) == sorted(at_once)
     assert {body["bootstrap_port"] for body in real} == {8998}
-    assert [length for _, length in pairs] == [1024, 16, 16, 128, 128, 1024, 1024]  # the prefix, then hand-overs
+    assert [length for _, length in alone] == [1024, 16, 16, 128, 128, 1024, 1024]  # the prefix, then hand-overs
+    assert [length for _, length in at_once] == [16] * 16 * 6  # as many as the instance runs, and a warm-up
     content = json.loads((tmp_path / "p.json").read_text())
     assert [one["prompt_tokens"] for one in content["hand_over"]] == [16, 128, 1024]
+    assert [sum(run["batches"]) for run in content["busy"]] == [16] * 5
     assert {point["cached_tokens"] for point in content["points"]} == {0, 1024}
 
 

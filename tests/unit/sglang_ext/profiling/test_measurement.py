@@ -8,10 +8,11 @@ import pytest
 
 from sglang_ext.profiling.http_client import InstanceError
 from sglang_ext.profiling.instance import CutError, RunTimes
-from sglang_ext.profiling.measurement import gap_s, measure
+from sglang_ext.profiling.iteration_cost import IterationCost
+from sglang_ext.profiling.measurement import busy_request_s, gap_s, measure
 from sglang_ext.profiling.notes import Notes
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import MeasuredHandOver, Measurements
+from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, Measurements
 
 A, B, C = Point(0, 8), Point(0, 16), Point(256, 8)
 
@@ -45,6 +46,10 @@ class FakeInstance:
     def run_with_decode(self, prompt_tokens: int) -> RunTimes:
         self.log.append(f"decode {prompt_tokens}")
         return RunTimes(1.0, 0.1, 0.5)
+
+    def run_busy(self) -> BusyRun:
+        self.log.append("busy")
+        return BusyRun(16, (1, 3), 3.0)
 
 
 def notes_at(tmp_path: Path) -> Notes:
@@ -134,3 +139,16 @@ def test_hand_overs_are_noted_too(tmp_path: Path) -> None:
     again = FakeInstance()
     run(again, notes_at(tmp_path), [A], hand_overs=[16, 128])
     assert again.log == []
+
+
+def test_what_a_busy_instance_needs_for_a_request_beside_its_iterations(tmp_path: Path) -> None:
+    measurements, _ = run(FakeInstance(), notes_at(tmp_path), [A], hand_overs=[8])
+    again = FakeInstance()
+    assert run(again, notes_at(tmp_path), [A], hand_overs=[8])[0] == measurements
+    assert again.log == []
+    assert measurements.busy == (BusyRun(16, (1, 3), 3.0),) * 5
+    # Two iterations of 1 s, and 0.02 s between them; what is left belongs to four requests.
+    fixed = IterationCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert busy_request_s(measurements, fixed) == pytest.approx((3.0 - 2.0 - 0.02) / 4)
+    assert busy_request_s(measurements, fixed._replace(fixed_s=2.0)) == 0.0
+    assert busy_request_s(measurements._replace(busy=()), fixed) == 0.0

@@ -30,6 +30,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         "prefill": PREFILL,
         "iteration": ITERATION._asdict(),
         "gap_s": 0.001,
+        "busy_request_s": 0.002,
         "front_end": FRONT_END._asdict(),
         "points": [],
     }
@@ -38,6 +39,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert profile.candidates == (SpCandidate(1, cost), SpCandidate(2, cost))
     assert profile.coefficients == CostCoefficients(**PREFILL)
     assert (profile.iteration, profile.front_end, profile.gap_s) == (ITERATION, FRONT_END, 0.001)
+    assert profile.busy_request_s == 0.002
     assert (profile.model, profile.device) == ("m", "d")
     assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
 

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving
+from sglang_ext.policy.improvement_rate import table_from_json
 from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_arguments, options_from, run
 from sglang_ext.sequence_parallel.coordinator_http import make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
@@ -60,6 +61,7 @@ def test_what_is_said_is_meant(tmp_path: Path) -> None:
         (("--patience-ms", "-1"), "--patience-ms must be at least 0"),
         (("--member-timeout-ms", "inf"), "--member-timeout-ms must be at least 100"),
         (("--profile", "/does/not/exist"), "--profile /does/not/exist cannot be read"),
+        (("--improvement-rates", "/does/not/exist"), "--improvement-rates: /does/not/exist cannot be read"),
     ],
 )
 def test_one_line_that_names_the_option(
@@ -70,6 +72,49 @@ def test_one_line_that_names_the_option(
     assert str(caught.value).startswith(message)
     assert run(parse(*arguments)) == 2
     assert capsys.readouterr().err == f"sglang-ext coordinator: {caught.value}\n"
+
+
+def test_a_table_and_a_fixed_rate_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--improvement-rate", "0.3", "--improvement-rates", "rates.json")
+    assert "--improvement-rates: not allowed with argument --improvement-rate" in capsys.readouterr().err
+
+
+TABLE = {"version": 1, "rates": [{"arrivals_per_s": 0.5, "improvement_rate": 0.1}]}
+OTHER = {"version": 1, "rates": [{"arrivals_per_s": 1.0, "improvement_rate": 0.6}]}
+
+
+def test_a_table_is_given_at_the_start_and_replaced_while_serving(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(TABLE))
+    options = options_from(parse("--improvement-rates", str(path)))
+
+    async def talk() -> None:
+        exchange = PoolExchange(options.settings, PoolCosts(options.candidates), options.rates)
+        async with TestClient(TestServer(make_app(exchange, lambda: exchange.status(0.0)))) as client:
+            given = await (await client.get("/improvement_rates")).json()
+            assert (given["origin"], given["improvement_rate"], given["rates"]) == (str(path), 0.1, TABLE["rates"])
+            for wrong, message in (
+                (b"{", "the body is not JSON"),
+                (b"\xff", "the body is not JSON"),
+                (json.dumps({"version": 2, "rates": []}).encode(), "version 2 is not known, 1 is needed"),
+            ):
+                answer = await client.put("/improvement_rates", data=wrong)
+                assert (answer.status, (await answer.json())["error"]["message"]) == (400, message)
+            assert await (await client.get("/improvement_rates")).json() == given
+            answer = await client.put("/improvement_rates", json=OTHER)
+            assert (answer.status, (await answer.json())["origin"]) == (200, "PUT /improvement_rates")
+            assert (await (await client.get("/status")).json())["improvement_rate"] == 0.6
+            assert "sglang_ext:cdsp_improvement_rate 0.6" in await (await client.get("/metrics")).text()
+
+    asyncio.run(talk())
+
+
+def test_without_a_table_the_option_holds_until_one_comes() -> None:
+    exchange = PoolExchange(PoolSettings(improvement_rate=0.25), PoolCosts(prior_candidates((1, 2))))
+    assert exchange.status(0.0).improvement_rate == 0.25
+    exchange.improvement_rates.put(table_from_json(OTHER), "here", 0.0)
+    assert exchange.status(0.0).improvement_rate == 0.6
 
 
 def test_status_and_metrics() -> None:

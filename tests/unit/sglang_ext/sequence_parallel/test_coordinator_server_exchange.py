@@ -6,6 +6,8 @@ import pytest
 
 from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
 from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.improvement_rate import table_from_json
+from sglang_ext.sequence_parallel.exchange_records import Admission, Outgoing, ProtocolError
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     CancelMessage,
@@ -23,16 +25,13 @@ from sglang_ext.sequence_parallel.messages import (
     Welcome,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_exchange import (
-    Admission,
-    Outgoing,
-    PoolExchange,
-    ProtocolError,
-)
-from sglang_ext.sequence_parallel.pool_records import PrefillEnd
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.pool_records import FormerMember, PrefillEnd, PrefillTimes
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, silence_s=1.0)
+TIMES = StepTimes(1.0, 0.2, 0.1)
 IDS = tuple(range(1000, 1400))
 
 
@@ -104,15 +103,76 @@ def test_a_prompt_from_offer_to_end() -> None:
         seen += positions
         sequence = order.chunk.sequence
     assert sorted(seen) == list(range(400))
-    assert pool.say(0, StepDone(sequence)) == []
-    collects = pool.say(1, StepDone(sequence))
+    assert pool.say(0, StepDone(sequence, TIMES)) == []
+    collects = pool.say(1, StepDone(sequence, TIMES))
     assert [type(one.message) for one in collects] == [Collect, Collect]
-    pool.say(1, StepDone(sequence + 1))
-    assert [type(one.message) for one in pool.say(0, StepDone(sequence + 1))] == [Drop, Drop]
+    pool.say(1, StepDone(sequence + 1, TIMES))
+    assert [type(one.message) for one in pool.say(0, StepDone(sequence + 1, TIMES))] == [Drop, Drop]
     (record,) = pool.exchange.take_events().ended
     assert record.outcome is PrefillEnd.COLLECTED
     assert [chunk.new_tokens for chunk in record.chunks] == [400]
     assert pool.exchange.status(pool.now_s).requests_collected == 1
+
+
+def test_where_the_time_of_a_prompt_went() -> None:
+    pool = connected("a", "b")
+    pool.now_s += 2.0
+    pool.offer()
+    pool.now_s += 1.5
+    pool.say(0, StepDone(1, StepTimes(1.25, 0.25, 0.0)))
+    pool.say(1, StepDone(1, StepTimes(1.5, 0.25, 0.75)))
+    assert pool.exchange.status(pool.now_s).requests[0].times.collect_s == 0.0, "it has begun and not ended"
+    pool.now_s += 0.5
+    pool.say(1, StepDone(2, TIMES))
+    pool.say(0, StepDone(2, TIMES))
+    (record,) = pool.exchange.status(pool.now_s).recent
+    assert record.times == PrefillTimes(
+        wait_s=0.0, compute_s=0.75, ring_s=0.25, rebalance_s=0.375, collect_s=0.5, failed_s=0.0
+    )
+    history = pool.exchange.history
+    assert history.member_s == {"compute": 1.5, "ring": 0.5, "rebalance": 0.75}
+    assert (history.collect_s, history.first_waits, history.first_wait_s) == (0.5, 1, 0.0)
+
+
+def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
+    pool = connected("a", "b")
+    pool.offer(1, owner=0)
+    pool.offer(2, owner=1)
+    pool.now_s += 3.0
+    assert [one.times.wait_s for one in pool.exchange.status(pool.now_s).requests] == [0.0, None]
+    pool.say(0, StepDone(1, TIMES))
+    pool.say(1, StepFailed(1, "no room"))
+    first = pool.exchange.status(pool.now_s).requests[0]
+    assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
+
+
+def test_the_improvement_rate_follows_the_load() -> None:
+    """Two instances save nearly half: worth it at a rate of 0.05, not at 0.9."""
+    pool = connected("a", "b")
+    table = {
+        "version": 1,
+        "rates": [{"arrivals_per_s": 0.0, "improvement_rate": 0.05}, {"arrivals_per_s": 1.0, "improvement_rate": 0.9}],
+    }
+    pool.exchange.improvement_rates.put(table_from_json(table), "a test", 0.0)
+    assert len(of_kind(pool.offer(1), ChunkOrder)) == 2
+    source = pool.exchange.improvement_rates.source
+    assert source is not None
+    for number in range(2, 40):  # one a second
+        pool.wait(1.0)
+        pool.offer(number)
+        pool.say(0, CancelMessage(number))
+    assert (source.arrivals_per_s, source.current) == (pytest.approx(1.0, rel=0.1), 0.9)
+    for instance in (0, 1):
+        pool.say(instance, StepDone(1, TIMES))
+    for instance in (0, 1):
+        pool.say(instance, StepDone(2, TIMES))
+    assert of_kind(pool.offer(50), Decline), "it is computed alone"
+
+
+def test_who_has_gone_is_still_known_by_name() -> None:
+    pool = connected("a", "b")
+    pool.exchange.lose(1, "was killed", 7.0)
+    assert pool.exchange.status(8.0).former_members == (FormerMember(1, "b", 7.0, "was killed"),)
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"layers": 4}, {"page_tokens": 16}])
@@ -194,7 +254,7 @@ def test_meshes_are_not_ordered_faster_than_they_are_built() -> None:
 def test_a_lost_member_in_a_step() -> None:
     pool = connected("a", "b")
     pool.offer()
-    pool.say(0, StepDone(1))
+    pool.say(0, StepDone(1, TIMES))
     out = pool.exchange.lose(1, "test", pool.now_s)
     assert RollBack(1, 1, (0,)) in [one.message for one in out]
     assert all(one.instance == 0 for one in out)
@@ -205,7 +265,7 @@ def test_a_lost_owner_ends_its_requests() -> None:
     pool = connected("a", "b")
     pool.offer()
     pool.exchange.lose(0, "test", pool.now_s)
-    pool.say(1, StepDone(1))
+    pool.say(1, StepDone(1, TIMES))
     (record,) = pool.exchange.take_events().ended
     assert record.outcome is PrefillEnd.OWNER_LOST
 
@@ -214,8 +274,8 @@ def test_cancelled_and_declined() -> None:
     pool = connected("a", "b")
     pool.offer(1)
     pool.say(0, CancelMessage(1))
-    pool.say(0, StepDone(1))
-    out = pool.say(1, StepDone(1))
+    pool.say(0, StepDone(1, TIMES))
+    out = pool.say(1, StepDone(1, TIMES))
     assert Drop(1, (0, 1)) in [one.message for one in out]
     short = pool.say(1, OfferMessage(2**32 + 2, IDS[:4], 3, 0.0, None))
     assert len(of_kind(short, Decline)) == 1
@@ -227,10 +287,10 @@ def test_cancelled_while_it_is_collected() -> None:
     pool = connected("a", "b")
     pool.offer()
     for instance in (0, 1):
-        pool.say(instance, StepDone(1))
+        pool.say(instance, StepDone(1, TIMES))
     pool.say(0, CancelMessage(1))
     for instance in (0, 1):
-        pool.say(instance, StepDone(2))
+        pool.say(instance, StepDone(2, TIMES))
     (record,) = pool.exchange.take_events().ended
     assert record.outcome is PrefillEnd.CANCELLED
     assert pool.exchange.status(pool.now_s).requests_collected == 0
@@ -260,8 +320,8 @@ def test_what_makes_no_sense_is_its_senders_fault_alone(message: Message) -> Non
 
 def test_strangers_and_late_answers() -> None:
     pool = connected("a", "b")
-    assert pool.say(9, StepDone(1)) == []
-    assert pool.say(0, StepDone(1)) == []
+    assert pool.say(9, StepDone(1, TIMES)) == []
+    assert pool.say(0, StepDone(1, TIMES)) == []
     assert pool.exchange.lose(9, "test", pool.now_s) == []
 
 
@@ -273,7 +333,7 @@ def test_costs_follow_what_chunks_take() -> None:
         sequence = first.message.chunk.sequence
         pool.wait(4.0)
         for instance in (0, 1):
-            pool.say(instance, StepDone(sequence))
+            pool.say(instance, StepDone(sequence, TIMES))
         for instance in (1, 0):
-            pool.say(instance, StepDone(sequence + 1))
+            pool.say(instance, StepDone(sequence + 1, TIMES))
     assert pool.exchange.status(pool.now_s).cost_scale == pytest.approx(4.0 / 2.05)

@@ -19,6 +19,8 @@ from sglang_ext.policy.cdsp.coordination import (
     RunChunk,
 )
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move
+from sglang_ext.policy.handshake.head_mapping import HeadLayout
+from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     CancelMessage,
@@ -34,11 +36,13 @@ from sglang_ext.sequence_parallel.messages import (
     Report,
     StepDone,
     StepFailed,
+    Streamed,
     VersionError,
     Welcome,
     decode,
     encode,
 )
+from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 counts = st.integers(0, 2**50)
 times = st.floats(0, 1e9)
@@ -53,20 +57,25 @@ layouts = st.builds(
 )
 chunks = st.builds(RunChunk, counts, counts, counts, layouts, counts)
 reports = st.builds(MemberReport, times, counts)
+layouts_of_heads = st.builds(
+    lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)
+)
+destinations = st.lists(st.builds(Destination, counts, texts, counts, layouts_of_heads, counts), max_size=2).map(tuple)
 messages = st.one_of(
     st.builds(Hello, st.just(PROTOCOL_VERSION), texts, texts, texts, st.integers(1, 200), st.integers(1, 128), reports),
     st.builds(Welcome, counts, texts, counts, times),
     st.builds(Refusal, reasons),
     st.just(Heartbeat()),
     st.builds(Report, reports),
-    st.builds(OfferMessage, counts, several, counts, times, st.none() | st.floats(-1e9, 1e9)),
+    st.builds(OfferMessage, counts, several, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
     st.builds(CancelMessage, counts),
-    st.builds(StepDone, counts),
+    st.builds(StepDone, counts, st.builds(StepTimes, times, times, times)),
     st.builds(StepFailed, counts, reasons),
     st.builds(MeshBuilt, counts),
     st.builds(MeshFailed, counts, reasons),
     st.builds(BuildMesh, counts, several),
-    st.builds(ChunkOrder, chunks, several),
+    st.builds(ChunkOrder, chunks, several, destinations),
+    st.builds(Streamed, counts, counts, st.booleans()),
     st.builds(Collect, counts, counts, counts, counts, several, moves, counts),
     st.builds(RollBack, counts, counts, several),
     st.builds(Drop, counts, several),

@@ -7,7 +7,7 @@ from sglang_ext.policy.handshake.records import ReceiveRecord, SendRecord, Trans
 from sglang_ext.sglang_plugin.handshake.metrics import TransferMetrics
 
 TOTALS = EndpointTotals(1000, 5, 1, 2, 3, 4, 5, 6, 7, 8)
-SENT = SendResult(SendRecord(1, "d", TransferOutcome.COMPLETE, "", 1, 2, 0.5, 2.0, 1.0, 3.0, 0), 1000)
+SENT = SendResult(SendRecord(1, "d", TransferOutcome.COMPLETE, "", 1, 2, 1, 0.5, 2.0, 1.0, 3.0, 0), 1000)
 RECEIVED = ReceiveRecord(2, TransferOutcome.PEER_LOST, "gone", 1, 0, 8, None, 0.25, None, 0)
 
 

@@ -6,6 +6,7 @@ One prefill rank with three heads, two decode ranks that hold them as two and on
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,8 +18,10 @@ import pytest
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
+from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from sglang_ext.sglang_plugin.handshake.rank_pairing import cpu_head_layout
 from sglang_ext.sglang_plugin.handshake.refused_rooms import RefusedRooms
 from support.handshake_process import Pool, PoolShape, wait_until
@@ -58,6 +61,7 @@ class Rank:
             attn_tp_rank=rank,
             kv_args=SimpleNamespace(page_size=PAGE, kv_data_ptrs=[0] * 2 * LAYERS),
             request_status={},
+            attempts={},
             failure_records={},
             failure_lock=threading.Lock(),
             transfer_infos={},
@@ -287,3 +291,92 @@ def test_a_decode_rank_that_vanishes_is_noticed_within_its_lease(ranks: tuple[Ra
     one.endpoint._loop.close()  # no farewell
     sender.init(2, 0)
     wait_until(reaches(sender, FAILED))
+
+
+def shared(ranks: tuple[Rank, Rank, Rank]) -> tuple[Any, list[Any], tuple[Any, ...]]:
+    """A request that a long pool may compute, invited by both decode ranks, and where members send to."""
+    prefill, *decode = ranks
+    prefill.manager.shared_from_tokens = 8
+    sender = prefill.sender()
+    receivers = [rank.receiver(prefill) for rank in decode]
+    for receiver in receivers:
+        receiver.send_metadata(np.array([1, 2, 3], np.int32), 1, [], decode_prefix_len=0)
+    wait_until(reaches(sender, WAITING))
+    sender.init(3, 0)
+    destinations, targets = sender.share(4, np.arange(40, 44))
+    assert [target.head_count for target in targets] == [2, 1]
+    return sender, receivers, destinations
+
+
+def check_shared(ranks: tuple[Rank, Rank, Rank], sender: Any, receivers: list[Any]) -> None:
+    prefill, *decode = ranks
+    wait_until(lambda: {polled.poll() for polled in (*receivers, sender)} == {SUCCESS})
+    for rank, (first, count) in zip(decode, ((0, 2), (2, 1)), strict=True):
+        for layer in range(LAYERS):
+            have = rows(rank, layer, list(range(4, 16)), first, count)
+            np.testing.assert_array_equal(have, rows(prefill, layer, list(range(40, 52)), first, count))
+    for ended in (*receivers, sender):
+        ended.clear()
+    for rank in ranks:
+        assert rank.manager.attempts == {}
+        assert rank.endpoint.receive_status(ROOM) is None
+        assert rank.endpoint.totals().unsettled_permits == 0
+
+
+def test_members_send_a_part_of_a_request(ranks: tuple[Rank, Rank, Rank]) -> None:
+    sender, receivers, destinations = shared(ranks)
+    with ExitStack() as stack:
+        helper = Rank(stack, 0, 1, seed=1)  # what it has computed is the same
+        for destination, (first, count) in zip(destinations, ((0, 2), (2, 1)), strict=True):
+            handle = helper.endpoint.open_sender(destination.room, destination.receiver, is_helper=True)
+            shard = KVShard((TokenSpan(4, 10),), first, count, 0, LAYERS)
+            chunk = handle.offer(SourceChunk(shard, np.arange(44, 50, dtype=np.uint32), None))
+            handle.part(chunk, PartRows(0, LAYERS, 0, 6, False))
+        sender.go_on_alone([range(10)])
+        sender.send(np.array([10, 11, 12]), [], num_kv_tokens=12)
+        check_shared(ranks, sender, receivers)
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_a_member_that_fails_leaves_the_request_to_its_owner(ranks: tuple[Rank, Rank, Rank], is_computed: bool) -> None:
+    sender, receivers, destinations = shared(ranks)
+    with ExitStack() as stack:
+        helper = Rank(stack, 0, 1, seed=1)
+        handle = helper.endpoint.open_sender(ROOM, destinations[0].receiver, is_helper=True)
+        handle.offer(
+            SourceChunk(KVShard((TokenSpan(4, 10),), 0, 2, 0, LAYERS), np.arange(44, 50, dtype=np.uint32), None)
+        )
+        if is_computed:
+            sender.go_on_alone([range(10)])
+            sender.send(np.array([10, 11, 12]), [], num_kv_tokens=12)
+        handle.restart("a chunk has failed")
+        for _ in range(20):
+            assert FAILED not in [polled.poll() for polled in (*receivers, sender)]
+            time.sleep(0.01)
+    if not is_computed:
+        sender.send_anew("a member has failed")
+        sender.go_on_alone(())
+        sender.send(np.array([10, 11, 12]), [], num_kv_tokens=12)
+    else:
+        sender.send_anew("the other decode rank misses rows, too")
+    check_shared(ranks, sender, receivers)
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_a_request_is_aborted_between_two_attempts(ranks: tuple[Rank, Rank, Rank], is_decode: bool) -> None:
+    sender, receivers, _ = shared(ranks)
+    sender.send_anew("a member has failed")
+    for rank in ranks[1:]:
+        wait_until(lambda rank=rank: rank.endpoint.receive_status(ROOM).is_released)  # type: ignore[misc]
+    if is_decode:
+        for receiver in receivers:
+            receiver.abort()
+        wait_until(reaches(sender, FAILED))
+    else:
+        sender.abort()
+        for receiver in receivers:
+            wait_until(reaches(receiver, FAILED))
+            receiver.ensure_abort_notified(force_arm=True)
+    for rank in ranks[1:]:
+        wait_until(lambda rank=rank: rank.manager.is_abort_release_safe(ROOM, 1))  # type: ignore[misc]
+        assert rank.endpoint.totals().receiving == 0

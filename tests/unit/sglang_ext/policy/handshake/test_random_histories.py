@@ -1,9 +1,10 @@
 """Random histories: messages lost, repeated, delayed and reordered, processes crash, requests are aborted at any time.
 
-What the world checks at every step: KV is written to slots of its own request only, a ready request has every byte
-in its place, no backend takes two chunks at a time or gets lost, and a backend that a request does not hold yet goes
-to the earliest first handshake that has a chunk waiting. At the end of every history the world does its work without
-faults and everything must end, with nothing held, allowed or occupied.
+Half of the requests have helpers: when one of those fails, the request begins again in the same slots, and its owner
+sends everything. What the world checks at every step: KV is written to slots of its own request only, a ready request
+has every byte in its place, no backend takes two chunks at a time or gets lost, and a backend that a request does not
+hold yet goes to the earliest first handshake that has a chunk waiting. At the end of every history the world does its
+work without faults and everything must end, with nothing held, allowed or occupied.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Histories(RuleBasedStateMachine):
         whole = KVShard((TokenSpan(first, first + tokens),), 1, random.choice((1, 2)), 3, random.choice((1, 2)), True)
         whole = whole._replace(has_aux=random.random() < 0.7)
         shards = split_request(random, whole, senders)
-        self.world.add_request(room, whole, shards)
+        owner = random.choice(senders) if random.random() < 0.5 else None
+        self.world.add_request(room, whole, shards, owner)
         for address in senders:
             self.world.start_sender(address, room, self.next_epoch, tells_count=tells_count)
             self.next_epoch += 1
@@ -159,6 +161,18 @@ class Histories(RuleBasedStateMachine):
         self.world.abort_sender(*choice.choice(list(self.world.machines)))
 
     @rule(choice=st.randoms(use_true_random=False))
+    @precondition(lambda self: any(self.world.rooms[room].owner is not None for _, room in self.world.machines))
+    def restart_sender(self, choice: Random) -> None:
+        helped = [key for key in self.world.machines if self.world.rooms[key[1]].owner is not None]
+        self.world.restart_sender(*choice.choice(helped))
+
+    @rule(choice=st.randoms(use_true_random=False))
+    @precondition(lambda self: self.world.can_begin_again())
+    def begin_again(self, choice: Random) -> None:
+        self.world.begin_again(choice.choice(self.world.can_begin_again()), self.next_epoch)
+        self.next_epoch += 1
+
+    @rule(choice=st.randoms(use_true_random=False))
     @precondition(lambda self: self.world.rooms)
     def cancel(self, choice: Random) -> None:
         self.world.cancel(choice.choice(list(self.world.rooms)))
@@ -196,6 +210,38 @@ def test_without_crashes_every_request_is_complete(backends: int | None, senders
     assert [state.outcome for state in world.rooms.values()] == ["ready"] * 3
     assert {record.outcome for record in world.send_records} == {TransferOutcome.COMPLETE}
     assert len(world.send_records) == 3 * senders
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+def test_whoever_helps_may_go_at_any_time(seed: int, loss: float) -> None:
+    random = Random(f"{seed} {loss}")
+    world = World(quick_options(random.choice((None, 1, 2))), can_fence=random.random() < 0.7)
+    whole = KVShard((TokenSpan(0, 12),), 0, 2, 0, 2, True)
+    addresses = [f"prefill-{index}:1" for index in range(4)]
+    world.add_request(1, whole, split_request(random, whole, addresses), owner=addresses[0])
+    for index, address in enumerate(addresses):
+        world.start_sender(address, 1, index)
+    assert world.expect(1)
+    for _ in range(random.randrange(40)):
+        step = random.randrange(4)
+        if step == 0 and world.network:
+            world.deliver(random.randrange(len(world.network)))
+        elif step == 1 and world.writes:
+            world.end_write(random.choice(list(world.writes)))
+        else:
+            key = random.choice(list(world.machines))
+            if world.can_offer(*key):
+                world.offer(*key)
+            elif world.can_compute(*key):
+                world.compute(*key)
+    gone = random.sample(addresses[1:], random.randint(1, 3))
+    for address in gone:
+        world.crash_sender(address)
+    if any((address, 1) not in world.heard for address in gone):
+        world.restart_sender(addresses[0], 1)  # decode has never heard of it: who has sent for it, tells
+    world.settle(random, loss)
+    assert [state.outcome for state in world.rooms.values()][-1] == "ready"
 
 
 def test_the_world_notices_a_write_to_a_slot_of_somebody_else() -> None:

@@ -81,7 +81,7 @@ def test_one_chunk_of_two_parts() -> None:
     assert actions[0] == ChunkStored(0)
     assert messages(actions) == [SenderReport(1, "p", 5, 2, 1, (), True, 1, 1, 2, 6.0)]
     ended = record(machine.on_report(answer(accepted=1, stored=1, is_last_known=True), 7.0))
-    assert ended == SendRecord(1, "d", TransferOutcome.COMPLETE, "", 1, 2, 3.0, 2.0, 1.0, 4.0, 0)
+    assert ended == SendRecord(1, "d", TransferOutcome.COMPLETE, "", 1, 2, 0, 3.0, 2.0, 1.0, 4.0, 0)
     assert machine.is_over
 
 

@@ -1,0 +1,279 @@
+"""Prefills of one model by length and batch size on SGLang's model runner, in one process: a mode, and what it takes.
+
+    python -m gpu.buckets --model NAME --mode {grid,breakable,full} --out FILE [--lengths ...] [--batches ...]
+
+`grid` measures the ordinary path too, compares logits with it, and reports what the capture took; `breakable` and
+`full` are upstream's prefill graphs, with a bucket for every number of tokens of the grid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HAS_GPU = False
+
+
+def prepare_process() -> None:
+    """What must be so before SGLang is imported."""
+    global HAS_GPU
+    import torch
+
+    HAS_GPU = torch.cuda.is_available()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not HAS_GPU:
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        from sglang_ext.sglang_plugin import cpu_platform
+
+        cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
+
+
+def load_runner(folder: Path, mode: str, attention: str | None, lengths: list[int], batches: list[int]) -> Any:
+    """SGLang's model runner with weights of random numbers."""
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    options: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "disable_radix_cache": True,
+        "skip_tokenizer_init": True,
+        "sampling_backend": "pytorch",
+        "log_level": "error",
+        "max_running_requests": max(batches),
+        "random_seed": 7,
+    }
+    if HAS_GPU:
+        tokens = sorted({length * batch for length in lengths for batch in batches})
+        options |= {
+            "dtype": "bfloat16",
+            "attention_backend": attention or "triton",
+            "mem_fraction_static": 0.75,
+            "chunked_prefill_size": max(tokens),
+            "max_prefill_tokens": max(tokens),
+            "disable_decode_cuda_graph": True,
+            "cuda_graph_backend_prefill": "disabled" if mode == "grid" else mode,
+        }
+        if mode != "grid":
+            options["cuda_graph_bs_prefill"] = tokens
+    else:
+        options |= {
+            "device": "cpu",
+            "dtype": "float32",
+            "attention_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "max_total_tokens": 4096,
+        }
+    arguments = ServerArgs(**options)
+    one_batch.get_tokenizer = lambda *args, **kwargs: None
+    one_batch.suppress_other_loggers = lambda: None
+    ports = PortArgs.init_new(arguments)
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+        from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+
+        ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
+        publish(arguments, role="scheduler", ranks=ranks)
+        one_batch._init_process_global_configs()
+    else:
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(arguments)
+        one_batch.initialize_moe_config(arguments)
+        one_batch.initialize_fp8_gemm_config(arguments)
+        one_batch.initialize_fp4_gemm_config(arguments)
+    runner = one_batch.load_model(arguments, ports, 0, 0)[0]
+    return getattr(runner, "torch_runner", runner)
+
+
+class Prefills:
+    """Runs batches of random prompts and times the forward pass alone, from the batch to its logits."""
+
+    def __init__(self, model_runner: Any) -> None:
+        from sglang.benchmark import one_batch
+
+        self._one_batch = one_batch
+        self._runner = model_runner
+        self._forward = model_runner.forward
+        self._last_s = 0.0
+        model_runner.forward = self._timed
+
+    def run(self, length: int, requests: int, seed: int) -> tuple[Any, float]:
+        """Logits [requests, vocabulary] and seconds."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        high = min(10000, self._runner.model_config.vocab_size)
+        ids = torch.randint(5, high, (requests, length), generator=generator).tolist()
+        self._runner.req_to_token_pool.clear()
+        self._runner.token_to_kv_pool_allocator.clear()
+        batch = self._one_batch.prepare_synthetic_inputs_for_latency_test(requests, length, ids)
+        with torch.no_grad():
+            _, logits, _ = self._one_batch.extend(batch, self._runner)
+        return logits, self._last_s
+
+    def median_s(self, length: int, requests: int, repeats: int) -> float:
+        self.run(length, requests, 0)
+        self.run(length, requests, 1)
+        return statistics.median(self.run(length, requests, seed)[1] for seed in range(2, repeats + 2))
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        from gpu.ceilings import synchronize
+
+        synchronize()
+        started_s = time.perf_counter()
+        output = self._forward(*args, **kwargs)
+        synchronize()
+        self._last_s = time.perf_counter() - started_s
+        return output
+
+
+def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tuple[Any, dict[str, Any]]:
+    """A runner with all shapes captured, and what that took."""
+    import torch
+
+    from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
+    from sglang_ext.sglang_plugin.graphs.build import build_graphs
+    from sglang_ext.sglang_plugin.graphs.compatibility import conflict
+    from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
+    from sglang_ext_cuda_graphs.recorders import CudaRecorder, DirectRecorder
+
+    problem = conflict(model_runner)
+    if problem is not None:
+        raise SystemExit(f"the grid cannot be captured: {problem}")
+    eager = model_runner.eager_runner
+    runner = GridPrefillRunner(model_runner, model_runner.prefill_cuda_graph_runner or eager, eager)
+    free_bytes = torch.cuda.mem_get_info()[0] if HAS_GPU else 1 << 32
+    started_s = time.perf_counter()
+    graphs = build_graphs(
+        runner,
+        model_runner,
+        GraphOptions(Capture.START, tuple(lengths), tuple(batches), free_bytes / 1e9),
+        CudaRecorder() if HAS_GPU else DirectRecorder(),
+        free_bytes,
+    )
+    assert graphs is not None
+    count = len(graphs.captured)
+    capture = {
+        "graphs": count,
+        "seconds": time.perf_counter() - started_s,
+        "seconds_per_graph": max(cost.seconds for cost in graphs.costs),
+        "pool_bytes": graphs.pool_bytes,
+        "own_bytes_per_graph": (graphs.used_bytes - graphs.pool_bytes) / count,
+        "taken_bytes": free_bytes - torch.cuda.mem_get_info()[0] if HAS_GPU else 0,
+        "costs": [[*cost.shape, cost.pool_growth_bytes, cost.own_bytes, cost.seconds] for cost in graphs.costs],
+    }
+    runner.use(graphs)
+    return runner, capture
+
+
+def measure_grid(model_runner: Any, lengths: list[int], batches: list[int], repeats: int) -> dict[str, Any]:
+    """Ordinary path and grid, bucket by bucket, and the error between their logits."""
+    import torch
+
+    prefills = Prefills(model_runner)
+    largest = (max(lengths), max(batches))
+    prefills.run(*largest, 0)
+    eager_peak = 0
+    if HAS_GPU:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        prefills.run(*largest, 1)
+        eager_peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+    stock = model_runner.prefill_cuda_graph_runner
+    grid, capture = build_grid(model_runner, lengths, batches)
+    rows, errors, replays = [], [], 0
+    for length in lengths:
+        for requests in batches:
+            model_runner.prefill_cuda_graph_runner = stock
+            wanted, _ = prefills.run(length, requests, 99)
+            wanted = wanted.double().clone()
+            eager_s = prefills.median_s(length, requests, repeats)
+            model_runner.prefill_cuda_graph_runner = grid
+            got, _ = prefills.run(length, requests, 99)
+            errors.append(float((got.double() - wanted).norm() / wanted.norm()))
+            grid_s = prefills.median_s(length, requests, repeats)
+            rows.append({"length_tokens": length, "requests": requests, "eager_s": eager_s, "grid_s": grid_s})
+    replays = sum(grid.graphs.replays.values())
+    expected = len(rows) * (repeats + 3)
+    return {
+        "rows": rows,
+        "capture": {**capture, "eager_peak_bytes": eager_peak or None},
+        "worst_relative_error": max(errors),
+        "all_on_grid": replays == expected,
+    }
+
+
+def measure_upstream(
+    model_runner: Any, mode: str, lengths: list[int], batches: list[int], repeats: int
+) -> dict[str, Any]:
+    """One of upstream's graphs; a bucket that it ran eagerly is left out."""
+    prefills = Prefills(model_runner)
+    rows = []
+    runner = model_runner.prefill_cuda_graph_runner
+    if runner is None or runner is model_runner.eager_runner:
+        raise SystemExit(f"SGLang has made no {mode} graphs here")
+    executed = 0
+    stock = runner.execute
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal executed
+        executed += 1
+        return stock(*args, **kwargs)
+
+    runner.execute = counted
+    for length in lengths:
+        for requests in batches:
+            executed = 0
+            seconds = prefills.median_s(length, requests, repeats)
+            is_whole = executed == repeats + 2
+            rows.append({"length_tokens": length, "requests": requests, f"{mode}_s": seconds if is_whole else None})
+    return {"rows": rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--mode", choices=["grid", "breakable", "full"], required=True)
+    parser.add_argument("--attention", default=None, help="SGLang's attention backend (default: triton)")
+    parser.add_argument("--lengths", default="8,16,32,64,128,256")
+    parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    lengths = [int(part) for part in arguments.lengths.split(",")]
+    batches = [int(part) for part in arguments.batches.split(",")]
+    prepare_process()
+    from gpu.ceilings import measure
+    from gpu.model_shapes import write_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(arguments.model, Path(folder))
+        device = measure()
+        runner = load_runner(Path(folder), arguments.mode, arguments.attention, lengths, batches)
+        if arguments.mode == "grid":
+            found = measure_grid(runner, lengths, batches, arguments.repeats)
+        else:
+            found = measure_upstream(runner, arguments.mode, lengths, batches, arguments.repeats)
+    found |= {
+        "device": device.name,
+        "read_bytes_per_s": device.ceilings.read_bytes_per_s,
+        "operations_per_s": device.ceilings.operations_per_s,
+        "copy_bytes_per_s": device.copy_bytes_per_s,
+    }
+    arguments.out.write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Packs SGLang for a GPU machine without a network: wheels from the package index, trimmed, in one archive.
+
+    python bench/gpu/bundle.py OUT          writes OUT/bundle-N.tar.gz, each below 56 MiB
+    for f in bundle-*.tar.gz; do tar xzf $f -C /tmp; done
+    PYTHONPATH=/tmp/site TVM_FFI_CACHE_DIR=/tmp/jit HF_HUB_OFFLINE=1 python3 bench/h200.py
+
+For Python 3.12 with torch 2.11 and triton 3.6 for CUDA 13, which are there already. Left out: kernels that other
+attention backends need (FlashAttention 3, FlashMLA; `--attention-backend triton` or `flashinfer` do without), those of
+other architectures, and files that nothing here imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+# transformers 5.17 and SGLang 0.5.17 do not go together, hence an older one.
+PACKAGES = (
+    *("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer_python==0.6.15.post1", "apache-tvm-ffi==0.1.11"),
+    *("transformers==5.12.1", "tokenizers==0.22.2", "xgrammar==0.2.1", "compressed-tensors==0.20.0"),
+    *("loguru==0.7.3", "gguf==0.19.0", "pydantic==2.14.3", "pydantic-core==2.50.4", "annotated-types==0.8.0"),
+    *("typing-inspection==0.4.5", "fastapi==0.121.3", "starlette==0.49.3", "uvicorn==0.54.0"),
+    *("python-multipart==0.0.34", "orjson==3.13.0", "pyzmq==27.3.0", "msgspec==0.22.0", "pybase64==1.5.1"),
+    *("setproctitle==1.3.8", "dill==0.4.1", "openai==2.6.1", "sniffio==1.3.1", "distro==1.9.0"),
+    *("partial-json-parser==0.2.1.1.post7", "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1"),
+    *("referencing==0.37.0", "rpds-py==2026.9.1", "soundfile==0.13.1", "cffi==2.1.1", "pycparser==3.12"),
+    *("ipython==9.18.1", "traitlets==5.16.1"),
+)
+LEFT_OUT = (
+    *("sgl_kernel/flash_ops", "sgl_kernel/flashmla_ops", "sgl_kernel/infllm_ops", "sgl_kernel/sm100/"),
+    *("sglang/srt/server/_core.", "sglang/srt/grpc/_core.", "sglang/srt/multimodal/_core."),
+    *("sglang/multimodal_gen/", "sglang/test/", "tools/", "triton_kernels/"),
+    *(f"flashinfer/data/cutlass/{name}" for name in ("test", "examples", "docs", "media")),
+    *("build_utils.py", "build_backend.py", "xgrammar/lib/", "xgrammar/include/"),
+)
+GLIBC_MINORS = (39, 38, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+LIMIT_BYTES = 56 * 2**20
+STRIPPED_FROM_BYTES = 2**20
+
+
+def platforms() -> list[str]:
+    """pip takes each name of a platform exactly."""
+    names = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS]
+    return names + [f"manylinux{name}_x86_64" for name in ("2014", "2010", "1")]
+
+
+def download(folder: Path, packages: Sequence[str]) -> None:
+    """Wheels for the other machine into `folder`. Raises subprocess.CalledProcessError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    command += ["--python-version", "3.12", "--implementation", "cp"]
+    for name in platforms():
+        command += ["--platform", name]
+    subprocess.run([*command, "-d", str(folder), *packages], check=True)
+
+
+def normalised(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+def unpack(wheels: Iterable[Path], site: Path, packages: Sequence[str]) -> None:
+    """The wanted parts of the wanted wheels. Raises ValueError naming a package without a wheel."""
+    missing = {(normalised(name), version) for name, _, version in (one.partition("==") for one in packages)}
+    for wheel in sorted(wheels):
+        name, version = wheel.name.split("-")[:2]
+        if (normalised(name), version) not in missing:
+            continue
+        missing.discard((normalised(name), version))
+        with zipfile.ZipFile(wheel) as archive:
+            for entry in archive.infolist():
+                if not entry.filename.startswith(LEFT_OUT) and ".data/" not in entry.filename:
+                    archive.extract(entry, site)
+    if missing:
+        raise ValueError(f"no wheel of {', '.join('=='.join(one) for one in sorted(missing))}")
+
+
+def strip(site: Path) -> None:
+    """Debugging symbols; what holds GPU code or came repaired is left as it is."""
+    for library in site.rglob("*.so*"):
+        is_left = "common_ops" in library.name or ".libs" in str(library)
+        if not is_left and library.stat().st_size > STRIPPED_FROM_BYTES:
+            subprocess.run(["strip", "--strip-debug", str(library)], check=False)
+
+
+def divide(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Names into as few parts of at most `limit` as first-fit makes of them, largest first; one that is larger is
+    alone."""
+    parts: list[list[str]] = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        fitting = (part for part in parts if sum(sizes[one] for one in part) + sizes[name] <= limit)
+        part = next(fitting, None)
+        if part is None:
+            parts.append(part := [])
+        part.append(name)
+    return parts
+
+
+def write_archive(target: Path | io.BytesIO, site: Path, names: Iterable[str]) -> None:
+    """A compressed archive of these entries of `site`."""
+    options = {"fileobj": target} if isinstance(target, io.BytesIO) else {"name": target}
+    with tarfile.open(mode="w:gz", compresslevel=6, **options) as archive:  # type: ignore[call-overload]
+        for name in sorted(names):
+            archive.add(site / name, f"site/{name}")
+
+
+def packed_bytes(site: Path, name: str) -> int:
+    buffer = io.BytesIO()
+    write_archive(buffer, site, [name])
+    return buffer.tell()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--wheels", type=Path, default=None, help="where wheels are kept (default: OUT/wheels)")
+    arguments = parser.parse_args()
+    wheels, site = arguments.wheels or arguments.out / "wheels", arguments.out / "site"
+    download(wheels, PACKAGES)
+    shutil.rmtree(site, ignore_errors=True)
+    unpack(wheels.glob("*.whl"), site, PACKAGES)
+    strip(site)
+    for old in arguments.out.glob("bundle-*.tar.gz"):
+        old.unlink()
+    sizes = {entry.name: packed_bytes(site, entry.name) for entry in site.iterdir()}
+    for number, names in enumerate(divide(sizes, LIMIT_BYTES), 1):
+        path = arguments.out / f"bundle-{number}.tar.gz"
+        write_archive(path, site, names)
+        print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What the measurements should show, and whether they do: pure, so that a dry run exercises all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+SMALL_TOKENS = 128
+
+
+class Verdict(NamedTuple):
+    """One aim. `value` None: not measured."""
+
+    aim: str
+    bound: float
+    is_at_most: bool
+    value: float | None
+
+    @property
+    def holds(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.bound if self.is_at_most else self.value >= self.bound
+
+    def line(self) -> str:
+        word = {True: "yes", False: "NO ", None: "-  "}[self.holds]
+        sign = "<=" if self.is_at_most else ">="
+        value = "not measured" if self.value is None else f"{self.value:.3g}"
+        return f"{word} {self.aim:<64} {value:>12} {sign} {self.bound:g}"
+
+
+def bucket_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """`rows`: `length_tokens`, `requests`, `floor_s`, `grid_s`, `eager_s`, `breakable_s`, `full_s`; None or absent
+    where not measured. Worst of the buckets each."""
+
+    def worst(ratios: list[float], is_at_most: bool) -> float | None:
+        return (max if is_at_most else min)(ratios) if ratios else None
+
+    measured = [row for row in rows if row.get("grid_s")]
+    small = [row for row in measured if row["length_tokens"] * row["requests"] <= SMALL_TOKENS]
+    large = [row for row in measured if row["length_tokens"] * row["requests"] > SMALL_TOKENS]
+    upstream = [
+        min(row[name] for name in ("breakable_s", "full_s") if row.get(name)) / row["grid_s"]
+        for row in measured
+        if row.get("breakable_s") or row.get("full_s")
+    ]
+    over_eager = [row["eager_s"] / row["grid_s"] for row in small if row.get("eager_s")]
+    return [
+        Verdict(
+            "time over the floor, up to 128 tokens",
+            1.25,
+            True,
+            worst([row["grid_s"] / row["floor_s"] for row in small], True),
+        ),
+        Verdict("faster than eager, up to 128 tokens", 1.5, False, worst(over_eager, False)),
+        Verdict(
+            "time over the floor, above 128 tokens",
+            1.5,
+            True,
+            worst([row["grid_s"] / row["floor_s"] for row in large], True),
+        ),
+        Verdict("speed over the faster of upstream's", 0.98, False, worst(upstream, False)),
+    ]
+
+
+def capture_verdicts(capture: Mapping[str, Any] | None) -> list[Verdict]:
+    """`capture`: `own_bytes_per_graph`, `pool_bytes`, `eager_peak_bytes`, `seconds_per_graph`, `seconds`."""
+
+    def of(name: str, scale: float = 1.0) -> float | None:
+        return None if capture is None or capture.get(name) is None else capture[name] / scale
+
+    pool, peak = of("pool_bytes"), of("eager_peak_bytes")
+    return [
+        Verdict("MB per graph beyond the shared pool", 20, True, of("own_bytes_per_graph", 1e6)),
+        Verdict("shared pool over the eager peak", 1.1, True, pool / peak if pool and peak else None),
+        Verdict("s per graph", 0.5, True, of("seconds_per_graph")),
+        Verdict("s for the whole grid", 30, True, of("seconds")),
+    ]
+
+
+def kernel_verdicts(kernels: Mapping[str, float]) -> list[Verdict]:
+    """`kernels`: the ratios that `kernels.py` measures, absent where not measured."""
+    aims = (
+        ("flashinfer with log-sum-exp over without, blocks of 4k and more", "flashinfer_ratio", 0.9),
+        ("Triton on striped shards over FlashAttention 2", "striped_ratio", 0.8),
+        ("merge over copy bandwidth", "merge_ratio", 0.85),
+        ("gather over copy bandwidth", "gather_ratio", 0.85),
+        ("scatter over copy bandwidth", "scatter_ratio", 0.85),
+    )
+    return [Verdict(aim, bound, False, kernels.get(name)) for aim, name, bound in aims]

@@ -1,0 +1,153 @@
+"""The captured prefills of an instance: which shape a batch runs on, its capture when that is due, its replay.
+
+Every shape's computation reads the leading part of the same static tensors and leaves hidden states of its tokens in
+the leading rows of one output, so a graph has nothing of its own but its nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from sglang_ext.policy.graph_grid import GraphGrid
+from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext_cuda_graphs.capture_plan import tokens
+from sglang_ext_cuda_graphs.fallback import Fallback
+from sglang_ext_cuda_graphs.memory_ledger import CaptureCost, MemoryLedger
+from sglang_ext_cuda_graphs.recorders import Recorder, Recording
+from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_
+
+# Up to about so many tokens a prefill takes the time of reading the weights, so padding is free.
+FREE_TOKENS = 256
+# As in SGLang's own prefill graphs.
+MAX_PADDING_FACTOR = 2
+
+Forward = Callable[[GraphShape, PaddedBatch], torch.Tensor]
+
+
+class PrefillGraphs:
+    """Graphs of one model on one device.
+
+    `forward(shape, batch)` computes hidden states [tokens of the shape, hidden] from static tensors; it is called
+    while a shape is recorded. `shapes` are in the order of capture. Raises ValueError without shapes.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[GraphShape],
+        forward: Forward,
+        recorder: Recorder,
+        ledger: MemoryLedger,
+        output: torch.Tensor,
+        max_prefix_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`output` [tokens of the largest shape, hidden]; `max_prefix_tokens`: of all prefixes of a batch."""
+        if not shapes:
+            raise ValueError("a grid of graphs needs at least one shape")
+        most_tokens = max(tokens(shape) for shape in shapes)
+        if output.shape[0] < most_tokens:
+            raise ValueError(f"an output of {output.shape[0]} rows does not hold {most_tokens} tokens")
+        self._order = tuple(shapes)
+        self._forward = forward
+        self._recorder = recorder
+        self._ledger = ledger
+        self._clock = clock
+        self._output = output
+        self._static = allocate(most_tokens, max(shape.requests for shape in shapes), max_prefix_tokens, output.device)
+        self._recordings: dict[GraphShape, Recording] = {}
+        self._left_out: set[GraphShape] = set()
+        self.grid = GraphGrid(shapes)
+        self.replays: Counter[GraphShape] = Counter()
+        self.fallbacks: Counter[Fallback] = Counter()
+
+    @property
+    def captured(self) -> frozenset[GraphShape]:
+        return frozenset(self._recordings)
+
+    @property
+    def costs(self) -> Sequence[CaptureCost]:
+        return self._ledger.costs
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._ledger.pool_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._ledger.used_bytes
+
+    def capture_all(self) -> Iterator[GraphShape]:
+        """Capture every shape that the budget allows, one at each step; those that it does not leave the grid."""
+        for shape in self._order:
+            self._capture(shape)
+            yield shape
+
+    def choose(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> GraphShape | Fallback:
+        """The shape for a batch with these lengths, in tokens, or why none. Changes nothing."""
+        shape = self.grid.nearest(max(new_lens), len(new_lens))
+        if shape is None:
+            return Fallback.MEMORY if self._fits_left_out(max(new_lens), len(new_lens)) else Fallback.TOO_LARGE
+        if tokens(shape) > max(FREE_TOKENS, MAX_PADDING_FACTOR * sum(new_lens)):
+            return Fallback.PADDING
+        if sum(prefix_lens) > self._static.kv_indices.numel():
+            return Fallback.PREFIXES
+        return shape
+
+    def make_ready(self, shape: GraphShape) -> bool:
+        """Capture a shape that has not been captured yet; False where the budget does not allow it."""
+        return shape in self._recordings or self._capture(shape)
+
+    def load(self, shape: GraphShape, batch: RaggedBatch) -> PaddedBatch:
+        """Put a batch into the static tensors of a shape that it fits."""
+        padded = self._static.of(tokens(shape), shape.requests)
+        pad_batch_(padded, batch)
+        return padded
+
+    def replay(self, shape: GraphShape) -> torch.Tensor:
+        """Hidden states [tokens of the shape, hidden] of the batch that was loaded; valid until the next replay.
+
+        Raises KeyError for a shape that was not captured.
+        """
+        self._recordings[shape].replay()
+        self.replays[shape] += 1
+        return self._output[: tokens(shape)]
+
+    def _capture(self, shape: GraphShape) -> bool:
+        if not self._ledger.can_capture(shape):
+            self._left_out.add(shape)
+            self.grid = GraphGrid(set(self.grid.shapes) - {shape})
+            return False
+        batch = self._static.of(tokens(shape), shape.requests)
+        self._load_dummy(batch, shape)
+        output = self._output[: tokens(shape)]
+
+        def compute() -> None:
+            output.copy_(self._forward(shape, batch))
+
+        started_s = self._clock()
+        self._recorder.warm_up(compute)
+        before = self._recorder.memory()
+        self._recordings[shape] = self._recorder.record(compute)
+        after, ended_s = self._recorder.memory(), self._clock()
+        growth = after.allocator_bytes - before.allocator_bytes
+        own = after.used_bytes - before.used_bytes - growth
+        self._ledger.note(CaptureCost(shape, max(0, growth), max(0, own), ended_s - started_s))
+        return True
+
+    def _fits_left_out(self, length_tokens: int, requests: int) -> bool:
+        return any(shape.length_tokens >= length_tokens and shape.requests >= requests for shape in self._left_out)
+
+    @staticmethod
+    def _load_dummy(batch: PaddedBatch, shape: GraphShape) -> None:
+        """A full batch of new prompts whose KV goes to slot 0, which is nobody's."""
+        for tensor in batch:
+            tensor.zero_()
+        batch.new_lens.fill_(shape.length_tokens)
+        batch.total_lens.fill_(shape.length_tokens)
+        steps = torch.arange(shape.requests + 1, device=batch.ids.device) * shape.length_tokens
+        batch.starts.copy_(steps[:-1])
+        batch.qo_indptr.copy_(steps)
+        batch.positions.copy_(torch.arange(tokens(shape), device=batch.ids.device) % shape.length_tokens)

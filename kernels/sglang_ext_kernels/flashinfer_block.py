@@ -1,0 +1,38 @@
+"""flashinfer's attention of one request for blocks that are seen whole or along the diagonal, where it is installed.
+
+Ring blocks of zigzag shards are of these two kinds. flashinfer's log-sum-exp is to base 2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache
+
+import torch
+
+
+@cache
+def is_installed() -> bool:
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+def can_run(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether flashinfer has a kernel for these: 16-bit elements and heads of 64, 128 or 256 on a CUDA device."""
+    return (
+        q.is_cuda
+        and is_installed()
+        and q.dtype in {torch.float16, torch.bfloat16}
+        and q.shape[-1] in {64, 128, 256}
+        and v.shape[-1] == q.shape[-1]
+    )
+
+
+def flashinfer_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attention_block` without a mask; with `is_causal` there are as many keys as queries."""
+    import flashinfer  # type: ignore[import-not-found, unused-ignore]
+
+    out, lse = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=is_causal, sm_scale=scale, return_lse=True)
+    return out.float(), lse.float().mul_(math.log(2.0))

@@ -1,0 +1,78 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: N803 (capitals are Triton's compile-time constants)
+"""A ragged batch into the static tensors of a captured shape: tokens, request slots and prefix indices."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TOKENS = 1024
+_PREFIX_TOKENS = 1024
+
+
+@triton.jit
+def _pad_tokens(
+    ids, positions, cache_slots, static_ids, static_positions, static_cache_slots, tokens, padded, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = at < tokens
+    inside = at < padded
+    tl.store(static_ids + at, tl.load(ids + at, mask=is_real, other=0), mask=inside)
+    tl.store(static_positions + at, tl.load(positions + at, mask=is_real, other=0), mask=inside)
+    tl.store(static_cache_slots + at, tl.load(cache_slots + at, mask=is_real, other=0), mask=inside)
+
+
+@triton.jit
+def _pad_requests(
+    rows, new_lens, prefix_lens, static_rows, static_new, static_prefix, static_total, static_start, qo_indptr,
+    kv_indptr, requests, padded, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    is_real = at < requests
+    inside = at < padded
+    new = tl.load(new_lens + at, mask=is_real, other=0).to(tl.int64)
+    prefix = tl.load(prefix_lens + at, mask=is_real, other=0).to(tl.int64)
+    qo_end = tl.cumsum(new, 0)
+    kv_end = tl.cumsum(prefix, 0)
+    tl.store(static_rows + at, tl.load(rows + at, mask=is_real, other=0).to(tl.int64), mask=inside)
+    tl.store(static_new + at, new, mask=inside)
+    tl.store(static_prefix + at, prefix, mask=inside)
+    tl.store(static_total + at, new + prefix, mask=inside)
+    tl.store(static_start + at, qo_end - new, mask=inside)
+    tl.store(qo_indptr + at + 1, qo_end, mask=inside)
+    tl.store(kv_indptr + at + 1, kv_end.to(tl.int32), mask=inside)
+    tl.store(qo_indptr + at, qo_end - new, mask=at == 0)
+    tl.store(kv_indptr + at, (kv_end - prefix).to(tl.int32), mask=at == 0)
+
+
+@triton.jit
+def _prefix_indices(table, table_stride, rows, prefix_lens, kv_indptr, kv_indices, BLOCK: tl.constexpr):
+    request = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(prefix_lens + request)
+    row = tl.load(rows + request).to(tl.int64)
+    first = tl.load(kv_indptr + request).to(tl.int64)
+    slot = tl.load(table + row * table_stride + at, mask=inside, other=0)
+    tl.store(kv_indices + first + at, slot.to(tl.int64), mask=inside)
+
+
+def pad_batch(live: tuple[torch.Tensor, ...], static: tuple[torch.Tensor, ...], longest_prefix_tokens: int) -> None:
+    """See `sglang_ext_kernels.padded_batch`; the tensors of `RaggedBatch` and of `PaddedBatch`, in their order."""
+    ids, positions, cache_slots, rows, new_lens, prefix_lens, table = live
+    static_ids, static_positions, static_cache_slots = static[:3]
+    static_rows, static_new, static_prefix, static_total, static_start, qo_indptr, kv_indptr, kv_indices = static[3:]
+    padded_tokens, padded_requests, requests = static_ids.numel(), static_rows.numel(), rows.numel()
+    _pad_tokens[(triton.cdiv(padded_tokens, _TOKENS),)](
+        ids, positions, cache_slots, static_ids, static_positions, static_cache_slots, ids.numel(), padded_tokens,
+        BLOCK=_TOKENS,
+    )  # fmt: skip
+    _pad_requests[(1,)](
+        rows, new_lens, prefix_lens, static_rows, static_new, static_prefix, static_total, static_start, qo_indptr,
+        kv_indptr, requests, padded_requests, BLOCK=triton.next_power_of_2(padded_requests), num_warps=1,
+    )  # fmt: skip
+    if longest_prefix_tokens:
+        _prefix_indices[(requests, triton.cdiv(longest_prefix_tokens, _PREFIX_TOKENS))](
+            table, table.stride(0), static_rows, static_prefix, kv_indptr, kv_indices, BLOCK=_PREFIX_TOKENS
+        )

@@ -1,0 +1,91 @@
+"""A ragged prefill batch in the static tensors that a captured graph reads.
+
+Tokens stay packed at the front, so the batch keeps its order and the tail of the forward pass runs on the batch
+itself. Padded tokens have id 0 and position 0 and write to slot 0 of the KV pool, which no request has; padded
+requests have no tokens and no prefix, so attention does nothing for them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_ext_kernels import triton_support
+
+
+class RaggedBatch(NamedTuple):
+    """A prefill batch as the engine has it, T tokens of R requests, and what of it the CPU knows."""
+
+    ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    cache_slots: torch.Tensor  # [T], where in the KV pool each token goes
+    rows: torch.Tensor  # [R], of the table
+    new_lens: torch.Tensor  # [R], tokens to compute
+    prefix_lens: torch.Tensor  # [R], tokens before them
+    table: torch.Tensor  # [rows, longest request] int32: KV slot of each position
+    longest_prefix_tokens: int
+
+
+class PaddedBatch(NamedTuple):
+    """Static tensors for up to T tokens of up to B requests; int64 unless said."""
+
+    ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    cache_slots: torch.Tensor  # [T]
+    rows: torch.Tensor  # [B]
+    new_lens: torch.Tensor  # [B]
+    prefix_lens: torch.Tensor  # [B]
+    total_lens: torch.Tensor  # [B]
+    starts: torch.Tensor  # [B], first token of each request
+    qo_indptr: torch.Tensor  # [B + 1], running sum of new_lens
+    kv_indptr: torch.Tensor  # [B + 1] int32, running sum of prefix_lens
+    kv_indices: torch.Tensor  # [prefix tokens at most], KV slots of all prefixes one after the other
+
+    def of(self, tokens: int, requests: int) -> PaddedBatch:
+        """The leading part of each, for a smaller shape: the same memory."""
+        lengths = (tokens,) * 3 + (requests,) * 5 + (requests + 1,) * 2 + (self.kv_indices.numel(),)
+        return PaddedBatch._make(x[:length] for x, length in zip(self, lengths, strict=True))
+
+
+def allocate(tokens: int, requests: int, prefix_tokens: int, device: torch.device | str) -> PaddedBatch:
+    """Static tensors of zeros: an empty batch."""
+
+    lengths = (tokens,) * 3 + (requests,) * 5 + (requests + 1,) * 2 + (max(1, prefix_tokens),)
+    dtypes = [torch.int32 if name == "kv_indptr" else torch.int64 for name in PaddedBatch._fields]
+    return PaddedBatch._make(
+        torch.zeros(length, dtype=dtype, device=device) for length, dtype in zip(lengths, dtypes, strict=True)
+    )
+
+
+def pad_batch_(padded: PaddedBatch, batch: RaggedBatch) -> None:
+    """Fill `padded`, in place, with `batch` and padding. Reads nothing back from a device.
+
+    `padded` must hold the batch, its prefixes included: that is the caller's to check, from lengths on the CPU.
+    """
+    if triton_support.runs_on(padded.ids):
+        from sglang_ext_kernels.on_gpu import padded_batch as kernel
+
+        kernel.pad_batch(tuple(batch[:7]), tuple(padded), batch.longest_prefix_tokens)
+    else:
+        pad_batch_reference_(padded, batch)
+
+
+def pad_batch_reference_(padded: PaddedBatch, batch: RaggedBatch) -> None:
+    """The same in plain torch, for the CPU and for tests."""
+    tokens, requests = batch.ids.numel(), batch.rows.numel()
+    for static, live in zip(padded[:3], batch[:3], strict=True):
+        static[:tokens] = live
+        static[tokens:] = 0
+    for static, live in zip(padded[3:6], batch[3:6], strict=True):
+        static[:requests] = live
+        static[requests:] = 0
+    torch.add(padded.new_lens, padded.prefix_lens, out=padded.total_lens)
+    padded.qo_indptr[0] = padded.kv_indptr[0] = 0
+    padded.qo_indptr[1:] = padded.new_lens.cumsum(0)
+    padded.kv_indptr[1:] = padded.prefix_lens.cumsum(0)
+    padded.starts[:] = padded.qo_indptr[:-1]
+    for row, prefix, first in zip(
+        batch.rows.tolist(), batch.prefix_lens.tolist(), padded.kv_indptr.tolist()[:requests], strict=True
+    ):
+        padded.kv_indices[first : first + prefix] = batch.table[row, :prefix]

@@ -1,0 +1,198 @@
+"""What a request's own prefill instance sends to one decode rank, from the handshake to the last attempt.
+
+    handshake ──offer_rest──▶ what nobody else sends ──send, send, …──▶ stored
+        │                                                  │
+        └────────────── a helper has failed ───────────────┴──▶ invited again: everything from here
+
+Other instances may send what they compute straight to decode (helpers). Where one of them fails, decode invites to
+another attempt, and this instance sends all of it, from its own memory, beginning with what it has sent before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
+from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.pool_layout import Slots
+from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
+from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.rooms import Room, following
+from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+
+
+class Source(NamedTuple):
+    """What this rank holds of a request that the receiver wants."""
+
+    tokens: TokenSpan | None  # of step 1; None where it wants metadata only
+    first_head: int
+    head_count: int
+    layer_count: int
+    aux_slot: int | None
+
+
+class _Rows(NamedTuple):
+    """Computed here: positions from `first_token` on, one slot each."""
+
+    first_token: int
+    slots: Slots
+    has_aux: bool
+
+
+class OwnerTransfer:
+    """Belongs to the scheduler's thread."""
+
+    def __init__(
+        self,
+        endpoint: HandshakeEndpoint,
+        room: Room,
+        receiver: str,
+        source: Source,
+        sender_count: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Shakes hands; without a `sender_count` there may be helpers.
+
+        Raises ValueError when a transfer of this room to this receiver is under way.
+        """
+        self._clock = clock
+        self._waits_since_s: float | None = None  # for the next attempt
+        self._endpoint = endpoint
+        self._room = room
+        self._receiver = receiver
+        self._source = source
+        self._handle = endpoint.open_sender(room, receiver, sender_count, may_have_helpers=sender_count is None)
+        self._failure: TransferStatus | None = None
+        self._is_first = True
+        self._is_rest_wanted = False
+        self._rest: tuple[TokenSpan, ...] | None = None  # of the present attempt, once it has been offered
+        self._rest_chunk = 0
+        self._rows: list[_Rows] = []  # all that has been sent, for another attempt
+
+    @property
+    def handle(self) -> SendHandle:
+        """The present attempt's, or the last one's where the next has not begun."""
+        return self._handle
+
+    @property
+    def room(self) -> Room:
+        """With the number of the attempt."""
+        return self._room
+
+    @property
+    def awaited_room(self) -> Room | None:
+        """The attempt that decode may be inviting to, when the present one has ended for its sake."""
+        is_ended = self._handle.status.outcome is TransferOutcome.RESTARTED
+        return following(self._room) if is_ended and self._failure is None else None
+
+    def offer_now(self, first_token: int, slots: Slots) -> None:
+        """These positions are here and will not be sent by anybody else; before `offer_rest`."""
+        source = self._source
+        if not self._is_first or self._is_rest_wanted or not len(slots) or not source.head_count:
+            return
+        span = TokenSpan(first_token, first_token + len(slots))
+        shard = KVShard((span,), source.first_head, source.head_count, 0, source.layer_count)
+        chunk = self._handle.offer(SourceChunk(shard, slots, None))
+        self._handle.part(chunk, PartRows(0, source.layer_count, 0, len(slots), False))
+
+    def offer_rest(self, elsewhere: Sequence[range] = ()) -> None:
+        """Nobody but this rank sends what remains; `elsewhere` (ascending): what has been offered already, here or by
+        others. In a later attempt everything is offered."""
+        if self._is_rest_wanted:
+            return
+        self._is_rest_wanted = True
+        self._offer(_without(self._source.tokens, elsewhere if self._is_first else ()))
+
+    def send(self, first_token: int, slots: Slots, *, has_aux: bool) -> None:
+        """Positions from `first_token` on are in `slots`, and stay there until it has ended; `has_aux`: the metadata
+        are in place, too."""
+        self.offer_rest()
+        rows = _Rows(first_token, slots if self._source.head_count else slots[:0], has_aux)
+        self._rows.append(rows)
+        self._deliver(rows)
+
+    def restart(self, reason: str) -> None:
+        """What others send cannot be relied upon any more; ignored where they have not been relied upon."""
+        if self._is_first:
+            self._handle.restart(reason)
+
+    def abort(self, reason: str) -> None:
+        """Give the transfer up, on both sides."""
+        self._handle.abort(reason)
+
+    def poll(self) -> TransferStatus:
+        """How far it is; begins the next attempt when decode has asked for it."""
+        if self._failure is not None:
+            return self._failure
+        status = self._handle.status
+        if status.outcome is not TransferOutcome.RESTARTED:
+            return status
+        room = following(self._room)
+        if room is None:
+            self._failure = status
+            return status
+        asked = [one for one in self._endpoint.invitations(room) if one.receiver == self._receiver]
+        withdrawn = asked[0].withdrawn if asked else None
+        if withdrawn is not None:
+            self._failure = TransferStatus(Stage.FAILED, TransferOutcome.REMOTE_ABORT, withdrawn, True)
+            return self._failure
+        if asked and status.is_released:
+            self._begin(room)
+            return self._handle.status
+        now_s, limit_s = self._clock(), self._endpoint.stall_timeout_s
+        self._waits_since_s = now_s if self._waits_since_s is None else self._waits_since_s
+        if now_s - self._waits_since_s >= limit_s:
+            reason = f"{self._receiver} has not asked anew for {limit_s:g} s"
+            self._failure = TransferStatus(Stage.FAILED, TransferOutcome.STALLED, reason, True)
+            return self._failure
+        return TransferStatus(Stage.TRANSFERRING, None, "", False)
+
+    def _begin(self, room: Room) -> None:
+        self._room, self._is_first, self._rest, self._waits_since_s = room, False, None, None
+        self._handle = self._endpoint.open_sender(room, self._receiver, 1)
+        if self._is_rest_wanted:
+            self._offer(() if self._source.tokens is None else (self._source.tokens,))
+            for rows in self._rows:
+                self._deliver(rows)
+
+    def _offer(self, spans: tuple[TokenSpan, ...]) -> None:
+        source = self._source
+        self._rest = spans if source.head_count else ()
+        if not self._rest and source.aux_slot is None:
+            self._handle.close()
+            return
+        shard = KVShard(
+            self._rest, source.first_head, source.head_count, 0, source.layer_count, source.aux_slot is not None
+        )
+        self._rest_chunk = self._handle.offer(SourceChunk(shard, None, source.aux_slot), is_last=True)
+
+    def _deliver(self, rows: _Rows) -> None:
+        """The parts of what was offered that are among these rows."""
+        layers, before = self._source.layer_count, 0
+        stop = rows.first_token + len(rows.slots)
+        for span in self._rest or ():
+            low, high = max(span.start, rows.first_token), min(span.stop, stop)
+            if low < high:
+                part = PartRows(0, layers, before + low - span.start, high - low, False)
+                self._handle.part(self._rest_chunk, part, rows.slots[low - rows.first_token : high - rows.first_token])
+            before += span.token_count
+        if rows.has_aux and self._source.aux_slot is not None:
+            self._handle.part(self._rest_chunk, PartRows(0, layers, 0, 0, True))
+
+
+def _without(span: TokenSpan | None, taken: Sequence[range]) -> tuple[TokenSpan, ...]:
+    """What is left of a span of step 1 without these ascending ranges of step 1."""
+    if span is None:
+        return ()
+    left, start = [], span.start
+    for part in taken:
+        stop = min(part.start, span.stop)
+        if start < stop:
+            left.append(TokenSpan(start, stop))
+        start = max(start, part.stop)
+    if start < span.stop:
+        left.append(TokenSpan(start, span.stop))
+    return tuple(left)

@@ -1,0 +1,186 @@
+"""Rows of a chunk go to the decode instance from whoever computes them, layer by layer, while the chunk is computed.
+
+    chunk begins ──offer: "these positions"──▶ decode grants ──layer 0, layer 1, …──▶ its slots
+
+The request's own instance opens the transfer and sends what nobody computes here (`kv_transfer/owner_transfer.py`);
+the others are helpers. Where a helper fails, or a chunk has to be computed again, the transfer begins anew and the
+request's own instance sends everything: rows that have arrived twice, or not at all, are nobody's concern here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.policy.cdsp.sharding import Positions
+from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from sglang_ext.sequence_parallel.chunk_step import LayerReady
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.pinned_pool import Pin, PinnedPool
+from sglang_ext.sequence_parallel.shard import KvPool
+
+logger = logging.getLogger(__name__)
+
+
+class Target(NamedTuple):
+    """A decode rank as one member sends to it."""
+
+    handle: SendHandle
+    first_head: int
+    head_count: int
+    first_token: int
+
+
+OpenTarget = Callable[[Destination], Target | None]  # None where it wants no heads of this member; ValueError
+
+
+class _Offered(NamedTuple):
+    """A chunk towards one decode rank."""
+
+    handle: SendHandle
+    chunk: int
+    tokens: int
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its slots may still be read."""
+        return self.handle.stored_chunks <= self.chunk and not self.handle.status.is_released
+
+
+@dataclass(slots=True)
+class _Stream:
+    """All that this member sends of one request."""
+
+    targets: tuple[Target, ...]
+    is_own: bool  # its handles are the request's own instance's, which ends them
+    is_closed: bool = False
+    reading: list[tuple[Pin, list[_Offered]]] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.reading and all(target.handle.status.outcome is not None for target in self.targets)
+
+
+class KvStreams:
+    """What a member sends, of all requests; outlives its membership. Belongs to the thread of the engine's loop."""
+
+    def __init__(self, pool: KvPool, open_target: OpenTarget | None = None) -> None:
+        """`open_target`: None where KV does not travel in this way."""
+        self.pool = PinnedPool(pool)
+        self._open_target = open_target
+        self._streams: dict[int, _Stream] = {}
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether slots are being read, or will be."""
+        return any(stream.reading for stream in self._streams.values())
+
+    def adopt(self, request: int, targets: Sequence[Target]) -> None:
+        """The request is this instance's own: its rows go the way of everything else that it sends."""
+        if targets:
+            self._streams[request] = _Stream(tuple(targets), is_own=True)
+
+    def begin(
+        self, request: int, destinations: Sequence[Destination], positions: Positions, slots: torch.Tensor
+    ) -> LayerReady:
+        """A chunk begins, in which this member computes `positions` into `slots`; call the result after each layer."""
+        if not destinations or not positions:
+            return _nothing
+        stream = self._streams.get(request) or self._open(request, destinations)
+        chunks = []
+        for target in stream.targets:
+            spans, kept = _wanted(positions, slots, target.first_token)
+            if not spans:
+                continue
+            shard = KVShard(spans, target.first_head, target.head_count, 0, self.pool.layers)
+            try:
+                chunk = target.handle.offer(SourceChunk(shard, kept, None))
+            except ValueError as error:
+                target.handle.restart(str(error))
+                continue
+            chunks.append(_Offered(target.handle, chunk, len(kept)))
+        if not chunks:
+            return _nothing
+        stream.reading.append((self.pool.pin(slots), chunks))
+
+        def is_ready(layer: int) -> None:
+            for handle, chunk, tokens in chunks:
+                handle.part(chunk, PartRows(layer, 1, 0, tokens, False))
+
+        return is_ready
+
+    def restart(self, request: int, reason: str) -> None:
+        """What has been sent of a request cannot be relied upon: its own instance sends everything."""
+        stream = self._streams.get(request)
+        if stream is not None and not stream.is_closed:
+            stream.is_closed = True
+            for target in stream.targets:
+                target.handle.restart(reason)
+
+    def restart_all(self, reason: str) -> None:
+        """The same of all requests that are not done with."""
+        for request in list(self._streams):
+            self.restart(request, reason)
+
+    def close(self, request: int) -> None:
+        """No more of this request is computed here; what has been computed is still sent."""
+        stream = self._streams.get(request)
+        if stream is not None and not stream.is_closed:
+            stream.is_closed = True
+            if not stream.is_own:
+                for target in stream.targets:
+                    target.handle.close()
+
+    def settle(self) -> None:
+        """Let go of slots that nobody reads any more; call it often."""
+        for request, stream in list(self._streams.items()):
+            if stream.reading:
+                left = []
+                for pin, chunks in stream.reading:
+                    if any(chunk.is_read for chunk in chunks):
+                        left.append((pin, chunks))
+                    else:
+                        self.pool.unpin(pin)
+                stream.reading = left
+            if stream.has_ended:
+                del self._streams[request]
+
+    def _open(self, request: int, destinations: Sequence[Destination]) -> _Stream:
+        stream = self._streams[request] = _Stream((), is_own=False)
+        for destination in destinations:
+            try:
+                target = self._open_target(destination) if self._open_target is not None else None
+            except ValueError as error:
+                # Decode misses these rows until the request's own instance has waited long enough for them.
+                logger.warning("cdsp: cannot send to %s: %s", destination.receiver, error)
+                continue
+            if target is not None:
+                stream.targets = (*stream.targets, target)
+        return stream
+
+
+def _nothing(layer: int) -> None:
+    """Nobody waits for this layer."""
+
+
+def _wanted(
+    positions: Positions, slots: torch.Tensor, first_token: int
+) -> tuple[tuple[TokenSpan, ...], np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+    """The positions from `first_token` on, and their slots, in the same order."""
+    spans, kept, row = [], [], 0
+    for part in positions:
+        skipped = max(0, -(-(first_token - part.start) // part.step))
+        left = part[skipped:]
+        if left:
+            spans.append(TokenSpan(left.start, left[-1] + 1, left.step))
+            kept.append(slots[row + min(skipped, len(part)) : row + len(part)])
+        row += len(part)
+    rows = torch.cat(kept) if kept else slots[:0]
+    return tuple(spans), rows.cpu().numpy().astype(np.uint32)

@@ -1,0 +1,1 @@
+"""Prefill graphs by length and batch size, inside SGLang's model runner."""

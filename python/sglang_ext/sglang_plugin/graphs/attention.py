@@ -1,0 +1,96 @@
+"""Attention of a captured pass: over static tensors, so that what varies from batch to batch is in their contents.
+
+On a CUDA device it is SGLang's Triton kernel for prefills with a prefix, started for the largest length that the shape
+allows; on a CPU, where it serves to test everything else, plain mathematics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_ext_kernels.padded_batch import PaddedBatch
+from sglang_ext_kernels.prefix_attention import prefix_attention_reference
+
+
+class CapturedAttention:
+    """Takes the place of SGLang's attention backend in a forward context, for one shape."""
+
+    def __init__(self, model_runner: Any, batch: PaddedBatch, longest_tokens: int) -> None:
+        """`longest_tokens`: most new tokens of a request."""
+        # by these names models find the pools
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self._batch = batch
+        self._longest_tokens = longest_tokens
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """`q` [T, heads x D] of the padded batch, `k` and `v` [T, KV heads, D]; the output has the shape of `q`."""
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        out = torch.zeros_like(q)
+        shaped = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        shaped_out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        attend = _attend_on_cuda if q.is_cuda else _attend_on_cpu
+        attend(shaped_out, shaped, k, v, k_pool, v_pool, self._batch, self._longest_tokens, layer)
+        return out
+
+
+def _attend_on_cpu(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    batch: PaddedBatch,
+    longest_tokens: int,
+    layer: Any,
+) -> None:
+    prefix_attention_reference(out, q, k, v, k_pool, v_pool, batch, layer.scaling)
+
+
+def _attend_on_cuda(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    batch: PaddedBatch,
+    longest_tokens: int,
+    layer: Any,
+) -> None:
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+    extend_attention_fwd(
+        q,
+        k.contiguous(),
+        v.contiguous(),
+        out,
+        k_pool,
+        v_pool,
+        batch.qo_indptr,
+        batch.kv_indptr,
+        batch.kv_indices,
+        None,  # no mask but the causal one
+        True,
+        None,
+        longest_tokens,
+        1.0,
+        1.0,
+        sm_scale=layer.scaling,
+        logit_cap=layer.logit_cap,
+    )

@@ -1,0 +1,275 @@
+"""Every role of a long pool is killed, and stopped for longer than any lease, at every stage of a shared prompt.
+
+Whatever happens, the prompt's answer is right, or its client learns of the failure, within a stated time; then
+everything is served as before, and all KV memory is back. `make test` kills each role once, `make chaos` does all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from enum import StrEnum
+from http.client import HTTPException
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec, Reply
+from support.laps import NEW_TOKENS, Pair
+from support.long_pool import Coordinator
+from support.pd import with_room
+from support.reference import greedy_reference, random_prompt
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+HANDSHAKE = ("--transfer-backend", "handshake")
+PROMPT_TOKENS = 1800
+LEASE_S = 10.0  # after which a silent sender or receiver is lost
+STOPPED_S = LEASE_S + 3.0
+# A lease, the step timeout of the others, a chunk computed again, and the rest of the way, on a loaded machine.
+OUTCOME_LIMIT_S = 45.0
+STAGE_LIMIT_S = 30.0
+
+
+class Victim(StrEnum):
+    """Who is hit."""
+
+    HELPER = "helper"  # a member of the ring that does not own the prompt
+    OWNER = "owner"
+    DECODE = "decode"
+    COORDINATOR = "coordinator"
+
+
+class Stage(StrEnum):
+    """How far the prompt is."""
+
+    CHUNK = "chunk"  # two members compute a chunk
+    COLLECT = "collect"  # KV is on its way to the owner
+    SENDING = "sending"  # all is computed, KV is on its way to decode
+    DECODING = "decoding"
+
+
+class Loss(NamedTuple):
+    """One case."""
+
+    victim: Victim
+    stage: Stage
+    signal: signal.Signals
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.stage}-{'kill' if self.signal is signal.SIGKILL else 'stop'}"
+
+
+STAGES = {
+    Victim.HELPER: (Stage.CHUNK, Stage.COLLECT, Stage.SENDING),
+    Victim.OWNER: (Stage.CHUNK, Stage.COLLECT, Stage.SENDING),
+    Victim.DECODE: (Stage.CHUNK, Stage.SENDING, Stage.DECODING),
+    Victim.COORDINATOR: (Stage.CHUNK, Stage.COLLECT, Stage.SENDING),
+}
+ONCE_PER_ROLE = {
+    Loss(Victim.HELPER, Stage.CHUNK, signal.SIGKILL),
+    Loss(Victim.OWNER, Stage.SENDING, signal.SIGKILL),
+    Loss(Victim.DECODE, Stage.SENDING, signal.SIGKILL),
+    Loss(Victim.COORDINATOR, Stage.CHUNK, signal.SIGKILL),
+}
+LOSSES = [
+    pytest.param(loss, id=str(loss), marks=() if loss in ONCE_PER_ROLE else pytest.mark.every_stage)
+    for loss in (
+        Loss(victim, stage, number)
+        for victim, stages in STAGES.items()
+        for stage in stages
+        for number in (signal.SIGKILL, signal.SIGSTOP)
+    )
+]
+
+
+class LongPool(NamedTuple):
+    """Two members, a decode instance and their coordinator."""
+
+    coordinator: Coordinator
+    threads: ThreadPoolExecutor
+
+    def pairs(self) -> list[Pair]:
+        """Everybody, alive and connected; who was killed is started anew."""
+        options = (
+            *HANDSHAKE,
+            *("--cdsp-coordinator", self.coordinator.address, "--cdsp-min-tokens", "200"),
+            *("--cdsp-step-timeout-s", "5"),
+        )
+        specs = [EngineSpec(Role.LONG, worker_options=options, name=f"loss{number}") for number in range(2)]
+        *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=HANDSHAKE, name="loss"))
+        self.coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"], 60)
+        return [Pair(member, decode, self.threads) for member in members]
+
+
+class Request:
+    """A long prompt, sent to both of its instances."""
+
+    def __init__(self, pair: Pair, threads: ThreadPoolExecutor, seed: int, new_tokens: int) -> None:
+        self._prompt = random_prompt(PROMPT_TOKENS, seed)
+        self._new_tokens = new_tokens
+        body = with_room(
+            {
+                "input_ids": self._prompt,
+                "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+            },
+            pair.prefill,
+        )
+        self._legs = [threads.submit(_post, engine, body) for engine in (pair.prefill, pair.decode)]
+
+    @property
+    def is_over(self) -> bool:
+        return all(leg.done() for leg in self._legs)
+
+    def reply(self, limit_s: float) -> Reply | None:
+        """What the client gets, when both legs have ended; None for a lost connection."""
+        replies = [leg.result(timeout=limit_s) for leg in self._legs]
+        return replies[1]
+
+    def is_right(self, reply: Reply) -> bool:
+        tokens: list[int] = reply.body["output_ids"]
+        return tokens == greedy_reference(self._prompt, self._new_tokens)
+
+
+def _post(engine: Engine, body: dict[str, Any]) -> Reply | None:
+    try:
+        return engine.post("/generate", body)
+    except (OSError, HTTPException):
+        return None
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LongPool]:
+    with (
+        Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator,
+        ThreadPoolExecutor(40) as threads,
+    ):
+        one = LongPool(coordinator, threads)
+        yield one
+        for pair in one.pairs():
+            pair.prefill.stop()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss(pool: LongPool, loss: Loss) -> None:
+    pairs = pool.pairs()
+    assert all(pair.send(64, seed=number).is_exact() for number, pair in enumerate(pairs))
+    free = [_free_tokens(pair.prefill) for pair in pairs]
+    owner, helper = pairs
+    with ExitStack() as resumed:
+        request = _at_stage(pool, owner, loss, resumed)
+        if loss.victim is Victim.DECODE:
+            resumed.close()  # what continues a stopped process would undo the loss
+        hit_at = time.monotonic()
+        with _hit(pool, loss, owner, helper):
+            resumed.close()
+    reply = request.reply(OUTCOME_LIMIT_S)
+    assert time.monotonic() - hit_at < OUTCOME_LIMIT_S + STOPPED_S
+    if reply is not None and reply.status == 200 and reply.body["meta_info"]["finish_reason"]["type"] != "abort":
+        assert request.is_right(reply)
+    else:
+        # Those without which the prompt can be answered have cost time alone.
+        assert loss.victim in (Victim.OWNER, Victim.DECODE), reply
+    _check_that_all_is_as_before(pool, free)
+
+
+def _at_stage(pool: LongPool, owner: Pair, loss: Loss, resumed: ExitStack) -> Request:
+    """A request at the stage; what is held for that goes on when `resumed` ends."""
+    deadline_s = time.monotonic() + STAGE_LIMIT_S
+    new_tokens = 300 if loss.stage is Stage.DECODING else NEW_TOKENS
+    seed = 0
+    while time.monotonic() < deadline_s:
+        seed += 1
+        request = Request(owner, pool.threads, zlib.crc32(str(loss).encode()) % 10_000 + seed, new_tokens)
+        if loss.stage is Stage.SENDING:
+            _wait(lambda: bool(_steps(pool, "chunk")), request)
+            resumed.enter_context(owner.decode.frozen_scheduler())
+            _wait(lambda: not pool.coordinator.status()["requests"], request)
+            return request
+        if loss.stage is Stage.DECODING:
+            owner.decode.wait_for_load(lambda load: load["num_running_reqs"] == 1, STAGE_LIMIT_S)
+            return request
+        if _wait(lambda: bool(_steps(pool, str(loss.stage))), request):
+            return request
+    raise AssertionError(f"no request was seen at this stage within {STAGE_LIMIT_S:.0f} s")
+
+
+def _wait(condition: Callable[[], bool], request: Request) -> bool:
+    """Whether it came true before the request ended."""
+    while not condition():
+        if request.is_over:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def _steps(pool: LongPool, kind: str) -> list[dict[str, Any]]:
+    """Steps of this kind that several members are at."""
+    return [
+        step
+        for request in pool.coordinator.status()["requests"]
+        for step in request["steps"]
+        if step["kind"] == kind and step["ended_s"] is None and len(step["members"]) > 1
+    ]
+
+
+class _hit:  # noqa: N801  # reads as a verb
+    """Kill or stop the victim; it goes on at the end, or is started anew."""
+
+    def __init__(self, pool: LongPool, loss: Loss, owner: Pair, helper: Pair) -> None:
+        self._pool, self._loss = pool, loss
+        self._engine = {Victim.HELPER: helper.prefill, Victim.OWNER: owner.prefill}.get(loss.victim, owner.decode)
+
+    def __enter__(self) -> None:
+        coordinator, number = self._pool.coordinator, self._loss.signal
+        if self._loss.victim is Victim.COORDINATOR:
+            coordinator.signal(number)
+        elif number is signal.SIGKILL:
+            for process_id in self._engine.process_ids():
+                os.kill(process_id, number)
+            self._engine.process.wait()
+        else:
+            self._stopped = self._engine.process_ids()
+            for process_id in self._stopped:
+                os.kill(process_id, number)
+
+    def __exit__(self, *error: object) -> None:
+        is_killed = self._loss.signal is signal.SIGKILL
+        if not is_killed:
+            time.sleep(STOPPED_S)
+        if self._loss.victim is Victim.COORDINATOR:
+            if is_killed:
+                self._pool.coordinator.kill()
+                self._pool.coordinator.start_again()
+            else:
+                self._pool.coordinator.signal(signal.SIGCONT)
+        elif not is_killed:
+            for process_id in self._stopped:
+                os.kill(process_id, signal.SIGCONT)
+
+
+def _check_that_all_is_as_before(pool: LongPool, free: list[int]) -> None:
+    pairs = pool.pairs()
+    for pair in pairs:
+        pair.prefill.wait_idle(30)
+    pairs[0].decode.wait_idle(30)
+    collected = pool.coordinator.status()["requests_collected"]
+    sent = [pairs[number % 2].send(20 + number, seed=5000 + number) for number in range(20)]
+    sent += [pairs[number % 2].send(900 + 50 * number, seed=6000 + number) for number in range(5)]
+    assert all(one.is_exact() for one in sent)
+    assert pool.coordinator.status()["requests_collected"] > collected
+    for pair, tokens in zip(pairs, free, strict=True):
+        pair.check_clean(tokens)
+
+
+def _free_tokens(engine: Engine) -> int:
+    engine.wait_idle(30)
+    assert engine.post("/flush_cache", {}).status == 200
+    tokens: int = engine.get("/laps").body["kv"]["free_tokens"]
+    return tokens

@@ -1,0 +1,236 @@
+"""Prompts that several instances compute go to decode from all of them, with the tokens of Hugging Face."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+from support.laps import Pair
+from support.long_pool import Coordinator
+from support.reference import greedy_reference
+from support.transfer_metrics import metric, settled
+
+pytestmark = pytest.mark.integration
+
+HANDSHAKE = ("--transfer-backend", "handshake")
+MIN_TOKENS = 200
+LONG = 900
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × head size × float32
+METADATA_BYTES = 10_000  # of a request, at most
+CACHING = ("--disaggregation-decode-enable-radix-cache",)
+
+
+def member(coordinator: Coordinator, name: str, *arguments: str) -> EngineSpec:
+    options = (
+        *HANDSHAKE,
+        *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
+        *("--cdsp-step-timeout-s", "20"),
+    )
+    return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name)
+
+
+class Setting(NamedTuple):
+    """How a pool and its decode instance are."""
+
+    interleaving: str
+    page_tokens: int
+    decode_ranks: int
+
+
+class LongPool:
+    """Three members, a coordinator and a decode instance."""
+
+    def __init__(self, setting: Setting, coordinator: Coordinator, pairs: list[Pair]) -> None:
+        self.setting = setting
+        self.coordinator = coordinator
+        self.pairs = pairs
+
+    @property
+    def collected(self) -> int:
+        count: int = self.coordinator.status()["requests_collected"]
+        return count
+
+    def free_tokens(self) -> list[int]:
+        for pair in self.pairs:
+            pair.prefill.wait_idle()
+            assert pair.prefill.post("/flush_cache", {}).status == 200
+        return [pair.status()["kv"]["free_tokens"] for pair in self.pairs]
+
+    def written_bytes(self) -> list[float]:
+        return [settled(pair.prefill, "written_bytes_total") for pair in self.pairs]
+
+    def check_clean(self, free_tokens: list[int]) -> None:
+        for pair, tokens in zip(self.pairs, free_tokens, strict=True):
+            pair.check_clean(tokens)
+        decode = self.pairs[0].decode
+        for gauge in ("receiving", "receiving_early", "unsettled_permits"):
+            assert settled(decode, gauge) == 0
+        assert all(metric(pair.prefill, "sending") == 0 for pair in self.pairs)
+
+    def wait_connected(self, members: int = 3) -> None:
+        self.coordinator.wait_for(
+            lambda status: len(status["members"]) == members and status["is_connected"], timeout_s=60
+        )
+
+    def wait_for_step(self) -> None:
+        """Until a chunk is being computed."""
+        self.coordinator.wait_for(has_open_step)
+
+
+def has_open_step(status: dict[str, Any]) -> bool:
+    return any(step["ended_s"] is None for request in status["requests"] for step in request["steps"])
+
+
+@contextmanager
+def long_pool(setting: Setting, name: str, threads: ThreadPoolExecutor) -> Iterator[LongPool]:
+    options = ("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64", "--interleaving", setting.interleaving)
+    pages = ("--page-size", str(setting.page_tokens))
+    with Coordinator.running(*options) as coordinator:
+        specs = [member(coordinator, f"{name}{number}", *pages) for number in range(3)]
+        caching = CACHING if setting.decode_ranks == 1 else ("--tp", str(setting.decode_ranks))
+        decode_spec = EngineSpec(Role.DECODE, arguments=(*pages, *caching), worker_options=HANDSHAKE, name=name)
+        engines: list[Engine] = FLEET.get(*specs, decode_spec)
+        pool = LongPool(setting, coordinator, [Pair(engine, engines[-1], threads) for engine in engines[:-1]])
+        pool.wait_connected()
+        try:
+            yield pool
+        finally:
+            for engine in engines:
+                engine.stop()
+
+
+SETTINGS = (Setting("zigzag", 1, 1), Setting("striped", 16, 2))
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=["zigzag, page 1, decode TP 1", "striped, page 16, decode TP 2"])
+def pool(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[LongPool]:
+    with long_pool(request.param, f"streams{request.param_index}-", threads) as one:
+        yield one
+
+
+def test_every_instance_sends_what_it_computes(pool: LongPool) -> None:
+    free, before, collected = pool.free_tokens(), pool.written_bytes(), pool.collected
+    lengths = (300, 401, 511, 900, 1504, 1990)
+    for number, tokens in enumerate(lengths):
+        assert pool.pairs[number % 3].send(tokens, seed=100 + number).is_exact(), tokens
+    assert pool.collected == collected + len(lengths)
+    sent = [now - then for now, then in zip(pool.written_bytes(), before, strict=True)]
+    page = pool.setting.page_tokens
+    # Each row once, from whoever it came.
+    whole = sum(-(-tokens // page) * page for tokens in lengths) * TOKEN_BYTES
+    assert whole <= sum(sent) <= whole + len(lengths) * pool.setting.decode_ranks * METADATA_BYTES
+    assert all(one > whole / 6 for one in sent), sent
+    assert sum(metric(pair.prefill, "overlapped_parts_total") for pair in pool.pairs) > 0
+    assert metric(pool.pairs[0].decode, "requests_total", "restarted") == 0
+    pool.check_clean(free)
+
+
+def test_what_is_cached_here_or_there_is_not_computed_again(pool: LongPool) -> None:
+    collected = pool.collected
+    prompt: tuple[int, ...] = ()
+    for turn in range(3):
+        one = pool.pairs[1].send(len(prompt) + 450, seed=300 + turn, prefix=prompt)
+        assert one.is_exact(), turn
+        prompt = (*one.prompt, *one.tokens())
+    assert pool.collected == collected + 3
+    # Another instance has nothing cached, decode has.
+    assert pool.pairs[2].send(len(prompt) + 300, seed=310, prefix=prompt).is_exact()
+
+
+def test_many_at_once_with_short_ones_between(pool: LongPool) -> None:
+    free = pool.free_tokens()
+    running = []
+    for number in range(6):
+        running.append(pool.pairs[number % 3].send(500 + 70 * number, seed=400 + number))
+        running += [pool.pairs[(number + k) % 3].send(10 + k, seed=500 + 10 * number + k) for k in range(2)]
+    for one in running:
+        assert one.is_exact(), len(one.prompt)
+    pool.check_clean(free)
+
+
+def test_aborted_while_its_kv_is_sent(pool: LongPool) -> None:
+    free = pool.free_tokens()
+    decode = pool.pairs[0].decode
+    for number in range(3):
+        one = pool.pairs[number].send(LONG, seed=600 + number, rid=f"long-{number}")
+        time.sleep(0.1 * number)
+        pool.pairs[number].abort(f"long-{number}")
+        one.replies.result(timeout=60)
+    decode.wait_idle()
+    assert pool.pairs[0].send(LONG, seed=620).is_exact()
+    pool.check_clean(free)
+
+
+@contextmanager
+def stopped(engine: Engine) -> Iterator[None]:
+    """All of its processes."""
+    processes = engine.process_ids()
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            try:
+                os.kill(process, signal.SIGCONT)
+            except ProcessLookupError:
+                pass
+
+
+@pytest.fixture
+def mortal(threads: ThreadPoolExecutor) -> Iterator[LongPool]:
+    with long_pool(SETTINGS[0], f"mortal{time.monotonic_ns()}-", threads) as one:
+        yield one
+
+
+@pytest.mark.chaos
+def test_whoever_is_killed_costs_time_only(mortal: LongPool) -> None:
+    owner, helper, other = mortal.pairs
+    decode = owner.decode
+    assert owner.send(LONG, seed=700).is_exact()
+    greedy_reference((1, 2, 3), 1)
+    # A helper in the middle of a chunk: the others wait for it.
+    with stopped(helper.prefill):
+        one = owner.send(LONG, seed=701)
+        mortal.wait_for_step()
+        helper.prefill.kill()
+    assert one.is_exact()
+    mortal.wait_connected(2)
+    # A helper in the middle of its transfer: decode grants nothing.
+    collected = mortal.collected
+    assert owner.send(LONG, seed=702).is_exact()
+    with decode.frozen_scheduler():
+        one = owner.send(LONG, seed=703)
+        time.sleep(1.0)
+    assert one.is_exact()
+    assert mortal.collected == collected + 2
+    # The coordinator, in the middle of a chunk.
+    with stopped(other.prefill):
+        one = owner.send(LONG, seed=704)
+        mortal.wait_for_step()
+        mortal.coordinator.kill()
+    assert one.is_exact()
+    mortal.coordinator.start_again()
+    mortal.wait_connected(2)
+    assert owner.send(LONG, seed=705).is_exact()
+    assert metric(decode, "requests_total", "restarted") > 0
+    for pair in (owner, other):
+        pair.prefill.wait_idle()
+    decode.wait_idle()
+    for gauge in ("receiving", "receiving_early", "unsettled_permits"):
+        assert settled(decode, gauge) == 0

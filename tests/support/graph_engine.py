@@ -1,0 +1,123 @@
+"""SGLang's model runner on a CPU with prefills on the grid of shapes, a replay being a run, beside the ordinary path.
+
+Everything is as with graphs but the recording itself: choice of the shape, static tensors, padding, attention over
+them, and the tail on the batch itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TIMEOUT_S = 300.0
+
+
+class Request(NamedTuple):
+    """Token ids that were computed before, and those that are computed now."""
+
+    prefix: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+class Pass(NamedTuple):
+    """What one prefill left: logits [requests, vocabulary] and, by request, the KV of all its tokens."""
+
+    logits: Any
+    kv: list[Any]
+
+
+class Outcome(NamedTuple):
+    """A batch on the ordinary path and on the grid."""
+
+    ordinary: Pass
+    on_grid: Pass
+    shape: tuple[int, int] | None  # tokens of a request, requests; None: it ran on the ordinary path
+    fallback: str | None
+
+
+def run_batches(
+    model: Path,
+    batches: Sequence[Sequence[Request]],
+    lengths_tokens: tuple[int, ...],
+    batch_sizes: tuple[int, ...],
+    page_tokens: int = 1,
+    capture: str = "start",
+    memory_gb: float | None = None,
+) -> list[Outcome]:
+    """Each batch in turn, in a process of its own, as SGLang changes the one that it is imported into."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        options = (capture, lengths_tokens, batch_sizes, memory_gb)
+        future = pool.submit(_run, str(model), batches, page_tokens, options)
+        return future.result(TIMEOUT_S)
+
+
+def _run(model: str, batches: Sequence[Sequence[Request]], page_tokens: int, options: tuple[Any, ...]) -> list[Outcome]:
+    import torch
+
+    from sglang_ext.sglang_plugin import cpu_platform
+
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
+    torch.set_num_threads(1)
+    from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
+    from sglang_ext.sglang_plugin.graphs.build import build_graphs
+    from sglang_ext.sglang_plugin.graphs.compatibility import conflict
+    from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
+    from sglang_ext_cuda_graphs.recorders import DirectRecorder
+    from support.ring_instances import _model_runner
+
+    model_runner = _model_runner(model, page_tokens, "float32")
+    assert conflict(model_runner) is None
+    runner = GridPrefillRunner(
+        model_runner, model_runner.prefill_cuda_graph_runner or model_runner.eager_runner, model_runner.eager_runner
+    )
+    grid = GraphOptions(Capture(options[0]), *options[1:])
+    graphs = build_graphs(runner, model_runner, grid, DirectRecorder(), free_bytes=1 << 30)
+    assert graphs is not None
+    outcomes = []
+    for batch in batches:
+        ordinary = _forward(model_runner, batch, lambda: None)
+        stock, model_runner.prefill_cuda_graph_runner = model_runner.prefill_cuda_graph_runner, runner
+        runner.use(None)
+        replays, fallbacks = graphs.replays.copy(), graphs.fallbacks.copy()
+        on_grid = _forward(model_runner, batch, lambda: runner.use(graphs))
+        model_runner.prefill_cuda_graph_runner = stock
+        shape = next(iter(graphs.replays - replays), None)
+        fallback = next(iter(graphs.fallbacks - fallbacks), None)
+        outcomes.append(Outcome(ordinary, on_grid, shape and tuple(shape), fallback and fallback.value))
+    return outcomes
+
+
+def _forward(model_runner: Any, batch: Sequence[Request], before_new_tokens: Callable[[], None]) -> Pass:
+    """Prefixes first, those of all requests together, then the new tokens of all."""
+    import torch
+    from sglang.benchmark import one_batch
+
+    model_runner.req_to_token_pool.clear()
+    model_runner.token_to_kv_pool_allocator.clear()
+    for buffers in (model_runner.token_to_kv_pool.k_buffer, model_runner.token_to_kv_pool.v_buffer):
+        for buffer in buffers:
+            buffer.fill_(7.0)  # what is read and was not written shows
+    first = [list(request.prefix or request.new) for request in batch]
+    requests = one_batch.prepare_synthetic_inputs_for_latency_test(len(batch), 0, first)
+    prefixed = [(one, request) for one, request in zip(requests, batch, strict=True) if request.prefix]
+    if prefixed:
+        one_batch.extend([one for one, _ in prefixed], model_runner)
+    for one, request in prefixed:
+        one.full_untruncated_fill_ids.extend(request.new)
+        one.prefix_len = len(request.prefix)
+        one.extend_end = len(one.full_untruncated_fill_ids)
+    before_new_tokens()
+    _, logits, ran = one_batch.extend(requests, model_runner)
+    pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
+    kv = []
+    for row, request in zip(ran.req_pool_indices.tolist(), batch, strict=True):
+        slots = rows[row, : len(request.prefix) + len(request.new)].long()
+        layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        kv.append(torch.stack([torch.stack([k[slots], v[slots]]) for k, v in layers]).numpy())
+    return Pass(logits.float().numpy().copy(), kv)

@@ -1,0 +1,183 @@
+"""Members of a long pool in one process whose KV goes to a decode instance over real endpoints.
+
+What the schedulers of SGLang do around them is done here in the same order: decode expects and expects again, the own
+instance of a request shares it, goes on alone, computes what is missing and sends it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
+from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
+from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.kv_transfer.transfer_status import Stage
+from sglang_ext.kv_transfer.transport import create_transport
+from sglang_ext.policy.handshake.head_mapping import HeadLayout
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.receive_request import Need, needed
+from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.rooms import Room, following
+from sglang_ext.policy.handshake.shards import TokenSpan
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.kv_streams import KvStreams, Target
+from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
+from sglang_ext.sequence_parallel.messages import OfferMessage
+from support.memory_pool import MemoryMember, Wires
+from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
+
+OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=2.0, stall_timeout_s=20.0)
+HEADS = HeadLayout(KV_HEADS, 1, KV_HEADS)
+
+
+def endpoint_of(pool: ToyPool) -> HandshakeEndpoint:
+    def buffer(memory: torch.Tensor) -> ItemBuffer:
+        return ItemBuffer(memory.data_ptr(), KV_HEADS * HEAD_SIZE * 4, len(memory))
+
+    layers = tuple(LayerBuffers(buffer(pool._k[layer]), buffer(pool._v[layer])) for layer in range(LAYERS))
+    layout = PoolLayout("float32", 0, layers, 0, KV_HEADS)
+    return HandshakeEndpoint("127.0.0.1", create_transport("tcp", "127.0.0.1"), layout, OPTIONS)
+
+
+@dataclass
+class Expected:
+    """A request as decode waits for it."""
+
+    need: Need
+    room: Room
+    prefill: str
+    slots: torch.Tensor
+    attempts: int = 1
+    outcome: TransferOutcome | None = None
+    kv: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class Decode:
+    """One decode instance; `turn` is what its scheduler does in a round."""
+
+    def __init__(self, tokens: int = 4096) -> None:
+        self.pool = ToyPool(tokens)
+        self.endpoint = endpoint_of(self.pool)
+        self.requests: dict[int, Expected] = {}
+
+    def expect(self, room: int, first_token: int, tokens: int, prefill: str) -> None:
+        slots = self.pool.allocate(tokens - first_token)
+        need = needed(
+            room,
+            first_token=first_token,
+            slots=array("I", slots.tolist()),
+            first_head=0,
+            head_count=KV_HEADS,
+            first_layer=0,
+            layer_count=LAYERS,
+        )
+        self.requests[room] = Expected(need, room, prefill, slots)
+        self.endpoint.expect(need, [prefill])
+
+    def turn(self) -> None:
+        for one in self.requests.values():
+            status = self.endpoint.receive_status(one.room)
+            if one.outcome is not None or status is None or status.outcome is None or not status.is_released:
+                continue
+            attempt = following(one.room) if status.outcome is TransferOutcome.RESTARTED else None
+            if attempt is not None:
+                one.room, one.attempts = attempt, one.attempts + 1
+                self.endpoint.expect(one.need._replace(room=attempt), [one.prefill])
+                continue
+            one.outcome, one.kv = status.outcome, self.pool.kv(one.slots)
+            self.pool.free(one.slots)
+
+
+@dataclass
+class _Sent:
+    transfer: OwnerTransfer
+    first_token: int
+    slots: torch.Tensor | None = None  # of the whole prompt, once it is here
+
+
+class StreamingMember(MemoryMember):
+    """One instance that sends what it computes."""
+
+    def __init__(
+        self,
+        instance: int,
+        wires: Wires,
+        pool: ToyPool,
+        decode: Decode,
+        on_layer: Callable[[int], None] = lambda layer: None,
+    ) -> None:
+        super().__init__(instance, wires, pool)
+        self.decode = decode
+        self.endpoint = endpoint_of(pool)
+        self.streams = KvStreams(pool, self._open)
+        engine = ToyEngine(pool, on_layer=on_layer)
+        self.member = Member(engine, instance, self.link, wires.connect(instance), self.streams)
+        self.sent: dict[int, _Sent] = {}
+
+    def offer_streamed(
+        self,
+        request: int,
+        token_ids: tuple[int, ...],
+        cached_tokens: int,
+        first_token: int,
+        *,
+        is_expected: bool = True,
+    ) -> None:
+        """Decode has the first `first_token` tokens."""
+        prefix = self.pool.allocate(cached_tokens)
+        kv = kv_of(token_ids)
+        for layer in range(LAYERS):
+            self.pool.write(layer, prefix, kv[layer, 0, :cached_tokens], kv[layer, 1, :cached_tokens])
+        if is_expected:
+            self.decode.expect(request, first_token, len(token_ids), self.endpoint.address)
+        source = Source(TokenSpan(first_token, len(token_ids)), 0, KV_HEADS, LAYERS, None)
+        transfer = OwnerTransfer(self.endpoint, request, self.decode.endpoint.address, source, None)
+        transfer.offer_now(first_token, _slots(prefix[first_token:]))
+        self.offered[request] = token_ids, prefix
+        self.sent[request] = _Sent(transfer, first_token)
+        destination = Destination(request, self.decode.endpoint.address, 0, HEADS, first_token)
+        message = OfferMessage(request, token_ids, cached_tokens, 0.0, None, (destination,))
+        self.member.offer(message, prefix, (Target(transfer.handle, 0, KV_HEADS, first_token),))
+
+    def turn(self) -> None:
+        for outcome in self.member.turn():
+            self.ended[outcome.request] = outcome
+            self._go_on(outcome)
+        for sent in self.sent.values():
+            if sent.slots is not None and sent.transfer.poll().stage in (Stage.COMPLETE, Stage.FAILED):
+                self.pool.free(sent.slots)
+                sent.slots = None
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+    def _open(self, destination: Destination) -> Target:
+        handle = self.endpoint.open_sender(destination.room, destination.receiver, is_helper=True)
+        return Target(handle, 0, KV_HEADS, destination.first_token)
+
+    def _go_on(self, outcome: Outcome) -> None:
+        token_ids, prefix = self.offered[outcome.request]
+        sent, streamed = self.sent[outcome.request], outcome.streamed
+        if streamed is None:
+            sent.transfer.offer_rest([range(prefix.numel())])
+        elif isinstance(outcome, Collected) and streamed.is_intact:
+            sent.transfer.offer_rest([range(streamed.end_tokens)])
+        else:
+            sent.transfer.restart("members could not")
+            sent.transfer.offer_rest(())
+        here = torch.cat([prefix, outcome.slots]) if isinstance(outcome, Collected) else prefix
+        missing = self.pool.allocate(len(token_ids) - here.numel())
+        kv = kv_of(token_ids)
+        for layer in range(LAYERS):
+            self.pool.write(layer, missing, kv[layer, 0, here.numel() :], kv[layer, 1, here.numel() :])
+        sent.slots = torch.cat([here, missing])
+        sent.transfer.send(sent.first_token, _slots(sent.slots[sent.first_token :]), has_aux=True)
+
+
+def _slots(slots: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.asarray(slots.numpy(), np.uint32)

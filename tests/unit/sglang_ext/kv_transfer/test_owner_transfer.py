@@ -1,0 +1,195 @@
+"""A request's own instance among helpers: it sends what they do not, and everything when one of them fails."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
+from sglang_ext.kv_transfer.errors import TransferError
+from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source, _without
+from sglang_ext.kv_transfer.pool_layout import plan_rows
+from sglang_ext.kv_transfer.tcp_transport import TcpTransport
+from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.receive_request import Need, needed
+from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.rooms import Attempt, Room
+from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from support.handshake_process import Pool, PoolShape, wait_until
+
+OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=1.0)
+FIRST, COUNT = 2, 10  # the tokens that decode wants
+TARGET_SLOTS = list(range(40, 40 + COUNT))
+SOURCE_SLOTS = list(range(60, 60 + FIRST + COUNT))
+SOURCE = Source(TokenSpan(FIRST, FIRST + COUNT), 0, 2, 3, 1)
+
+
+class Side:
+    """One instance; all prefill instances have computed the same KV."""
+
+    def __init__(self, stack: ExitStack, seed: int) -> None:
+        self.pool = Pool(PoolShape(), seed)
+        self.transport = TcpTransport("127.0.0.1")
+        self.endpoint = HandshakeEndpoint("127.0.0.1", self.transport, self.pool.layout, OPTIONS)
+        stack.callback(self.endpoint.close)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side, Side]]:
+    with ExitStack() as stack:
+        yield Side(stack, 1), Side(stack, 1), Side(stack, 2)
+
+
+def need(room: Room) -> Need:
+    return needed(
+        room,
+        first_token=FIRST,
+        slots=array("I", TARGET_SLOTS),
+        first_head=0,
+        head_count=2,
+        first_layer=0,
+        layer_count=3,
+        aux_slot=3,
+    )
+
+
+def slots(start: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.array(SOURCE_SLOTS[start:stop], np.uint32)
+
+
+def status_of(decode: Side, room: Room) -> TransferStatus:
+    status = decode.endpoint.receive_status(room)
+    assert status is not None
+    return status
+
+
+def check_arrived(prefill: Side, decode: Side) -> None:
+    for have, want in zip(decode.pool.buffers, prefill.pool.buffers, strict=True):
+        np.testing.assert_array_equal(have[TARGET_SLOTS], want[SOURCE_SLOTS[FIRST:]])
+    np.testing.assert_array_equal(decode.pool.aux[3], prefill.pool.aux[1])
+
+
+def help_with(helper: Side, decode: Side, start: int, stop: int, *, computed_layers: int = 3) -> None:
+    handle = helper.endpoint.open_sender(1, decode.endpoint.address, is_helper=True)
+    shard = KVShard((TokenSpan(start, stop),), 0, 2, 0, 3)
+    chunk = handle.offer(SourceChunk(shard, slots(start, stop), None), is_last=True)
+    for layer in range(computed_layers):
+        handle.part(chunk, PartRows(layer, 1, 0, stop - start, False))
+
+
+def test_it_sends_what_nobody_else_does(sides: tuple[Side, Side, Side]) -> None:
+    prefill, helper, decode = sides
+    decode.endpoint.expect(need(1), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, None)
+    transfer.offer_now(FIRST, slots(FIRST, 4))
+    help_with(helper, decode, 4, 9)
+    transfer.offer_rest([range(4), range(4, 9)])
+    # In pieces that do not care who sends what.
+    transfer.send(FIRST, slots(FIRST, 6), has_aux=False)
+    transfer.send(6, slots(6, 12), has_aux=True)
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    assert status_of(decode, 1).stage is Stage.COMPLETE
+    check_arrived(prefill, decode)
+    assert helper.endpoint.totals().written_bytes == 5 * 3 * 96
+    assert prefill.endpoint.totals().written_bytes == 5 * 3 * 96 + 24
+
+
+@pytest.mark.parametrize("has_sent", [True, False])
+def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side, Side], has_sent: bool) -> None:
+    prefill, helper, decode = sides
+    decode.endpoint.expect(need(1), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, None)
+    help_with(helper, decode, 4, 9, computed_layers=2)
+    if has_sent:
+        transfer.offer_rest([range(4, 9)])
+        transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
+    helper.endpoint.close()
+    wait_until(lambda: status_of(decode, 1).is_released)
+    assert status_of(decode, 1).outcome is TransferOutcome.RESTARTED
+    wait_until(lambda: transfer.awaited_room == Attempt(1, 1))
+    assert transfer.poll().stage is Stage.TRANSFERRING
+    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    if not has_sent:
+        transfer.offer_rest([range(4, 9)])  # what was agreed upon before does not count
+        transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    assert transfer.room == Attempt(1, 1)
+    check_arrived(prefill, decode)
+
+
+def test_a_late_writer_does_not_write_into_the_next_attempt(sides: tuple[Side, Side, Side]) -> None:
+    prefill, helper, decode = sides
+    decode.endpoint.expect(need(1), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, None)
+    permits: list[int] = []
+    allow = decode.transport.allow
+    decode.transport.allow = lambda permit: (permits.append(permit), allow(permit))[1]  # type: ignore[method-assign]
+    help_with(helper, decode, 4, 9, computed_layers=0)
+    wait_until(lambda: bool(permits))
+    old = permits[0]
+    transfer.restart("a test")
+    wait_until(lambda: status_of(decode, 1).is_released)
+    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    # A helper that was stopped all the time goes on with what it was about to do.
+    shard = KVShard((TokenSpan(4, 9),), 0, 2, 0, 3)
+    wrong, target = np.array([0, 1, 2, 3, 4], np.uint32), np.array(TARGET_SLOTS[2:7], np.uint32)
+    rows = plan_rows(helper.pool.layout, decode.pool.layout, shard, wrong, target)
+    with pytest.raises(TransferError):
+        helper.transport.write(decode.transport.address, old, rows)
+    check_arrived(prefill, decode)
+
+
+def test_a_restart_after_the_end_changes_nothing(sides: tuple[Side, Side, Side]) -> None:
+    prefill, _, decode = sides
+    decode.endpoint.expect(need(1), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1)
+    transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
+    wait_until(lambda: status_of(decode, 1).stage is Stage.COMPLETE)
+    transfer.restart("too late")
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    assert transfer.awaited_room is None
+
+
+def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side]) -> None:
+    prefill, _, decode = sides
+    decode.endpoint.expect(need(1), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1)
+    transfer.restart("a test")
+    wait_until(lambda: status_of(decode, 1).is_released)
+    decode.endpoint.cancel(Attempt(1, 1), "not wanted")
+    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    wait_until(lambda: transfer.poll().stage is Stage.FAILED)
+    assert "not wanted" in transfer.poll().reason
+
+
+def test_it_does_not_wait_for_ever(sides: tuple[Side, Side, Side]) -> None:
+    prefill, _, decode = sides
+    now_s = [0.0]
+    decode.endpoint.expect(need(1), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1, clock=lambda: now_s[0])
+    transfer.restart("a test")
+    wait_until(lambda: status_of(decode, 1).is_released)
+    assert transfer.poll().stage is Stage.TRANSFERRING
+    now_s[0] = OPTIONS.stall_timeout_s
+    assert transfer.poll().outcome is TransferOutcome.STALLED
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.lists(st.integers(0, 60), max_size=6))
+def test_what_is_left(start: int, tokens: int, cuts: list[int]) -> None:
+    cuts.sort()
+    taken = [range(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
+    left = _without(TokenSpan(start, start + tokens), taken)
+    gone = {position for part in taken for position in part}
+    positions = [position for span in left for position in range(span.start, span.stop)]
+    assert positions == [position for position in range(start, start + tokens) if position not in gone]
+    assert all(span.token_count for span in left)

@@ -1,0 +1,185 @@
+"""KV of shared prompts comes to decode from everybody who computes it, once, and whatever fails."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from sglang_ext.policy.cdsp.coordination import BuildMesh, DeclineReason, Drop, RollBack, RunChunk
+from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
+from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.member import Declined
+from sglang_ext.sequence_parallel.messages import ChunkOrder, Streamed
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from support.handshake_process import wait_until
+from support.memory_pool import MemoryPool, Wires
+from support.streaming_pool import HEADS, Decode, StreamingMember
+from support.toy_engine import LAYERS, ToyPool, kv_of
+
+POOL_TOKENS = 640
+ROOM = 7
+Make = Callable[..., StreamingMember]
+
+
+def ids(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(50) for _ in range(tokens))
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    one = Decode()
+    yield one
+    one.endpoint.close()
+
+
+@pytest.fixture
+def make(decode: Decode) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def begin(
+            instance: int = 0,
+            wires: Wires | None = None,
+            page: int = 1,
+            on_layer: Callable[[int], None] = lambda layer: None,
+        ) -> StreamingMember:
+            one = StreamingMember(instance, wires or Wires(), ToyPool(POOL_TOKENS, page), decode, on_layer)
+            stack.callback(one.close)
+            return one
+
+        yield begin
+
+
+def connected(one: StreamingMember) -> StreamingMember:
+    one.link.inbox.append(BuildMesh(1, (0,)))
+    one.turn()
+    assert one.link.woken.wait(10)
+    one.turn()
+    return one
+
+
+def order(one: StreamingMember, tokens: int, first_token: int = 0) -> ChunkOrder:
+    """A chunk of a prompt of another instance, which this one computes alone."""
+    layout, _ = lay_out({}, (range(tokens),), (0,), Interleaving.ZIGZAG)
+    destination = Destination(ROOM, one.decode.endpoint.address, 0, HEADS, first_token)
+    return ChunkOrder(RunChunk(1, 1, 5, layout, 0), ids(tokens), (destination,))
+
+
+def turns_until(members: list[StreamingMember], condition: Callable[[], bool]) -> None:
+    def turn() -> bool:
+        for one in members:
+            one.turn()
+        members[0].decode.turn()
+        return condition()
+
+    wait_until(turn)
+
+
+def test_a_layer_is_stored_while_later_ones_are_computed(make: Make, decode: Decode) -> None:
+    stored_at_layer: list[int] = []
+    members: list[StreamingMember] = []
+
+    def on_layer(layer: int) -> None:
+        if layer == LAYERS - 1:
+            wait_until(lambda: members[0].endpoint.totals().writes >= 1)
+            stored_at_layer.append(layer)
+
+    helper = connected(make(on_layer=on_layer))
+    members.append(helper)
+    decode.expect(ROOM, 4, 40, "127.0.0.1:1")
+    helper.link.inbox.append(order(helper, 40, first_token=4))
+    helper.turn()
+    assert stored_at_layer == [LAYERS - 1]
+    turns_until(members, lambda: decode.requests[ROOM].outcome is not None)
+    torch.testing.assert_close(decode.requests[ROOM].kv, kv_of(ids(40))[:, :, 4:], atol=1e-4, rtol=0)
+
+
+def test_slots_stay_taken_until_they_have_been_read(make: Make, decode: Decode) -> None:
+    helper = connected(make(page=4))
+    helper.link.inbox.append(order(helper, 40))
+    helper.turn()
+    helper.link.inbox.append(Drop(5, (0,)))
+    helper.turn()
+    assert helper.streams.is_sending
+    assert helper.member.held_tokens == 40
+    assert helper.pool.free_tokens == POOL_TOKENS - 40
+    decode.expect(ROOM, 0, 40, "127.0.0.1:1")
+    turns_until([helper], lambda: helper.pool.free_tokens == POOL_TOKENS)
+    assert not helper.streams.is_sending
+    turns_until([helper], lambda: decode.requests[ROOM].outcome is TransferOutcome.COMPLETE)
+    torch.testing.assert_close(decode.requests[ROOM].kv, kv_of(ids(40)), atol=1e-4, rtol=0)
+
+
+def test_a_chunk_that_is_taken_back_begins_the_transfer_anew(make: Make, decode: Decode) -> None:
+    helper = connected(make())
+    decode.expect(ROOM, 0, 50, "127.0.0.1:1")
+    helper.link.inbox.append(order(helper, 40))
+    helper.turn()
+    helper.link.inbox.append(RollBack(1, 5, (0,)))
+    turns_until([helper], lambda: decode.requests[ROOM].attempts == 2)
+    assert helper.pool.free_tokens == POOL_TOKENS
+
+
+def test_without_a_coordinator_what_was_sent_is_sent_anew(make: Make, decode: Decode) -> None:
+    owner = make()
+    owner.offer_streamed(1, ids(60), cached_tokens=10, first_token=4)
+    owner.link.inbox.append(Streamed(1, 40, True))
+    owner.turn()
+    (outcome,) = owner.member.abandon()
+    assert outcome == Declined(1, DeclineReason.NOT_A_MEMBER, Streamed(1, 40, True))
+    owner._go_on(outcome)
+    turns_until([owner], lambda: decode.requests[1].outcome is not None)
+    assert (decode.requests[1].outcome, decode.requests[1].attempts) == (TransferOutcome.COMPLETE, 2)
+    torch.testing.assert_close(decode.requests[1].kv, kv_of(ids(60))[:, :, 4:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: Decode, seed: int) -> None:
+    draw = random.Random(seed)
+    page = draw.choice((1, 4))
+    wires = Wires(failure_rate=draw.choice((0.0, 0.0, 0.003, 0.01)), seed=seed)
+    costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
+    settings = PoolSettings(draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, silence_s=1e6)
+    members = [make(instance, wires, page) for instance in range(3)]
+    exchange = PoolExchange(settings, costs)
+    pool = MemoryPool(exchange, members, page)
+    prompts: dict[int, tuple[tuple[int, ...], int]] = {}
+    for number in range(1, 7):
+        one = draw.choice(members)
+        tokens = draw.randrange(5, 50) * 4
+        cached_tokens = draw.choice((0, 0, 4 * draw.randrange(tokens // 4)))
+        first_token = draw.choice((0, 0, 4 * draw.randrange(tokens // 4)))
+        request, token_ids = one.instance * 2**32 + number, ids(tokens, 100 * seed + number)
+        prompts[request] = token_ids, first_token
+        one.offer_streamed(request, token_ids, cached_tokens, first_token)
+
+    def is_done() -> bool:
+        decode.turn()
+        return all(one.outcome is not None for one in decode.requests.values())
+
+    pool.run(is_done, timeout_s=60)
+    for request, (token_ids, first_token) in prompts.items():
+        received = decode.requests[request]
+        assert received.outcome is TransferOutcome.COMPLETE
+        torch.testing.assert_close(received.kv, kv_of(token_ids)[:, :, first_token:], atol=1e-4, rtol=0)
+    deadline_s = time.monotonic() + 20
+    while any(one.pool.free_tokens < POOL_TOKENS for one in members) and time.monotonic() < deadline_s:
+        pool.exchange_messages()
+        for one in members:
+            one.turn()
+        time.sleep(0.01)
+    assert [one.pool.free_tokens for one in members] == [POOL_TOKENS] * 3
+    assert decode.pool.free_tokens == 4096
+    assert decode.endpoint.totals().unsettled_permits == 0
+    if exchange.history.steps_failed == 0:
+        assert all(one.attempts == 1 for one in decode.requests.values())
+        assert sum(one.endpoint.totals().written_bytes > 0 for one in members) > 1

@@ -1,0 +1,175 @@
+"""The Gantt chart of a long pool: its bars, its picture, and what the command says where there is none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.sequence_parallel.coordinator_http import describe_status
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.pool_records import (
+    FormerMember,
+    MemberStatus,
+    PoolStatus,
+    PrefillEnd,
+    PrefillRecord,
+    StepKind,
+    StepRecord,
+)
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.step_clock import StepTimes
+from sglang_ext.sequence_parallel.timeline import Activity, Bar, ShownRequest, TimelineError, timeline_of
+from sglang_ext.sequence_parallel.timeline_command import add_arguments, run
+from sglang_ext.sequence_parallel.timeline_picture import PictureError, draw_timeline
+
+
+def status(**changes: object) -> dict[str, Any]:
+    """One prompt alone, then on two, then collected; one that has failed on an instance that is gone, and goes on."""
+    first = PrefillRecord(1, 0, 3000, 0, 100.0, ended_s=116.0, outcome=PrefillEnd.COLLECTED)
+    alone = StepRecord(StepKind.CHUNK, (0,), 1024, 0, 101.0, 105.0)
+    alone.note_times(0, StepTimes(4.0, 0.0, 0.0), 105.0)
+    both = StepRecord(StepKind.CHUNK, (0, 1), 1976, 512, 105.0, 115.0)
+    both.note_times(0, StepTimes(9.0, 2.0, 1.0), 114.0)
+    both.note_times(1, StepTimes(8.0, 3.0, 1.0), 115.0)
+    first.steps += [alone, both, StepRecord(StepKind.COLLECT, (0, 1), 0, 1500, 115.0, 116.0)]
+    second = PrefillRecord(2, 1, 2000, 0, 116.0)
+    second.steps += [
+        StepRecord(StepKind.CHUNK, (1, 2), 2000, 0, 116.0, 117.0, has_failed=True),
+        StepRecord(StepKind.CHUNK, (1,), 2000, 0, 118.0),
+    ]
+    never = PrefillRecord(3, 1, 2000, 0, 90.0, ended_s=91.0, outcome=PrefillEnd.CANCELLED)
+    members = tuple(MemberStatus(number, name, "n", 0.0, 10, 0, 0.0) for number, name in ((0, "a"), (1, "b")))
+    former = (FormerMember(2, "c", 117.0, "was killed"), FormerMember(9, "x", 1.0, "long ago"))
+    pool = PoolExchange(PoolSettings(), PoolCosts(prior_candidates((1, 2)))).status(120.0)
+    full = PoolStatus(
+        *(120.0, "m", 3, True, members, (second,), (never, first), 1, 0, 2, 1.0, 0.05, None, former),
+    )
+    assert set(describe_status(pool)) == set(describe_status(full))
+    return {**json.loads(json.dumps(describe_status(full))), **changes}
+
+
+def test_bars_are_where_the_time_went() -> None:
+    timeline = timeline_of(status())
+    assert timeline.instances == ("a", "b", "c")
+    assert timeline.requests == (
+        ShownRequest("a", 3000, "1,024 @ 1 -> 1,976 @ 2", 0.0, 16.0, "collected"),
+        ShownRequest("b", 2000, "", 16.0, None, None),
+    )
+    assert [bar for bar in timeline.bars if bar.request == 0] == [
+        Bar("a", 0, Activity.COMPUTE, 1.0, 5.0),
+        Bar("a", 0, Activity.REBALANCE, 5.0, 6.0),
+        Bar("a", 0, Activity.COMPUTE, 6.0, 12.0),
+        Bar("a", 0, Activity.RING, 12.0, 14.0),
+        Bar("a", 0, Activity.IDLE, 14.0, 15.0),
+        Bar("b", 0, Activity.IDLE, 5.0, 7.0),
+        Bar("b", 0, Activity.REBALANCE, 7.0, 8.0),
+        Bar("b", 0, Activity.COMPUTE, 8.0, 12.0),
+        Bar("b", 0, Activity.RING, 12.0, 15.0),
+        Bar("a", 0, Activity.COLLECT, 15.0, 16.0),
+        Bar("b", 0, Activity.COLLECT, 15.0, 16.0),
+    ]
+    assert [bar for bar in timeline.bars if bar.request == 1] == [
+        Bar("b", 1, Activity.FAILED, 16.0, 17.0),
+        Bar("c", 1, Activity.FAILED, 16.0, 17.0),
+        Bar("b", 1, Activity.IDLE, 18.0, 20.0),
+    ]
+    assert timeline.losses == (("c", 17.0),)
+
+
+def test_the_latest_prompts_alone() -> None:
+    timeline = timeline_of(status(), most_requests=1)
+    assert [one.tokens for one in timeline.requests] == [2000]
+    assert min(bar.start_s for bar in timeline.bars) == 0.0
+
+
+def test_a_pool_that_has_done_nothing() -> None:
+    timeline = timeline_of(status(recent=[], requests=[]))
+    assert (timeline.requests, timeline.bars, timeline.losses) == ((), (), ())
+
+
+@pytest.mark.parametrize("wrong", [None, [], {}, {"members": 1}, "text"])
+def test_what_is_no_status(wrong: object) -> None:
+    with pytest.raises(TimelineError, match="not a coordinator's status"):
+        timeline_of(wrong)
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "pool.png"
+    draw_timeline(timeline_of(status()), path, name_of=str.upper)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(PictureError, match="cannot be written: No such file"):
+        draw_timeline(timeline_of(status()), tmp_path / "no" / "pool.png")
+    with pytest.raises(PictureError, match="Format 'xyz' is not supported"):
+        draw_timeline(timeline_of(status()), tmp_path / "pool.xyz")
+
+
+@contextmanager
+def serving(answer: bytes, code: int = 200) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pool.svg"
+    with serving(json.dumps(status()).encode()) as url:
+        assert run(parse("--coordinator", url.removeprefix("http://"), "--out", str(path))) == 0
+    assert capsys.readouterr().out == f"2 prompts on 3 instances: {path}\n"
+    assert path.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "message"),
+    [
+        (b"{", 200, "/status is not JSON"),
+        (b"[]", 200, "not a coordinator's status"),
+        (b"", 404, "/status answered 404"),
+        (json.dumps(status(recent=[], requests=[])).encode(), 200, "no prompt has been shared yet"),
+    ],
+)
+def test_one_line_where_there_is_nothing_to_draw(
+    answer: bytes, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(answer, code) as url:
+        assert run(parse("--coordinator", url, "--out", str(tmp_path / "x.png"))) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"sglang-ext timeline: --coordinator {url}: {message}")
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parse("--requests", "0")) == 2
+    assert run(parse("--coordinator", "https://x")) == 1
+    assert run(parse("--coordinator", "http://127.0.0.1:1")) == 1
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "sglang-ext timeline: --requests must be at least 1, got 0"
+    assert second.endswith("is not an http:// address")
+    assert "does not answer" in third

@@ -1,0 +1,146 @@
+"""Choice, capture, padding and replay over a toy model, on tensors of a CPU; a recorder that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext_cuda_graphs.capture_plan import plan_captures, tokens
+from sglang_ext_cuda_graphs.fallback import Fallback
+from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
+from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
+from sglang_ext_cuda_graphs.recorders import DeviceMemory, DirectRecorder, Recording
+from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch
+
+HIDDEN = 4
+GRAPH_BYTES = 10
+
+
+class CountingRecorder(DirectRecorder):
+    """Every graph takes memory; the pool grows when a shape is larger than all before it."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, compute: Callable[[], None]) -> Recording:
+        self.recorded += 1
+        return super().record(compute)
+
+    def memory(self) -> DeviceMemory:
+        pool = 100 if self.recorded else 0
+        return DeviceMemory(pool + GRAPH_BYTES * self.recorded, pool)
+
+
+def toy(shape: GraphShape, batch: PaddedBatch) -> torch.Tensor:
+    """Of each token: its id, its position, and the sums of its request's prefix slots and of all ids."""
+    owner = torch.searchsorted(batch.qo_indptr, torch.arange(batch.ids.numel()), right=True) - 1
+    prefix = [int(batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].sum()) for i in range(shape.requests)]
+    sums = torch.tensor([*prefix, 0])[owner.clamp(max=shape.requests)]
+    return torch.stack([batch.ids, batch.positions, sums, batch.ids.sum().expand_as(sums)], dim=1).float()
+
+
+def build(budget_bytes: int | None = None, max_prefix_tokens: int = 100) -> tuple[PrefillGraphs, CountingRecorder]:
+    recorder = CountingRecorder()
+    shapes = plan_captures([4, 8], [1, 2, 4], 32, 4)
+    clock = iter(range(1000))
+    ledger = MemoryLedger(budget_bytes, assumed_bytes_per_token=1.0)
+    output = torch.full((32, HIDDEN), float("nan"))
+    return PrefillGraphs(shapes, toy, recorder, ledger, output, max_prefix_tokens, lambda: next(clock)), recorder
+
+
+def ragged(new_lens: list[int], prefix_lens: list[int]) -> RaggedBatch:
+    count = sum(new_lens)
+    positions = [p + i for n, p in zip(new_lens, prefix_lens, strict=True) for i in range(n)]
+    return RaggedBatch(
+        ids=torch.arange(1, count + 1),
+        positions=torch.tensor(positions),
+        cache_slots=torch.arange(200, 200 + count),
+        rows=torch.arange(len(new_lens)),
+        new_lens=torch.tensor(new_lens),
+        prefix_lens=torch.tensor(prefix_lens),
+        table=torch.arange(4 * 50, dtype=torch.int32).view(4, 50),
+        longest_prefix_tokens=max(prefix_lens),
+    )
+
+
+def test_all_are_captured_at_start() -> None:
+    graphs, recorder = build()
+    assert list(graphs.capture_all()) == plan_captures([4, 8], [1, 2, 4], 32, 4)
+    assert recorder.recorded == 6
+    assert graphs.captured == frozenset(graphs.grid.shapes)
+    assert (graphs.pool_bytes, graphs.used_bytes) == (100, 100 + 6 * GRAPH_BYTES)
+    assert [cost.seconds for cost in graphs.costs] == [1] * 6
+
+
+def test_lazily_each_is_captured_once_when_wanted() -> None:
+    graphs, recorder = build()
+    assert not graphs.captured
+    for _ in range(3):
+        assert graphs.make_ready(GraphShape(4, 2))
+    assert recorder.recorded == 1
+    with pytest.raises(KeyError):
+        graphs.replay(GraphShape(8, 1))
+
+
+def test_shapes_beyond_the_budget_leave_the_grid() -> None:
+    graphs, recorder = build(budget_bytes=100 + 3 * GRAPH_BYTES)
+    list(graphs.capture_all())
+    assert recorder.recorded == 3
+    assert set(graphs.grid.shapes) == graphs.captured == {(8, 4), (4, 4), (8, 2)}
+    assert graphs.choose([3], [0]) == GraphShape(4, 4)
+    assert not graphs.make_ready(GraphShape(8, 1))
+
+
+def test_why_a_batch_has_no_shape() -> None:
+    graphs, _ = build(budget_bytes=GRAPH_BYTES, max_prefix_tokens=10)
+    assert graphs.choose([9], [0]) is Fallback.TOO_LARGE
+    assert graphs.choose([1] * 5, [0] * 5) is Fallback.TOO_LARGE
+    assert graphs.choose([1, 1], [6, 5]) is Fallback.PREFIXES
+    assert graphs.choose([1, 1], [6, 4]) == GraphShape(4, 2)
+    list(graphs.capture_all())
+    assert graphs.choose([8, 8], [0, 0]) is Fallback.MEMORY
+
+
+def test_padding_that_costs_more_than_it_saves_is_refused() -> None:
+    shapes = plan_captures([128], [1, 2, 4], 512, 4)
+    ledger = MemoryLedger(None, 1.0)
+    graphs = PrefillGraphs(shapes, toy, DirectRecorder(), ledger, torch.zeros(512, HIDDEN), 1, lambda: 0.0)
+    assert graphs.choose([1, 1], [0, 0]) == GraphShape(128, 2)  # reading the weights takes longer
+    assert graphs.choose([128, 100, 28], [0, 0, 0]) == GraphShape(128, 4)
+    assert graphs.choose([128, 100, 27], [0, 0, 0]) is Fallback.PADDING
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=4), min_size=1, max_size=5)
+)
+def test_a_batch_is_what_it_is_alone_whatever_ran_before(history: list[list[tuple[int, int]]]) -> None:
+    graphs, _ = build()
+    for lengths in history:
+        new_lens, prefix_lens = [new for new, _ in lengths], [prefix for _, prefix in lengths]
+        shape = graphs.choose(new_lens, prefix_lens)
+        assert isinstance(shape, GraphShape)
+        assert graphs.make_ready(shape)
+        batch = ragged(new_lens, prefix_lens)
+        graphs.load(shape, batch)
+        hidden = graphs.replay(shape)
+        assert hidden.shape == (tokens(shape), HIDDEN)
+        real = hidden[: sum(new_lens)]
+        count = sum(new_lens)
+        sums = [int(batch.table[i, :prefix].sum()) for i, (new, prefix) in enumerate(lengths) for _ in range(new)]
+        wanted = [batch.ids, batch.positions, torch.tensor(sums), torch.full((count,), count * (count + 1) // 2)]
+        assert torch.equal(real, torch.stack(wanted, dim=1).float())
+        assert not hidden[count:, :2].any()  # padded tokens: id 0 at position 0
+    assert sum(graphs.replays.values()) == len(history)
+
+
+def test_an_output_that_is_too_small_and_an_empty_grid_are_refused() -> None:
+    ledger = MemoryLedger(None, 1.0)
+    with pytest.raises(ValueError, match="at least one shape"):
+        PrefillGraphs([], toy, DirectRecorder(), ledger, torch.zeros(1, 1), 1, lambda: 0.0)
+    with pytest.raises(ValueError, match="3 rows does not hold 4 tokens"):
+        PrefillGraphs([GraphShape(4, 1)], toy, DirectRecorder(), ledger, torch.zeros(3, 1), 1, lambda: 0.0)
