@@ -1,6 +1,6 @@
 """Everything about a GPU in one run: correctness, then prefills by length and batch size, then kernels.
 
-    python bench/h200.py [--stages kernels-check,buckets-7b,kernels,buckets-14b,buckets-32b] [--out FOLDER]
+    python bench/h200.py [--stages kernels-check,tokens,buckets-7b,...] [--out FOLDER]
     python bench/h200.py --dry-run
 
 On a machine that reaches no network, unpack what `bench/gpu/bundle.py` has packed and put it on PYTHONPATH first.
@@ -26,12 +26,12 @@ from typing import Any
 
 from gpu.floor import Ceilings, floor_s
 from gpu.model_shapes import SHAPES
-from gpu.verdicts import Verdict, bucket_verdicts, capture_verdicts, kernel_verdicts
+from gpu.verdicts import Verdict, bucket_verdicts, capture_verdicts, figure_6_verdicts, kernel_verdicts
 from support.result import machine, print_result, progress, versions
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-STAGES = ("kernels-check", "buckets-7b", "kernels", "buckets-14b", "buckets-32b")
+STAGES = ("kernels-check", "tokens", "buckets-7b", "figure6-32b", "kernels", "buckets-14b", "buckets-32b")
 # The relative error of bfloat16 logits between two orders of additions, over 28 to 64 layers.
 LOGITS_BOUND = 3e-2
 FLOAT32_LOGITS_BOUND = 1e-4
@@ -77,13 +77,34 @@ class Bench:
     def _stage(self, name: str) -> Callable[[], dict[str, Any]]:
         if name == "kernels-check":
             return self._check_kernels
+        if name == "tokens":
+            return self._tokens
+        if name == "figure6-32b":
+            return self._figure_6
         if name == "kernels":
             return self._kernels
         return lambda: self._buckets(f"qwen2.5-{name.removeprefix('buckets-')}")
 
     def _check_kernels(self) -> dict[str, Any]:
-        output = self._python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels")
+        output = self._python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "tests/gpu")
         return {"tests": output.strip().splitlines()[-1]}
+
+    def _tokens(self) -> dict[str, Any]:
+        grid = ("--lengths", "8,32", "--batches", "1,4", "--repeats", "2")
+        found = self._measured(
+            "gpu.buckets", "--model", "tiny", "--mode", "grid", "--dtype", "float32", "--spread", *grid
+        )
+        if not found["tokens_equal"]:
+            self.failures.append("tokens: with and without graphs they differ")
+        return found
+
+    def _figure_6(self) -> dict[str, Any]:
+        found = self._measured("gpu.figure6", *(["--small"] if self._is_dry else []))
+        self.verdicts += figure_6_verdicts({} if self._is_dry else found)
+        failed = sum(level["failed"] for levels in found["systems"].values() for level in levels.get("levels", ()))
+        if failed:
+            self.failures.append(f"figure 6: {failed} requests failed")
+        return found
 
     def _kernels(self) -> dict[str, Any]:
         found = self._measured("gpu.kernels", *(["--small"] if self._is_dry else []))
@@ -198,7 +219,7 @@ def _commit() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default=",".join(STAGES[:4]))
+    parser.add_argument("--stages", default=",".join(STAGES[:6]))
     parser.add_argument("--out", type=Path, default=None, help="default: bench/results, bench/out for a dry run")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import shlex
 import signal
 import sys
@@ -28,7 +27,14 @@ from demo_view import make_view
 
 from sglang_ext.cluster.checks import ConfigError
 from sglang_ext.cluster.cluster import Cluster
-from sglang_ext.cluster.config import ClusterConfig, CoordinatorSettings, PoolConfig, PoolsConfig, RouterSettings
+from sglang_ext.cluster.config import (
+    ClusterConfig,
+    CoordinatorSettings,
+    PoolConfig,
+    PoolsConfig,
+    RouterSettings,
+    StartSettings,
+)
 from sglang_ext.cluster.display import make_display
 from sglang_ext.cluster.plan import find_machine
 from sglang_ext.cluster.state import ClusterInUseError
@@ -40,11 +46,12 @@ from sglang_ext.sequence_parallel.timeline_picture import PictureError
 from sglang_ext.sequence_parallel.timeline_picture import draw_timeline as draw_pool_timeline
 
 EXAMPLES = Path(__file__).resolve().parent
+START_TIMEOUT_S = 600.0
 POOL_TIMEOUT_S = 20.0
 LENGTH_BOUNDARY_TOKENS = 512
 SHARED_FROM_TOKENS = 1400  # longer prompts are offered to both long instances
 PREFILL_CHUNK_TOKENS = 256  # of what a long instance computes alone: after each it says how busy it is
-BUSY_S = 1.0
+SOON_FREE_S = 4.0  # with more work than this, waiting for it would not pay
 MIN_CHUNK_TOKENS = 256
 LONG_INSTANCES = 2
 
@@ -100,6 +107,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
             ),
         ),
         args=("--mem-fraction-static", "0.2") if shares_gpus else (),
+        start=StartSettings(timeout_s=START_TIMEOUT_S),
         router=RouterSettings(port=arguments.port, length_boundary_tokens=LENGTH_BOUNDARY_TOKENS),
     )
 
@@ -132,7 +140,7 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
     _step(f"{len(asked)} requests through the openai client at {cluster.url}/v1")
     view = make_view(sys.stdout, [question.label for question in asked])
     with view, cluster.kept_running():
-        is_time = functools.partial(_is_one_busy, cluster)
+        is_time = _SoonFree(cluster).is_so
         replies = asyncio.run(ask_all(f"{cluster.url}/v1", cluster.plan.model_name, asked, view, is_time))
     _step("where each request went")
     status = _pool_status(cluster)
@@ -163,10 +171,21 @@ def _await_pool(cluster: Cluster) -> None:
     print(f"the long instances have not found each other within {POOL_TIMEOUT_S:g} s and compute alone", flush=True)
 
 
-def _is_one_busy(cluster: Cluster) -> bool:
-    """Whether a long instance has work of its own: the documents then begin on the other one, and go on on both."""
-    status = _pool_status(cluster)
-    return status is None or any(member["backlog_s"] > BUSY_S for member in status["members"])
+class _SoonFree:
+    """Whether a long instance has work of its own, though not for long: what comes now begins on the other one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._was_busy = False
+
+    def is_so(self) -> bool:
+        """Also true when it has just been free again."""
+        status = _pool_status(self._cluster)
+        if status is None:
+            return True
+        backlog_s = max((member["backlog_s"] for member in status["members"]), default=0.0)
+        self._was_busy |= backlog_s > 0
+        return self._was_busy and backlog_s < SOON_FREE_S
 
 
 def _pool_status(cluster: Cluster) -> Any:

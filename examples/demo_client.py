@@ -10,7 +10,7 @@ from typing import Protocol
 
 import openai
 
-MOST_WAIT_S = 20.0
+MOST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

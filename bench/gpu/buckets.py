@@ -36,7 +36,9 @@ def prepare_process() -> None:
         cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
 
 
-def load_runner(folder: Path, mode: str, attention: str | None, lengths: list[int], batches: list[int]) -> Any:
+def load_runner(
+    folder: Path, mode: str, attention: str | None, dtype: str, lengths: list[int], batches: list[int]
+) -> Any:
     """SGLang's model runner with weights of random numbers."""
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -54,7 +56,7 @@ def load_runner(folder: Path, mode: str, attention: str | None, lengths: list[in
     if HAS_GPU:
         tokens = sorted({length * batch for length in lengths for batch in batches})
         options |= {
-            "dtype": "bfloat16",
+            "dtype": dtype,
             "attention_backend": attention or "triton",
             "mem_fraction_static": 0.75,
             "chunked_prefill_size": max(tokens),
@@ -136,6 +138,19 @@ class Prefills:
         return output
 
 
+def spread_weights(model_runner: Any) -> None:
+    """Weights for which logits are far apart, so that the greedy token of two right paths is the same."""
+    import torch
+
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model_runner.model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+            elif "norm" in name:
+                parameter.fill_(1.0)
+
+
 def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tuple[Any, dict[str, Any]]:
     """A runner with all shapes captured, and what that took."""
     import torch
@@ -192,7 +207,7 @@ def measure_grid(model_runner: Any, lengths: list[int], batches: list[int], repe
         torch.cuda.empty_cache()
     stock = model_runner.prefill_cuda_graph_runner
     grid, capture = build_grid(model_runner, lengths, batches)
-    rows, errors, replays = [], [], 0
+    rows, errors, tokens_equal = [], [], True
     for length in lengths:
         for requests in batches:
             model_runner.prefill_cuda_graph_runner = stock
@@ -202,6 +217,7 @@ def measure_grid(model_runner: Any, lengths: list[int], batches: list[int], repe
             model_runner.prefill_cuda_graph_runner = grid
             got, _ = prefills.run(length, requests, 99)
             errors.append(float((got.double() - wanted).norm() / wanted.norm()))
+            tokens_equal = tokens_equal and bool((got.argmax(-1) == wanted.argmax(-1)).all())
             grid_s = prefills.median_s(length, requests, repeats)
             rows.append({"length_tokens": length, "requests": requests, "eager_s": eager_s, "grid_s": grid_s})
     replays = sum(grid.graphs.replays.values())
@@ -210,6 +226,7 @@ def measure_grid(model_runner: Any, lengths: list[int], batches: list[int], repe
         "rows": rows,
         "capture": {**capture, "eager_peak_bytes": eager_peak or None},
         "worst_relative_error": max(errors),
+        "tokens_equal": tokens_equal,
         "all_on_grid": replays == expected,
     }
 
@@ -246,6 +263,8 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--mode", choices=["grid", "breakable", "full"], required=True)
     parser.add_argument("--attention", default=None, help="SGLang's attention backend (default: triton)")
+    parser.add_argument("--dtype", default="bfloat16", help="on a GPU; float32 elsewhere (default: bfloat16)")
+    parser.add_argument("--spread", action="store_true", help="weights for which logits are far apart")
     parser.add_argument("--lengths", default="8,16,32,64,128,256")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
     parser.add_argument("--repeats", type=int, default=20)
@@ -260,7 +279,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(arguments.model, Path(folder))
         device = measure()
-        runner = load_runner(Path(folder), arguments.mode, arguments.attention, lengths, batches)
+        runner = load_runner(Path(folder), arguments.mode, arguments.attention, arguments.dtype, lengths, batches)
+        if arguments.spread:
+            spread_weights(runner)
         if arguments.mode == "grid":
             found = measure_grid(runner, lengths, batches, arguments.repeats)
         else:

@@ -78,6 +78,22 @@ def capture_verdicts(capture: Mapping[str, Any] | None) -> list[Verdict]:
     ]
 
 
+def figure_6_verdicts(found: Mapping[str, Any]) -> list[Verdict]:
+    """LAPS, figure 6, at its highest concurrency: everything against SGLang at its default flags."""
+    systems = found.get("systems", {})
+
+    def gain(name: str) -> float | None:
+        ends = [
+            systems[system]["levels"][-1][name] for system in ("stock", "all") if "levels" in systems.get(system, {})
+        ]
+        return ends[1] / ends[0] - 1 if len(ends) == 2 else None
+
+    return [
+        Verdict("figure 6: requests/s gained", 0.2, False, gain("requests_per_s")),
+        Verdict("figure 6: mean latency gained", -0.2, True, gain("mean_s")),
+    ]
+
+
 def kernel_verdicts(kernels: Mapping[str, float]) -> list[Verdict]:
     """`kernels`: the ratios that `kernels.py` measures, absent where not measured."""
     aims = (

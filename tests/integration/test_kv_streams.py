@@ -7,16 +7,16 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
 from typing import Any, NamedTuple
 
 import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
-from support.laps import Pair
+from support.laps import Pair, Prefill
 from support.long_pool import Coordinator
-from support.reference import greedy_reference
 from support.transfer_metrics import metric, settled
 
 pytestmark = pytest.mark.integration
@@ -26,6 +26,8 @@ MIN_TOKENS = 200
 LONG = 900
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × head size × float32
 METADATA_BYTES = 10_000  # of a request, at most
+# A silent peer is given up after a lease of 10 s; the health of a dead prefill instance tells after about 4 s.
+LOSS_LIMIT_S = 25.0
 CACHING = ("--disaggregation-decode-enable-radix-cache",)
 
 
@@ -81,10 +83,6 @@ class LongPool:
             lambda status: len(status["members"]) == members and status["is_connected"], timeout_s=60
         )
 
-    def wait_for_step(self) -> None:
-        """Until a chunk is being computed."""
-        self.coordinator.wait_for(has_open_step)
-
 
 def has_open_step(status: dict[str, Any]) -> bool:
     return any(step["ended_s"] is None for request in status["requests"] for step in request["steps"])
@@ -128,26 +126,38 @@ def test_every_instance_sends_what_it_computes(pool: LongPool) -> None:
     lengths = (300, 401, 511, 900, 1504, 1990)
     for number, tokens in enumerate(lengths):
         assert pool.pairs[number % 3].send(tokens, seed=100 + number).is_exact(), tokens
-    assert pool.collected == collected + len(lengths)
+    # Whether it pays is the planner's to say; nearly always it does.
+    assert pool.collected > collected + len(lengths) // 2
     sent = [now - then for now, then in zip(pool.written_bytes(), before, strict=True)]
     page = pool.setting.page_tokens
     # Each row once, from whoever it came.
     whole = sum(-(-tokens // page) * page for tokens in lengths) * TOKEN_BYTES
     assert whole <= sum(sent) <= whole + len(lengths) * pool.setting.decode_ranks * METADATA_BYTES
-    assert all(one > whole / 6 for one in sent), sent
-    assert sum(metric(pair.prefill, "overlapped_parts_total") for pair in pool.pairs) > 0
+    assert all(one > METADATA_BYTES for one in sent), sent
     assert metric(pool.pairs[0].decode, "requests_total", "restarted") == 0
     pool.check_clean(free)
 
 
+def test_layers_are_sent_while_later_ones_are_computed(pool: LongPool) -> None:
+    """How soon a grant comes is up to the machine; that it comes before the end of some chunk is not."""
+
+    def overlapped() -> float:
+        return sum(settled(pair.prefill, "overlapped_parts_total") for pair in pool.pairs)
+
+    before = overlapped()
+    for seed in range(200, 212):
+        assert pool.pairs[seed % 3].send(1990, seed).is_exact()
+        if overlapped() > before:
+            return
+    raise AssertionError("no layer was stored before its chunk had been computed")
+
+
 def test_what_is_cached_here_or_there_is_not_computed_again(pool: LongPool) -> None:
-    collected = pool.collected
     prompt: tuple[int, ...] = ()
     for turn in range(3):
         one = pool.pairs[1].send(len(prompt) + 450, seed=300 + turn, prefix=prompt)
         assert one.is_exact(), turn
         prompt = (*one.prompt, *one.tokens())
-    assert pool.collected == collected + 3
     # Another instance has nothing cached, decode has.
     assert pool.pairs[2].send(len(prompt) + 300, seed=310, prefix=prompt).is_exact()
 
@@ -198,39 +208,72 @@ def mortal(threads: ThreadPoolExecutor) -> Iterator[LongPool]:
         yield one
 
 
-@pytest.mark.chaos
-def test_whoever_is_killed_costs_time_only(mortal: LongPool) -> None:
-    owner, helper, other = mortal.pairs
-    decode = owner.decode
-    assert owner.send(LONG, seed=700).is_exact()
-    greedy_reference((1, 2, 3), 1)
-    # A helper in the middle of a chunk: the others wait for it.
-    with stopped(helper.prefill):
-        one = owner.send(LONG, seed=701)
-        mortal.wait_for_step()
-        helper.prefill.kill()
-    assert one.is_exact()
-    mortal.wait_connected(2)
-    # A helper in the middle of its transfer: decode grants nothing.
-    collected = mortal.collected
-    assert owner.send(LONG, seed=702).is_exact()
-    with decode.frozen_scheduler():
-        one = owner.send(LONG, seed=703)
-        time.sleep(1.0)
-    assert one.is_exact()
-    assert mortal.collected == collected + 2
-    # The coordinator, in the middle of a chunk.
-    with stopped(other.prefill):
-        one = owner.send(LONG, seed=704)
-        mortal.wait_for_step()
-        mortal.coordinator.kill()
-    assert one.is_exact()
-    mortal.coordinator.start_again()
-    mortal.wait_connected(2)
-    assert owner.send(LONG, seed=705).is_exact()
-    assert metric(decode, "requests_total", "restarted") > 0
-    for pair in (owner, other):
-        pair.prefill.wait_idle()
+def held_back(pool: LongPool, owner: Pair, holder: Pair, seed: int) -> tuple[Prefill, ExitStack]:
+    """A long prompt in the middle of a chunk that waits for `holder`, until the stack is closed."""
+    for attempt in range(10):
+        stack = ExitStack()
+        stack.enter_context(stopped(holder.prefill))
+        before = pool.coordinator.status()["requests_declined"]
+        one = owner.send(LONG, seed=seed + attempt)
+        pool.coordinator.wait_for(lambda now, then=before: has_open_step(now) or now["requests_declined"] > then)
+        if has_open_step(pool.coordinator.status()):
+            return one, stack
+        stack.close()
+        assert one.is_exact()  # it was computed alone: the planner found that better
+    raise AssertionError("no prompt is shared")
+
+
+def check_decode(decode: Engine, *, restarted: int) -> None:
     decode.wait_idle()
     for gauge in ("receiving", "receiving_early", "unsettled_permits"):
         assert settled(decode, gauge) == 0
+    assert metric(decode, "requests_total", "restarted") == restarted
+
+
+@pytest.mark.chaos
+def test_whoever_is_killed_costs_time_only(mortal: LongPool, threads: ThreadPoolExecutor) -> None:
+    owner, helper, other = mortal.pairs
+    decode = owner.decode
+    assert owner.send(LONG, seed=700).is_exact()
+    # A helper in the middle of its transfer: all is computed, and decode takes nothing.
+    one, held = held_back(mortal, owner, other, 710)
+    collected = mortal.collected
+    with stopped(decode):
+        held.close()
+        mortal.coordinator.wait_for(lambda status: status["requests_collected"] > collected)
+        helper.prefill.kill()
+    assert one.is_exact()
+    check_decode(decode, restarted=1)
+    mortal.wait_connected(2)
+    # The coordinator in the middle of a chunk.
+    one, held = held_back(mortal, owner, other, 720)
+    mortal.coordinator.kill()
+    held.close()
+    assert one.is_exact()
+    check_decode(decode, restarted=2)
+    mortal.coordinator.start_again()
+    mortal.wait_connected(2)
+    # A helper in the middle of a chunk.
+    one, held = held_back(mortal, owner, other, 730)
+    other.prefill.kill()
+    held.close()
+    assert one.is_exact()
+    check_decode(decode, restarted=3)
+    assert owner.send(LONG, seed=740).is_exact()
+    # The prompt's own instance in the middle of a chunk: that is the end of the request, and of nothing else.
+    again, *_ = FLEET.get(helper.prefill.spec, owner.prefill.spec, decode.spec)
+    mortal.wait_connected(2)
+    survivor = Pair(again, decode, threads)
+    one, held = held_back(mortal, owner, survivor, 750)
+    killed_at_s = time.monotonic()
+    owner.prefill.kill()
+    held.close()
+    with pytest.raises((OSError, HTTPException)):
+        one.replies.result(timeout=60)
+    assert time.monotonic() - killed_at_s < LOSS_LIMIT_S
+    decode.wait_idle()
+    mortal.wait_connected(1)
+    assert survivor.send(LONG, seed=760).is_exact()
+    again.wait_idle()
+    assert again.post("/flush_cache", {}).status == 200
+    again.stop()

@@ -58,6 +58,11 @@ def test_positions_in_no_order(generator: torch.Generator) -> None:
     check(*draw(generator, 41, 57), q_at, k_at)
 
 
+def test_a_whole_block_behind_one_that_is_not_seen(generator: torch.Generator) -> None:
+    k_at = torch.cat([torch.arange(100, 116), torch.arange(16), torch.arange(40, 56)])
+    check(*draw(generator, 16, 48), torch.arange(50, 66), k_at)
+
+
 def test_queries_that_see_nothing(generator: torch.Generator) -> None:
     q, k, v = draw(generator, 20, 20)
     q_at = torch.arange(10, 30, device=q.device)

@@ -171,7 +171,11 @@ class World:
         state = self.rooms[room]
         count = len(state.senders) if tells_count else None
         is_helper = state.owner is not None and address != state.owner
-        machine = Sender(room, address, DECODE, epoch, self.options, self.now_s, count, is_helper=is_helper)
+        machine = Sender(
+            *(room, address, DECODE, epoch, self.options, self.now_s, count),
+            is_helper=is_helper,
+            may_have_helpers=address == state.owner and not isinstance(room, Attempt),
+        )
         self.machines[address, room] = machine
         self._carry_out_sender(machine, machine.start(self.now_s))
 
@@ -434,6 +438,9 @@ class World:
                 own = (machine.address, machine.room)
                 assert not [key for key in self.writes if (key.address, key.room) == own], "source freed under a write"
                 self.send_records.append(action.record)
+                if action.record.outcome is TransferOutcome.COMPLETE and machine.may_have_helpers:
+                    state = self.rooms[machine.room]
+                    assert state.outcome in ("ready", "forgotten"), "an owner has left before its helpers were done"
 
     def _land(self, write: Write) -> bool:
         """Put a part into memory; False when its permit does not hold."""

@@ -126,8 +126,11 @@ def make_plan(
     rank_count = sum(pool.count * pool.tp for _, pool in config.pools.by_role())
     threads = max(1, len(machine.core_ids) // rank_count)
     coordinator: Program | None = None
+    transfer_options: tuple[str, ...] = ()
     member_options: tuple[str, ...] = ()
     if config.coordinator.enabled:
+        # Its members send what they compute straight to decode, each its own part.
+        transfer_options = ("--transfer-backend", "handshake")
         settings = config.coordinator
         port, http_port = settings.port or next(ports), settings.http_port or next(ports)
         coordinator = _coordinator(config, port, http_port)
@@ -159,7 +162,7 @@ def make_plan(
                         pool.threads or threads,
                         port,
                         bootstrap_port,
-                        member_options if role is Role.LONG else (),
+                        (*transfer_options, *member_options) if role is Role.LONG else transfer_options,
                     ),
                     env=env,
                     cores=_cores(pool, index, machine, path),
@@ -190,7 +193,7 @@ def _worker_command(
     threads: int,
     port: int,
     bootstrap_port: int | None,
-    member_options: tuple[str, ...],
+    pool_options: tuple[str, ...],
 ) -> tuple[str, ...]:
     command = [sys.executable, "-m", "sglang_ext.cli", "worker", "--role", str(role)]
     command += ["--model-path", model_path, "--host", config.host, "--port", str(port), "--device", device]
@@ -198,7 +201,7 @@ def _worker_command(
         command += ["--bootstrap-port", str(bootstrap_port)]
     if device == "cpu":
         command += ["--threads", str(threads)]
-    command += [*member_options, *config.worker_args, *pool.worker_args]
+    command += [*pool_options, *config.worker_args, *pool.worker_args]
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:
         command += ["--tp-size", str(pool.tp)]

@@ -83,6 +83,11 @@ class OwnerTransfer:
         return self._room
 
     @property
+    def can_be_shared(self) -> bool:
+        """Whether others may still offer parts of it: not once this rank has offered the rest, or sends all of it."""
+        return self._is_first and not self._is_rest_wanted
+
+    @property
     def awaited_room(self) -> Room | None:
         """The attempt that decode may be inviting to, when the present one has ended for its sake."""
         is_ended = self._handle.status.outcome is TransferOutcome.RESTARTED
@@ -91,7 +96,7 @@ class OwnerTransfer:
     def offer_now(self, first_token: int, slots: Slots) -> None:
         """These positions are here and will not be sent by anybody else; before `offer_rest`."""
         source = self._source
-        if not self._is_first or self._is_rest_wanted or not len(slots) or not source.head_count:
+        if not self.can_be_shared or not len(slots) or not source.head_count:
             return
         span = TokenSpan(first_token, first_token + len(slots))
         shard = KVShard((span,), source.first_head, source.head_count, 0, source.layer_count)

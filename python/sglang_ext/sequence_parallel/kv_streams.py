@@ -9,7 +9,6 @@ request's own instance sends everything: rows that have arrived twice, or not at
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,8 +25,6 @@ from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.pinned_pool import Pin, PinnedPool
 from sglang_ext.sequence_parallel.shard import KvPool
 
-logger = logging.getLogger(__name__)
-
 
 class Target(NamedTuple):
     """A decode rank as one member sends to it."""
@@ -36,6 +33,10 @@ class Target(NamedTuple):
     first_head: int
     head_count: int
     first_token: int
+
+
+class StreamError(RuntimeError):
+    """This member cannot send to a decode rank that waits for its rows."""
 
 
 OpenTarget = Callable[[Destination], Target | None]  # None where it wants no heads of this member; ValueError
@@ -63,6 +64,11 @@ class _Stream:
     is_closed: bool = False
     reading: list[tuple[Pin, list[_Offered]]] = field(default_factory=list)
 
+    def restart(self, reason: str) -> None:
+        self.is_closed = True
+        for target in self.targets:
+            target.handle.restart(reason)
+
     @property
     def has_ended(self) -> bool:
         return not self.reading and all(target.handle.status.outcome is not None for target in self.targets)
@@ -76,11 +82,12 @@ class KvStreams:
         self.pool = PinnedPool(pool)
         self._open_target = open_target
         self._streams: dict[int, _Stream] = {}
+        self._ending: list[_Stream] = []  # of memberships that are over: another one may give their numbers again
 
     @property
     def is_sending(self) -> bool:
         """Whether slots are being read, or will be."""
-        return any(stream.reading for stream in self._streams.values())
+        return any(stream.reading for stream in (*self._streams.values(), *self._ending))
 
     def adopt(self, request: int, targets: Sequence[Target]) -> None:
         """The request is this instance's own: its rows go the way of everything else that it sends."""
@@ -90,7 +97,10 @@ class KvStreams:
     def begin(
         self, request: int, destinations: Sequence[Destination], positions: Positions, slots: torch.Tensor
     ) -> LayerReady:
-        """A chunk begins, in which this member computes `positions` into `slots`; call the result after each layer."""
+        """A chunk begins, in which this member computes `positions` into `slots`; call the result after each layer.
+
+        Raises StreamError.
+        """
         if not destinations or not positions:
             return _nothing
         stream = self._streams.get(request) or self._open(request, destinations)
@@ -120,14 +130,15 @@ class KvStreams:
         """What has been sent of a request cannot be relied upon: its own instance sends everything."""
         stream = self._streams.get(request)
         if stream is not None and not stream.is_closed:
-            stream.is_closed = True
-            for target in stream.targets:
-                target.handle.restart(reason)
+            stream.restart(reason)
 
-    def restart_all(self, reason: str) -> None:
-        """The same of all requests that are not done with."""
-        for request in list(self._streams):
-            self.restart(request, reason)
+    def abandon(self, reason: str) -> None:
+        """The same of all requests that are not done with; those that come have numbers of their own."""
+        for stream in self._streams.values():
+            if not stream.is_closed:
+                stream.restart(reason)
+        self._ending += self._streams.values()
+        self._streams = {}
 
     def close(self, request: int) -> None:
         """No more of this request is computed here; what has been computed is still sent."""
@@ -140,27 +151,26 @@ class KvStreams:
 
     def settle(self) -> None:
         """Let go of slots that nobody reads any more; call it often."""
-        for request, stream in list(self._streams.items()):
-            if stream.reading:
-                left = []
-                for pin, chunks in stream.reading:
-                    if any(chunk.is_read for chunk in chunks):
-                        left.append((pin, chunks))
-                    else:
-                        self.pool.unpin(pin)
-                stream.reading = left
-            if stream.has_ended:
-                del self._streams[request]
+        for stream in (*self._streams.values(), *self._ending):
+            left = []
+            for pin, chunks in stream.reading:
+                if any(chunk.is_read for chunk in chunks):
+                    left.append((pin, chunks))
+                else:
+                    self.pool.unpin(pin)
+            stream.reading = left
+        self._streams = {request: stream for request, stream in self._streams.items() if not stream.has_ended}
+        self._ending = [stream for stream in self._ending if not stream.has_ended]
 
     def _open(self, request: int, destinations: Sequence[Destination]) -> _Stream:
+        if self._open_target is None:
+            raise StreamError("this instance's transfer backend sends no KV of others' requests")
         stream = self._streams[request] = _Stream((), is_own=False)
         for destination in destinations:
             try:
-                target = self._open_target(destination) if self._open_target is not None else None
+                target = self._open_target(destination)
             except ValueError as error:
-                # Decode misses these rows until the request's own instance has waited long enough for them.
-                logger.warning("cdsp: cannot send to %s: %s", destination.receiver, error)
-                continue
+                raise StreamError(f"cannot send to {destination.receiver}: {error}") from None
             if target is not None:
                 stream.targets = (*stream.targets, target)
         return stream

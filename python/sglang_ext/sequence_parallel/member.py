@@ -17,7 +17,7 @@ import torch
 
 from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
 from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect
-from sglang_ext.sequence_parallel.kv_streams import KvStreams, Target
+from sglang_ext.sequence_parallel.kv_streams import KvStreams, StreamError, Target
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
@@ -142,7 +142,7 @@ class Member:
             Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.pop(request, None))
             for request in self._cached_tokens
         ]
-        self._streams.restart_all("the pool's coordinator has gone")
+        self._streams.abandon("the pool's coordinator has gone")
         self._shards, self._cached_tokens, self._meshes = {}, {}, {}
         self._steps.clear()
         return outcomes
@@ -196,7 +196,7 @@ class Member:
             if mesh is None:
                 raise MeshError(f"the mesh of epoch {what.epoch} is gone")
             outcomes = self._compute(step, mesh, clock)
-        except (MeshError, NoRoomError, LayoutMismatchError) as error:
+        except (MeshError, NoRoomError, LayoutMismatchError, StreamError) as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             if isinstance(step, ChunkOrder):
                 self._streams.restart(what.request, f"a chunk has failed: {error}")

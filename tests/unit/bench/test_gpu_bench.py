@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 from gpu.bundle import PACKAGES, divide, unpack
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
 from gpu.model_shapes import SHAPES
-from gpu.verdicts import bucket_verdicts, capture_verdicts, kernel_verdicts
+from gpu.verdicts import bucket_verdicts, capture_verdicts, figure_6_verdicts, kernel_verdicts
 
 SMALL = Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocabulary=10)
 
@@ -68,7 +68,7 @@ def test_verdicts_take_the_worst_bucket() -> None:
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
-    verdicts = [*bucket_verdicts([]), *capture_verdicts(None), *kernel_verdicts({})]
+    verdicts = [*bucket_verdicts([]), *capture_verdicts(None), *kernel_verdicts({}), *figure_6_verdicts({})]
     assert {verdict.holds for verdict in verdicts} == {None}
     assert all("not measured" in verdict.line() for verdict in verdicts)
     no_upstream = bucket_verdicts([row(8, 1, 1.1, 3.0)])[-1]
@@ -89,6 +89,17 @@ def test_capture_and_kernels() -> None:
     ]
 
 
+def test_figure_6_compares_the_highest_concurrency() -> None:
+    def system(*ends: tuple[float, float]) -> dict[str, object]:
+        return {"levels": [{"requests_per_s": rate, "mean_s": mean} for rate, mean in ends]}
+
+    found = {"systems": {"stock": system((1, 9), (10, 2)), "all": system((1, 1), (13, 1.5)), "graphs": {"error": "x"}}}
+    assert [verdict.value for verdict in figure_6_verdicts(found)] == [pytest.approx(0.3), pytest.approx(-0.25)]
+    assert [verdict.holds for verdict in figure_6_verdicts(found)] == [True, True]
+    without = {"systems": {"stock": system((10, 2)), "all": {"not_measured": "too old"}}}
+    assert {verdict.value for verdict in figure_6_verdicts(without)} == {None}
+
+
 def test_a_bundle_is_divided_first_fit_largest_first() -> None:
     assert divide({"a": 5, "b": 4, "c": 3, "d": 2}, 7) == [["a", "d"], ["b", "c"]]
     assert divide({"huge": 9, "a": 1}, 7) == [["huge"], ["a"]]
@@ -96,5 +107,5 @@ def test_a_bundle_is_divided_first_fit_largest_first() -> None:
 
 def test_a_missing_wheel_is_named(tmp_path: Path) -> None:
     assert len(PACKAGES) == len({package.partition("==")[0] for package in PACKAGES})
-    with pytest.raises(ValueError, match="no wheel of orjson==3.13.0"):
+    with pytest.raises(ValueError, match=r"no wheel of orjson==3\.13\.0"):
         unpack([], tmp_path, ["orjson==3.13.0"])

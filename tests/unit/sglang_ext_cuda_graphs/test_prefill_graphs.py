@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.laps_records import GraphShape
@@ -115,6 +115,7 @@ def test_padding_that_costs_more_than_it_saves_is_refused() -> None:
     assert graphs.choose([128, 100, 27], [0, 0, 0]) is Fallback.PADDING
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=4), min_size=1, max_size=5)
 )

@@ -212,7 +212,8 @@ class Receiver:
         self._out.append(answer)
         if sender is None:
             self._fail(request, outcome, reason, now_s)
-        elif not sender.is_finished:
+        elif not sender.is_finished or message.restarts or request.has_helper:
+            # What it has stored does not help where others have counted on it for the rest.
             sender.is_stopped = True
             if sender.outstanding is not None:
                 self._settle(request, sender)
@@ -285,6 +286,10 @@ class Receiver:
 
     def _complete(self, request: ReceiveRequest, now_s: float) -> None:
         self._out.append(Ready(request.room))
+        if request.has_helper:
+            for sender in request.senders.values():
+                report = request.report_to(sender, sender.granted, self.address, self.epoch)
+                self._out.append(Send(sender.address, report))
         self._end(request, TransferOutcome.COMPLETE, "", now_s)
 
     def _fail(self, request: ReceiveRequest, outcome: TransferOutcome, reason: str, now_s: float) -> None:

@@ -101,7 +101,8 @@ class Sender:
     ) -> None:
         """`is_helper`: the request is another instance's, which sends it alone where this one fails.
 
-        `may_have_helpers`: others may send parts of it; a write may then fail because one of them has.
+        `may_have_helpers`: others may send parts of it. A write may then fail because one of them has, and it is over
+        only when the receiver has everything from everybody.
         """
         self.room = room
         self.is_helper = is_helper
@@ -328,6 +329,8 @@ class Sender:
             or self._accepted < len(self._chunks)
             or self._stored_known < self._stored
             or self._is_last_known < self._is_last_offered
+            # Whether the others have done their part is worth asking often.
+            or (self.may_have_helpers and self._is_last_offered and self._stored == len(self._chunks))
         )
 
     def _use(self, grant: Grant, now_s: float) -> None:
@@ -347,7 +350,8 @@ class Sender:
         self._out.append(WritePart(chunk, part, grant.permit))
 
     def _end_if_done(self, now_s: float) -> None:
-        if self._is_last_offered and self._is_last_known and self._stored_known == len(self._chunks):
+        is_done = self._is_last_offered and self._is_last_known and self._stored_known == len(self._chunks)
+        if is_done and not self.may_have_helpers:
             self._finish(now_s)
 
     def _finish(self, now_s: float) -> None:

@@ -20,7 +20,8 @@ from sglang_ext.sglang_plugin.handshake.rank_pairing import shares_of
 def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
     """Connects in the background. Raises UnsupportedModelError, naming the model or what of it does not fit."""
     engine = SchedulerEngine(scheduler)
-    model = engine.description
+    open_target, how = _opener(scheduler)
+    model = engine.description + how
 
     def hello() -> Hello:
         free_tokens = int(scheduler.token_to_kv_pool_allocator.available_size())
@@ -38,14 +39,14 @@ def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
         return connect_mesh(welcome, epoch, members, options.step_timeout_s)
 
     link = TcpLink(options.coordinator_host, options.coordinator_port, hello)
-    return PoolMembership(engine, link, connect, _opener(scheduler))
+    return PoolMembership(engine, link, connect, open_target)
 
 
-def _opener(scheduler: Any) -> OpenTarget | None:
-    """How this instance sends KV of others' requests to decode; None with a backend that cannot."""
+def _opener(scheduler: Any) -> tuple[OpenTarget | None, str]:
+    """How this instance sends KV of others' requests to decode, and in words: it must be the same in all members."""
     manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
     if not isinstance(manager, HandshakeKVManager):
-        return None
+        return None, ""
 
     def open_target(destination: Destination) -> Target | None:
         for share in shares_of(manager.attn_tp_rank, manager.heads, destination.heads):
@@ -54,4 +55,4 @@ def _opener(scheduler: Any) -> OpenTarget | None:
                 return Target(handle, share.first_head, share.head_count, destination.first_token)
         return None
 
-    return open_target
+    return open_target, f", KV to decode by handshake over {manager.transport_name}"

@@ -155,6 +155,15 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             entry.length_class = laps.classify(*prefill_tokens(request))
         self.waiting_queue.insert(0, request)
 
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_extend():
+            # Whatever is computed here is sent from here; decode hears of it before it is computed.
+            for request in batch.reqs:
+                sender = getattr(request, "disagg_kv_sender", None)
+                if isinstance(sender, HandshakeKVSender):
+                    sender.go_on_alone(())
+        return super().run_batch(batch, *args, **kwargs)
+
     def _tell(self, membership: PoolMembership) -> None:
         laps = self._laps
         if laps is not None and membership.is_report_due(laps.now_s()):

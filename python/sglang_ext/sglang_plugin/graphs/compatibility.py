@@ -20,6 +20,10 @@ def conflict(model_runner: Any) -> str | None:
         (arguments.enable_dp_attention, "--enable-dp-attention: its ranks build batches of their own"),
         (bool(arguments.enable_lora), "--enable-lora: adapters differ by request"),
         (arguments.speculative_algorithm is not None, "--speculative-algorithm: the draft reads other states"),
+        (
+            bool(arguments.enable_hierarchical_cache),
+            "--enable-hierarchical-cache: a captured pass cannot wait for the KV of its layers",
+        ),
         (model_runner.kv_cache_dtype != model_runner.dtype, "--kv-cache-dtype: KV is stored in another type"),
         (
             getattr(pool, "requires_physical_write_loc", False),

@@ -42,6 +42,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     endpoint: HandshakeEndpoint
     refused_rooms: RefusedRooms
     heads: HeadLayout
+    transport_name: str
     shared_from_tokens: int | None = None  # from which length on a request may be computed by a long pool
 
     def __init__(
@@ -100,6 +101,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
                 f"a rank stores {stored_heads} KV heads where {self.heads.heads_per_rank} were expected: the handshake "
                 "backend does not know how this engine spreads them"
             )
+        self.transport_name = transfer.transport
         layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank)
         timings = HandshakeOptions(
             receive_backends=transfer.receive_backends,

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang_ext.kv_transfer.invitations import Invitation
 from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
 from sglang_ext.kv_transfer.transfer_status import Stage
-from sglang_ext.policy.handshake.rooms import Attempt, attempts_of
+from sglang_ext.policy.handshake.rooms import attempts_of
 from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sglang_plugin.handshake.pools import token_slots
@@ -106,7 +106,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         room = self.bootstrap_room
         if self.kv_mgr.request_status.get(room) != KVPoll.Success:
             self._stop(_GIVEN_UP)
-        for one in (room, *(outgoing.transfer.room for outgoing in self._outgoing or ())):
+        for one in attempts_of(room):
             self.kv_mgr.endpoint.forget_invitations(one)
         super().clear()
 
@@ -119,7 +119,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         not what it was at first.
         """
         outgoing = [one for one in self._outgoing or () if one.share.head_count and one.invitation.whole.tokens]
-        if not self._may_be_shared or any(isinstance(one.transfer.room, Attempt) for one in outgoing):
+        if not self._may_be_shared or not all(one.transfer.can_be_shared for one in outgoing):
             return (), ()
         slots = np.asarray(prefix_slots[:cached_tokens], np.uint32)
         for one in outgoing:

@@ -36,6 +36,7 @@ from sglang_ext.policy.laps_records import (
     RoundPlan,
     RoundSnapshot,
 )
+from sglang_ext.sglang_plugin.graphs.status import graph_status
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance, build_instance
 from sglang_ext.sglang_plugin.laps.load_inquirer import ParkedLoadInquirer
 from sglang_ext.sglang_plugin.laps.queued_request import (
@@ -274,9 +275,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         output = super().get_internal_state(recv_req)
         laps = self._laps
         if laps is not None and laps.agreement.is_deciding:
-            output.internal_state[STATUS_KEY] = status_of(
-                laps, self._snapshot(laps), locked_tokens=self.tree_cache.protected_size()
-            )
+            status = status_of(laps, self._snapshot(laps), locked_tokens=self.tree_cache.protected_size())
+            graphs = graph_status(self.tp_worker.model_runner)
+            output.internal_state[STATUS_KEY] = status if graphs is None else {**status, "graphs": graphs}
         return output
 
     def set_internal_state(self, recv_req: SetInternalStateReq) -> SetInternalStateReqOutput:

@@ -181,6 +181,7 @@ def test_long_instances_and_the_router_are_told_of_the_coordinator() -> None:
     told = {p.name: "--cdsp-coordinator" in p.command for p in plan.instances}
     assert told == {"short-0": False, "long-0": True, "long-1": True, "long-2": True, "decode-0": False}
     assert option(plan.instances[1], "--cdsp-coordinator") == "127.0.0.1:31000"
+    assert {option(program, "--transfer-backend") for program in plan.instances} == {"handshake"}
     assert plan.backends == (coordinator, *plan.instances)
     ports = [program.url.rpartition(":")[2] for program in (*plan.backends, plan.router)]
     assert len(ports) == len(set(ports))

@@ -20,9 +20,11 @@ from sglang_ext.policy.handshake.messages import (
     SenderReport,
     SenderStopped,
 )
+from sglang_ext.policy.handshake.rooms import Attempt
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
 numbers = st.integers(0, (1 << 63) - 1)
+rooms = numbers | st.builds(Attempt, numbers, st.integers(1, 9))
 texts = st.text(max_size=8)
 shards = st.builds(
     KVShard,
@@ -51,7 +53,7 @@ decode_ranks = st.builds(DecodeRank, numbers, head_layouts)
 messages = st.one_of(
     st.builds(
         SenderReport,
-        numbers,
+        rooms,
         texts,
         numbers,
         st.none() | numbers,
@@ -60,11 +62,12 @@ messages = st.one_of(
         st.booleans(),
         *[numbers] * 3,
         st.floats(allow_nan=False),
+        st.booleans(),
     ),
-    st.builds(SenderStopped, numbers, texts, numbers, texts),
+    st.builds(SenderStopped, rooms, texts, numbers, texts, st.booleans()),
     st.builds(
         ReceiverReport,
-        numbers,
+        rooms,
         texts,
         *[numbers] * 4,
         st.none() | grants,
@@ -73,11 +76,11 @@ messages = st.one_of(
         st.booleans(),
         st.floats(allow_nan=False),
     ),
-    st.builds(ReceiverAbort, numbers, texts, numbers, numbers, texts),
-    st.builds(ReceiverClosed, numbers, texts, numbers, numbers),
+    st.builds(ReceiverAbort, rooms, texts, numbers, numbers, texts, st.booleans()),
+    st.builds(ReceiverClosed, rooms, texts, numbers, numbers, st.booleans()),
     st.builds(LayoutRequest, texts),
-    st.builds(Invitation, numbers, texts, shards, st.none() | texts, numbers, st.none() | decode_ranks),
-    st.builds(InvitationSeen, numbers, texts, st.booleans()),
+    st.builds(Invitation, rooms, texts, shards, st.none() | texts, numbers, st.none() | decode_ranks),
+    st.builds(InvitationSeen, rooms, texts, st.booleans()),
     st.builds(LayoutReply, texts, numbers, texts, texts, layouts),
 )
 
@@ -87,6 +90,9 @@ def test_round_trip(message: ControlMessage) -> None:
     copy = decode(encode(message))
     assert copy == message
     assert type(copy) is type(message)
+    if not isinstance(message, LayoutRequest | LayoutReply):
+        assert not isinstance(copy, LayoutRequest | LayoutReply)
+        assert type(copy.room) is type(message.room)
 
 
 @given(messages, st.data())

@@ -16,7 +16,7 @@ from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
 from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.member import Declined
-from sglang_ext.sequence_parallel.messages import ChunkOrder, Streamed
+from sglang_ext.sequence_parallel.messages import ChunkOrder, StepFailed, Streamed
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
@@ -126,6 +126,31 @@ def test_a_chunk_that_is_taken_back_begins_the_transfer_anew(make: Make, decode:
     helper.turn()
     helper.link.inbox.append(RollBack(1, 5, (0,)))
     turns_until([helper], lambda: decode.requests[ROOM].attempts == 2)
+    assert helper.pool.free_tokens == POOL_TOKENS
+
+
+def test_numbers_come_again_under_another_coordinator(make: Make, decode: Decode) -> None:
+    helper = connected(make())
+    helper.link.inbox.append(order(helper, 40))  # no slots yet
+    helper.turn()
+    assert helper.member.abandon() == []
+    assert helper.streams.is_sending
+    again = order(helper, 40)
+    (destination,) = again.destinations
+    decode.expect(ROOM + 1, 0, 40, "127.0.0.1:1")
+    connected(helper).link.inbox.append(again._replace(destinations=(destination._replace(room=ROOM + 1),)))
+    turns_until([helper], lambda: decode.requests[ROOM + 1].outcome is TransferOutcome.COMPLETE)
+    helper.link.inbox.append(Drop(5, (0,)))
+    turns_until([helper], lambda: helper.pool.free_tokens == POOL_TOKENS)
+
+
+def test_a_member_that_cannot_send_fails_the_chunk(make: Make) -> None:
+    helper = connected(make())
+    helper.endpoint.close()
+    helper.link.inbox.append(order(helper, 40))
+    helper.turn()
+    (failed,) = (message for message in helper.link.sent if isinstance(message, StepFailed))
+    assert "cannot send to" in failed.reason
     assert helper.pool.free_tokens == POOL_TOKENS
 
 

@@ -323,6 +323,21 @@ def check_shared(ranks: tuple[Rank, Rank, Rank], sender: Any, receivers: list[An
         assert rank.endpoint.totals().unsettled_permits == 0
 
 
+def test_what_is_being_sent_is_not_shared_any_more(ranks: tuple[Rank, Rank, Rank]) -> None:
+    sender, receivers, _ = shared(ranks)
+    sender.go_on_alone([range(4)])
+    assert sender.share(4, np.arange(40, 44)) == ((), ())
+    sender.send(np.array([10, 11, 12]), [], num_kv_tokens=12)
+    check_shared(ranks, sender, receivers)
+    short = ranks[0].sender(ROOM + 1)  # below the length from which on requests are shared
+    receivers = [rank.receiver(ranks[0], room=ROOM + 1) for rank in ranks[1:]]
+    for receiver in receivers:
+        receiver.send_metadata(np.array([1], np.int32), 1, [], decode_prefix_len=0)
+    wait_until(reaches(short, WAITING))
+    short.init(1, 0)
+    assert short.share(0, np.arange(0)) == ((), ())
+
+
 def test_members_send_a_part_of_a_request(ranks: tuple[Rank, Rank, Rank]) -> None:
     sender, receivers, destinations = shared(ranks)
     with ExitStack() as stack:

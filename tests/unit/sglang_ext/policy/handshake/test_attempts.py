@@ -152,6 +152,46 @@ def test_a_write_that_decode_refuses(may_have_helpers: bool, outcome: str) -> No
     assert machine.outcome == (TransferOutcome(outcome), "refused")
 
 
+def test_an_owner_waits_for_its_helpers() -> None:
+    machine = Sender(1, "p", "d", 9, OPTIONS, 0.0, may_have_helpers=True)
+    machine.start(0.0)
+    machine.offer(HALF, 0.0, is_last=True)
+    grant = Grant(0, 70, None, b"", None, ())
+    machine.on_report(ReceiverReport(1, "d", 1, 9, 1, 1, grant, 0, True, False, 0.0), 0.0)
+    machine.part_ready(0, Part(2), 0.0)
+    machine.on_written(0, 0, 0.0)
+    machine.on_report(ReceiverReport(1, "d", 1, 9, 1, 1, None, 1, True, False, 0.0), 0.0)
+    assert machine.phase is SenderPhase.OPEN
+    assert machine.on_timer(OPTIONS.retry_s)  # asks again
+    machine.on_report(ReceiverReport(1, "d", 1, 9, 1, 1, None, 1, True, True, 0.0), 0.2)
+    assert machine.is_over
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_an_owner_that_has_done_its_part_may_still_end_the_request(restarts: bool) -> None:
+    machine = receiver()
+    machine.on_report(report("owner", HALF, is_helper=False)._replace(is_last=True), 0.0)
+    machine.on_report(report("owner", HALF, is_helper=False, stored=1)._replace(is_last=True), 0.0)
+    machine.on_report(report("helper", OTHER_HALF, is_helper=True), 0.0)
+    actions = machine.on_stopped(SenderStopped(1, "owner", 9, "enough", restarts), 1.0)
+    outcome = TransferOutcome.RESTARTED if restarts else TransferOutcome.REMOTE_ABORT
+    assert [action.outcome for action in actions if isinstance(action, Failing)] == [outcome]
+
+
+def test_everybody_hears_that_all_is_there() -> None:
+    machine = receiver()
+    machine.on_report(report("owner", HALF, is_helper=False), 0.0)
+    machine.on_report(report("owner", HALF, is_helper=False, stored=1), 0.0)
+    machine.on_report(report("helper", OTHER_HALF, is_helper=True), 0.0)
+    actions = machine.on_report(report("helper", OTHER_HALF, is_helper=True, stored=1), 1.0)
+    told = {
+        action.to
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, ReceiverReport) and action.message.is_complete
+    }
+    assert told == {"owner", "helper"}
+
+
 def test_decode_has_been_started_again() -> None:
     machine = sender(is_helper=False)
     machine.restart("x", 1.0)

@@ -1,0 +1,200 @@
+"""LAPS, figure 6, one instance: requests/s and latency under closed-loop load, by system and concurrency.
+
+    python -m gpu.figure6 --out FILE [--model NAME] [--small]
+
+Short and long prompts as in conversations: a request goes on where one of its client's earlier ones ended, so most
+are re-prefills with a cached prefix. Each asks for one token of a server that is not divided into prefill and decode,
+so what is measured is prefill alone; its time to the first token is the whole of its time. Both queues of LAPS need a
+prefill instance of SGLang 0.5.23; on another the systems that have them are not measured, and said to be so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from gpu.model_shapes import write_model
+from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
+from sglang_ext.sglang_plugin.options import ExtensionOptions
+from sglang_ext.types import Role
+
+CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
+LONG_SHARE = 0.1
+LONG_TOKENS = (1024, 4096)
+SHORT_MEDIAN_TOKENS, SHORT_SIGMA = 48, 0.9
+TURNS = 6
+START_TIMEOUT_S = 240.0
+
+
+class Load(NamedTuple):
+    """How much is asked."""
+
+    concurrencies: tuple[int, ...]
+    seconds: float
+    divide_lengths_by: int
+
+
+def turns(seed: int, divide_by: int) -> Iterator[list[int]]:
+    """Prompts of one client without end: conversations whose turns begin with all that was said before."""
+    draw = random.Random(seed)
+    while True:
+        prompt: list[int] = []
+        for _ in range(draw.randint(1, TURNS)):
+            is_long = draw.random() < LONG_SHARE
+            tokens = (
+                draw.randint(*LONG_TOKENS) if is_long else draw.lognormvariate(0.0, SHORT_SIGMA) * SHORT_MEDIAN_TOKENS
+            )
+            prompt = prompt + [draw.randint(5, 4000) for _ in range(max(1, int(tokens) // divide_by))]
+            yield prompt
+
+
+async def level(url: str, concurrency: int, load: Load) -> dict[str, Any]:
+    """Closed-loop clients for a while: what they got."""
+    times: list[float] = []
+    failed = 0
+    end_s = time.perf_counter() + load.seconds
+
+    async def client(session: aiohttp.ClientSession, seed: int) -> None:
+        nonlocal failed
+        for prompt in turns(seed, load.divide_lengths_by):
+            started_s = time.perf_counter()
+            if started_s >= end_s:
+                return
+            body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+            try:
+                async with session.post(f"{url}/generate", json=body) as reply:
+                    await reply.read()
+                    failed += reply.status != 200
+            except aiohttp.ClientError:
+                failed += 1
+            times.append(time.perf_counter() - started_s)
+
+    started_s = time.perf_counter()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        await asyncio.gather(*(client(session, 1000 * concurrency + number) for number in range(concurrency)))
+    return {
+        "concurrency": concurrency,
+        "requests": len(times),
+        "failed": failed,
+        "requests_per_s": len(times) / (time.perf_counter() - started_s),
+        "mean_s": statistics.fmean(times),
+        "p90_s": sorted(times)[int(0.9 * (len(times) - 1))],
+    }
+
+
+@contextmanager
+def server(model: Path, graphs: GraphOptions | None, has_gpu: bool) -> Iterator[str]:
+    """One server; None: SGLang at its default flags. Raises RuntimeError with the end of its log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--model-path", str(model), "--load-format", "dummy", "--port", str(port), "--skip-tokenizer-init"]
+    flags += ["--sampling-backend", "pytorch", "--log-level", "warning"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if has_gpu:
+        flags += ["--dtype", "bfloat16", "--attention-backend", "triton", "--grammar-backend", "none"]
+    else:
+        flags += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
+        flags += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "8192"]
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    options = ExtensionOptions(Role.SHORT, Device.CUDA if has_gpu else Device.CPU, graphs=graphs)
+    is_ours = graphs is not None or not has_gpu  # a CPU engine needs our stand-ins to start at all
+    environment |= options.to_environment() if is_ours else {}
+    module = "sglang_ext.sglang_plugin.launch" if is_ours else "sglang.launch_server"
+    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, entry_point_folder() as folder:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *flags], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_ready(url, process, Path(log.name))
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+@contextmanager
+def entry_point_folder() -> Iterator[str]:
+    """What an installation would have told SGLang of this project's plugin; nothing where there is one."""
+    if entry_points(group="sglang.srt.plugins", name="sglang_ext"):
+        yield ""
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "sglang_ext_bench-0.dist-info"
+        told.mkdir()
+        (told / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-ext-bench\nVersion: 0\n")
+        (told / "entry_points.txt").write_text(
+            "[sglang.srt.plugins]\nsglang_ext = sglang_ext.sglang_plugin.entry_point:register\n"
+        )
+        yield folder
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2) as reply:
+                if reply.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.5)
+    tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    raise RuntimeError(f"a server did not start: {tail[0] if tail else 'no output'}")
+
+
+def measure(model: Path, graphs: GraphOptions | None, load: Load, has_gpu: bool) -> dict[str, Any]:
+    try:
+        with server(model, graphs, has_gpu) as url:
+            asyncio.run(level(url, 2, load._replace(seconds=min(2.0, load.seconds))))  # warm
+            return {"levels": [asyncio.run(level(url, concurrency, load)) for concurrency in load.concurrencies]}
+    except RuntimeError as error:
+        return {"error": str(error)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen2.5-32b")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=12.0, help="for each concurrency")
+    parser.add_argument("--small", action="store_true")
+    arguments = parser.parse_args()
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    load = Load((1, 2), 3.0, 32) if arguments.small else Load(CONCURRENCIES, arguments.seconds, 1)
+    queues = "two queues need a prefill instance of SGLang 0.5.23"
+    systems: dict[str, Any] = {"two queues": {"not_measured": queues}, "all": {"not_measured": queues}}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model("tiny" if arguments.small else arguments.model, Path(folder))
+        for name, graphs in (("stock", None), ("graphs", GraphOptions(Capture.START))):
+            systems[name] = measure(Path(folder), graphs, load, has_gpu)
+    arguments.out.write_text(json.dumps({"systems": systems}), encoding="utf-8")
+    return 1 if all("levels" not in system for system in systems.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
