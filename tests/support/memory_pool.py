@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -80,6 +81,15 @@ class MemoryMesh:
 
     def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         return _Receiving(self._wires.queue(self._epoch, instance, self._instance, tag), tensor)
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, sequence: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        pass
 
 
 class _Done:

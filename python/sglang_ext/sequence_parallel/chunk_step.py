@@ -8,17 +8,16 @@ from typing import Protocol
 import torch
 
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
-from sglang_ext.sequence_parallel.mesh import Mesh
+from sglang_ext.sequence_parallel.attention import Attention
+from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
 from sglang_ext.sequence_parallel.ring_attention import Ring
-from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, Rebalancing, Shard
+from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, NoRoomError, Rebalancing, Shard
+from sglang_ext.sequence_parallel.steadfast_attention import SteadfastAttention
 
-
-class Attention(Protocol):
-    """What a model's attention layers ask during the forward of a chunk."""
-
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of q [rows, H, D]; K and V of the same rows are in the pool already."""
+# What fails a step for the time being; the shard is as it was before.
+STEP_ERRORS = (MeshError, NoRoomError, LayoutMismatchError)
 
 
 class Engine(Protocol):
@@ -52,44 +51,63 @@ def run_chunk(
     first_tag: int,
     *,
     is_overlapped: bool = True,
+    ranks: Ranks = SINGLE_RANK,
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError and
     LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and so
     it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation
-    of earlier layers; otherwise all of it first.
+    of earlier layers; otherwise all of it first. Of several `ranks` all raise where one does.
     """
     place = layout.group.index(instance)
     positions = layout.new[place]
     pool = engine.pool
     shard.begin()
     try:
-        moving = Rebalancing(pool, shard, layout.moves, mesh, instance, first_tag + pool.layers * len(layout.group))
-        slots = shard.extend(positions)
-        held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
-        if shard.positions != held[place]:
-            raise LayoutMismatchError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
-        if not is_overlapped:
-            for layer in range(pool.layers):
-                moving.finish(layer)
+        # The model's own collectives need every rank, so that none may begin where another one cannot, or leave.
+        with together(ranks, *STEP_ERRORS):
+            moving = Rebalancing(pool, shard, layout.moves, mesh, instance, first_tag + pool.layers * len(layout.group))
+            slots = shard.extend(positions)
+            held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
+            if shard.positions != held[place]:
+                raise LayoutMismatchError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
+            if not is_overlapped:
+                for layer in range(pool.layers):
+                    moving.finish(layer)
         ring = Ring(mesh, layout.group, instance, held, first_tag)
         attention = _ChunkAttention(pool, ring, positions, shard.slots, moving)
-        logits = engine.forward(token_ids, as_tensor(positions), slots, attention)
+        steadfast = SteadfastAttention(attention) if ranks.size > 1 else None
+        with together(ranks, *STEP_ERRORS):
+            logits = engine.forward(token_ids, as_tensor(positions), slots, steadfast or attention)
+            if steadfast is not None:
+                steadfast.check()
+            mesh.settle()
     except BaseException:
         shard.roll_back()
         raise
     return logits if layout.last_token_owner == instance else None
 
 
-def run_collect(pool: KvPool, shard: Shard, moves: Sequence[Move], mesh: Mesh, instance: int, first_tag: int) -> None:
+def run_collect(
+    pool: KvPool,
+    shard: Shard,
+    moves: Sequence[Move],
+    mesh: Mesh,
+    instance: int,
+    first_tag: int,
+    *,
+    ranks: Ranks = SINGLE_RANK,
+) -> None:
     """Send what this instance holds to the owner, or as the owner receive it. Raises as `run_chunk`, and restores."""
     shard.begin()
     try:
-        moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag)
-        for layer in range(pool.layers):
-            moving.start(layer + 1)
-            moving.finish(layer)
+        with together(ranks, *STEP_ERRORS):
+            moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag)
+            for layer in range(pool.layers):
+                moving.start(layer + 1)
+                moving.finish(layer)
+            mesh.settle()
     except BaseException:
         shard.roll_back()
         raise

@@ -75,6 +75,13 @@ class Lost(NamedTuple):
     reason: str
 
 
+class GivenUp(NamedTuple):
+    """A step that has come to nothing."""
+
+    epoch: int
+    sequence: int
+
+
 class Admission(NamedTuple):
     """A member's number."""
 
@@ -112,6 +119,7 @@ class Events:
 
     lost: list[Lost] = field(default_factory=list)
     ended: list[PrefillRecord] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)  # steps that a lost member was in, for all who still compute
 
 
 class PoolExchange:
@@ -174,6 +182,8 @@ class PoolExchange:
         self.history.members_lost += 1
         for step in self._steps.lose(instance, now_s):
             self._note_step(step, now_s)
+            if step.waiting:
+                self._events.given_up.append(GivenUp(step.order.epoch, step.order.sequence))
         out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
         if not self._peers:
             self._epoch, self._pool, self._mesh_due = pool.coordinator.epoch, None, None

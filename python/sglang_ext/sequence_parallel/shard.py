@@ -201,12 +201,13 @@ class Rebalancing:
         if layer >= self._pool.layers or layer in self._under_way:
             return
         calls = self._under_way[layer] = []
-        for incoming in self._incoming:
-            block = self._pool.empty_block(incoming.slots.numel())
-            calls.append((self._mesh.receive(block, incoming.source, incoming.tag + layer), block, incoming))
-        for outgoing in self._outgoing:
-            block = torch.stack(self._pool.read(layer, outgoing.slots))
-            calls.append((self._mesh.send(block, outgoing.target, outgoing.tag + layer), block, None))
+        with self._mesh.batch():
+            for incoming in self._incoming:
+                block = self._pool.empty_block(incoming.slots.numel())
+                calls.append((self._mesh.receive(block, incoming.source, incoming.tag + layer), block, incoming))
+            for outgoing in self._outgoing:
+                block = torch.stack(self._pool.read(layer, outgoing.slots))
+                calls.append((self._mesh.send(block, outgoing.target, outgoing.tag + layer), block, None))
 
     def finish(self, layer: int) -> None:
         """Wait until one layer is here. Raises MeshError."""
