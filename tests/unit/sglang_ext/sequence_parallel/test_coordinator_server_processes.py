@@ -103,7 +103,7 @@ def test_a_member_is_killed_in_a_chunk(coordinator: Coordinator) -> None:
         assert time.monotonic() - began_s < 3 * STEP_TIMEOUT_S + 5
         status = coordinator.status()
         assert [one["has_failed"] for one in status["recent"][-1]["steps"]].count(True) >= 1
-        assert [member["name"] for member in status["members"]] == ["a", "c"]
+        assert {member["name"] for member in status["members"]} == {"a", "c"}
         check_clean([members[0], members[2]])
         again = processes.start(MemberSpec("b"))
         wait_for_members(coordinator, 3)
