@@ -127,6 +127,19 @@ def test_a_member_stops_in_a_chunk_and_comes_back(coordinator: Coordinator) -> N
         check_clean(members)
 
 
+def test_nobody_waits_for_a_stopped_member_longer_than_the_coordinator_does(coordinator: Coordinator) -> None:
+    with MemberProcesses(coordinator.address) as processes:
+        # Far longer than this test waits for an outcome.
+        members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3, step_timeout_s=300) for name in "abc"))
+        request = members[0].offer(prompt(3))
+        members[1].wait_for_layer()
+        members[1].signal(signal.SIGSTOP)
+        try:
+            assert members[0].outcome(request).kind == "collected"
+        finally:
+            members[1].signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_coordinator_is_killed_or_stopped_in_a_chunk(coordinator: Coordinator, how: signal.Signals) -> None:
     with MemberProcesses(coordinator.address) as processes:
