@@ -41,6 +41,7 @@ class NcclMesh:
         """
         self.members = tuple(members)
         self._rank = {member: rank for rank, member in enumerate(self.members)}
+        self._instance = instance
         self._device = device
         self._timeout_s = timeout_s
         self._watch: Watch | None = None
@@ -66,7 +67,7 @@ class NcclMesh:
     @contextmanager
     def batch(self) -> Iterator[None]:
         calls = self._batch = []
-        self._group._start_coalescing(self._device)
+        self._group._start_coalescing()
         try:
             yield
         finally:
@@ -122,7 +123,7 @@ class NcclMesh:
 
     def _end_coalescing(self, *, has_calls: bool) -> dist.Work | None:
         try:
-            work: dist.Work | None = self._group._end_coalescing(self._device)
+            work: dist.Work | None = self._group._end_coalescing()
         except RuntimeError as error:
             raise self.fail("batch", error) from None
         if not has_calls:
@@ -133,11 +134,12 @@ class NcclMesh:
 
     def _greet(self) -> None:
         """Exchange a byte with everybody, so that no pair connects in the middle of a layer."""
+        others = [member for member in self.members if member != self._instance]
         ours = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        theirs = [torch.empty_like(ours) for _ in self.members]
+        theirs = [torch.empty_like(ours) for _ in others]
         with self.batch():
-            calls = [self.receive(tensor, member, 0) for member, tensor in zip(self.members, theirs, strict=True)]
-            calls += [self.send(ours, member, 0) for member in self.members]
+            calls = [self.receive(tensor, member, 0) for member, tensor in zip(others, theirs, strict=True)]
+            calls += [self.send(ours, member, 0) for member in others]
         for call in calls:
             call.wait()
         self.settle()
