@@ -11,6 +11,8 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -20,6 +22,8 @@ from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
 from sglang_ext.sequence_parallel.mesh import MeshError, Pending
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, OfferMessage, ToMember
 from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
+from sglang_ext.sequence_parallel.replicated_link import ReplicatedLink
 from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
 RECEIVE_TIMEOUT_S = 0.3
@@ -82,6 +86,15 @@ class MemoryMesh:
     def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         return _Receiving(self._wires.queue(self._epoch, instance, self._instance, tag), tensor)
 
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, sequence: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        pass
+
 
 class _Done:
     def wait(self) -> None:
@@ -100,13 +113,22 @@ class _Receiving:
 
 
 class MemoryMember:
-    """One instance."""
+    """One instance, or one rank of it."""
 
-    def __init__(self, instance: int, wires: Wires, pool: ToyPool) -> None:
+    def __init__(
+        self,
+        instance: int,
+        wires: Wires,
+        pool: ToyPool,
+        ranks: Ranks = SINGLE_RANK,
+        replicated: ReplicatedLink | None = None,
+    ) -> None:
         self.instance = instance
         self.pool = pool
         self.link = FakeLink()
-        self.member = Member(ToyEngine(pool), instance, self.link, wires.connect(instance))
+        # Where there are several ranks, a model has collectives of its own.
+        engine = ToyEngine(pool, on_layer=lambda layer: None if ranks.size == 1 else _expect(ranks.all(True)))
+        self.member = Member(engine, instance, replicated or self.link, wires.connect(instance), ranks)
         self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
         self.ended: dict[int, Outcome] = {}
         self.kv: dict[int, torch.Tensor] = {}  # behind the cached prefix, of what was collected
@@ -128,10 +150,26 @@ class MemoryMember:
             self.pool.free(self.offered[outcome.request][1])
 
 
+def _expect(is_so: bool) -> None:
+    assert is_so
+
+
+class PoolMember(Protocol):
+    """What a `MemoryPool` wants of one."""
+
+    instance: int
+    link: FakeLink
+
+    @property
+    def pool(self) -> ToyPool: ...
+
+    def turn(self) -> None: ...
+
+
 class MemoryPool:
     """Members, each in a thread of its own, and their coordinator in the caller's."""
 
-    def __init__(self, exchange: PoolExchange, members: Sequence[MemoryMember], page_tokens: int) -> None:
+    def __init__(self, exchange: PoolExchange, members: Sequence[PoolMember], page_tokens: int) -> None:
         self._exchange = exchange
         self.members = members
         self._has_ended = threading.Event()
@@ -160,7 +198,7 @@ class MemoryPool:
                 thread.join()
         assert not self.errors, self.errors
 
-    def _serve(self, one: MemoryMember) -> None:
+    def _serve(self, one: PoolMember) -> None:
         try:
             while not self._has_ended.is_set():
                 one.turn()

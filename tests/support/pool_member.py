@@ -132,8 +132,9 @@ class _Member:
 
         from sglang_ext.policy.cdsp.coordination import MemberReport
         from sglang_ext.sequence_parallel.membership import PoolMembership
+        from sglang_ext.sequence_parallel.mesh_building import connect_mesh
         from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello
-        from sglang_ext.sequence_parallel.tcp_link import TcpLink, connect_mesh
+        from sglang_ext.sequence_parallel.tcp_link import TcpLink
         from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
         torch.set_num_threads(1)

@@ -8,6 +8,7 @@ Not a whole server: what is tested is the computation. Servers are tested beside
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import socket
@@ -37,7 +38,8 @@ class Step(NamedTuple):
 class RingInstances:
     """Processes and the pipes to them."""
 
-    def __init__(self, pipes: Sequence[Connection]) -> None:
+    def __init__(self, pipes: Sequence[Sequence[Connection]]) -> None:
+        """Pipes by instance, then by rank."""
         self._pipes = pipes
 
     def step(self, step: Step) -> Any:
@@ -48,8 +50,8 @@ class RingInstances:
         """Run steps in this order on every instance that belongs to them; what each of them returned."""
         for step in steps:
             for place, instance in enumerate(step.layout.group):
-                self._pipes[instance].send(("step", step._replace(token_ids=(step.token_ids[place],))))
-        return [_answer(self._pipes[instance]) for step in steps for instance in step.layout.group]
+                self._tell(instance, "step", step._replace(token_ids=(step.token_ids[place],)))
+        return [_answers(self._pipes[instance])[0] for step in steps for instance in step.layout.group]
 
     def stock(self, instance: int, token_ids: Sequence[int]) -> Any:
         """Logits of the last position of a prompt as SGLang alone computes them there."""
@@ -69,34 +71,67 @@ class RingInstances:
             self._ask(instance, "end", request)
 
     def free_tokens(self) -> list[int]:
-        return [self._ask(instance, "free_tokens") for instance in range(len(self._pipes))]
+        """Of every rank of every instance."""
+        free = []
+        for instance, pipes in enumerate(self._pipes):
+            self._tell(instance, "free_tokens")
+            free += _answers(pipes)
+        return free
+
+    def break_ring(self, instance: int, rank: int, calls: int) -> None:
+        """The mesh of this rank fails with its `calls`-th call from now on, until `join`."""
+        self._pipes[instance][rank].send(("break_ring", calls))
+        _answer(self._pipes[instance][rank])
+
+    def join(self) -> None:
+        """Connect all anew."""
+        self._pipes[0][0].send(("open_store",))
+        store_port = _answer(self._pipes[0][0])
+        for instance in range(len(self._pipes)):
+            self._tell(instance, "join", store_port)
+        for pipes in self._pipes:
+            _answers(pipes)
+
+    def failures(self, step: Step) -> list[str | None]:
+        """What every rank of every member says of a step: None, or its error."""
+        for place, instance in enumerate(step.layout.group):
+            self._tell(instance, "failure_of", step._replace(token_ids=(step.token_ids[place],)))
+        return [said for instance in step.layout.group for said in _answers(self._pipes[instance])]
 
     def _ask(self, instance: int, *message: Any) -> Any:
-        self._pipes[instance].send(message)
-        return _answer(self._pipes[instance])
+        """What the first rank answers."""
+        self._tell(instance, *message)
+        return _answers(self._pipes[instance])[0]
+
+    def _tell(self, instance: int, *message: Any) -> None:
+        for pipe in self._pipes[instance]:
+            pipe.send(message)
 
 
 @contextmanager
-def ring_instances(model: Path, count: int, page_tokens: int = 1, dtype: str = "float32") -> Iterator[RingInstances]:
-    """`count` instances, one thread each."""
+def ring_instances(
+    model: Path, count: int, page_tokens: int = 1, dtype: str = "float32", ranks: int = 1
+) -> Iterator[RingInstances]:
+    """`count` instances of `ranks` tensor-parallel ranks, one thread for each."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
+    pipes: list[list[Connection]] = []
+    processes = []
     for instance in range(count):
-        ours, theirs = context.Pipe()
-        arguments = (theirs, str(model), instance, count, page_tokens, dtype)
-        processes.append(context.Process(target=_serve, args=arguments, daemon=True))
-        pipes.append(ours)
-        processes[-1].start()
+        port = _free_port()
+        pipes.append([])
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            place = _Place(instance, count, rank, ranks, port)
+            process = context.Process(target=_serve, args=(theirs, str(model), place, page_tokens, dtype), daemon=True)
+            process.start()
+            processes.append(process)
+            pipes[-1].append(ours)
     try:
-        for pipe in pipes:
+        for pipe in itertools.chain(*pipes):
             assert _answer(pipe, START_TIMEOUT_S) == "ready"
-        pipes[0].send(("open_store",))
-        store_port = _answer(pipes[0])
-        for pipe in pipes:
-            pipe.send(("join", store_port))
-        for pipe in pipes:
-            _answer(pipe)
-        yield RingInstances(pipes)
+        instances = RingInstances(pipes)
+        instances.join()
+        yield instances
     finally:
         for process in processes:
             process.kill()
@@ -110,9 +145,23 @@ def _answer(pipe: Connection, timeout_s: float = STEP_TIMEOUT_S) -> Any:
     return value
 
 
-def _serve(pipe: Connection, model: str, instance: int, count: int, page_tokens: int, dtype: str) -> None:
+def _answers(pipes: Sequence[Connection]) -> list[Any]:
+    return [_answer(pipe) for pipe in pipes]
+
+
+class _Place(NamedTuple):
+    """Which process this is."""
+
+    instance: int
+    instances: int
+    rank: int
+    ranks: int
+    port: int  # where the ranks of an instance meet
+
+
+def _serve(pipe: Connection, model: str, place: _Place, page_tokens: int, dtype: str) -> None:
     try:
-        server = _Instance(model, instance, count, page_tokens, dtype)
+        server = _Instance(model, place, page_tokens, dtype)
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
         return
@@ -128,30 +177,37 @@ def _serve(pipe: Connection, model: str, instance: int, count: int, page_tokens:
 class _Instance:
     """Inside the process."""
 
-    def __init__(self, model: str, instance: int, count: int, page_tokens: int, dtype: str) -> None:
+    def __init__(self, model: str, place: _Place, page_tokens: int, dtype: str) -> None:
         import torch
 
         from sglang_ext.sglang_plugin import cpu_platform
 
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        # One core for each rank, in turn: SGLang wants to be told.
+        cores = sorted(os.sched_getaffinity(0))
+        bound = (cores[rank % len(cores)] for rank in range(place.ranks))
+        if place.ranks > 1:
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, bound))
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
         torch.set_num_threads(1)
         from sglang_ext.sequence_parallel.shard import Shard
         from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
 
-        self._runner = _model_runner(model, page_tokens, dtype)
+        self._runner = _model_runner(model, place, page_tokens, dtype)
+        self._ranks = _ranks(place)
         scheduler = SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=self._runner),
             token_to_kv_pool_allocator=self._runner.token_to_kv_pool_allocator,
             tree_cache=None,
             page_size=page_tokens,
         )
-        self._engine = SchedulerEngine(scheduler)
+        self._engine = SchedulerEngine(scheduler, self._ranks)
         self._new_shard = lambda: Shard(self._engine.pool)
         self._shards: dict[int, Shard] = {}
         self._lent: dict[int, Any] = {}
-        self._instance, self._count = instance, count
+        self._place = place
 
     def open_store(self) -> int:
         import torch.distributed as dist
@@ -163,23 +219,45 @@ class _Instance:
         import torch.distributed as dist
 
         from sglang_ext.sequence_parallel.mesh import GlooMesh
+        from sglang_ext.sequence_parallel.step_watch import StepWatch
 
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-        self._mesh = GlooMesh(store, 0, range(self._count), self._instance, STEP_TIMEOUT_S)
+        place = self._place
+        members = range(place.instances)
+        mesh = GlooMesh(store, f"mesh/rank{place.rank}", members, place.instance, STEP_TIMEOUT_S)
+        mesh.watch(StepWatch(store, 0, mesh.interrupt))
+        self._mesh: Any = mesh
+
+    def break_ring(self, calls: int) -> None:
+        self._mesh = _Breaking(self._mesh, calls)
+
+    def failure_of(self, step: Step) -> str | None:
+        from sglang_ext.sequence_parallel.mesh import MeshError
+
+        try:
+            self.step(step)
+        except MeshError as error:
+            failure = str(error)
+        else:
+            return None
+        self._mesh = None  # as a member does
+        return failure
 
     def step(self, step: Step) -> Any:
         from sglang_ext.sequence_parallel.chunk_step import run_chunk
 
-        logits = run_chunk(
-            self._engine,
-            self._shards.setdefault(step.request, self._new_shard()),
-            step.layout,
-            step.token_ids[0],
-            self._mesh,
-            self._instance,
-            step.first_tag,
-            is_overlapped=step.is_overlapped,
-        )
+        with self._mesh.step(step.first_tag):
+            logits = run_chunk(
+                self._engine,
+                self._shards.setdefault(step.request, self._new_shard()),
+                step.layout,
+                step.token_ids[0],
+                self._mesh,
+                self._place.instance,
+                step.first_tag,
+                is_overlapped=step.is_overlapped,
+                ranks=self._ranks,
+            )
         return None if logits is None else logits.clone()
 
     def stock(self, token_ids: list[int]) -> Any:
@@ -229,7 +307,41 @@ class _Instance:
         return logits[0].float().clone(), slots
 
 
-def _model_runner(model: str, page_tokens: int, dtype: str) -> Any:
+class _Breaking:
+    """A mesh whose calls fail after a while."""
+
+    def __init__(self, mesh: Any, calls: int) -> None:
+        self._mesh = mesh
+        self._calls_left = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mesh, name)
+
+    def send(self, *arguments: Any) -> Any:
+        return self._call(self._mesh.send, arguments)
+
+    def receive(self, *arguments: Any) -> Any:
+        return self._call(self._mesh.receive, arguments)
+
+    def _call(self, call: Any, arguments: Any) -> Any:
+        self._calls_left -= 1
+        if self._calls_left < 0:
+            raise self._mesh.fail("broken", RuntimeError("on purpose"))
+        return call(*arguments)
+
+
+def _ranks(place: _Place) -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks
+
+    if place.ranks == 1:
+        return SINGLE_RANK
+    group = get_parallel().tp_group
+    return GroupRanks(group.cpu_group, group.ranks[0])
+
+
+def _model_runner(model: str, place: _Place, page_tokens: int, dtype: str) -> Any:
     from sglang.benchmark import one_batch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -247,17 +359,20 @@ def _model_runner(model: str, page_tokens: int, dtype: str) -> Any:
         page_size=page_tokens,
         disable_cuda_graph=True,
         disable_radix_cache=True,
+        tp_size=place.ranks,
         log_level="error",
     )
     arguments.resolve_once()
-    ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
+    ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=place.rank, pp_rank=0), gpu_id=place.rank)
     publish(arguments, role="scheduler", ranks=ranks)
     one_batch._init_process_global_configs()
     config = ModelConfig.from_server_args(arguments)
-    port = _free_port()
+    port = place.port
     bootstrap.init_parallel_runtime(server_args=arguments, device=get_device().device, dist_port=port)
     bootstrap.init_layer_runtime(model_config=config)
-    runner = ModelRunner(model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=port, server_args=arguments)
+    runner = ModelRunner(
+        model_config=config, mem_fraction_static=0.5, gpu_id=place.rank, nccl_port=port, server_args=arguments
+    )
     runner.alloc_memory_pool()
     runner.init_attention_backends()
     runner.init_cuda_graphs()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_ext.sequence_parallel.chunk_step import Attention
+from sglang_ext.sequence_parallel.attention import Attention
 from sglang_ext.sequence_parallel.shard import KvPool, NoRoomError
 
 LAYERS = 3

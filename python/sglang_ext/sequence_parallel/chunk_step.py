@@ -8,18 +8,17 @@ from typing import Protocol
 import torch
 
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
-from sglang_ext.sequence_parallel.mesh import Mesh
+from sglang_ext.sequence_parallel.attention import Attention
+from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
 from sglang_ext.sequence_parallel.ring_attention import Ring
-from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, Rebalancing, Shard
+from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, NoRoomError, Rebalancing, Shard
+from sglang_ext.sequence_parallel.steadfast_attention import SteadfastAttention
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
-
-class Attention(Protocol):
-    """What a model's attention layers ask during the forward of a chunk."""
-
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of q [rows, H, D]; K and V of the same rows are in the pool already."""
+# What fails a step for the time being; the shard is as it was before.
+STEP_ERRORS = (MeshError, NoRoomError, LayoutMismatchError)
 
 
 LayerReady = Callable[[int], None]
@@ -59,6 +58,7 @@ def run_chunk(
     is_overlapped: bool = True,
     clock: StepClock | None = None,
     sending: Sending | None = None,
+    ranks: Ranks = SINGLE_RANK,
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
@@ -66,7 +66,8 @@ def run_chunk(
     LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and so
     it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation
     of earlier layers; otherwise all of it first. `clock` is told where the time goes; `sending` is told where the new
-    rows lie, and what it returns is told of every layer whose K and V are there.
+    rows lie, and what it returns is told of every layer whose K and V are there. Of several `ranks` all raise where one
+    does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)
@@ -74,19 +75,26 @@ def run_chunk(
     pool = engine.pool
     shard.begin()
     try:
-        move_tag = first_tag + pool.layers * len(layout.group)
-        moving = Rebalancing(pool, shard, layout.moves, mesh, instance, move_tag, clock)
-        slots = shard.extend(positions)
-        held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
-        if shard.positions != held[place]:
-            raise LayoutMismatchError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
-        if not is_overlapped:
-            for layer in range(pool.layers):
-                moving.finish(layer)
+        # The model's own collectives need every rank, so that none may begin where another one cannot, or leave.
+        with together(ranks, *STEP_ERRORS):
+            move_tag = first_tag + pool.layers * len(layout.group)
+            moving = Rebalancing(pool, shard, layout.moves, mesh, instance, move_tag, clock)
+            slots = shard.extend(positions)
+            held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
+            if shard.positions != held[place]:
+                raise LayoutMismatchError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
+            if not is_overlapped:
+                for layer in range(pool.layers):
+                    moving.finish(layer)
+            layer_ready = _no_one if sending is None else sending(slots)
         ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
-        layer_ready = _no_one if sending is None else sending(slots)
         attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready)
-        logits = engine.forward(token_ids, as_tensor(positions), slots, attention)
+        steadfast = SteadfastAttention(attention) if ranks.size > 1 else None
+        with together(ranks, *STEP_ERRORS):
+            logits = engine.forward(token_ids, as_tensor(positions), slots, steadfast or attention)
+            if steadfast is not None:
+                steadfast.check()
+            mesh.settle()
     except BaseException:
         shard.roll_back()
         raise
@@ -102,14 +110,17 @@ def run_collect(
     first_tag: int,
     *,
     clock: StepClock | None = None,
+    ranks: Ranks = SINGLE_RANK,
 ) -> None:
     """Send what this instance holds to the owner, or as the owner receive it. Raises as `run_chunk`, and restores."""
     shard.begin()
     try:
-        moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag, clock)
-        for layer in range(pool.layers):
-            moving.start(layer + 1)
-            moving.finish(layer)
+        with together(ranks, *STEP_ERRORS):
+            moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag, clock)
+            for layer in range(pool.layers):
+                moving.start(layer + 1)
+                moving.finish(layer)
+            mesh.settle()
     except BaseException:
         shard.roll_back()
         raise

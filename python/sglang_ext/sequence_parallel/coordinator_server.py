@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from sglang_ext.policy.cdsp.coordination import BuildMesh
 from sglang_ext.sequence_parallel.exchange_records import Outgoing, ProtocolError
 from sglang_ext.sequence_parallel.messages import (
     Hello,
@@ -24,6 +26,7 @@ from sglang_ext.sequence_parallel.messages import (
 )
 from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
 from sglang_ext.sequence_parallel.pool_records import PoolStatus, PrefillRecord
+from sglang_ext.sequence_parallel.step_watch import give_up
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ HELLO_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 2**27
 _STORE_TIMEOUT_S = 30.0
 _LINGER_S = 1.0
+_EPOCH = re.compile(r"mesh/(\d+)/")
 
 
 class ListenError(RuntimeError):
@@ -62,6 +66,16 @@ class MeshStore:
                 )
         except (OSError, UnicodeError, RuntimeError) as error:
             raise ListenError(f"--host {host} --store-port {port}: {_reason(error)}") from None
+
+    def give_up(self, epoch: int, sequence: int) -> None:
+        """Tell all members that compute this step to stop."""
+        give_up(self._store, epoch, sequence)
+
+    def forget_before(self, epoch: int) -> None:
+        """Nobody connects in earlier epochs any more; the one before may still hear that its steps are given up."""
+        for key in self._store.list_keys():
+            if (found := _EPOCH.match(key)) and int(found[1]) < epoch - 1:
+                self._store.delete_key(key)
 
 
 class _Connection(NamedTuple):
@@ -162,12 +176,19 @@ class CoordinatorServer:
             self._deliver(self._exchange.take(instance, decode(line), time.monotonic()))
 
     def _deliver(self, messages: Sequence[Outgoing]) -> None:
+        epochs: set[int] = set()
         for instance, message in messages:
             connection = self._connections.get(instance)
             if connection is not None:
                 # Never waited for: one that does not read is silent before long.
                 connection.writer.write(encode(message))
+            if isinstance(message, BuildMesh):
+                epochs.add(message.epoch)
+        for epoch in epochs:
+            self._store.forget_before(epoch)
         events = self._exchange.take_events()
+        for given_up in events.given_up:
+            self._store.give_up(*given_up)
         for instance, reason in events.lost:
             connection = self._connections.pop(instance, None)
             if connection is not None:

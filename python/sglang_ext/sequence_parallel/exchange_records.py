@@ -27,6 +27,13 @@ class Lost(NamedTuple):
     reason: str
 
 
+class GivenUp(NamedTuple):
+    """A step that has come to nothing."""
+
+    epoch: int
+    sequence: int
+
+
 class Admission(NamedTuple):
     """A member's number."""
 
@@ -58,3 +65,4 @@ class Events:
 
     lost: list[Lost] = field(default_factory=list)
     ended: list[PrefillRecord] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)  # steps that a lost member was in, for all who still compute

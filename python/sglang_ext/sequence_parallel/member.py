@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
-from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect
+from sglang_ext.sequence_parallel.chunk_step import STEP_ERRORS, Engine, run_chunk, run_collect
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, StreamError, Target
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.messages import (
@@ -31,10 +31,13 @@ from sglang_ext.sequence_parallel.messages import (
     Streamed,
     ToMember,
 )
-from sglang_ext.sequence_parallel.shard import LayoutMismatchError, NoRoomError, Shard
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
+from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
+
+_NEARLY_CONNECTED_S = 1.0
 
 
 class Link(Protocol):
@@ -79,19 +82,25 @@ class Member:
         link: Link,
         connect: Callable[[int, tuple[int, ...]], Mesh],
         streams: KvStreams | None = None,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
-        """`connect(epoch, members)` returns the mesh of an epoch, or raises MeshError after a while."""
+        """`connect(epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
+
+        Of several `ranks` each has a member, whose link brings all of them the same orders in the same turn.
+        """
         self._engine = engine
         self._streams = streams or KvStreams(engine.pool)
         self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
         self._instance = instance
         self._link = link
         self._connect = connect
+        self._ranks = ranks
         self._shards: dict[int, Shard] = {}
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
         self._steps: deque[ChunkOrder | Collect] = deque()
         self._meshes: dict[int, Mesh] = {}  # by epoch
         self._connected: deque[tuple[int, Mesh | MeshError]] = deque()  # by the connecting threads
+        self._connecting: dict[int, threading.Thread] = {}  # by epoch
 
     @property
     def held_tokens(self) -> int:
@@ -151,7 +160,9 @@ class Member:
         if isinstance(order, ChunkOrder | Collect):
             self._steps.append(order)
         elif isinstance(order, BuildMesh):
-            threading.Thread(target=self._build, args=(order,), name="cdsp-mesh", daemon=True).start()
+            thread = threading.Thread(target=self._build, args=(order,), name="cdsp-mesh", daemon=True)
+            self._connecting[order.epoch] = thread
+            thread.start()
         elif isinstance(order, Streamed):
             self._streamed[order.request] = order
             if not order.is_intact:
@@ -179,6 +190,7 @@ class Member:
     def _take_meshes(self) -> None:
         while self._connected:
             epoch, mesh = self._connected.popleft()
+            self._connecting.pop(epoch, None)
             if isinstance(mesh, MeshError):
                 self._link.send(MeshFailed(epoch, str(mesh)))
             else:
@@ -192,11 +204,11 @@ class Member:
         what = _of(step)
         clock = StepClock()
         try:
-            mesh = self._meshes.get(what.epoch)
-            if mesh is None:
-                raise MeshError(f"the mesh of epoch {what.epoch} is gone")
-            outcomes = self._compute(step, mesh, clock)
-        except (MeshError, NoRoomError, LayoutMismatchError, StreamError) as error:
+            with together(self._ranks, MeshError):
+                mesh = self._mesh_for(what)
+            with mesh.step(what.sequence):
+                outcomes = self._compute(step, mesh, clock)
+        except (*STEP_ERRORS, StreamError) as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             if isinstance(step, ChunkOrder):
                 self._streams.restart(what.request, f"a chunk has failed: {error}")
@@ -207,6 +219,17 @@ class Member:
             return []
         self._link.send(StepDone(what.sequence, clock.times()))
         return outcomes
+
+    def _mesh_for(self, step: RunChunk | Collect) -> Mesh:
+        thread = self._connecting.get(step.epoch)
+        if thread is not None and step.epoch not in self._meshes:
+            # The first rank has heard from the store that this one is connected, before its own thread has said so.
+            thread.join(_NEARLY_CONNECTED_S)
+            self._take_meshes()
+        mesh = self._meshes.get(step.epoch)
+        if mesh is None:
+            raise MeshError(f"the mesh of epoch {step.epoch} is gone")
+        return mesh
 
     def _compute(self, step: ChunkOrder | Collect, mesh: Mesh, clock: StepClock) -> list[Outcome]:
         pool = self._streams.pool
@@ -219,10 +242,12 @@ class Member:
                 is_overlapped=step.is_overlapped,
                 clock=clock,
                 sending=partial(self._streams.begin, chunk.request, step.destinations, positions),
+                ranks=self._ranks,
             )
             return []
         shard = self._shards.setdefault(step.request, Shard(pool))
-        run_collect(pool, shard, step.moves, mesh, self._instance, step.first_tag, clock=clock)
+        moves, first_tag = step.moves, step.first_tag
+        run_collect(pool, shard, moves, mesh, self._instance, first_tag, clock=clock, ranks=self._ranks)
         if step.owner != self._instance:
             return []
         cached_tokens = self._cached_tokens.pop(step.request, None)

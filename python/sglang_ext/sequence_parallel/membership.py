@@ -19,6 +19,7 @@ from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Targe
 from sglang_ext.sequence_parallel.member import Link, Member, Outcome
 from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.messages import OfferMessage, Report, Welcome
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 
 REPORT_INTERVAL_S = 0.2
 _REQUESTS_OF_AN_INSTANCE = 2**32
@@ -27,7 +28,9 @@ _REQUESTS_OF_AN_INSTANCE = 2**32
 class PoolLink(Link, Protocol):
     """A connection that is made anew whenever it ends."""
 
-    wake_descriptor: int  # readable when there is something to receive, or the connection has ended
+    @property
+    def wake_descriptor(self) -> int | None:
+        """Readable when there is something to receive, or the connection has ended; None where another rank listens."""
 
     def session(self) -> Welcome | None:
         """The coordinator's answer to the present connection's hello; None while there is no connection."""
@@ -39,23 +42,32 @@ Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
 class PoolMembership:
     """Belongs to the thread of the engine's loop."""
 
-    def __init__(self, engine: Engine, link: PoolLink, connect: Connect, open_target: OpenTarget | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link: PoolLink,
+        connect: Connect,
+        open_target: OpenTarget | None = None,
+        ranks: Ranks = SINGLE_RANK,
+    ) -> None:
         """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
 
-        `open_target`: see `KvStreams`.
+        `open_target`: see `KvStreams`. Of several `ranks` each has a membership; all of them call the same methods in
+        the same order.
         """
         self._engine = engine
         # What is being sent goes on when the coordinator does not.
         self._streams = KvStreams(engine.pool, open_target)
         self._link = link
         self._connect = connect
+        self.ranks = ranks
         self._session: Welcome | None = None
         self._member: Member | None = None
         self._count = itertools.count(1)
         self._reported_s = float("-inf")
 
     @property
-    def wake_descriptor(self) -> int:
+    def wake_descriptor(self) -> int | None:
         return self._link.wake_descriptor
 
     @property
@@ -80,9 +92,8 @@ class PoolMembership:
                 outcomes += self._member.abandon()
             self._session, self._member = session, None
             if session is not None:
-                self._member = Member(
-                    self._engine, session.instance, self._link, self._connector(session), self._streams
-                )
+                connect = self._connector(session)
+                self._member = Member(self._engine, session.instance, self._link, connect, self._streams, self.ranks)
         if self._member is not None:
             outcomes += self._member.turn()
         else:

@@ -28,6 +28,7 @@ from sglang_ext.profiling.rates_in_use import ImprovementRates
 from sglang_ext.sequence_parallel.exchange_records import (
     Admission,
     Events,
+    GivenUp,
     Identity,
     Lost,
     Outgoing,
@@ -146,6 +147,8 @@ class PoolExchange:
         self._streams.lost(instance)
         for step in self._steps.lose(instance, now_s):
             self._note_step(step, now_s)
+            if step.waiting:
+                self._events.given_up.append(GivenUp(step.order.epoch, step.order.sequence))
         out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
         if not self._peers:
             self._epoch, self._pool, self._mesh_due = pool.coordinator.epoch, None, None

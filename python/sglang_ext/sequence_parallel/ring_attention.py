@@ -73,8 +73,9 @@ class Ring:
         following = block.new_empty((2, tokens, *block.shape[2:]))
         tag = self._tag + layer * self.size + hop
         calls = []
-        if block.numel():
-            calls.append(self._mesh.send(block, self._next, tag))
-        if following.numel():
-            calls.append(self._mesh.receive(following, self._previous, tag))
+        with self._mesh.batch():
+            if block.numel():
+                calls.append(self._mesh.send(block, self._next, tag))
+            if following.numel():
+                calls.append(self._mesh.receive(following, self._previous, tag))
         return following, calls

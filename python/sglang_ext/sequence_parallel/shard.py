@@ -211,12 +211,13 @@ class Rebalancing:
             return
         began_s = self._clock.now_s()
         calls = self._under_way[layer] = []
-        for incoming in self._incoming:
-            block = self._pool.empty_block(incoming.slots.numel())
-            calls.append((self._mesh.receive(block, incoming.source, incoming.tag + layer), block, incoming))
-        for outgoing in self._outgoing:
-            block = torch.stack(self._pool.read(layer, outgoing.slots))
-            calls.append((self._mesh.send(block, outgoing.target, outgoing.tag + layer), block, None))
+        with self._mesh.batch():
+            for incoming in self._incoming:
+                block = self._pool.empty_block(incoming.slots.numel())
+                calls.append((self._mesh.receive(block, incoming.source, incoming.tag + layer), block, incoming))
+            for outgoing in self._outgoing:
+                block = torch.stack(self._pool.read(layer, outgoing.slots))
+                calls.append((self._mesh.send(block, outgoing.target, outgoing.tag + layer), block, None))
         self._clock.rebalance_s += self._clock.now_s() - began_s
 
     def finish(self, layer: int) -> None:

@@ -12,13 +12,9 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from io import BufferedReader
 from typing import NamedTuple
 
-import torch.distributed as dist
-
-from sglang_ext.sequence_parallel.mesh import GlooMesh, Mesh, MeshError
 from sglang_ext.sequence_parallel.messages import (
     FromMember,
     Heartbeat,
@@ -246,18 +242,6 @@ class _Bell:
     def close(self) -> None:
         self._clapper.close()
         self._ear.close()
-
-
-def connect_mesh(welcome: Welcome, epoch: int, members: tuple[int, ...], timeout_s: float) -> Mesh:
-    """This member's links to the others in one epoch. Raises MeshError without all of them within `timeout_s`."""
-    try:
-        # A store of its own for each: one that waits for a lost member would keep the next epoch waiting.
-        store = dist.TCPStore(
-            welcome.store_host, welcome.store_port, is_master=False, timeout=timedelta(seconds=timeout_s)
-        )
-    except RuntimeError as error:
-        raise MeshError(f"mesh {epoch}: {str(error).partition(chr(10))[0]}") from None
-    return GlooMesh(store, epoch, members, welcome.instance, timeout_s)
 
 
 def _reason(error: Exception) -> str:

@@ -7,10 +7,13 @@ from typing import Any
 from sglang_ext.policy.cdsp.coordination import MemberReport
 from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.kv_streams import OpenTarget, Target
-from sglang_ext.sequence_parallel.membership import PoolMembership
+from sglang_ext.sequence_parallel.membership import PoolLink, PoolMembership
 from sglang_ext.sequence_parallel.mesh import Mesh
+from sglang_ext.sequence_parallel.mesh_building import connect_mesh
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello, Welcome
-from sglang_ext.sequence_parallel.tcp_link import TcpLink, connect_mesh
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks, Ranks
+from sglang_ext.sequence_parallel.replicated_link import ReplicatedLink
+from sglang_ext.sequence_parallel.tcp_link import TcpLink
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
@@ -19,7 +22,8 @@ from sglang_ext.sglang_plugin.handshake.rank_pairing import shares_of
 
 def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
     """Connects in the background. Raises UnsupportedModelError, naming the model or what of it does not fit."""
-    engine = SchedulerEngine(scheduler)
+    ranks = _ranks(scheduler)
+    engine = SchedulerEngine(scheduler, ranks)
     open_target, how = _opener(scheduler)
     model = engine.description + how
 
@@ -36,10 +40,21 @@ def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
         )
 
     def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> Mesh:
-        return connect_mesh(welcome, epoch, members, options.step_timeout_s)
+        return connect_mesh(welcome, epoch, members, options.step_timeout_s, ranks)
 
-    link = TcpLink(options.coordinator_host, options.coordinator_port, hello)
-    return PoolMembership(engine, link, connect, open_target)
+    link: PoolLink | None = None
+    if ranks.rank == 0:
+        link = TcpLink(options.coordinator_host, options.coordinator_port, hello)
+    if ranks.size > 1 or link is None:
+        link = ReplicatedLink(ranks, link)
+    return PoolMembership(engine, link, connect, open_target, ranks)
+
+
+def _ranks(scheduler: Any) -> Ranks:
+    if scheduler.tp_size == 1:
+        return SINGLE_RANK
+    group = scheduler.tp_group
+    return GroupRanks(group.cpu_group, group.ranks[0])
 
 
 def _opener(scheduler: Any) -> tuple[OpenTarget | None, str]:

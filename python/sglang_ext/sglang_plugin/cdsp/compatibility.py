@@ -13,7 +13,7 @@ SUPPORTED_ARCHITECTURES = frozenset(
 def conflict(server_args: Any) -> str | None:
     """Why these SGLang arguments and `--cdsp-coordinator` exclude each other; None when they do not."""
     for is_conflicting, argument, reason in (
-        (server_args.tp_size > 1, "--tp-size", "a member computes with one rank"),
+        (server_args.pp_size > 1, "--pp-size", "a member has all layers"),
         (server_args.dp_size > 1, "--dp-size", "a member has one scheduler"),
         (server_args.disable_radix_cache, "--disable-radix-cache", "what others have computed is found in it"),
         (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft model has KV of its own"),

@@ -17,7 +17,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_ext.sequence_parallel.chunk_step import Attention
+from sglang_ext.sequence_parallel.attention import Attention
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 from sglang_ext.sequence_parallel.shard import NoRoomError
 from sglang_ext.sglang_plugin.cdsp.compatibility import model_conflict
 
@@ -67,10 +68,11 @@ class SchedulerKvPool:
 
 
 class SchedulerEngine:
-    """A scheduler's model, one forward at a time, outside its own batches."""
+    """A scheduler's model, one forward at a time, outside its own batches; each rank has its own heads of it."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, ranks: Ranks = SINGLE_RANK) -> None:
         """Raises UnsupportedModelError, naming what does not fit."""
+        self._ranks = ranks
         self._runner = scheduler.tp_worker.model_runner
         problem = model_conflict(self._runner.model_config)
         if problem is not None:
@@ -82,7 +84,9 @@ class SchedulerEngine:
         """What must be equal in all instances of a group, in one line."""
         config = self._runner.model_config
         shape = f"{config.num_hidden_layers}x{config.hidden_size}x{config.vocab_size}"
-        return f"{config.hf_config.architectures[0]} {shape} {config.dtype} {config.model_path}"
+        ranks = self._ranks.size
+        of_ranks = f", {ranks} ranks" if ranks > 1 else ""
+        return f"{config.hf_config.architectures[0]} {shape} {config.dtype} {config.model_path}{of_ranks}"
 
     def forward(
         self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention

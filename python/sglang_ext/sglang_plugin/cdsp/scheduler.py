@@ -63,7 +63,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if options is not None and options.cdsp is not None:
             self._membership = build_membership(self, options.cdsp)
             self._min_tokens = options.cdsp.min_tokens
-            if self.idle_sleeper is not None:
+            if self.idle_sleeper is not None and self._membership.wake_descriptor is not None:
                 self.idle_sleeper.poller.register(self._membership.wake_descriptor, select.POLLIN)
         super().run_event_loop()
 
@@ -82,16 +82,25 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         membership = self._membership
         if membership is None or not membership.is_joined:
             return
+        candidates = {
+            entry.key: (request, entry)
+            for request in self.waiting_queue
+            if (entry := entry_of(request)) is not None and self._can_be_shared(request, entry)
+        }
+        if not candidates:
+            return
+        # What is long follows from measurements, which are not the same on every rank.
+        chosen = membership.ranks.share(
+            lambda: [key for key, (_, entry) in candidates.items() if entry.length_class is LengthClass.LONG]
+        )
         now_s = laps.now_s()
-        for request in list(self.waiting_queue):
-            entry = entry_of(request)
-            if entry is not None and self._can_be_shared(request, entry):
-                self._offer(membership, request, entry, now_s)
+        for key in chosen:
+            self._offer(membership, *candidates[key], now_s)
 
     def _can_be_shared(self, request: Any, entry: LapsEntry) -> bool:
+        """Decided alike on every rank."""
         return (
-            entry.length_class is LengthClass.LONG
-            and entry.key not in self._was_offered
+            entry.key not in self._was_offered
             and prefill_tokens(request)[0] >= self._min_tokens
             # These want more of the prompt's computation than its KV.
             and not request.return_logprob
@@ -206,9 +215,10 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def on_idle(self) -> None:
         super().on_idle()
         membership = self._membership
-        if membership is not None and (self._shared or membership.is_busy):
+        descriptor = None if membership is None else membership.wake_descriptor
+        if membership is not None and descriptor is not None and (self._shared or membership.is_busy):
             # Others compute: a loop that only asks would take their processor.
-            select.select([membership.wake_descriptor], [], [], _WAIT_S)
+            select.select([descriptor], [], [], _WAIT_S)
 
 
 def _send_the_rest(sender: Any, shared: _Shared, outcome: Outcome, *, is_taken_twice: bool) -> None:

@@ -103,7 +103,7 @@ def test_a_member_is_killed_in_a_chunk(coordinator: Coordinator) -> None:
         assert time.monotonic() - began_s < 3 * STEP_TIMEOUT_S + 5
         status = coordinator.status()
         assert [one["has_failed"] for one in status["recent"][-1]["steps"]].count(True) >= 1
-        assert sorted(member["name"] for member in status["members"]) == ["a", "c"]
+        assert {member["name"] for member in status["members"]} == {"a", "c"}
         check_clean([members[0], members[2]])
         again = processes.start(MemberSpec("b"))
         wait_for_members(coordinator, 3)
@@ -125,6 +125,19 @@ def test_a_member_stops_in_a_chunk_and_comes_back(coordinator: Coordinator) -> N
         check_clean(members)
         assert members[1].outcome(members[1].offer(prompt(4))).kind == "collected"
         check_clean(members)
+
+
+def test_nobody_waits_for_a_stopped_member_longer_than_the_coordinator_does(coordinator: Coordinator) -> None:
+    with MemberProcesses(coordinator.address) as processes:
+        # Far longer than this test waits for an outcome.
+        members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3, step_timeout_s=300) for name in "abc"))
+        request = members[0].offer(prompt(3))
+        members[1].wait_for_layer()
+        members[1].signal(signal.SIGSTOP)
+        try:
+            assert members[0].outcome(request).kind == "collected"
+        finally:
+            members[1].signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -9,7 +9,7 @@ import pytest
 from sglang_ext.sglang_plugin.cdsp.compatibility import conflict, model_conflict
 
 FITTING = {
-    "tp_size": 1,
+    "pp_size": 1,
     "dp_size": 1,
     "disable_radix_cache": False,
     "speculative_algorithm": None,
@@ -24,7 +24,7 @@ def test_the_arguments_of_a_worker_fit() -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"tp_size": 2}, "--tp-size"),
+        ({"pp_size": 2}, "--pp-size"),
         ({"dp_size": 2}, "--dp-size"),
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),

@@ -1,0 +1,166 @@
+"""Long prefills over two real instances with two tensor-parallel ranks each, and three KV heads on these two."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, EngineSpec
+from support.laps import NEW_TOKENS, Pair, Prefill
+from support.long_pool import Coordinator
+from support.reference import greedy_reference
+from support.tiny_model import TinyModelShape
+
+pytestmark = pytest.mark.integration
+MIN_TOKENS = 200
+LONG = 900
+# SGLang adds a fourth KV head, which means nothing, so that two ranks share them.
+SHAPE = TinyModelShape(hidden=48, heads=6, kv_heads=3)
+PAGES = ("--page-size", "16")
+RANKS = ("--tp", "2")
+STEP_TIMEOUT_S = 8
+
+
+def member(coordinator: Coordinator, name: str) -> EngineSpec:
+    options = (
+        *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
+        *("--cdsp-step-timeout-s", str(STEP_TIMEOUT_S)),
+    )
+    return EngineSpec(Role.LONG, SHAPE, worker_options=options, arguments=(*RANKS, *PAGES), name=name)
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[Coordinator]:
+    timeout = ("--step-timeout-ms", str(1000 * STEP_TIMEOUT_S))
+    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", *timeout) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool(coordinator: Coordinator, threads: ThreadPoolExecutor) -> Iterator[list[Pair]]:
+    specs = [member(coordinator, f"ranks{number}") for number in range(2)]
+    *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, SHAPE, (*RANKS, *PAGES)))
+    wait_for_both(coordinator)
+    yield [Pair(engine, decode, threads) for engine in members]
+    for engine in (*members, decode):
+        engine.stop()
+
+
+def wait_for_both(coordinator: Coordinator) -> None:
+    coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"])
+
+
+def wait_for_chunk(coordinator: Coordinator, ended: int) -> None:
+    """Until two instances are in the middle of a chunk, or were: until more than `ended` requests have ended."""
+    while True:
+        status = coordinator.status()
+        steps = [step for request in status["requests"] for step in request["steps"]]
+        if any(step["ended_s"] is None and len(step["members"]) == 2 for step in steps):
+            return
+        if ended_requests(status) > ended:
+            return
+
+
+def ended_requests(status: dict[str, Any]) -> int:
+    count: int = status["requests_collected"] + status["requests_declined"]
+    return count
+
+
+def is_exact(one: Prefill) -> bool:
+    """Whether its tokens are those of Hugging Face."""
+    return one.tokens() == greedy_reference(one.prompt, NEW_TOKENS, SHAPE)
+
+
+def free_tokens(pair: Pair) -> int:
+    assert pair.prefill.post("/flush_cache", {}).status == 200
+    tokens: int = pair.status()["kv"]["free_tokens"]
+    return tokens
+
+
+def check_clean(pool: list[Pair], free: list[int]) -> None:
+    for pair, tokens in zip(pool, free, strict=True):
+        pair.check_clean(tokens)
+
+
+def test_one_prompt_on_two_instances_of_two_ranks(pool: list[Pair], coordinator: Coordinator) -> None:
+    before = coordinator.status()
+    assert before["model"].endswith(", 2 ranks (2 layers, pages of 16)")
+    free = [free_tokens(pair) for pair in pool]
+    for seed, pair in enumerate(pool * 3):
+        assert is_exact(pair.send(LONG + 37 * seed, seed=100 + seed))
+    after = coordinator.status()
+    assert after["requests_collected"] == before["requests_collected"] + 6
+    assert any(len(step["members"]) == 2 for request in after["recent"] for step in request["steps"])
+    check_clean(pool, free)
+
+
+def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) -> None:
+    first = pool[0].send(400, seed=7)
+    assert is_exact(first)
+    before = coordinator.status()["requests_collected"]
+    assert is_exact(pool[0].send(LONG + 100, seed=8, prefix=first.prompt))
+    assert coordinator.status()["requests_collected"] == before + 1
+
+
+def test_many_at_once_with_short_ones_between(pool: list[Pair]) -> None:
+    free = [free_tokens(pair) for pair in pool]
+    running = []
+    for number in range(6):
+        running.append(pool[number % 2].send(500 + 70 * number, seed=200 + number))
+        running += [pool[(number + k) % 2].send(10 + k, seed=300 + 10 * number + k) for k in range(3)]
+    assert all(is_exact(one) for one in running)
+    check_clean(pool, free)
+
+
+def test_aborted_while_others_compute_it(pool: list[Pair], coordinator: Coordinator) -> None:
+    free = [free_tokens(pair) for pair in pool]
+    for number in range(3):
+        ended = ended_requests(coordinator.status())
+        one = pool[0].send(1900, seed=400 + number, rid=f"long-{number}")
+        wait_for_chunk(coordinator, ended)
+        pool[0].abort(f"long-{number}")
+        one.replies.result(timeout=60)
+    assert is_exact(pool[0].send(LONG, seed=420))
+    check_clean(pool, free)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stops_costs_time_only(pool: list[Pair], coordinator: Coordinator, rank: int) -> None:
+    free = [free_tokens(pair) for pair in pool]
+    ended = ended_requests(coordinator.status())
+    running = [pool[0].send(1900, seed=500 + 10 * rank + number) for number in range(2)]
+    wait_for_chunk(coordinator, ended)
+    stopped = sorted(pool[1].prefill.process_ids("sglang::scheduler"))[rank]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert all(is_exact(one) for one in running)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_for_both(coordinator)
+    for number in range(3):
+        assert is_exact(pool[number % 2].send(LONG, seed=530 + 10 * rank + number))
+    check_clean(pool, free)
+
+
+def test_a_rank_is_killed_and_takes_its_instance_along(pool: list[Pair], coordinator: Coordinator) -> None:
+    free = free_tokens(pool[0])
+    ended = ended_requests(coordinator.status())
+    running = [pool[0].send(1900, seed=600 + number) for number in range(2)]
+    wait_for_chunk(coordinator, ended)
+    os.kill(sorted(pool[1].prefill.process_ids("sglang::scheduler"))[1], signal.SIGKILL)
+    assert all(is_exact(one) for one in running)
+    coordinator.wait_for(lambda status: len(status["members"]) == 1)
+    assert is_exact(pool[0].send(LONG, seed=610))
+    pool[0].check_clean(free)

@@ -1,0 +1,99 @@
+"""Tensors through mailboxes that are smaller than they are, in both directions at once, in any mixture of batches."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sglang_ext.sequence_parallel.mailbox_mesh import MailboxMesh
+from sglang_ext.sequence_parallel.mesh import Mesh, MeshError, Pending
+from sglang_ext.sequence_parallel.nvshmem_memory import NvshmemMissingError, load_nvshmem
+from support.symmetric_memory import SymmetricWorld
+
+PIECE_BYTES = 64
+NAMES = (5, 9, 2)  # instances
+
+
+@pytest.fixture
+def world() -> Iterator[SymmetricWorld]:
+    one = SymmetricWorld(len(NAMES))
+    yield one
+    one.close()
+
+
+def meshes(world: SymmetricWorld, timeout_s: float = 30.0) -> dict[int, MailboxMesh]:
+    return {
+        name: MailboxMesh(memory, NAMES, name, timeout_s, PIECE_BYTES)
+        for name, memory in zip(NAMES, world.members, strict=True)
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_exchanges(world: SymmetricWorld, seed: int) -> None:
+    """Rounds of messages between random pairs, each member's part of a round a batch of its own, in random order."""
+    draw = random.Random(seed)
+    members: dict[int, Mesh] = dict(meshes(world))
+    wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pending: list[Pending] = []
+    for _ in range(6):
+        calls: dict[int, list[tuple[str, torch.Tensor, int]]] = {name: [] for name in NAMES}
+        for _ in range(draw.randrange(1, 6)):
+            source, target = draw.sample(NAMES, 2)
+            sent = torch.randn(draw.choice((1, 15, 16, 17, 32, 33, 200)))
+            received = torch.empty_like(sent)
+            calls[source].append(("send", sent, target))
+            calls[target].append(("receive", received, source))
+            wanted.append((received, sent))
+        for name, own in calls.items():
+            with members[name].batch():
+                pending += [getattr(members[name], kind)(tensor, other, 0) for kind, tensor, other in own]
+    for call in pending:
+        call.wait()
+    for mesh in members.values():
+        mesh.settle()
+    for received, sent in wanted:
+        assert torch.equal(received, sent)
+
+
+def test_more_than_the_mailboxes_hold_in_both_directions(world: SymmetricWorld) -> None:
+    members = meshes(world)
+    sent = {name: torch.randn(1000) for name in NAMES[:2]}
+    received = {name: torch.empty(1000) for name in NAMES[:2]}
+    for name, other in (NAMES[:2], NAMES[1::-1]):
+        with members[name].batch():
+            members[name].send(sent[name], other, 0)
+            members[name].receive(received[name], other, 0)
+    for name, other in (NAMES[:2], NAMES[1::-1]):
+        members[name].settle()
+        assert torch.equal(received[name], sent[other])
+
+
+def test_nothing_comes(world: SymmetricWorld) -> None:
+    mesh = meshes(world, timeout_s=0.2)[5]
+    mesh.receive(torch.empty(3), 9, 0)
+    with pytest.raises(MeshError, match="nothing has come for"):
+        mesh.settle()
+    with pytest.raises(MeshError, match="given up"):
+        mesh.send(torch.empty(3), 9, 0)
+
+
+def test_given_up_while_somebody_waits(world: SymmetricWorld) -> None:
+    mesh = meshes(world)[5]
+    call = mesh.receive(torch.empty(3), 9, 0)
+    mesh.interrupt()
+    with pytest.raises(MeshError, match="given up"):
+        call.wait()
+    with pytest.raises(MeshError, match="given up"):
+        mesh.settle()
+
+
+def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvshmem", None)
+    with pytest.raises(NvshmemMissingError) as refusal:
+        load_nvshmem()
+    assert "install nvshmem4py-cu12 or nvshmem4py-cu13" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
