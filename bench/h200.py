@@ -70,9 +70,9 @@ class Bench:
             found = {"error": str(error)}
         found["seconds"] = time.perf_counter() - started_s
         self.record["stages"][stage] = found
-        (self._out / f"h200-{'dry-run' if self._is_dry else self.record['date'][:10]}.json").write_text(
-            json.dumps(self.record, indent=1), encoding="utf-8"
-        )
+        name = "dry-run" if self._is_dry else self.record["date"][:16].replace(":", "")
+        text = json.dumps(self.record, indent=1)
+        (self._out / f"h200-{name}.json").write_text(text, encoding="utf-8")
 
     def _stage(self, name: str) -> Callable[[], dict[str, Any]]:
         if name == "kernels-check":

@@ -2,7 +2,8 @@
 
     python bench/gpu/bundle.py OUT          writes OUT/bundle-N.tar.gz, each below 56 MiB
     for f in bundle-*.tar.gz; do tar xzf $f -C /tmp; done
-    PYTHONPATH=/tmp/site TVM_FFI_CACHE_DIR=/tmp/jit HF_HUB_OFFLINE=1 python3 bench/h200.py
+    export PYTHONPATH=/tmp/site TVM_FFI_CACHE_DIR=/tmp/jit CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+    python3 bench/h200.py --out FOLDER
 
 For Python 3.12 with torch 2.11 and triton 3.6 for CUDA 13, which are there already. Left out: kernels that other
 attention backends need (FlashAttention 3, FlashMLA; `--attention-backend triton` or `flashinfer` do without), those of

@@ -35,12 +35,13 @@ from sglang_ext.policy.handshake.messages import (
     SenderReport,
     SenderStopped,
 )
+from sglang_ext.policy.handshake.offered_chunk import Part
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import needed
 from sglang_ext.policy.handshake.receiver import Receiver
 from sglang_ext.policy.handshake.records import ReceiveRecord, SendRecord, TransferOutcome
 from sglang_ext.policy.handshake.rooms import Attempt, Room, following
-from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
+from sglang_ext.policy.handshake.sender import Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard
 
 DECODE = "decode:1"

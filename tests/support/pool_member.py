@@ -67,9 +67,13 @@ class MemberProcess:
     def withdraw(self, request: int) -> None:
         self._pipe.send(("withdraw", request))
 
-    def wait_for_layer(self) -> None:
-        """Until the next layer of a chunk begins there."""
+    def watch(self) -> None:
+        """Have it say when the next layer of a chunk begins there; in a chunk it does not listen."""
         self._pipe.send(("watch", None))
+        self._wait("watching")
+
+    def wait_for_layer(self) -> None:
+        """Until the first layer since `watch` has begun."""
         self._wait("layer")
 
     def state(self) -> MemberState:
@@ -170,6 +174,7 @@ class _Member:
             self._free_prefix(argument)
         elif what == "watch":
             self._is_watched = True
+            self._pipe.send(("watching", None))
         elif what == "state":
             membership = self._membership
             state = MemberState(self._pool.free_tokens, membership.is_joined, membership.is_busy)

@@ -12,7 +12,6 @@ range of tokens) is written as soon as it is ready and the chunk is granted. A c
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
 
 from sglang_ext.policy.handshake.actions import (
     ChunkStored,
@@ -31,6 +30,7 @@ from sglang_ext.policy.handshake.messages import (
     SenderReport,
     SenderStopped,
 )
+from sglang_ext.policy.handshake.offered_chunk import OfferedChunk, Part
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.records import SendRecord, TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room
@@ -44,42 +44,6 @@ class SenderPhase(Enum):
     STOPPING = "stopping"  # failed; a write is under way
     STOPPED = "stopped"  # nothing is under way; the receiver may not know it
     OVER = "over"
-
-
-class Part(NamedTuple):
-    """A piece of a chunk that is written at once. `cells` is 0 for metadata alone."""
-
-    cells: int
-    has_aux: bool = False
-
-
-class _Chunk:
-    """A chunk offered."""
-
-    __slots__ = (
-        "cells_ready",
-        "cells_written",
-        "grant",
-        "is_aux_ready",
-        "is_aux_written",
-        "offered_s",
-        "parts",
-        "ready_s",
-        "shard",
-    )
-
-    def __init__(self, shard: KVShard, now_s: float) -> None:
-        self.shard = shard
-        self.offered_s = now_s
-        self.ready_s: float | None = None
-        self.parts: list[Part] = []
-        self.cells_ready = self.cells_written = 0
-        self.is_aux_ready = self.is_aux_written = False
-        self.grant: Grant | None = None
-
-    @property
-    def is_written(self) -> bool:
-        return self.cells_written == self.shard.cells and self.is_aux_written == self.shard.has_aux
 
 
 class Sender:
@@ -113,7 +77,7 @@ class Sender:
         self.options = options
         self.sender_count = sender_count
         self._phase = SenderPhase.OPEN
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[OfferedChunk] = []
         self._is_last_offered = False
         self._receiver_epoch: int | None = None
         self._accepted = self._grants_seen = self._stored = self._stored_known = 0
@@ -174,7 +138,7 @@ class Sender:
         if problem is not None:
             raise ValueError(f"room {self.room}: cannot offer a chunk: {problem}")
         if self._phase is SenderPhase.OPEN:
-            self._chunks.append(_Chunk(shard, now_s))
+            self._chunks.append(OfferedChunk(shard, now_s))
             self._is_last_offered = is_last
             self._report(now_s)
         return self._flush()
@@ -414,8 +378,10 @@ class Sender:
     def _say_stopped(self, now_s: float) -> None:
         self._said_s = now_s
         outcome, reason = self._outcome
-        restarts = outcome is TransferOutcome.RESTARTED
-        self._out.append(Send(self.receiver, SenderStopped(self.room, self.address, self.epoch, reason, restarts)))
+        stopped = SenderStopped(
+            self.room, self.address, self.epoch, reason, restarts=outcome is TransferOutcome.RESTARTED
+        )
+        self._out.append(Send(self.receiver, stopped))
 
     def _record(self, now_s: float) -> SendRecord:
         return SendRecord(

@@ -95,6 +95,7 @@ def test_prompts_of_several_members_at_once(coordinator: Coordinator, page_token
 def test_a_member_is_killed_in_a_chunk(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3) for name in "abc"))
+        members[1].watch()
         request = members[0].offer(prompt(1))
         members[1].wait_for_layer()
         members[1].signal(signal.SIGKILL)
@@ -113,6 +114,7 @@ def test_a_member_is_killed_in_a_chunk(coordinator: Coordinator) -> None:
 def test_a_member_stops_in_a_chunk_and_comes_back(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3) for name in "abc"))
+        members[1].watch()
         request = members[0].offer(prompt(3))
         members[1].wait_for_layer()
         members[1].signal(signal.SIGSTOP)
@@ -144,6 +146,7 @@ def test_nobody_waits_for_a_stopped_member_longer_than_the_coordinator_does(coor
 def test_the_coordinator_is_killed_or_stopped_in_a_chunk(coordinator: Coordinator, how: signal.Signals) -> None:
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.2) for name in "ab"))
+        members[1].watch()
         request = members[0].offer(prompt(5))
         members[1].wait_for_layer()
         coordinator.signal(how)
@@ -160,6 +163,7 @@ def test_the_coordinator_is_killed_or_stopped_in_a_chunk(coordinator: Coordinato
 def test_a_request_is_withdrawn_in_a_chunk(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.1) for name in "ab"))
+        members[1].watch()
         request = members[0].offer(prompt(7), 50)
         members[1].wait_for_layer()
         members[0].withdraw(request)
@@ -171,6 +175,7 @@ def test_a_member_joins_in_a_chunk(coordinator: Coordinator) -> None:
     """The chunk goes on over the mesh that it began on."""
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.4) for name in "ab"))
+        members[1].watch()
         request = members[0].offer(prompt(8))
         members[1].wait_for_layer()
         members.append(processes.start(MemberSpec("c")))

@@ -15,12 +15,13 @@ from sglang_ext.policy.handshake.messages import (
     SenderReport,
     SenderStopped,
 )
+from sglang_ext.policy.handshake.offered_chunk import Part
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.receiver import Receiver
 from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.policy.handshake.rooms import MAX_ATTEMPTS, Attempt, Room, attempts_of, following
-from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
+from sglang_ext.policy.handshake.sender import Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
 OPTIONS = HandshakeOptions(retry_s=0.1, heartbeat_s=1.0, lease_s=5.0)
