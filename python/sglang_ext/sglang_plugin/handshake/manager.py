@@ -92,7 +92,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     def _open_endpoint(self) -> None:
         options = options_from_environment(os.environ)
         transfer = options.transfer if options is not None and options.transfer is not None else TransferOptions()
-        # Of several ranks each lets go of sent slots in its own time, and all would have to do it in the same iteration.
+        # Of several ranks each lets go of sent slots in its own time; all would have to do it in the same iteration.
         if options is not None and options.cdsp is not None and self.attn_tp_size == 1:
             self.shared_from_tokens = options.cdsp.min_tokens
         self.heads = self.head_layout(self.attn_tp_size)

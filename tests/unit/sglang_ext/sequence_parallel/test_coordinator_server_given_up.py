@@ -20,6 +20,7 @@ from sglang_ext.sequence_parallel.messages import (
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_exchange import Admission, PoolExchange
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 
 def exchange_with_a_step() -> tuple[PoolExchange, ChunkOrder]:
@@ -50,7 +51,7 @@ def test_who_still_computes_is_told() -> None:
 
 def test_nobody_computes_any_more() -> None:
     exchange, order = exchange_with_a_step()
-    exchange.take(0, StepDone(order.chunk.sequence), 2.0)
+    exchange.take(0, StepDone(order.chunk.sequence, StepTimes(0.5, 0.0, 0.0)), 2.0)
     exchange.lose(1, "killed", 2.0)
     assert exchange.take_events().given_up == []
 
