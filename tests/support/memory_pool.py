@@ -128,7 +128,7 @@ class MemoryMember:
         self.link = FakeLink()
         # Where there are several ranks, a model has collectives of its own.
         engine = ToyEngine(pool, on_layer=lambda layer: None if ranks.size == 1 else _expect(ranks.all(True)))
-        self.member = Member(engine, instance, replicated or self.link, wires.connect(instance), ranks)
+        self.member = Member(engine, instance, replicated or self.link, wires.connect(instance), ranks=ranks)
         self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
         self.ended: dict[int, Outcome] = {}
         self.kv: dict[int, torch.Tensor] = {}  # behind the cached prefix, of what was collected

@@ -133,6 +133,7 @@ def test_nobody_waits_for_a_stopped_member_longer_than_the_coordinator_does(coor
     with MemberProcesses(coordinator.address) as processes:
         # Far longer than this test waits for an outcome.
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3, step_timeout_s=300) for name in "abc"))
+        members[1].watch()
         request = members[0].offer(prompt(3))
         members[1].wait_for_layer()
         members[1].signal(signal.SIGSTOP)

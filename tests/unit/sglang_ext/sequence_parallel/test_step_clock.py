@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -33,6 +34,15 @@ class SlowMesh:
 
     def __init__(self, clock: HandClock, ring_tags: range, ring_s: float, move_s: float) -> None:
         self._clock, self._ring_tags, self._ring_s, self._move_s = clock, ring_tags, ring_s, move_s
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, sequence: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        pass
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         return _Waiting(self._clock, 0.0)
