@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -101,6 +102,9 @@ class Bench:
     def _figure_6(self) -> dict[str, Any]:
         found = self._measured("gpu.figure6", *(["--small"] if self._is_dry else []))
         self.verdicts += figure_6_verdicts({} if self._is_dry else found)
+        for name, system in found["systems"].items():
+            if "error" in system:
+                self.failures.append(f"figure 6: {name}: {system['error']}")
         failed = sum(level["failed"] for levels in found["systems"].values() for level in levels.get("levels", ()))
         if failed:
             self.failures.append(f"figure 6: {failed} requests failed")
@@ -156,23 +160,29 @@ class Bench:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(self._path(arguments)), "PYTHONUNBUFFERED": "1"}
         if self._is_dry and _needs_triton(arguments):
             environment["TRITON_INTERPRET"] = "1"
-        try:
-            done = subprocess.run(
-                [sys.executable, *arguments],
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=STAGE_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise StageError(f"not done after {STAGE_TIMEOUT_S} s") from error
-        if done.returncode != 0:
-            lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
-            (self._out / "failed.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        ) as stage:
+            try:
+                output, errors = stage.communicate(timeout=STAGE_TIMEOUT_S)
+            except BaseException as error:
+                # What the stage has started would go on and keep the device's memory.
+                os.killpg(stage.pid, signal.SIGKILL)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise StageError(f"not done after {STAGE_TIMEOUT_S} s") from error
+                raise
+        if stage.returncode != 0:
+            lines = (errors.strip() or output.strip() or "no output").splitlines()
+            (self._out / "failed.log").write_text(output + errors, encoding="utf-8")
             raise StageError(lines[-1])
-        return done.stdout
+        return output
 
     def _path(self, arguments: tuple[str, ...]) -> list[str]:
         own = [str(ROOT / name) for name in ("python", "router", "kernels", "cuda_graphs", "tests", "bench")]

@@ -153,7 +153,8 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
         picture = cluster.folder / "timeline.png"
         draw_timeline(replies, cluster.name_of, picture)
         print(f"\ntimeline of the requests: {picture}")
-        _draw_pool(cluster, status)
+        if status is not None:
+            _draw_pool(cluster, status)
     print(f"{time.monotonic() - began_s:.0f} s in all", flush=True)
     return not failed
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 
 from gpu.model_shapes import write_model
 from sglang_ext.sglang_plugin.device import Device
@@ -83,7 +84,7 @@ async def level(url: str, concurrency: int, load: Load) -> dict[str, Any]:
                 async with session.post(f"{url}/generate", json=body) as reply:
                     await reply.read()
                     failed += reply.status != 200
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 failed += 1
             times.append(time.perf_counter() - started_s)
 
@@ -121,9 +122,8 @@ def server(model: Path, graphs: GraphOptions | None, has_gpu: bool) -> Iterator[
     module = "sglang_ext.sglang_plugin.launch" if is_ours else "sglang.launch_server"
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, entry_point_folder() as folder:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *flags], stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        # In the stage's own session: whoever gives the stage up ends the server with it.
+        process = subprocess.Popen([sys.executable, "-m", module, *flags], stdout=log, stderr=log, env=environment)
         try:
             url = f"http://127.0.0.1:{port}"
             wait_ready(url, process, Path(log.name))
@@ -133,7 +133,9 @@ def server(model: Path, graphs: GraphOptions | None, has_gpu: bool) -> Iterator[
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+                for one in psutil.Process(process.pid).children(recursive=True):
+                    one.kill()
+                process.kill()
                 process.wait()
 
 

@@ -117,9 +117,7 @@ class PrefillGraphs:
 
     def _capture(self, shape: GraphShape) -> bool:
         if not self._ledger.can_capture(shape):
-            self._left_out.add(shape)
-            self.grid = GraphGrid(set(self.grid.shapes) - {shape})
-            return False
+            return self._leave_out(shape)
         batch = self._static.of(tokens(shape), shape.requests)
         self._load_dummy(batch, shape)
         output = self._output[: tokens(shape)]
@@ -128,14 +126,24 @@ class PrefillGraphs:
             output.copy_(self._forward(shape, batch))
 
         started_s = self._clock()
-        self._recorder.warm_up(compute)
-        before = self._recorder.memory()
-        self._recordings[shape] = self._recorder.record(compute)
+        try:
+            self._recorder.warm_up(compute)
+            before = self._recorder.memory()
+            recording = self._recorder.record(compute)
+        except torch.OutOfMemoryError:
+            # Others have taken what the budget counts on; what has been captured goes on to serve.
+            return self._leave_out(shape)
+        self._recordings[shape] = recording
         after, ended_s = self._recorder.memory(), self._clock()
         growth = after.allocator_bytes - before.allocator_bytes
         own = after.used_bytes - before.used_bytes - growth
         self._ledger.note(CaptureCost(shape, max(0, growth), max(0, own), ended_s - started_s))
         return True
+
+    def _leave_out(self, shape: GraphShape) -> bool:
+        self._left_out.add(shape)
+        self.grid = GraphGrid(set(self.grid.shapes) - {shape})
+        return False
 
     def _fits_left_out(self, length_tokens: int, requests: int) -> bool:
         return any(shape.length_tokens >= length_tokens and shape.requests >= requests for shape in self._left_out)

@@ -42,7 +42,7 @@ def _attend(
     dims = tl.arange(0, SIZE_BLOCK)
     v_dims = tl.arange(0, V_SIZE_BLOCK)
     for block in range(start, end):
-        row = block * KEYS + columns
+        row = (block * KEYS + columns).to(tl.int64)  # times a stride it may exceed 32 bits
         in_row = row < k_tokens
         k_block = tl.load(
             k + row[None, :] * k_stride + dims[:, None], mask=in_row[None, :] & (dims[:, None] < SIZE), other=0.0

@@ -129,6 +129,8 @@ def make_plan(
     transfer_options: tuple[str, ...] = ()
     member_options: tuple[str, ...] = ()
     if config.coordinator.enabled:
+        if device == "cuda":
+            raise ConfigError("coordinator.enabled", "long instances share prompts on CPU engines only so far")
         # Its members send what they compute straight to decode, each its own part.
         transfer_options = ("--transfer-backend", "handshake")
         settings = config.coordinator

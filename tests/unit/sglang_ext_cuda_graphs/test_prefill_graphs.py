@@ -26,8 +26,11 @@ class CountingRecorder(DirectRecorder):
 
     def __init__(self) -> None:
         self.recorded = 0
+        self.is_full = False
 
     def record(self, compute: Callable[[], None]) -> Recording:
+        if self.is_full:
+            raise torch.OutOfMemoryError("the device has no memory left")
         self.recorded += 1
         return super().record(compute)
 
@@ -94,6 +97,17 @@ def test_shapes_beyond_the_budget_leave_the_grid() -> None:
     assert set(graphs.grid.shapes) == graphs.captured == {(8, 4), (4, 4), (8, 2)}
     assert graphs.choose([3], [0]) == GraphShape(4, 4)
     assert not graphs.make_ready(GraphShape(8, 1))
+
+
+def test_a_shape_for_which_memory_runs_out_leaves_the_grid() -> None:
+    graphs, recorder = build()
+    assert graphs.make_ready(GraphShape(4, 2))
+    recorder.is_full = True
+    assert not graphs.make_ready(GraphShape(8, 1))
+    assert GraphShape(8, 1) not in graphs.grid.shapes
+    assert graphs.choose([8], [0]) == GraphShape(8, 2)
+    assert graphs.make_ready(GraphShape(4, 2))
+    assert graphs.captured == {(4, 2)}
 
 
 def test_why_a_batch_has_no_shape() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from sglang_ext.sglang_plugin.cdsp.compatibility import SUPPORTED_ARCHITECTURES
 
+_TOKENS_HEADS_SIZE = 3
+
 
 def conflict(model_runner: Any) -> str | None:
     """Why the prefills of this model runner are not captured; None when they can be."""
@@ -24,6 +26,11 @@ def conflict(model_runner: Any) -> str | None:
             bool(arguments.enable_hierarchical_cache),
             "--enable-hierarchical-cache: a captured pass cannot wait for the KV of its layers",
         ),
+        (
+            bool(getattr(arguments, "enable_deterministic_inference", False)),
+            "--enable-deterministic-inference: sums are in another order than on the ordinary path",
+        ),
+        (_token_dimensions(pool) != _TOKENS_HEADS_SIZE, "SGLANG_USE_HND_KVCACHE: KV is not stored token by token"),
         (model_runner.kv_cache_dtype != model_runner.dtype, "--kv-cache-dtype: KV is stored in another type"),
         (
             getattr(pool, "requires_physical_write_loc", False),
@@ -33,3 +40,9 @@ def conflict(model_runner: Any) -> str | None:
         if is_conflicting:
             return reason
     return None
+
+
+def _token_dimensions(pool: Any) -> int:
+    """Dimensions of a layer's keys."""
+    get_key_buffer = getattr(pool, "get_key_buffer", None)
+    return _TOKENS_HEADS_SIZE if get_key_buffer is None else int(get_key_buffer(pool.start_layer).dim())

@@ -63,6 +63,7 @@ class GridPrefillRunner:
         if not self._graphs.make_ready(shape):
             self._graphs.fallbacks[Fallback.MEMORY] += 1
             return self._eager.execute(forward_batch)
+        self._wait_for_cached_kv()
         self._graphs.load(shape, self._ragged(forward_batch))
         hidden = self._graphs.replay(shape)[: forward_batch.input_ids.shape[0]]
         return self._tail(forward_batch, hidden, kwargs)
@@ -83,6 +84,13 @@ class GridPrefillRunner:
         if self._graphs is None or not _is_plain(forward_batch):
             return Fallback.UNSUPPORTED
         return self._graphs.choose(forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+
+    def _wait_for_cached_kv(self) -> None:
+        """A cache outside of the pool loads layer by layer, and layers wait for it; those of a captured pass do not."""
+        pool = self._model_runner.token_to_kv_pool
+        counter = getattr(pool, "layer_transfer_counter", None)
+        if counter is not None:
+            counter.wait_until(pool.layer_num - 1)
 
     def _ragged(self, forward_batch: Any) -> RaggedBatch:
         return RaggedBatch(

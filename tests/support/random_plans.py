@@ -1,0 +1,117 @@
+"""A coordinator in the test's own process that plans at random, for members that are real instances."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.records import (
+    CdspRequest,
+    ChunkPlan,
+    PlannedChunk,
+    PlannerConfig,
+    PrefillSnapshot,
+    SpCandidate,
+    SpCost,
+)
+from sglang_ext.policy.cdsp.sharding import Interleaving
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, MeshStore
+from sglang_ext.sequence_parallel.exchange_records import Identity
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts
+from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.pool_records import PoolStatus
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from support.engines import free_port
+
+MOST_CHUNKS = 4
+_CANDIDATES = [SpCandidate(size, SpCost(0.001, 1e-4, 0.0, 0.0)) for size in (1, 2, 3, 4)]
+
+
+class RandomPlanner(CdspPlanner):
+    """Groups of any size that contain the earlier ones, and up to four chunks, whole pages each."""
+
+    def __init__(self, page_tokens: int, draw: random.Random) -> None:
+        super().__init__(PlannerConfig(tuple(_CANDIDATES), 1, page_tokens))
+        self._draw = draw
+
+    def plan(self, snapshot: PrefillSnapshot, request: CdspRequest, improvement_rate: float) -> ChunkPlan:
+        draw, page = self._draw, self.config.page_tokens
+        left, start, group = request.new_tokens, request.cached_tokens, list(request.group)
+        chunks: list[PlannedChunk] = []
+        ends_s = 0.0
+        # A plan is made anew after each chunk, so that on average a prompt has several of them.
+        for more in reversed(range(draw.randint(1, MOST_CHUNKS))):
+            others = [one for one in range(len(snapshot.node_ids)) if one not in group]
+            group += draw.sample(others, draw.randint(0, len(others)))
+            pages = left // page
+            tokens = left if not more or pages < 2 else page * draw.randint(1, pages - 1)
+            begins_s = max(ends_s, *(snapshot.queue_delays_s[one] for one in group))
+            chunks.append(PlannedChunk(start, tokens, tuple(group), begins_s, 0.001))
+            ends_s, start, left = begins_s + 0.001, start + tokens, left - tokens
+            if not left:
+                break
+        return ChunkPlan(tuple(chunks), ends_s)
+
+
+class _Exchange(PoolExchange):
+    def __init__(self, settings: PoolSettings, draw: random.Random) -> None:
+        self._draw = draw
+        super().__init__(settings, PoolCosts(_CANDIDATES))
+
+    def _planner(self, identity: Identity) -> CdspPlanner:
+        return RandomPlanner(identity.page_tokens, self._draw)
+
+
+class RandomCoordinator:
+    """Keeps its port when it begins again with other settings."""
+
+    def __init__(self) -> None:
+        self._port = free_port()
+        self._server: CoordinatorServer | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    def status(self) -> PoolStatus:
+        assert self._server is not None
+        return self._server.status()
+
+    def wait_for(self, condition: Callable[[PoolStatus], bool], timeout_s: float = 60.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition(self.status()):
+            assert time.monotonic() < deadline_s, self.status()
+            time.sleep(0.1)
+
+    @contextmanager
+    def running(self, interleaving: Interleaving, seed: int) -> Iterator[RandomCoordinator]:
+        """Serve in a thread of its own."""
+        loop, is_up, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+        async def serve() -> None:
+            settings = PoolSettings(interleaving, min_chunk_tokens=1, step_timeout_s=20.0)
+            server = CoordinatorServer(
+                _Exchange(settings, random.Random(seed)), MeshStore("127.0.0.1", 0), settings.silence_s
+            )
+            await server.listen("127.0.0.1", self._port)
+            self._server = server
+            is_up.set()
+            ticking = asyncio.create_task(server.run())
+            await stop.wait()
+            ticking.cancel()
+            await server.close()
+
+        thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), name="random-coordinator")
+        thread.start()
+        try:
+            assert is_up.wait(30)
+            yield self
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+            thread.join(30)
+            loop.close()
