@@ -87,12 +87,6 @@ class OwnerTransfer:
         """Whether others may still offer parts of it: not once this rank has offered the rest, or sends all of it."""
         return self._is_first and not self._is_rest_wanted
 
-    @property
-    def awaited_room(self) -> Room | None:
-        """The attempt that decode may be inviting to, when the present one has ended for its sake."""
-        is_ended = self._handle.status.outcome is TransferOutcome.RESTARTED
-        return following(self._room) if is_ended and self._failure is None else None
-
     def offer_now(self, first_token: int, slots: Slots) -> None:
         """These positions are here and will not be sent by anybody else; before `offer_rest`."""
         source = self._source

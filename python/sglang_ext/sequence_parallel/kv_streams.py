@@ -71,7 +71,11 @@ class _Stream:
 
     @property
     def has_ended(self) -> bool:
-        return not self.reading and all(target.handle.status.outcome is not None for target in self.targets)
+        return (
+            self.is_closed
+            and not self.reading
+            and all(target.handle.status.outcome is not None for target in self.targets)
+        )
 
 
 class KvStreams:

@@ -96,6 +96,7 @@ class Member:
         self._connect = connect
         self._ranks = ranks
         self._shards: dict[int, Shard] = {}
+        self._last_chunk: int | None = None  # its number; later steps moved KV alone
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
         self._steps: deque[ChunkOrder | Collect] = deque()
         self._meshes: dict[int, Mesh] = {}  # by epoch
@@ -164,11 +165,13 @@ class Member:
             self._connecting[order.epoch] = thread
             thread.start()
         elif isinstance(order, Streamed):
-            self._streamed[order.request] = order
+            if order.request in self._cached_tokens:
+                self._streamed[order.request] = order
             if not order.is_intact:
                 self._streams.restart(order.request, "a member of the pool has failed")
         elif isinstance(order, RollBack):
-            self._streams.restart(order.request, "a chunk is computed again")
+            if order.sequence == self._last_chunk:
+                self._streams.restart(order.request, "a chunk is computed again")
             if order.request in self._shards:
                 self._shards[order.request].roll_back()
                 self._forget_empty(order.request)
@@ -235,6 +238,7 @@ class Member:
         pool = self._streams.pool
         if isinstance(step, ChunkOrder):
             chunk, layout = step.chunk, step.chunk.layout
+            self._last_chunk = chunk.sequence
             shard = self._shards.setdefault(chunk.request, Shard(pool))
             positions = layout.new[layout.group.index(self._instance)]
             run_chunk(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.common import match_kv_cache
@@ -56,7 +57,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
         self._shared: dict[int, _Shared] = {}
-        self._was_offered: set[int] = set()  # keys of requests that have come back
+        self._resumed: list[
+            tuple[Any, Any]
+        ] = []  # requests that have come back and wait, locks on what is cached of them
 
     def run_event_loop(self) -> None:
         options = options_from_environment(os.environ)
@@ -74,8 +77,11 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if membership is not None:
             for outcome in membership.turn():
                 self._resume(outcome)
+            self._withdraw_failed(membership)
             self._tell(membership)
-        return super().get_new_batch_prefill(running_batch)
+        batch = super().get_new_batch_prefill(running_batch)
+        self._let_go()
+        return batch
 
     def _classify_arrivals(self, laps: LapsInstance) -> None:
         super()._classify_arrivals(laps)
@@ -100,7 +106,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def _can_be_shared(self, request: Any, entry: LapsEntry) -> bool:
         """Decided alike on every rank."""
         return (
-            entry.key not in self._was_offered
+            not entry.was_offered
             and prefill_tokens(request)[0] >= self._min_tokens
             # These want more of the prompt's computation than its KV.
             and not request.return_logprob
@@ -111,11 +117,16 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         )
 
     def _offer(self, membership: PoolMembership, request: Any, entry: LapsEntry, now_s: float) -> None:
+        entry.was_offered = True
+        # What was found when it came may have been evicted since.
+        match_kv_cache(request, self.tree_cache)
+        # The last token is the engine's: its logits are wanted.
+        tokens = (len(request.origin_input_ids) - 1) // self.page_size * self.page_size
+        if tokens <= request.prefix_len:
+            return
         lock = self.tree_cache.lock(request.last_node)
         cached_tokens = request.prefix_len
         prefix_slots = self.tree_cache.path_device_indices(request.last_node)[:cached_tokens].to(torch.int64)
-        # The last token is the engine's: its logits are wanted.
-        tokens = (len(request.origin_input_ids) - 1) // self.page_size * self.page_size
         slack_s = entry.deadline_s - now_s
         sender = request.disagg_kv_sender
         destinations, targets = (
@@ -130,7 +141,6 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             destinations=destinations,
             targets=targets,
         )
-        self._was_offered.add(entry.key)
         self._shared[number] = _Shared(request, cached_tokens, prefix_slots, lock)
         self.waiting_queue.remove(request)
 
@@ -158,11 +168,32 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         _send_the_rest(request.disagg_kv_sender, shared, outcome, is_taken_twice=is_taken_twice)
         self.tree_cache.unlock(shared.lock)
         match_kv_cache(request, self.tree_cache)
+        # Decode may get it from where it lies, and has been told so, before SGLang takes a lock of its own.
+        self._resumed.append((request, self.tree_cache.lock(request.last_node)))
         entry = entry_of(request)
         laps = self._laps
         if entry is not None and laps is not None:
             entry.length_class = laps.classify(*prefill_tokens(request))
         self.waiting_queue.insert(0, request)
+
+    def _let_go(self) -> None:
+        """Requests that wait no more are locked by SGLang, or have ended."""
+        if self._resumed:
+            waiting = set(map(id, self.waiting_queue))
+            for request, lock in self._resumed:
+                if id(request) not in waiting:
+                    self.tree_cache.unlock(lock)
+            self._resumed = [one for one in self._resumed if id(one[0]) in waiting]
+
+    def _withdraw_failed(self, membership: PoolMembership) -> None:
+        """Decode has given them up, or is lost; in the queue SGLang finds that, too."""
+        if not self._shared:
+            return
+        failed = membership.ranks.share(
+            lambda: [number for number, shared in self._shared.items() if _has_failed(shared.request.disagg_kv_sender)]
+        )
+        for number in failed:
+            self._withdraw(number)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend():
@@ -233,3 +264,7 @@ def _send_the_rest(sender: Any, shared: _Shared, outcome: Outcome, *, is_taken_t
     else:
         sender.send_anew("members of the pool could not send it")
         sender.go_on_alone(())
+
+
+def _has_failed(sender: Any) -> bool:
+    return isinstance(sender, HandshakeKVSender) and sender.poll() == KVPoll.Failed

@@ -85,7 +85,14 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         return status is None or status.is_released
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        self.endpoint.forget(self.attempts.get(bootstrap_room, bootstrap_room))
+        self.forget_attempt(bootstrap_room)
+
+    def forget_attempt(self, room: int) -> None:
+        """Forget how a request that has ended fared, once nobody can write to its slots."""
+        attempt = self.attempts.get(room, room)
+        self.endpoint.forget(attempt)
+        if self.endpoint.receive_status(attempt) is None:
+            self.attempts.pop(room, None)
 
     # ---- internals ----
 

@@ -56,8 +56,8 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         if self._is_expected and self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
             self._give_up()
         super().clear()
-        self.kv_mgr.endpoint.forget(self._room)
-        self.kv_mgr.attempts.pop(self.bootstrap_room, None)
+        # While somebody may still write to its slots, the attempt is what tells so: see `is_abort_release_safe`.
+        self.kv_mgr.forget_attempt(self.bootstrap_room)
 
     # ---- called by the common class ----
 

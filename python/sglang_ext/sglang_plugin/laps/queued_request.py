@@ -34,6 +34,7 @@ class LapsEntry:
     deadline_s: float
     priority: PriorityClass
     is_started: bool = False
+    was_offered: bool = False  # to a long pool
 
 
 def entry_of(request: Any) -> LapsEntry | None:

@@ -114,7 +114,7 @@ def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side,
     helper.endpoint.close()
     wait_until(lambda: status_of(decode, 1).is_released)
     assert status_of(decode, 1).outcome is TransferOutcome.RESTARTED
-    wait_until(lambda: transfer.awaited_room == Attempt(1, 1))
+    wait_until(lambda: transfer.handle.status.outcome is TransferOutcome.RESTARTED)
     assert transfer.poll().stage is Stage.TRANSFERRING
     decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
     if not has_sent:
@@ -157,7 +157,7 @@ def test_a_restart_after_the_end_changes_nothing(sides: tuple[Side, Side, Side])
     wait_until(lambda: status_of(decode, 1).stage is Stage.COMPLETE)
     transfer.restart("too late")
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
-    assert transfer.awaited_room is None
+    assert transfer.room == 1
 
 
 def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side]) -> None:
