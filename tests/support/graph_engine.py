@@ -69,24 +69,23 @@ def _run(model: str, batches: Sequence[Sequence[Request]], page_tokens: int, opt
     from sglang_ext.sglang_plugin.graphs.compatibility import conflict
     from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
     from sglang_ext_cuda_graphs.recorders import DirectRecorder
-    from support.ring_instances import _model_runner
+    from support.engines import free_port
+    from support.ring_instances import Place, model_runner
 
-    model_runner = _model_runner(model, page_tokens, "float32")
-    assert conflict(model_runner) is None
-    runner = GridPrefillRunner(
-        model_runner, model_runner.prefill_cuda_graph_runner or model_runner.eager_runner, model_runner.eager_runner
-    )
+    engine = model_runner(model, Place(0, 1, 0, 1, free_port()), page_tokens, "float32")
+    assert conflict(engine) is None
+    runner = GridPrefillRunner(engine, engine.prefill_cuda_graph_runner or engine.eager_runner, engine.eager_runner)
     grid = GraphOptions(Capture(options[0]), *options[1:])
-    graphs = build_graphs(runner, model_runner, grid, DirectRecorder(), free_bytes=1 << 30)
+    graphs = build_graphs(runner, engine, grid, DirectRecorder(), free_bytes=1 << 30)
     assert graphs is not None
     outcomes = []
     for batch in batches:
-        ordinary = _forward(model_runner, batch, lambda: None)
-        stock, model_runner.prefill_cuda_graph_runner = model_runner.prefill_cuda_graph_runner, runner
+        ordinary = _forward(engine, batch, lambda: None)
+        stock, engine.prefill_cuda_graph_runner = engine.prefill_cuda_graph_runner, runner
         runner.use(None)
         replays, fallbacks = graphs.replays.copy(), graphs.fallbacks.copy()
-        on_grid = _forward(model_runner, batch, lambda: runner.use(graphs))
-        model_runner.prefill_cuda_graph_runner = stock
+        on_grid = _forward(engine, batch, lambda: runner.use(graphs))
+        engine.prefill_cuda_graph_runner = stock
         shape = next(iter(graphs.replays - replays), None)
         fallback = next(iter(graphs.fallbacks - fallbacks), None)
         outcomes.append(Outcome(ordinary, on_grid, shape and tuple(shape), fallback and fallback.value))

@@ -121,7 +121,7 @@ def ring_instances(
         pipes.append([])
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            place = _Place(instance, count, rank, ranks, port)
+            place = Place(instance, count, rank, ranks, port)
             process = context.Process(target=_serve, args=(theirs, str(model), place, page_tokens, dtype), daemon=True)
             process.start()
             processes.append(process)
@@ -149,7 +149,7 @@ def _answers(pipes: Sequence[Connection]) -> list[Any]:
     return [_answer(pipe) for pipe in pipes]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Which process this is."""
 
     instance: int
@@ -159,7 +159,7 @@ class _Place(NamedTuple):
     port: int  # where the ranks of an instance meet
 
 
-def _serve(pipe: Connection, model: str, place: _Place, page_tokens: int, dtype: str) -> None:
+def _serve(pipe: Connection, model: str, place: Place, page_tokens: int, dtype: str) -> None:
     try:
         server = _Instance(model, place, page_tokens, dtype)
     except BaseException:
@@ -177,7 +177,7 @@ def _serve(pipe: Connection, model: str, place: _Place, page_tokens: int, dtype:
 class _Instance:
     """Inside the process."""
 
-    def __init__(self, model: str, place: _Place, page_tokens: int, dtype: str) -> None:
+    def __init__(self, model: str, place: Place, page_tokens: int, dtype: str) -> None:
         import torch
 
         from sglang_ext.sglang_plugin import cpu_platform
@@ -195,7 +195,7 @@ class _Instance:
         from sglang_ext.sequence_parallel.shard import Shard
         from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
 
-        self._runner = _model_runner(model, place, page_tokens, dtype)
+        self._runner = model_runner(model, place, page_tokens, dtype)
         self._ranks = _ranks(place)
         scheduler = SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=self._runner),
@@ -330,7 +330,7 @@ class _Breaking:
         return call(*arguments)
 
 
-def _ranks(place: _Place) -> Any:
+def _ranks(place: Place) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks
@@ -341,7 +341,7 @@ def _ranks(place: _Place) -> Any:
     return GroupRanks(group.cpu_group, group.ranks[0])
 
 
-def _model_runner(model: str, place: _Place, page_tokens: int, dtype: str) -> Any:
+def model_runner(model: str, place: Place, page_tokens: int, dtype: str) -> Any:
     from sglang.benchmark import one_batch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap

@@ -395,3 +395,28 @@ def test_a_request_is_aborted_between_two_attempts(ranks: tuple[Rank, Rank, Rank
     for rank in ranks[1:]:
         wait_until(lambda rank=rank: rank.manager.is_abort_release_safe(ROOM, 1))  # type: ignore[misc]
         assert rank.endpoint.totals().receiving == 0
+
+
+def test_slots_of_a_later_attempt_are_not_free_while_somebody_writes(
+    ranks: tuple[Rank, Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode, _ = ranks
+    sender, receivers, _ = shared(ranks)
+    may_go_on = threading.Event()
+
+    def held(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (may_go_on.wait(30), method(*arguments))[1]
+
+    sender.send_anew("a member has failed")
+    wait_until(lambda: [polled.poll() for polled in (*receivers, sender)] != [] and ROOM in decode.manager.attempts)
+    monkeypatch.setattr(prefill.endpoint._transport, "write", held(prefill.endpoint._transport.write))
+    monkeypatch.setattr(decode.endpoint._transport, "revoke", held(decode.endpoint._transport.revoke))
+    sender.go_on_alone(())
+    sender.send(np.array([10, 11, 12]), [], num_kv_tokens=12)
+    wait_until(lambda: sender.poll() != FAILED and decode.endpoint.totals().unsettled_permits > 0)
+    receivers[0].clear()  # the client has gone
+    assert not decode.manager.is_abort_release_safe(ROOM, 1)
+    may_go_on.set()
+    wait_until(lambda: decode.manager.is_abort_release_safe(ROOM, 1))
+    decode.manager.clear_deferred_abort_state(ROOM)
+    assert decode.manager.attempts == {}
