@@ -228,17 +228,21 @@ class Instance:
             "sampling_params": {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True},
         }
 
+    def _paired_body(self, prompt: Sequence[int], output_tokens: int) -> dict[str, object]:
+        """The same for both instances."""
+        return {
+            **self._body(prompt, output_tokens),
+            "bootstrap_host": self._client.host,
+            "bootstrap_port": self.facts.bootstrap_port,
+            "bootstrap_room": self._room(),
+        }
+
     def _hand_over_beside(self, prompt: Sequence[int]) -> _Stamps:
         """A request over both instances while others are under way."""
         decode = self._decode
         if decode is None:
             raise AssertionError("a hand-over needs a decode instance")
-        body = {
-            **self._body(prompt, 1),
-            "bootstrap_host": self._client.host,
-            "bootstrap_port": self.facts.bootstrap_port,
-            "bootstrap_room": self._room(),
-        }
+        body = self._paired_body(prompt, 1)
         with ExitStack() as opened, ThreadPoolExecutor(1) as leg:
             prefill_client, decode_client = self._client.another(), decode.another()
             opened.callback(prefill_client.close)
@@ -253,12 +257,7 @@ class Instance:
         decode = self._decode
         if decode is None:
             raise AssertionError("a hand-over needs a decode instance")
-        body = {
-            **self._body(prompt, _FIRST_TOKENS_OF),
-            "bootstrap_host": self._client.host,
-            "bootstrap_port": self.facts.bootstrap_port,
-            "bootstrap_room": self._room(),
-        }
+        body = self._paired_body(prompt, _FIRST_TOKENS_OF)
         wall_s = None
         with ThreadPoolExecutor(1) as leg:
             sent_s = time.perf_counter()
