@@ -198,3 +198,10 @@ def test_a_coordinator_that_listens_everywhere_is_reached_by_loopback() -> None:
     assert option(plan.coordinator, "--host") == "0.0.0.0"
     assert plan.coordinator.url == "http://127.0.0.1:20001"
     assert option(plan.instances[0], "--cdsp-coordinator") == "127.0.0.1:20000"
+
+
+def test_a_coordinator_needs_cpu_engines() -> None:
+    pools = PoolsConfig(long=PoolConfig(count=2), decode=PoolConfig())
+    config = ClusterConfig(model="m", pools=pools, coordinator=CoordinatorSettings(enabled=True))
+    with pytest.raises(ConfigError, match=r"coordinator\.enabled: .* CPU engines only"):
+        plan_of(config, Machine(core_ids=frozenset(range(8)), gpu_count=4))
