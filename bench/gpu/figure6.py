@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ import aiohttp
 import psutil
 
 from gpu.model_shapes import write_model
+from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
 from sglang_ext.sglang_plugin.options import ExtensionOptions
@@ -104,9 +104,7 @@ async def level(url: str, concurrency: int, load: Load) -> dict[str, Any]:
 @contextmanager
 def server(model: Path, graphs: GraphOptions | None, has_gpu: bool) -> Iterator[str]:
     """One server; None: SGLang at its default flags. Raises RuntimeError with the end of its log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = pick_free_ports("127.0.0.1", 1, draw=random.SystemRandom())
     flags = ["--model-path", str(model), "--load-format", "dummy", "--port", str(port), "--skip-tokenizer-init"]
     flags += ["--sampling-backend", "pytorch", "--log-level", "warning"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.cluster.process_tree import all_processes
 
 START_TIMEOUT_S = 240.0
 _CAUSE = re.compile(r"[\w.]+(Error|Exception)\b")
 STOP_TIMEOUT_S = 20.0
+_PORTS: set[int] = set()  # handed out by this process
 
 
 class EngineStartError(RuntimeError):
@@ -124,10 +126,10 @@ class BenchEngine:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listens on now, that no connection is given by the system, and that was not asked for."""
+    (port,) = pick_free_ports("127.0.0.1", 1, avoid=_PORTS, draw=random.SystemRandom())
+    _PORTS.add(port)
+    return port
 
 
 def _decode(data: bytes) -> Any:

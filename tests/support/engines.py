@@ -11,8 +11,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
@@ -32,6 +33,7 @@ READY_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
 MAX_ALIVE = 5
 LOG_TAIL_LINES = 40
+_PORTS: set[int] = set()  # handed out by this process
 
 
 class EngineError(AssertionError):
@@ -263,10 +265,10 @@ def is_idle(load: dict[str, Any]) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listens on now, that no connection is given by the system, and that was not asked for."""
+    (port,) = pick_free_ports("127.0.0.1", 1, avoid=_PORTS, draw=random.SystemRandom())
+    _PORTS.add(port)
+    return port
 
 
 def _decode(data: bytes) -> Any:

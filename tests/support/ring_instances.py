@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from support.engines import free_port
 
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 60.0
@@ -117,7 +118,7 @@ def ring_instances(
     pipes: list[list[Connection]] = []
     processes = []
     for instance in range(count):
-        port = _free_port()
+        port = free_port()
         pipes.append([])
         for rank in range(ranks):
             ours, theirs = context.Pipe()
@@ -377,9 +378,3 @@ def model_runner(model: str, place: Place, page_tokens: int, dtype: str) -> Any:
     runner.init_attention_backends()
     runner.init_cuda_graphs()
     return runner
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

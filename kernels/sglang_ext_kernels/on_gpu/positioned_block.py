@@ -42,14 +42,18 @@ def _attend(
     dims = tl.arange(0, SIZE_BLOCK)
     v_dims = tl.arange(0, V_SIZE_BLOCK)
     for block in range(start, end):
-        row = (block * KEYS + columns).to(tl.int64)  # times a stride it may exceed 32 bits
-        in_row = row < k_tokens
+        first = block * KEYS
+        in_row = columns < k_tokens - first
+        # times a stride a row may exceed 32 bits: the block's place is a 64-bit scalar, rows count from there
+        place = tl.cast(first, tl.int64)
         k_block = tl.load(
-            k + row[None, :] * k_stride + dims[:, None], mask=in_row[None, :] & (dims[:, None] < SIZE), other=0.0
+            k + place * k_stride + (columns[None, :] * k_stride + dims[:, None]),
+            mask=in_row[None, :] & (dims[:, None] < SIZE),
+            other=0.0,
         )
         scores = tl.dot(q, k_block, input_precision=PRECISION) * scale_log2
         if IS_MASKED:
-            k_at = tl.load(k_positions + row, mask=in_row, other=0)
+            k_at = tl.load(k_positions + first + columns, mask=in_row, other=0)
             is_visible = (k_at[None, :] <= q_at[:, None]) & in_row[None, :]
             scores = tl.where(is_visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -59,7 +63,7 @@ def _attend(
         rescale = tl.exp2(highest - safe)
         weight = weight * rescale + tl.sum(weights, 1)
         v_block = tl.load(
-            v + row[:, None] * v_stride + v_dims[None, :],
+            v + place * v_stride + (columns[:, None] * v_stride + v_dims[None, :]),
             mask=in_row[:, None] & (v_dims[None, :] < V_SIZE),
             other=0.0,
         )

@@ -6,13 +6,13 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from sglang_ext.types import Role
+from support.engines import free_port
 from support.raw_client import RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.scripted_engine import DONE, ScriptedEngine, chunk, event, hang, raw, reply, response, stream, stream_head
@@ -134,12 +134,6 @@ async def test_what_does_not_end_in_time_is_cut_and_aborted() -> None:
 
 
 # -- the whole process ----------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from sglang_ext.types import Role
 from sglang_ext_router import siblings as siblings_module
 from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.siblings import DatagramSiblings
+from support.engines import free_port
 from support.raw_client import RawClient
 from support.router_process import FAST, RunningRouter, running_router, until
 from support.scripted_engine import ScriptedEngine, hang, reply
@@ -222,9 +222,3 @@ def is_alive(process: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port

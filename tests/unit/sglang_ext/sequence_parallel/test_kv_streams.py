@@ -126,7 +126,7 @@ def test_a_chunk_that_is_taken_back_begins_the_transfer_anew(make: Make, decode:
     helper.turn()
     helper.link.inbox.append(RollBack(1, 5, (0,)))
     turns_until([helper], lambda: decode.requests[ROOM].attempts == 2)
-    assert helper.pool.free_tokens == POOL_TOKENS
+    turns_until([helper], lambda: helper.pool.free_tokens == POOL_TOKENS)
 
 
 def test_numbers_come_again_under_another_coordinator(make: Make, decode: Decode) -> None:
