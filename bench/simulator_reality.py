@@ -1,14 +1,19 @@
 """The simulator against real SGLang: the same requests on a prefill instance and on its profile.
 
-    python bench/simulator_reality.py [--requests 250] [--load 0.6] [--data FOLDER] [--out FOLDER]
+    python bench/simulator_reality.py [--requests 250] [--rounds 3] [--load 0.6] [--data FOLDER] [--out FOLDER]
 
 One decode instance and two prefill instances of a random Llama, one with SGLang's own FCFS and one with LAPS, each of
-their schedulers alone on the first core (only one works at a time), everything else on the second. The FCFS one is
-measured by `sglang-ext profile engine` (with the hand-over to decode). Then both serve the same short and long prompts
-at the same times, and the simulator does with the profile and the same policies. The speed of a shared machine changes:
-before and after each replay a few points of the profile are measured again, and what they took then, over what they
-took in the profile, is how much slower the machine was. The simulation is run with the profile as it is, and with all
-its times multiplied by that one number. What other programs took of the scheduler's core meanwhile is reported.
+their schedulers alone on the first core (only one works at a time), everything else on the second. A program of idle
+priority fills what is left of the second core throughout: cores of a virtual machine share clock and caches, and the
+first would be faster while the profile is made than while clients are busy. The FCFS instance is measured by
+`sglang-ext profile engine` (with the hand-over to decode). Then both serve the same short and long prompts at the same
+times, in turns and for several rounds of other arrivals, and so does the simulator with the profile and the same
+policies. The distributions of all rounds together are compared.
+
+The speed of a shared machine changes. After the profile, and before and after each replay, a few points are measured:
+what they take at the replay, over what they took after the profile, is how much slower the machine was. The simulation
+is run with the profile as it is, and with all its times multiplied by that one number. What other programs took of the
+scheduler's core meanwhile is reported.
 
 Writes `simulator-reality.json`, `simulator-reality.png` and the profile; the last line is `RESULT {json}`.
 """
@@ -37,6 +42,7 @@ from support.reality import (
     Measured,
     SchedulerTime,
     SpeedProbe,
+    busy_core,
     compare,
     draw_comparisons,
     offered_work_s,
@@ -68,20 +74,28 @@ def main() -> None:
     profile_path = arguments.out / "simulator-reality-profile.json"
     try:
         with tempfile.TemporaryDirectory(prefix="simulator-reality-") as scratch, ExitStack() as stack:
+            stack.enter_context(busy_core(cores[1]))
             engines = _start(Path(scratch), cores, stack)
             _profile(engines["fcfs"], engines["decode"], profile_path)
+            probe = SpeedProbe(engines["fcfs"].url, engines["decode"].url)
             measured = Measured.of(profile_path)
             work_s = offered_work_s(measured, mix.arrivals(100.0, 10.0, LONG_SHARE, seed=1))
             rate_per_s = arguments.load / work_s
-            arrivals = mix.arrivals(rate_per_s, arguments.requests / rate_per_s, LONG_SHARE, seed=7)
-            progress(f"{len(arrivals)} requests at {rate_per_s:.2f}/s, {1e3 * work_s:.0f} ms of work each")
-            probe = SpeedProbe(engines["fcfs"].url, engines["decode"].url, profile_path)
-            comparisons = [_compare(policy, engines, measured, arrivals, probe) for policy in POLICIES]
+            progress(f"{arguments.requests} requests a round at {rate_per_s:.2f}/s, {1e3 * work_s:.0f} ms of work each")
+            rounds: dict[str, list[Comparison]] = {policy: [] for policy in POLICIES}
+            for seed in range(arguments.rounds):
+                arrivals = mix.arrivals(rate_per_s, arguments.requests / rate_per_s, LONG_SHARE, seed)
+                for policy, compared in rounds.items():
+                    compared.append(_compare(policy, engines, measured, arrivals, probe))
+            comparisons = [Comparison.of_all(compared) for compared in rounds.values()]
     except EngineStartError as error:
         give_up(str(error))
+    for one in comparisons:
+        progress(f"all rounds: {one.describe()}")
     draw_comparisons(comparisons, arguments.out / "simulator-reality.png")
     result = {
-        "requests": len(arrivals),
+        "requests": sum(len(one.real_s) + one.failed for one in rounds["fcfs"]),
+        "rounds": {policy: [one.as_json() for one in compared] for policy, compared in rounds.items()},
         "offered_load": arguments.load,
         "largest_deviation": max(one.largest_deviation for one in comparisons),
         "largest_deviation_at_speed": max(one.largest_deviation_at_speed for one in comparisons),
@@ -170,6 +184,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent
     parser.add_argument("--requests", type=int, default=250, help="requests of each replay (default: 250)")
+    parser.add_argument("--rounds", type=int, default=3, help="replays of each policy (default: 3)")
     parser.add_argument("--load", type=float, default=0.6, help="offered load by the profile (default: 0.6)")
     parser.add_argument(
         "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"

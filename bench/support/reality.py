@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from sglang_ext.cluster.process_tree import all_processes
@@ -32,7 +35,7 @@ POLICIES: dict[str, tuple[str, ...]] = {  # worker options
     "laps": ("--laps-mode", "both"),
 }
 _PROBE_POINTS = (Point(0, 32), Point(0, 256), Point(1024, 256))
-_PROBE_RUNS = 5
+_PROBE_RUNS = 9
 
 
 class Measured(NamedTuple):
@@ -68,6 +71,19 @@ class Comparison(NamedTuple):
     slowdown: float
     waited_share: float  # of the time in which the scheduler could have computed, taken by other programs
     failed: int
+
+    @classmethod
+    def of_all(cls, rounds: Sequence[Comparison]) -> Comparison:
+        """The requests of all rounds of a policy; means of what a round has once."""
+        return cls(
+            rounds[0].policy,
+            [time_s for one in rounds for time_s in one.real_s],
+            [time_s for one in rounds for time_s in one.simulated_s],
+            [time_s for one in rounds for time_s in one.at_speed_s],
+            mean(one.slowdown for one in rounds),
+            mean(one.waited_share for one in rounds),
+            sum(one.failed for one in rounds),
+        )
 
     def ratios(self, times_s: Sequence[float]) -> dict[str, float]:
         return {
@@ -124,28 +140,41 @@ def compare(
 
 
 class SpeedProbe:
-    """How fast the machine is now, against when the profile was made."""
+    """How fast the machine is now, against when the probe was made: as soon as there is a profile."""
 
-    def __init__(self, url: str, decode_url: str, profile: Path) -> None:
-        points = json.loads(profile.read_text(encoding="utf-8"))["points"]
+    def __init__(self, url: str, decode_url: str) -> None:
         self._url, self._decode_url = url, decode_url
-        self._profiled_s: dict[Point, float] = {
-            Point(one["cached_tokens"], one["new_tokens"], one["requests"], one["sp"]): one["duration_s"]
-            for one in points
-        }
+        self._first_s = self._times_s()
 
     def slowdown(self) -> float:
-        """Median of a few points' times over those in the profile."""
+        """Median of a few points' times over what they took at first."""
+        return median(now_s / first_s for now_s, first_s in zip(self._times_s(), self._first_s, strict=True))
+
+    def _times_s(self) -> list[float]:
         instance = Instance.connect(self._url, decode_url=self._decode_url)
-        ratios = []
+        times_s = []
         try:
             for point in _PROBE_POINTS:
                 instance.prepare(point.cached_tokens)
-                times_s = [instance.run(point).duration_s for _ in range(1 + _PROBE_RUNS)][1:]
-                ratios.append(median(times_s) / self._profiled_s[point])
+                runs_s = [instance.run(point).duration_s for _ in range(1 + _PROBE_RUNS)][1:]
+                times_s.append(median(runs_s))
         finally:
             instance.close()
-        return median(ratios)
+        return times_s
+
+
+@contextmanager
+def busy_core(core: int) -> Iterator[None]:
+    """Fill what nobody else wants of a core."""
+    program = (
+        f"import os; os.sched_setaffinity(0, {{{core}}}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+    )
+    filler = subprocess.Popen([sys.executable, "-c", f"{program}\nwhile True: pass"])
+    try:
+        yield
+    finally:
+        filler.kill()
+        filler.wait()
 
 
 def pin_scheduler(engine: BenchEngine, cores: Collection[int]) -> None:

@@ -19,6 +19,7 @@ from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, MeasuredPoin
 
 STEADY_SPREAD = 0.05
 MOST_ROUNDS = 3  # times the repeats that were asked for
+HAND_OVER_ROUNDS = 15  # at least: it takes a few milliseconds over several processes, each of which may have slept
 _GAP_ROUNDS = 3
 _BUSY_ROUNDS = 5
 
@@ -69,7 +70,8 @@ def measure(
                 on_progress(done, total)
     for tokens in hand_overs:
         if tokens not in notes.hand_overs:
-            runs = [instance.run_with_decode(tokens) for _ in range(repeats + 1)][1:]
+            rounds = 1 + max(repeats, HAND_OVER_ROUNDS)
+            runs = [instance.run_with_decode(tokens) for _ in range(rounds)][1:]
             before_s, after_s = tuple(run.before_s for run in runs), tuple(run.after_s for run in runs)
             notes.add_hand_over(MeasuredHandOver(tokens, before_s, after_s))
             done += 1

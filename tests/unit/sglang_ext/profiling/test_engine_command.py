@@ -11,6 +11,7 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.profiling.iteration_cost import IterationCost
+from sglang_ext.profiling.measurement import HAND_OVER_ROUNDS
 from sglang_ext.profiling.profile_file import load_profile
 from support.timed_instance import STAND_IN, TimedInstance, timed_instance
 
@@ -93,12 +94,14 @@ def test_with_a_decode_instance_prefixes_and_hand_overs_are_measured(instance: T
         assert profile(instance, tmp_path / "p.json", *QUICK, "--decode", decode.url) == 0
         pairs = [(body["bootstrap_room"], len(body["input_ids"])) for body in decode.bodies]
     real = [body for body in instance.bodies if body["bootstrap_host"] == "127.0.0.1"]
-    alone, at_once = pairs[:7], pairs[7:]
+    rounds = 1 + HAND_OVER_ROUNDS
+    first = 1 + 3 * rounds  # the prefix, then hand-overs
+    alone, at_once = pairs[:first], pairs[first:]
     legs = [(body["bootstrap_room"], len(body["input_ids"])) for body in real]
-    assert legs[:7] == alone
-    assert sorted(legs[7:]) == sorted(at_once)
+    assert legs[:first] == alone
+    assert sorted(legs[first:]) == sorted(at_once)
     assert {body["bootstrap_port"] for body in real} == {8998}
-    assert [length for _, length in alone] == [1024, 16, 16, 128, 128, 1024, 1024]  # the prefix, then hand-overs
+    assert [length for _, length in alone] == [1024, *[16] * rounds, *[128] * rounds, *[1024] * rounds]
     assert [length for _, length in at_once] == [16] * 16 * 6  # as many as the instance runs, and a warm-up
     content = json.loads((tmp_path / "p.json").read_text())
     assert [one["prompt_tokens"] for one in content["hand_over"]] == [16, 128, 1024]

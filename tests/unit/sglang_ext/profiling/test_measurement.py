@@ -9,7 +9,7 @@ import pytest
 from sglang_ext.profiling.http_client import InstanceError
 from sglang_ext.profiling.instance import CutError, RunTimes
 from sglang_ext.profiling.iteration_cost import IterationCost
-from sglang_ext.profiling.measurement import busy_request_s, gap_s, measure
+from sglang_ext.profiling.measurement import HAND_OVER_ROUNDS, busy_request_s, gap_s, measure
 from sglang_ext.profiling.notes import Notes
 from sglang_ext.profiling.points import Point
 from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, Measurements
@@ -131,10 +131,10 @@ def test_hand_overs_are_noted_too(tmp_path: Path) -> None:
     instance = FakeInstance()
     measurements, shown = run(instance, notes_at(tmp_path), [A], hand_overs=[16, 128])
     assert measurements.hand_overs == (
-        MeasuredHandOver(16, (0.1, 0.1), (0.5, 0.5)),
-        MeasuredHandOver(128, (0.1, 0.1), (0.5, 0.5)),
+        MeasuredHandOver(16, (0.1,) * HAND_OVER_ROUNDS, (0.5,) * HAND_OVER_ROUNDS),
+        MeasuredHandOver(128, (0.1,) * HAND_OVER_ROUNDS, (0.5,) * HAND_OVER_ROUNDS),
     )
-    assert instance.log.count("decode 16") == 3
+    assert instance.log.count("decode 16") == 1 + HAND_OVER_ROUNDS
     assert shown[-1] == (3, 3)
     again = FakeInstance()
     run(again, notes_at(tmp_path), [A], hand_overs=[16, 128])
