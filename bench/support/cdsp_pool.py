@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost
 from support.engines import BenchEngine, EngineStartError, free_port
 
 HANDSHAKE = ("--transfer-backend", "handshake")
@@ -31,15 +32,9 @@ class Costs(NamedTuple):
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, float]]) -> Costs:
-        """Least squares over (tokens, seconds), coefficients not negative."""
-        import numpy as np
-        from scipy.optimize import nnls
-
-        tokens = np.array([float(length) for length, _ in points])
-        features = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1)
-        seconds = np.array([duration_s for _, duration_s in points])
-        solution, _ = nnls(features / seconds[:, None], np.ones_like(seconds))
-        return cls(*(float(value) for value in solution))
+        """The fit of (tokens, seconds) that profiles have."""
+        cost = fit_sp_cost([ChunkSample(0, tokens, duration_s) for tokens, duration_s in points])
+        return cls(cost.a_s, cost.b_s_per_token, cost.d_s_per_token2)
 
     def profile(self, sizes: Sequence[int], efficiency: float) -> dict[str, object]:
         """As `sglang-ext profile engine` writes it; several instances divide the work at this efficiency."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from sglang_ext.bell import Bell
 from sglang_ext.kv_transfer.control_codec import ControlMessage, LayoutReply, LayoutRequest
 from sglang_ext.kv_transfer.control_loop import ControlLoop
 from sglang_ext.kv_transfer.errors import TransferError
@@ -100,6 +101,7 @@ class HandshakeEndpoint:
             is_idle=self._is_idle,
         )
         self.address = self._loop.address
+        self.bell = Bell()  # rings when an invitation has come, or something has ended
         self._epoch = secrets.randbits(31)
         self._lock = threading.RLock()
         self._receiver = Receiver(self.address, self._epoch, self._options)
@@ -283,6 +285,7 @@ class HandshakeEndpoint:
         self._fencers.shutdown(wait=True)
         self._loop.close()
         self._transport.close()
+        self.bell.close()
 
     # ---- called by the control loop ----
 
@@ -318,6 +321,7 @@ class HandshakeEndpoint:
                 self._abort_if_unlike(message.receiver)
             elif isinstance(message, Invitation):
                 self._received_invitations.note(message, now_s)
+                self.bell.ring()
                 seen = InvitationSeen(message.room, self.address, message.withdrawn is not None)
                 self._loop.send(message.receiver, seen)
             elif isinstance(message, InvitationSeen):
@@ -368,9 +372,11 @@ class HandshakeEndpoint:
                 self._submit(self._fencers, partial(self._fence, action.permit))
             elif isinstance(action, Ready):
                 self._received[action.room] = TransferStatus(Stage.COMPLETE, TransferOutcome.COMPLETE, "", True)
+                self.bell.ring()
                 self._sent_invitations.finish(action.room)
             elif isinstance(action, Failing):
                 self._received[action.room] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
+                self.bell.ring()
                 if action.outcome is TransferOutcome.RESTARTED:
                     # Who has shaken hands is told; others are invited to the next attempt.
                     self._sent_invitations.finish(action.room)
@@ -378,6 +384,7 @@ class HandshakeEndpoint:
                     self._send_all(self._sent_invitations.withdraw(action.room, action.reason, self._clock()))
             elif isinstance(action, Released):
                 self._received[action.room] = self._received[action.room]._replace(is_released=True)
+                self.bell.ring()
             elif isinstance(action, Received):
                 self._records.append(action.record)
 
@@ -392,6 +399,7 @@ class HandshakeEndpoint:
             elif isinstance(action, SendEnded):
                 outgoing.result = SendResult(action.record, outgoing.written_bytes)
                 self._records.append(outgoing.result)
+                self.bell.ring()
         if outgoing.machine.is_over:
             self._outgoing.pop((outgoing.machine.room, outgoing.machine.receiver), None)
 

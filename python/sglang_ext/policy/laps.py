@@ -7,6 +7,7 @@ iterations cost (`cost_fit`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -157,6 +158,11 @@ class Laps:
             depth = len(arrivals_s)
             evidence = self._awd.evidence(action.reason, depth, self._rate.per_s(snapshot.now_s))
             self._awd.learn(evidence, depth, max(arrivals_s) - min(arrivals_s))
+
+    def predicted_s(self, new_tokens: Sequence[int], cached_tokens: Sequence[int]) -> float:
+        """Seconds of a forward iteration over requests with these tokens, one number each."""
+        work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
+        return self._fit.coefficients.iteration_s(work, sum(new_tokens), sum(cached_tokens))
 
     def note_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it."""

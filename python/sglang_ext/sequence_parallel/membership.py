@@ -127,9 +127,9 @@ class PoolMembership:
         if self._member is not None:
             self._member.withdraw(request)
 
-    def is_report_due(self, now_s: float) -> bool:
-        """Whether the coordinator should hear of this instance again; True once per interval."""
-        if self._member is None or now_s < self._reported_s + REPORT_INTERVAL_S:
+    def is_report_due(self, now_s: float, silence_s: float = 0.0) -> bool:
+        """Whether the coordinator should hear of this instance again: once an interval, and before a longer silence."""
+        if self._member is None or now_s + silence_s < self._reported_s + REPORT_INTERVAL_S:
             return False
         self._reported_s = now_s
         return True

@@ -168,7 +168,7 @@ class PoolExchange:
         match message:
             case Report(report):
                 self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
-                core.report(instance, report)
+                core.report(instance, report, now_s)
                 return []
             case OfferMessage():
                 return self._offer(core, instance, message, now_s)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from io import BufferedReader
 from typing import NamedTuple
 
+from sglang_ext.bell import Bell
 from sglang_ext.sequence_parallel.messages import (
     FromMember,
     Heartbeat,
@@ -49,7 +50,7 @@ class TcpLink:
         self._host = host
         self._port = port
         self._hello = hello
-        self._bell = _Bell()
+        self._bell = Bell()
         # Readable when there is something to receive, or a session has begun or ended.
         self.wake_descriptor = self._bell.descriptor
         self._is_closed = threading.Event()
@@ -145,7 +146,7 @@ class _Connection(NamedTuple):
 class _Session:
     """One connection, from its welcome to its end."""
 
-    def __init__(self, connection: _Connection, welcome: Welcome, hello: Hello, bell: _Bell) -> None:
+    def __init__(self, connection: _Connection, welcome: Welcome, hello: Hello, bell: Bell) -> None:
         self.welcome = welcome
         self._connection = connection
         self._bell = bell
@@ -212,36 +213,6 @@ class _Session:
             except OSError as error:
                 self.end(_reason(error))
                 return
-
-
-class _Bell:
-    """A descriptor that is readable from `ring` to `silence`."""
-
-    def __init__(self) -> None:
-        self._ear, self._clapper = socket.socketpair()
-        self._ear.setblocking(False)
-        self._clapper.setblocking(False)
-
-    @property
-    def descriptor(self) -> int:
-        return self._ear.fileno()
-
-    def ring(self) -> None:
-        try:
-            self._clapper.send(b"\0")
-        except OSError:
-            pass  # rung often enough, or closed
-
-    def silence(self) -> None:
-        try:
-            while self._ear.recv(4096):
-                pass
-        except OSError:
-            pass  # silent
-
-    def close(self) -> None:
-        self._clapper.close()
-        self._ear.close()
 
 
 def _reason(error: Exception) -> str:

@@ -129,6 +129,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVSender.abort"}),
     ),
     Hook(
+        name="idle-wait",
+        why="a CPU engine whose requests wait for KV keeps a core busy with asking; sleeps a millisecond",
+        kind=HookKind.AFTER,
+        implementation=f"{_HOOKS}.idle_wait:wait_a_little",
+        targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler.on_idle"),
+    ),
+    Hook(
         name="laps-scheduler",
         why="one queue lets short prompts wait behind long ones; two queues, and long prefills that yield",
         kind=HookKind.REPLACE,

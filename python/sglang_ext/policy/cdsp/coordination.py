@@ -65,7 +65,7 @@ class Offer(NamedTuple):
 class MemberReport(NamedTuple):
     """What an instance says of itself."""
 
-    backlog_s: float  # ordinary work queued there
+    backlog_s: float  # ordinary work there: queued, and what was begun as this was said
     free_kv_tokens: int
 
 
@@ -166,6 +166,12 @@ class _Member:
     report: MemberReport
     step: int | None = None  # sequence of the step that it is in
     mesh_epoch: int = 0
+    reported_s: float | None = None
+
+    def backlog_s(self, now_s: float) -> float:
+        """Ordinary work that is left: an instance that says nothing works on what it has spoken of."""
+        since_s = 0.0 if self.reported_s is None else now_s - self.reported_s
+        return max(0.0, self.report.backlog_s - since_s)
 
 
 class Coordinator:
@@ -244,10 +250,11 @@ class Coordinator:
                 orders += self._end_step(one, now_s)
         return [*orders, self._new_epoch(), *self.plan(now_s)]
 
-    def report(self, instance: int, report: MemberReport) -> None:
+    def report(self, instance: int, report: MemberReport, now_s: float) -> None:
         """What an instance says of itself, lately. `plan` follows when it matters."""
         if instance in self._members:
             self._members[instance].report = report
+            self._members[instance].reported_s = now_s
 
     def mesh_built(self, instance: int, epoch: int, now_s: float) -> list[Order]:
         """An instance is connected to all members of this epoch."""
@@ -333,7 +340,7 @@ class Coordinator:
             return self._bring_home(one, DeclineReason.ALONE_IS_BEST, now_s)
         if self._is_hopeless(one, group, now_s):
             return self._give_back(one, DeclineReason.MESH_DOWN)
-        backlog_s = max(self._members[instance].report.backlog_s for instance in group)
+        backlog_s = max(self._members[instance].backlog_s(now_s) for instance in group)
         if chunk.start_s > backlog_s + 1e-9 or not self._are_ready(group):
             return []
         return [self._order_chunk(one, chunk, group, now_s)]
@@ -456,7 +463,7 @@ class Coordinator:
             one = None if member.step is None else self._steps[member.step]
             left_s = max(0.0, one.running.ends_s - now_s) if one is not None and one.running is not None else 0.0
             nodes.append(member.node)
-            delays_s.append(left_s + member.report.backlog_s)
+            delays_s.append(left_s + member.backlog_s(now_s))
             free.append(member.report.free_kv_tokens)
         return PrefillSnapshot(nodes, delays_s, free)
 

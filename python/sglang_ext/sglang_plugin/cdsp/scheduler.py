@@ -78,10 +78,11 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             for outcome in membership.turn():
                 self._resume(outcome)
             self._withdraw_failed(membership)
-            self._tell(membership)
-        batch = super().get_new_batch_prefill(running_batch)
+        plan = super().get_new_batch_prefill(running_batch)
         self._let_go()
-        return batch
+        if membership is not None:
+            self._tell(membership, plan.batch_to_run)
+        return plan
 
     def _classify_arrivals(self, laps: LapsInstance) -> None:
         super()._classify_arrivals(laps)
@@ -204,12 +205,20 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     sender.go_on_alone(())
         return super().run_batch(batch, *args, **kwargs)
 
-    def _tell(self, membership: PoolMembership) -> None:
+    def _tell(self, membership: PoolMembership, batch: Any) -> None:
+        """What is queued, and what of `batch` is not: it is about to run, and nothing is said meanwhile."""
         laps = self._laps
-        if laps is not None and membership.is_report_due(laps.now_s()):
+        if laps is None:
+            return
+        rows = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True) if batch is not None else ()
+        # A prompt that goes on after this batch is counted as queued, with all that is left of it.
+        begun = [(new, cached) for request, new, cached in rows if request is not self.chunked_req]
+        begun_s = laps.policy.predicted_s(*zip(*begun, strict=True)) if begun else 0.0
+        if membership.is_report_due(laps.now_s(), begun_s):
             report = laps.policy.report(self._snapshot(laps))
             free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
-            membership.report(MemberReport(report.short.backlog_s + report.long.backlog_s, int(free_tokens)))
+            backlog_s = begun_s + report.short.backlog_s + report.long.backlog_s
+            membership.report(MemberReport(backlog_s, int(free_tokens)))
 
     # ---------------------------------------------------------------- shared requests, wherever SGLang counts
 

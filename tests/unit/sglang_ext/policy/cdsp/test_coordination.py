@@ -178,7 +178,7 @@ def test_cancelled_while_it_runs() -> None:
 def test_what_the_owner_has_computed_is_not_thrown_away() -> None:
     """The second instance was busy when the first chunk began, and is lost before the second."""
     one = coordinator(2)
-    one.report(1, MemberReport(3.0, 100_000))
+    one.report(1, MemberReport(3.0, 100_000), 0.0)
     order = chunk_of(one.offer(offer(tokens=6000), 0.0))
     assert order.layout.group == (0,)
     computed = sum(len(part) for part in order.layout.new[0])
@@ -189,6 +189,14 @@ def test_what_the_owner_has_computed_is_not_thrown_away() -> None:
     assert isinstance(collect, Collect)
     assert (collect.members, collect.moves) == ((0,), ())
     assert one.done(0, collect.sequence, 3.0) == [Drop(1, (0,))]
+
+
+def test_an_instance_that_says_nothing_works_on_what_it_has() -> None:
+    """The report was of the beginning of a long iteration, which has ended when the prompt comes."""
+    one = coordinator(2)
+    one.report(1, MemberReport(3.0, 100_000), 10.0)
+    order = chunk_of(one.offer(offer(tokens=6000), 13.0))
+    assert order.layout.group == (0, 1)
 
 
 def test_patience_begins_anew_with_every_step() -> None:

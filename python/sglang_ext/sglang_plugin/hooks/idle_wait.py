@@ -1,0 +1,45 @@
+"""A CPU engine whose requests all wait for KV of others sleeps between two looks, instead of keeping a core busy."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import zmq
+
+from sglang_ext.bell import Bell
+
+_WAIT_MS = 1
+_RUNG_WAIT_MS = 10  # where the transfer backend rings when something has happened
+
+
+def wait_a_little(result: None, scheduler: Any) -> None:
+    """AFTER `Scheduler.on_idle()`: nothing to run. Where nothing is there at all, SGLang has slept itself."""
+    if str(scheduler.device) != "cpu" or scheduler.is_fully_idle():
+        return
+    asleep = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+    if asleep is None:
+        time.sleep(_WAIT_MS / 1e3)
+        return
+    poller = zmq.Poller()
+    for source, flags in asleep.sockets:
+        poller.register(source, flags)
+    # What waits in the queue may wait for its time, which nobody rings.
+    bell = None if scheduler.waiting_queue else _bell(scheduler)
+    if bell is None:
+        poller.poll(_WAIT_MS)
+        return
+    poller.register(bell.descriptor, zmq.POLLIN)
+    poller.poll(_RUNG_WAIT_MS)
+    bell.silence()
+
+
+def _bell(scheduler: Any) -> Bell | None:
+    """That of the KV manager, if it has one and all ranks' requests are this rank's."""
+    if scheduler.tp_size > 1:
+        return None
+    queues = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
+    queue = next(filter(None, (getattr(scheduler, name, None) for name in queues)), None)
+    endpoint = getattr(getattr(queue, "kv_manager", None), "endpoint", None)
+    bell = getattr(endpoint, "bell", None)
+    return bell if isinstance(bell, Bell) else None

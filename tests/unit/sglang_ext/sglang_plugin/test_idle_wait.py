@@ -1,0 +1,95 @@
+"""How long a CPU engine sleeps that has requests and nothing to run."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from sglang_ext.bell import Bell
+from sglang_ext.sglang_plugin.hooks import idle_wait
+from sglang_ext.sglang_plugin.hooks.idle_wait import wait_a_little
+
+
+@pytest.fixture(autouse=True)
+def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that nobody confuses with another one."""
+    monkeypatch.setattr(idle_wait, "_WAIT_MS", 100)
+    monkeypatch.setattr(idle_wait, "_RUNG_WAIT_MS", 20_000)
+
+
+@pytest.fixture
+def bell() -> Iterator[Bell]:
+    one = Bell()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def request_sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.fixture
+def scheduler(bell: Bell, request_sockets: tuple[socket.socket, socket.socket]) -> Any:
+    poller = zmq.Poller()
+    poller.register(request_sockets[0], zmq.POLLIN)
+    manager = SimpleNamespace(endpoint=SimpleNamespace(bell=bell))
+    return SimpleNamespace(
+        device="cpu",
+        tp_size=1,
+        is_fully_idle=lambda: False,
+        idle_sleeper=SimpleNamespace(poller=poller),
+        waiting_queue=[],
+        disagg_decode_prealloc_queue=SimpleNamespace(kv_manager=manager),
+    )
+
+
+def waited_s(one: Any) -> float:
+    began_s = time.monotonic()
+    wait_a_little(None, one)
+    return time.monotonic() - began_s
+
+
+def test_a_bell_ends_the_wait_once(scheduler: Any, bell: Bell) -> None:
+    bell.ring()
+    assert waited_s(scheduler) < 10
+    timer = threading.Timer(0.2, bell.ring)
+    timer.start()
+    assert 0.1 < waited_s(scheduler) < 10
+    timer.join()
+
+
+def test_a_request_ends_the_wait(scheduler: Any, request_sockets: tuple[socket.socket, socket.socket]) -> None:
+    timer = threading.Timer(0.2, request_sockets[1].send, [b"request"])
+    timer.start()
+    assert 0.1 < waited_s(scheduler) < 10
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("disagg_decode_prealloc_queue", SimpleNamespace(kv_manager=SimpleNamespace())),
+        ("waiting_queue", ["a request in its window"]),
+        ("tp_size", 2),
+        ("idle_sleeper", None),
+    ],
+)
+def test_where_nobody_rings_it_is_short(scheduler: Any, name: str, value: object) -> None:
+    setattr(scheduler, name, value)
+    assert 0.09 < waited_s(scheduler) < 10
+
+
+@pytest.mark.parametrize(("name", "value"), [("device", "cuda"), ("is_fully_idle", lambda: True)])
+def test_others_do_not_wait(scheduler: Any, name: str, value: object) -> None:
+    setattr(scheduler, name, value)
+    assert waited_s(scheduler) < 0.09
