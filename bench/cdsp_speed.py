@@ -46,7 +46,9 @@ VOCABULARY = 49152
 STOCK = ("--laps-mode", "off", *HANDSHAKE)
 ONE_CHUNK = ("--chunked-prefill-size", "8192")
 EFFICIENCY = 0.85  # of two instances, for the planner's costs; what it really is, is measured
-BUSY_TOKENS = 2048  # of the prompt that keeps the second instance busy
+BUSY_TOKENS = (
+    1024  # of the prompt that keeps the second instance busy: the planner would rather use one than wait longer
+)
 SHARED_FROM_TOKENS = 3000
 TINY = RandomLlama(layers=4, hidden=128, heads=4, kv_heads=2)
 TINY_TOKENS = 2000
@@ -131,7 +133,8 @@ def _measure_two(model: Path, scratch: Path, cores: Sequence[int], tokens: int, 
         coordinator.wait_connected(2)
         progress(f"two stock instances, a pool of two, and a decode instance are up; alone: {costs}")
         for engine in (engines["pool-0"], engines["pool-1"]):
-            Sent(engine, engines["decode"], tokens, VOCABULARY).wait()
+            for length in (BUSY_TOKENS, BUSY_TOKENS, tokens):  # its own iterations tell it what its queue will take
+                Sent(engine, engines["decode"], length, VOCABULARY).wait()
         rounds = []
         for number in range(count):
             rounds.append(_round(engines, tokens))

@@ -210,11 +210,14 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         laps = self._laps
         if laps is None:
             return
-        rows = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True) if batch is not None else ()
-        # A prompt that goes on after this batch is counted as queued, with all that is left of it.
-        begun = [(new, cached) for request, new, cached in rows if request is not self.chunked_req]
-        begun_s = laps.policy.predicted_s(*zip(*begun, strict=True)) if begun else 0.0
-        if membership.is_report_due(laps.now_s(), begun_s):
+        batch_s = begun_s = 0.0
+        if batch is not None:
+            batch_s = laps.policy.predicted_s(batch.extend_lens, batch.prefix_lens)
+            # A prompt that goes on after this batch is counted as queued, with all that is left of it.
+            rows = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True)
+            begun = [lengths for request, *lengths in rows if request is not self.chunked_req]
+            begun_s = laps.policy.predicted_s(*zip(*begun, strict=True)) if begun else 0.0
+        if membership.is_report_due(laps.now_s(), batch_s):
             report = laps.policy.report(self._snapshot(laps))
             free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
             backlog_s = begun_s + report.short.backlog_s + report.long.backlog_s
