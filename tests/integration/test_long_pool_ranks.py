@@ -1,4 +1,7 @@
-"""Long prefills over two real instances with two tensor-parallel ranks each, and three KV heads on these two."""
+"""Long prefills over two real instances with two tensor-parallel ranks each, and three KV heads on these two.
+
+Each of the four ranks sends its heads to decode, which has three ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,26 @@ from support.laps import NEW_TOKENS, Pair, Prefill
 from support.long_pool import Coordinator
 from support.reference import greedy_reference
 from support.tiny_model import TinyModelShape
+from support.transfer_metrics import metric, settled
 
 pytestmark = pytest.mark.integration
 MIN_TOKENS = 200
 LONG = 900
 # SGLang adds a fourth KV head, which means nothing, so that two ranks share them.
 SHAPE = TinyModelShape(hidden=48, heads=6, kv_heads=3)
-PAGES = ("--page-size", "16")
+PAGE_TOKENS = 16
+PAGES = ("--page-size", str(PAGE_TOKENS))
 RANKS = ("--tp", "2")
+DECODE_RANKS = 3
+HANDSHAKE = ("--transfer-backend", "handshake")
+TOKEN_BYTES = 2 * 2 * 3 * 8 * 4  # layers × keys and values × KV heads × head size × float32
+METADATA_BYTES = 4096  # more than those of a request and a rank are
 STEP_TIMEOUT_S = 8
 
 
 def member(coordinator: Coordinator, name: str) -> EngineSpec:
     options = (
+        *HANDSHAKE,
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
         *("--cdsp-step-timeout-s", str(STEP_TIMEOUT_S)),
     )
@@ -51,7 +61,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="module")
 def pool(coordinator: Coordinator, threads: ThreadPoolExecutor) -> Iterator[list[Pair]]:
     specs = [member(coordinator, f"ranks{number}") for number in range(2)]
-    *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, SHAPE, (*RANKS, *PAGES)))
+    *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, SHAPE, ("--tp", str(DECODE_RANKS), *PAGES), HANDSHAKE))
     wait_for_both(coordinator)
     yield [Pair(engine, decode, threads) for engine in members]
     for engine in (*members, decode):
@@ -104,6 +114,23 @@ def test_one_prompt_on_two_instances_of_two_ranks(pool: list[Pair], coordinator:
     assert after["requests_collected"] == before["requests_collected"] + 6
     assert any(len(step["members"]) == 2 for request in after["recent"] for step in request["steps"])
     check_clean(pool, free)
+
+
+def test_all_ranks_send_what_they_compute(pool: list[Pair], coordinator: Coordinator) -> None:
+    def written_bytes() -> list[float]:
+        return [settled(pair.prefill, "written_bytes_total") for pair in pool]
+
+    before, collected = written_bytes(), coordinator.status()["requests_collected"]
+    lengths = (300, 511, 900, 1504)
+    for number, tokens in enumerate(lengths):
+        assert is_exact(pool[number % 2].send(tokens, seed=150 + number)), tokens
+    assert coordinator.status()["requests_collected"] > collected
+    sent = [now - then for now, then in zip(written_bytes(), before, strict=True)]
+    # Each row once, from whoever it came; padding does not travel.
+    whole = sum(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS for tokens in lengths) * TOKEN_BYTES
+    assert whole <= sum(sent) <= whole + len(lengths) * DECODE_RANKS * METADATA_BYTES
+    assert all(one > len(lengths) * DECODE_RANKS * METADATA_BYTES for one in sent), sent
+    assert metric(pool[0].decode, "requests_total", "restarted") == 0
 
 
 def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) -> None:

@@ -54,6 +54,8 @@ def _run(rank: int, size: int, folder: str) -> None:
 
         shared.append(ranks.share(decide))
     votes = [ranks.all(rank != number) for number in range(size + 1)]
+    pairs = ranks.all_of([True, rank != 0, False]), ranks.all_of([])
+    gathered = ranks.gather({"rank": rank})
     errors = []
     for number in range(size + 1):
         try:
@@ -65,6 +67,7 @@ def _run(rank: int, size: int, folder: str) -> None:
         else:
             errors.append("none")
     result = {"size": ranks.size, "rank": ranks.rank, "asked": asked, "shared": shared, "votes": votes}
+    result |= {"pairs": pairs, "gathered": gathered}
     Path(folder, f"rank{rank}.json").write_text(json.dumps({**result, "errors": errors}))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -45,6 +45,12 @@ class MemoryRanks:
     def all(self, is_so: bool) -> bool:
         return all(self._meet("all", is_so))
 
+    def all_of(self, are_so: Sequence[bool]) -> list[bool]:
+        return [all(votes) for votes in zip(*self._meet("all_of", tuple(are_so)), strict=True)] if are_so else []
+
+    def gather(self, value: T) -> list[T]:
+        return [pickle.loads(said) for said in self._meet("gather", pickle.dumps(value))]
+
     def _meet(self, kind: str, value: Any) -> list[Any]:
         self._meeting.said[self.rank] = (kind, value)
         self._meeting.barrier.wait()

@@ -136,7 +136,9 @@ class StreamingMember(MemoryMember):
         if is_expected:
             self.decode.expect(request, first_token, len(token_ids), self.endpoint.address)
         source = Source(TokenSpan(first_token, len(token_ids)), 0, KV_HEADS, LAYERS, None)
-        transfer = OwnerTransfer(self.endpoint, request, self.decode.endpoint.address, source, None)
+        transfer = OwnerTransfer(
+            *(self.endpoint, request, self.decode.endpoint.address, source, 1), may_have_helpers=True
+        )
         transfer.offer_now(first_token, _slots(prefix[first_token:]))
         self.offered[request] = token_ids, prefix
         self.sent[request] = _Sent(transfer, first_token)

@@ -51,10 +51,12 @@ class OwnerTransfer:
         room: Room,
         receiver: str,
         source: Source,
-        sender_count: int | None,
+        sender_count: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        may_have_helpers: bool = False,
     ) -> None:
-        """Shakes hands; without a `sender_count` there may be helpers.
+        """Shakes hands. `sender_count`: how many ranks of this instance send to the receiver, this one among them.
 
         Raises ValueError when a transfer of this room to this receiver is under way.
         """
@@ -64,7 +66,10 @@ class OwnerTransfer:
         self._room = room
         self._receiver = receiver
         self._source = source
-        self._handle = endpoint.open_sender(room, receiver, sender_count, may_have_helpers=sender_count is None)
+        self._sender_count = sender_count
+        # How many helpers will send is not known.
+        count = None if may_have_helpers else sender_count
+        self._handle = endpoint.open_sender(room, receiver, count, may_have_helpers=may_have_helpers)
         self._failure: TransferStatus | None = None
         self._is_first = True
         self._is_rest_wanted = False
@@ -151,7 +156,7 @@ class OwnerTransfer:
 
     def _begin(self, room: Room) -> None:
         self._room, self._is_first, self._rest, self._waits_since_s = room, False, None, None
-        self._handle = self._endpoint.open_sender(room, self._receiver, 1)
+        self._handle = self._endpoint.open_sender(room, self._receiver, self._sender_count)
         if self._is_rest_wanted:
             self._offer(() if self._source.tokens is None else (self._source.tokens,))
             for rows in self._rows:

@@ -17,9 +17,13 @@ from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, NoRo
 from sglang_ext.sequence_parallel.steadfast_attention import SteadfastAttention
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
-# What fails a step for the time being; the shard is as it was before.
-STEP_ERRORS = (MeshError, NoRoomError, LayoutMismatchError)
 
+class StreamError(RuntimeError):
+    """This member cannot send to a decode rank that waits for its rows."""
+
+
+# What fails a step for the time being; the shard is as it was before.
+STEP_ERRORS = (MeshError, NoRoomError, LayoutMismatchError, StreamError)
 
 LayerReady = Callable[[int], None]
 Sending = Callable[[torch.Tensor], LayerReady]

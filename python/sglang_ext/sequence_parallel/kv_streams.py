@@ -20,9 +20,10 @@ from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
 from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.policy.cdsp.sharding import Positions
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
-from sglang_ext.sequence_parallel.chunk_step import LayerReady
+from sglang_ext.sequence_parallel.chunk_step import LayerReady, StreamError
 from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.pinned_pool import Pin, PinnedPool
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 from sglang_ext.sequence_parallel.shard import KvPool
 
 
@@ -33,10 +34,6 @@ class Target(NamedTuple):
     first_head: int
     head_count: int
     first_token: int
-
-
-class StreamError(RuntimeError):
-    """This member cannot send to a decode rank that waits for its rows."""
 
 
 OpenTarget = Callable[[Destination], Target | None]  # None where it wants no heads of this member; ValueError
@@ -56,13 +53,24 @@ class _Offered(NamedTuple):
 
 
 @dataclass(slots=True)
+class Reading:
+    """Slots of a chunk from its beginning to the end of its last transfer. Made by `KvStreams.announce`."""
+
+    pin: Pin | None = None  # None where it ended before it had slots
+    offered: list[_Offered] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return not any(chunk.is_read for chunk in self.offered)
+
+
+@dataclass(slots=True)
 class _Stream:
     """All that this member sends of one request."""
 
     targets: tuple[Target, ...]
     is_own: bool  # its handles are the request's own instance's, which ends them
     is_closed: bool = False
-    reading: list[tuple[Pin, list[_Offered]]] = field(default_factory=list)
 
     def restart(self, reason: str) -> None:
         self.is_closed = True
@@ -71,44 +79,57 @@ class _Stream:
 
     @property
     def has_ended(self) -> bool:
-        return (
-            self.is_closed
-            and not self.reading
-            and all(target.handle.status.outcome is not None for target in self.targets)
-        )
+        return self.is_closed and all(target.handle.status.outcome is not None for target in self.targets)
 
 
 class KvStreams:
-    """What a member sends, of all requests; outlives its membership. Belongs to the thread of the engine's loop."""
+    """What a member sends, of all requests; outlives its membership. Belongs to the thread of the engine's loop.
 
-    def __init__(self, pool: KvPool, open_target: OpenTarget | None = None) -> None:
+    Of several ranks each sends its own heads, to other decode ranks, in its own time. All let go of slots in the same
+    turn, as the engine's free slots must be the same on all of them.
+    """
+
+    def __init__(self, pool: KvPool, open_target: OpenTarget | None = None, ranks: Ranks = SINGLE_RANK) -> None:
         """`open_target`: None where KV does not travel in this way."""
         self.pool = PinnedPool(pool)
         self._open_target = open_target
+        self._ranks = ranks
+        self._reading: list[Reading] = []  # the same chunks on all ranks
         self._streams: dict[int, _Stream] = {}
         self._ending: list[_Stream] = []  # of memberships that are over: another one may give their numbers again
 
     @property
     def is_sending(self) -> bool:
         """Whether slots are being read, or will be."""
-        return any(stream.reading for stream in (*self._streams.values(), *self._ending))
+        return bool(self._reading)
 
     def adopt(self, request: int, targets: Sequence[Target]) -> None:
         """The request is this instance's own: its rows go the way of everything else that it sends."""
         if targets:
             self._streams[request] = _Stream(tuple(targets), is_own=True)
 
-    def begin(
-        self, request: int, destinations: Sequence[Destination], positions: Positions, slots: torch.Tensor
-    ) -> LayerReady:
-        """A chunk begins, in which this member computes `positions` into `slots`; call the result after each layer.
+    def announce(self) -> Reading:
+        """A step is about to begin, on all ranks, of which something may be sent."""
+        reading = Reading()
+        self._reading.append(reading)
+        return reading
 
-        Raises StreamError.
+    def begin(
+        self,
+        reading: Reading,
+        request: int,
+        destinations: Sequence[Destination],
+        positions: Positions,
+        slots: torch.Tensor,
+    ) -> LayerReady:
+        """The announced chunk begins, in which this member computes `positions` into `slots`.
+
+        Call the result after each layer. Raises StreamError.
         """
         if not destinations or not positions:
             return _nothing
+        reading.pin, chunks = self.pool.pin(slots), reading.offered
         stream = self._streams.get(request) or self._open(request, destinations)
-        chunks = []
         for target in stream.targets:
             spans, kept = _wanted(positions, slots, target.first_token)
             if not spans:
@@ -120,9 +141,6 @@ class KvStreams:
                 target.handle.restart(str(error))
                 continue
             chunks.append(_Offered(target.handle, chunk, len(kept)))
-        if not chunks:
-            return _nothing
-        stream.reading.append((self.pool.pin(slots), chunks))
 
         def is_ready(layer: int) -> None:
             for handle, chunk, tokens in chunks:
@@ -154,15 +172,16 @@ class KvStreams:
                     target.handle.close()
 
     def settle(self) -> None:
-        """Let go of slots that nobody reads any more; call it often."""
-        for stream in (*self._streams.values(), *self._ending):
-            left = []
-            for pin, chunks in stream.reading:
-                if any(chunk.is_read for chunk in chunks):
-                    left.append((pin, chunks))
-                else:
-                    self.pool.unpin(pin)
-            stream.reading = left
+        """Let go of slots that nobody reads any more; call it often. Collective while anything is being sent."""
+        left = []
+        for reading, is_over in zip(
+            self._reading, self._ranks.all_of([reading.is_over for reading in self._reading]), strict=True
+        ):
+            if not is_over:
+                left.append(reading)
+            elif reading.pin is not None:
+                self.pool.unpin(reading.pin)
+        self._reading = left
         self._streams = {request: stream for request, stream in self._streams.items() if not stream.has_ended}
         self._ending = [stream for stream in self._ending if not stream.has_ended]
 

@@ -17,7 +17,7 @@ import torch
 
 from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
 from sglang_ext.sequence_parallel.chunk_step import STEP_ERRORS, Engine, run_chunk, run_collect
-from sglang_ext.sequence_parallel.kv_streams import KvStreams, StreamError, Target
+from sglang_ext.sequence_parallel.kv_streams import KvStreams, Reading, Target
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
@@ -89,7 +89,7 @@ class Member:
         Of several `ranks` each has a member, whose link brings all of them the same orders in the same turn.
         """
         self._engine = engine
-        self._streams = streams or KvStreams(engine.pool)
+        self._streams = streams or KvStreams(engine.pool, ranks=ranks)
         self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
         self._instance = instance
         self._link = link
@@ -206,12 +206,14 @@ class Member:
     def _run(self, step: ChunkOrder | Collect) -> list[Outcome]:
         what = _of(step)
         clock = StepClock()
+        # Before anything that may fail on one rank alone.
+        reading = self._streams.announce()
         try:
             with together(self._ranks, MeshError):
                 mesh = self._mesh_for(what)
             with mesh.step(what.sequence):
-                outcomes = self._compute(step, mesh, clock)
-        except (*STEP_ERRORS, StreamError) as error:
+                outcomes = self._compute(step, mesh, clock, reading)
+        except STEP_ERRORS as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             if isinstance(step, ChunkOrder):
                 self._streams.restart(what.request, f"a chunk has failed: {error}")
@@ -234,7 +236,7 @@ class Member:
             raise MeshError(f"the mesh of epoch {step.epoch} is gone")
         return mesh
 
-    def _compute(self, step: ChunkOrder | Collect, mesh: Mesh, clock: StepClock) -> list[Outcome]:
+    def _compute(self, step: ChunkOrder | Collect, mesh: Mesh, clock: StepClock, reading: Reading) -> list[Outcome]:
         pool = self._streams.pool
         if isinstance(step, ChunkOrder):
             chunk, layout = step.chunk, step.chunk.layout
@@ -245,7 +247,7 @@ class Member:
                 *(self._engine, shard, layout, step.token_ids, mesh, self._instance, chunk.first_tag),
                 is_overlapped=step.is_overlapped,
                 clock=clock,
-                sending=partial(self._streams.begin, chunk.request, step.destinations, positions),
+                sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
                 ranks=self._ranks,
             )
             return []

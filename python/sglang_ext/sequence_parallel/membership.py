@@ -57,7 +57,7 @@ class PoolMembership:
         """
         self._engine = engine
         # What is being sent goes on when the coordinator does not.
-        self._streams = KvStreams(engine.pool, open_target)
+        self._streams = KvStreams(engine.pool, open_target, ranks)
         self._link = link
         self._connect = connect
         self.ranks = ranks

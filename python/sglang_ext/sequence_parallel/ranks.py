@@ -8,7 +8,7 @@ the same ranks of the other members.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -39,6 +39,12 @@ class Ranks(Protocol):
     def all(self, is_so: bool) -> bool:
         """Whether it is so on every rank."""
 
+    def all_of(self, are_so: Sequence[bool]) -> list[bool]:
+        """Of each whether it is so on every rank; equally many everywhere, and nothing travels for none."""
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order."""
+
 
 class SingleRank:
     """No tensor parallelism: nothing travels."""
@@ -51,6 +57,12 @@ class SingleRank:
 
     def all(self, is_so: bool) -> bool:
         return is_so
+
+    def all_of(self, are_so: Sequence[bool]) -> list[bool]:
+        return list(are_so)
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
 
 
 SINGLE_RANK = SingleRank()
@@ -87,9 +99,19 @@ class GroupRanks:
         return shared
 
     def all(self, is_so: bool) -> bool:
-        vote = torch.tensor([int(is_so)])
-        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
-        return bool(vote.item())
+        return self.all_of([is_so])[0]
+
+    def all_of(self, are_so: Sequence[bool]) -> list[bool]:
+        if not are_so:
+            return []
+        votes = torch.tensor([int(is_so) for is_so in are_so])
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def gather(self, value: T) -> list[T]:
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values  # type: ignore[return-value]  # every rank has given one
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, src=self._first, group=self._group)

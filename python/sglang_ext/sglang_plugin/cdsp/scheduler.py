@@ -10,6 +10,7 @@ Between two batches of its own the scheduler takes part in at most one chunk of 
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 from array import array
@@ -24,6 +25,8 @@ from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.policy.cdsp.coordination import MemberReport
+from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.member import Collected, Outcome
 from sglang_ext.sequence_parallel.membership import PoolMembership
 from sglang_ext.sglang_plugin.cdsp.build import build_membership
@@ -129,10 +132,12 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         cached_tokens = request.prefix_len
         prefix_slots = self.tree_cache.path_device_indices(request.last_node)[:cached_tokens].to(torch.int64)
         slack_s = entry.deadline_s - now_s
-        sender = request.disagg_kv_sender
-        destinations, targets = (
-            sender.share(cached_tokens, prefix_slots) if isinstance(sender, HandshakeKVSender) else ((), ())
-        )
+        sender, ranks = request.disagg_kv_sender, membership.ranks
+        destinations: tuple[Destination, ...] = ()
+        targets: tuple[Target, ...] = ()
+        if isinstance(sender, HandshakeKVSender) and ranks.all(sender.can_be_shared):
+            of_rank, targets = sender.share(cached_tokens, prefix_slots)
+            destinations = tuple(itertools.chain.from_iterable(ranks.gather(of_rank)))
         number = membership.offer(
             tuple(request.origin_input_ids[:tokens]),
             cached_tokens,
@@ -190,11 +195,13 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         """Decode has given them up, or is lost; in the queue SGLang finds that, too."""
         if not self._shared:
             return
-        failed = membership.ranks.share(
-            lambda: [number for number, shared in self._shared.items() if _has_failed(shared.request.disagg_kv_sender)]
+        numbers = list(self._shared)
+        are_well = membership.ranks.all_of(
+            [not _has_failed(shared.request.disagg_kv_sender) for shared in self._shared.values()]
         )
-        for number in failed:
-            self._withdraw(number)
+        for number, is_well in zip(numbers, are_well, strict=True):
+            if not is_well:
+                self._withdraw(number)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend():

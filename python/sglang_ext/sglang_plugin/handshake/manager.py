@@ -99,8 +99,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     def _open_endpoint(self) -> None:
         options = options_from_environment(os.environ)
         transfer = options.transfer if options is not None and options.transfer is not None else TransferOptions()
-        # Of several ranks each lets go of sent slots in its own time; all would have to do it in the same iteration.
-        if options is not None and options.cdsp is not None and self.attn_tp_size == 1:
+        if options is not None and options.cdsp is not None:
             self.shared_from_tokens = options.cdsp.min_tokens
         self.heads = self.head_layout(self.attn_tp_size)
         stored_heads = getattr(self.kv_args, "kv_head_num", self.heads.heads_per_rank)

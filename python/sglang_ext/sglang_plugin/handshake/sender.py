@@ -112,15 +112,18 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     # ---- called by a member of a long pool ----
 
-    def share(self, cached_tokens: int, prefix_slots: Any) -> tuple[tuple[Destination, ...], tuple[Target, ...]]:
-        """The request is about to be offered to the pool: where its KV shall go, for every member and for this one.
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether others may send of it: it is long enough, and the transfer is what it was at first."""
+        return self._may_be_shared and all(one.transfer.can_be_shared for one in self._outgoing or ())
 
-        The first `cached_tokens` are in `prefix_slots`, stay there, and are sent at once. Empty when the transfer is
-        not what it was at first.
+    def share(self, cached_tokens: int, prefix_slots: Any) -> tuple[tuple[Destination, ...], tuple[Target, ...]]:
+        """The request is about to be offered to the pool: where this rank's KV of it shall go, for every member and
+        for this one. Only where it `can_be_shared` on all ranks.
+
+        The first `cached_tokens` are in `prefix_slots`, stay there, and are sent at once.
         """
         outgoing = [one for one in self._outgoing or () if one.share.head_count and one.invitation.whole.tokens]
-        if not self._may_be_shared or not all(one.transfer.can_be_shared for one in outgoing):
-            return (), ()
         slots = np.asarray(prefix_slots[:cached_tokens], np.uint32)
         for one in outgoing:
             first = one.invitation.first_token
@@ -195,9 +198,11 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self.kv_mgr.layer_count,
             self.aux_index if share.has_metadata else None,
         )
-        # How many members of a pool will send is not known.
-        sender_count = None if self._may_be_shared else share.sender_count if tokens else 1
-        transfer = OwnerTransfer(self.kv_mgr.endpoint, self.bootstrap_room, invitation.receiver, source, sender_count)
+        transfer = OwnerTransfer(
+            *(self.kv_mgr.endpoint, self.bootstrap_room, invitation.receiver, source),
+            share.sender_count if tokens else 1,
+            may_have_helpers=self._may_be_shared,
+        )
         self._outgoing = (*(self._outgoing or ()), _Outgoing(transfer, share, invitation))
 
     def _advance(self) -> None:

@@ -88,7 +88,7 @@ def help_with(helper: Side, decode: Side, start: int, stop: int, *, computed_lay
 def test_it_sends_what_nobody_else_does(sides: tuple[Side, Side, Side]) -> None:
     prefill, helper, decode = sides
     decode.endpoint.expect(need(1), [prefill.endpoint.address])
-    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, None)
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1, may_have_helpers=True)
     transfer.offer_now(FIRST, slots(FIRST, 4))
     help_with(helper, decode, 4, 9)
     transfer.offer_rest([range(4), range(4, 9)])
@@ -106,7 +106,7 @@ def test_it_sends_what_nobody_else_does(sides: tuple[Side, Side, Side]) -> None:
 def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side, Side], has_sent: bool) -> None:
     prefill, helper, decode = sides
     decode.endpoint.expect(need(1), [prefill.endpoint.address])
-    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, None)
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1, may_have_helpers=True)
     help_with(helper, decode, 4, 9, computed_layers=2)
     if has_sent:
         transfer.offer_rest([range(4, 9)])
@@ -128,7 +128,7 @@ def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side,
 def test_a_late_writer_does_not_write_into_the_next_attempt(sides: tuple[Side, Side, Side]) -> None:
     prefill, helper, decode = sides
     decode.endpoint.expect(need(1), [prefill.endpoint.address])
-    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, None)
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1, may_have_helpers=True)
     permits: list[int] = []
     allow = decode.transport.allow
     decode.transport.allow = lambda permit: (permits.append(permit), allow(permit))[1]  # type: ignore[method-assign]

@@ -151,6 +151,7 @@ def test_a_member_that_cannot_send_fails_the_chunk(make: Make) -> None:
     helper.turn()
     (failed,) = (message for message in helper.link.sent if isinstance(message, StepFailed))
     assert "cannot send to" in failed.reason
+    helper.turn()
     assert helper.pool.free_tokens == POOL_TOKENS
 
 

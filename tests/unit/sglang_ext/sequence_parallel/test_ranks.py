@@ -22,6 +22,8 @@ def test_ranks_in_processes(size: int, tmp_path: Path) -> None:
         assert seen["asked"] == (ROUNDS if rank == 0 else 0), "the first rank alone decides"
         assert seen["shared"] == [value_of(number) for number in range(ROUNDS)]
         assert seen["votes"] == [False] * size + [True]
+        assert seen["pairs"] == [[True, False, False], []]
+        assert seen["gathered"] == [{"rank": other} for other in range(size)]
         other = "another rank of this instance has failed"
         assert seen["errors"] == ["mine" if rank == number else other for number in range(size)] + ["none"]
 
@@ -29,6 +31,8 @@ def test_ranks_in_processes(size: int, tmp_path: Path) -> None:
 def test_alone() -> None:
     assert SINGLE_RANK.share(lambda: 5) == 5
     assert SINGLE_RANK.all(True)
+    assert SINGLE_RANK.all_of([True, False]) == [True, False]
+    assert SINGLE_RANK.gather(5) == [5]
     with pytest.raises(MeshError, match="mine"), together(SINGLE_RANK, MeshError):
         raise MeshError("mine")
 
