@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 STATUS_PATH = "/status"
 MAX_STATUS_BYTES = 4 << 20
 SHOWN_REQUESTS = 20  # that have ended
-_TIMES = ("wait_s", "compute_s", "ring_s", "rebalance_s", "collect_s", "failed_s")
+_TIMES = ("wait_s", "compute_s", "ring_s", "rebalance_s", "collect_s", "failed_s", "transfer_s", "exposed_transfer_s")
 
 
 class StatusError(ValueError):

@@ -92,6 +92,15 @@ class _PoolCollector(Collector):
         yield _counter("computed_tokens", "Tokens of chunks that were done", history.tokens_computed)
         yield _counter("collected_seconds", "Time of collected prefills, from the offer on", history.prefill_s)
         yield _counter("collect_seconds", "Time in which all KV went to its own instance", history.collect_s)
+        transferred = CounterMetricFamily(
+            "sglang_ext:cdsp_transfer_seconds",
+            "From the offer of a prefill until all its KV was at decode, by whether its last token had been computed",
+            labels=["part"],
+        )
+        for part, seconds in history.transfer_s.items():
+            transferred.add_metric([part], seconds)
+        yield transferred
+        yield _counter("transfers", "Prefills that were offered and whose KV is at decode", history.transfers)
         yield SummaryMetricFamily(
             "sglang_ext:cdsp_first_step_wait_seconds",
             "From the offer of a prefill to its first step",

@@ -18,7 +18,7 @@ from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Target
 from sglang_ext.sequence_parallel.member import Link, Member, Outcome
 from sglang_ext.sequence_parallel.mesh import Mesh
-from sglang_ext.sequence_parallel.messages import OfferMessage, Report, Welcome
+from sglang_ext.sequence_parallel.messages import OfferMessage, Report, Transferred, Welcome
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 
 REPORT_INTERVAL_S = 0.2
@@ -126,6 +126,13 @@ class PoolMembership:
         """See `Member.withdraw`."""
         if self._member is not None:
             self._member.withdraw(request)
+
+    def transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
+        """All KV of a request that was offered is at decode; see `Transferred`."""
+        session = self._session
+        # A coordinator that has given this instance another number since knows nothing of it.
+        if session is not None and request // _REQUESTS_OF_AN_INSTANCE == session.instance:
+            self._link.send(Transferred(request, transfer_s, exposed_s))
 
     def is_report_due(self, now_s: float, silence_s: float = 0.0) -> bool:
         """Whether the coordinator should hear of this instance again: once an interval, and before a longer silence."""

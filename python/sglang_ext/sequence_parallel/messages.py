@@ -26,7 +26,7 @@ from sglang_ext.policy.handshake.head_mapping import HeadLayout
 from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class MessageError(ValueError):
@@ -99,6 +99,14 @@ class StepFailed(NamedTuple):
     reason: str
 
 
+class Transferred(NamedTuple):
+    """All KV of a request of this member, which has left the pool, is at decode."""
+
+    request: int
+    transfer_s: float  # from its offer to the pool on
+    exposed_s: float  # of that, after its last token had been computed
+
+
 class MeshBuilt(NamedTuple):
     epoch: int
 
@@ -126,7 +134,9 @@ class Streamed(NamedTuple):
     is_intact: bool
 
 
-FromMember = Hello | Report | OfferMessage | CancelMessage | StepDone | StepFailed | MeshBuilt | MeshFailed
+FromMember = (
+    Hello | Report | OfferMessage | CancelMessage | StepDone | StepFailed | Transferred | MeshBuilt | MeshFailed
+)
 ToMember = Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Streamed | Collect | RollBack | Drop | Decline
 Message = FromMember | ToMember
 
@@ -257,6 +267,7 @@ _DECODERS: dict[str, Callable[[Sequence[Any]], Message]] = {
     "CancelMessage": lambda v: CancelMessage(int(v[0])),
     "StepDone": lambda v: StepDone(int(v[0]), StepTimes(*map(_number, v[1]))),
     "StepFailed": lambda v: StepFailed(int(v[0]), str(v[1])),
+    "Transferred": lambda v: Transferred(int(v[0]), _number(v[1]), _number(v[2])),
     "MeshBuilt": lambda v: MeshBuilt(int(v[0])),
     "MeshFailed": lambda v: MeshFailed(int(v[0]), str(v[1])),
     "BuildMesh": lambda v: BuildMesh(int(v[0]), _ints(v[1])),

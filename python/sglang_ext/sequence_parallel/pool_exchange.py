@@ -48,6 +48,7 @@ from sglang_ext.sequence_parallel.messages import (
     Report,
     StepDone,
     StepFailed,
+    Transferred,
 )
 from sglang_ext.sequence_parallel.open_steps import OpenStep, OpenSteps
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
@@ -183,6 +184,10 @@ class PoolExchange:
             case StepFailed(sequence):
                 self._answered(sequence, instance, now_s, None)
                 return core.failed(instance, sequence, now_s)
+            case Transferred(request, transfer_s, exposed_s):
+                self._check_owner(request, instance)
+                self.history.note_transferred(request, transfer_s, exposed_s)
+                return []
             case MeshBuilt(epoch):
                 return core.mesh_built(instance, epoch, now_s)
             case MeshFailed(epoch):

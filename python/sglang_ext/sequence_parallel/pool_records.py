@@ -80,6 +80,8 @@ class PrefillTimes:
     rebalance_s: float  # between its chunks, as far as computing did not hide it
     collect_s: float  # until its own instance had all KV
     failed_s: float  # in steps that came to nothing
+    transfer_s: float | None = None  # from the offer until all KV was at decode; None before, and where nobody says
+    exposed_transfer_s: float | None = None  # of that, after its last token had been computed
 
 
 @dataclass(slots=True)
@@ -95,6 +97,8 @@ class PrefillRecord:
     is_cancelled: bool = False
     ended_s: float | None = None
     outcome: Outcome | None = None
+    transfer_s: float | None = None
+    exposed_transfer_s: float | None = None
 
     @property
     def chunks(self) -> list[StepRecord]:
@@ -113,6 +117,8 @@ class PrefillRecord:
             sum(_mean([one.rebalance_s for one in step.member_times]) for step in chunks),
             sum(step.took_s for step in done if step.kind is StepKind.COLLECT),
             sum(step.took_s for step in self.steps if step.has_failed),
+            self.transfer_s,
+            self.exposed_transfer_s,
         )
 
 
@@ -174,6 +180,8 @@ class PoolHistory:
         self.first_waits = 0
         self.member_s = {"compute": 0.0, "ring": 0.0, "rebalance": 0.0}  # of members in chunks
         self.collect_s = 0.0
+        self.transfers = 0
+        self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
         self.meshes_ordered = 0
@@ -223,6 +231,16 @@ class PoolHistory:
         if outcome is PrefillEnd.COLLECTED:
             self.prefill_s += now_s - record.offered_s
         return record
+
+    def note_transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
+        """KV of a request that has left the pool is at decode."""
+        self.transfers += 1
+        self.transfer_s["hidden"] += max(0.0, transfer_s - exposed_s)
+        self.transfer_s["exposed"] += exposed_s
+        for record in reversed(self.ended):
+            if record.request == request:
+                record.transfer_s, record.exposed_transfer_s = transfer_s, exposed_s
+                return
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -17,6 +17,7 @@ from sglang_ext_router.long_pool import read_status
 from support.router_process import Cluster, cluster
 
 TIMES = {"wait_s": 0.5, "compute_s": 2.0, "ring_s": 0.25, "rebalance_s": 0.0, "collect_s": 0.125, "failed_s": 0.0}
+TIMES |= {"transfer_s": 2.75, "exposed_transfer_s": 0.125}
 
 
 def step(kind: str, members: list[int], tokens: int, *, has_failed: bool = False) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
         self._shared: dict[int, _Shared] = {}
+        self._sending: dict[int, HandshakeKVSender] = {}  # of requests that have come back, until all KV is at decode
         self._resumed: list[
             tuple[Any, Any]
         ] = []  # requests that have come back and wait, locks on what is cached of them
@@ -85,6 +86,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         self._let_go()
         if membership is not None:
             self._tell(membership, plan.batch_to_run)
+            self._tell_transferred(membership)
         return plan
 
     def _classify_arrivals(self, laps: LapsInstance) -> None:
@@ -171,6 +173,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             )
             # The cache frees slots of what it has already, whoever reads them.
             is_taken_twice = inserted.prefix_len > shared.cached_tokens
+        if isinstance(request.disagg_kv_sender, HandshakeKVSender):
+            self._sending[outcome.request] = request.disagg_kv_sender
         _send_the_rest(request.disagg_kv_sender, shared, outcome, is_taken_twice=is_taken_twice)
         self.tree_cache.unlock(shared.lock)
         match_kv_cache(request, self.tree_cache)
@@ -190,6 +194,13 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                 if id(request) not in waiting:
                     self.tree_cache.unlock(lock)
             self._resumed = [one for one in self._resumed if id(one[0]) in waiting]
+
+    def _tell_transferred(self, membership: PoolMembership) -> None:
+        for number, sender in list(self._sending.items()):
+            if sender.conclude_state is not None:
+                del self._sending[number]
+                if sender.transfer_times is not None:
+                    membership.transferred(number, *sender.transfer_times)
 
     def _withdraw_failed(self, membership: PoolMembership) -> None:
         """Decode has given them up, or is lost; in the queue SGLang finds that, too."""

@@ -47,6 +47,10 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     supports_host_tensor_indices = False
 
     _transfer_start_time: float | None
+    _shared_s: float | None = None  # when it was offered to a pool
+    _computed_s: float | None = None  # when the last of it was there
+    transfer_times: tuple[float, float] | None = None
+    """Of a request that was shared and is at decode: seconds from then on, and from the end of its computation on."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
         self._outgoing: tuple[_Outgoing, ...] | None = None  # None: no handshake yet
@@ -84,6 +88,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         pages, index_slice, is_last, _ = self._prepare_send_indices(kv_indices, state_indices)
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
+        if is_last:
+            self._computed_s = time.perf_counter()
         slots = token_slots(pages, self._page_size)
         for outgoing in self._outgoing or ():
             first_token = outgoing.invitation.first_token + index_slice.start * self._page_size
@@ -124,6 +130,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         The first `cached_tokens` are in `prefix_slots`, stay there, and are sent at once.
         """
         outgoing = [one for one in self._outgoing or () if one.share.head_count and one.invitation.whole.tokens]
+        self._shared_s = time.perf_counter()
         slots = np.asarray(prefix_slots[:cached_tokens], np.uint32)
         for one in outgoing:
             first = one.invitation.first_token
@@ -226,6 +233,9 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self.kv_mgr.fail(room, f"decode has given the request up: {withdrawn[0]}")
         elif statuses and all(status.stage is Stage.COMPLETE for status in statuses):
             self.kv_mgr.update_status(room, KVPoll.Success)
+            if self._shared_s is not None and self._computed_s is not None:
+                now_s = time.perf_counter()
+                self.transfer_times = (now_s - self._shared_s, now_s - self._computed_s)
         elif any(status.stage in (Stage.TRANSFERRING, Stage.COMPLETE) for status in statuses):
             self.kv_mgr.update_status(room, KVPoll.Transferring)
 

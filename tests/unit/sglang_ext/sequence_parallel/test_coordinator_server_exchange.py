@@ -22,6 +22,7 @@ from sglang_ext.sequence_parallel.messages import (
     Report,
     StepDone,
     StepFailed,
+    Transferred,
     Welcome,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
@@ -129,7 +130,14 @@ def test_where_the_time_of_a_prompt_went() -> None:
     assert record.times == PrefillTimes(
         wait_s=0.0, compute_s=0.75, ring_s=0.25, rebalance_s=0.375, collect_s=0.5, failed_s=0.0
     )
+    assert pool.say(0, Transferred(record.request, 3.5, 0.25)) == []
+    times = pool.exchange.status(pool.now_s).recent[-1].times
+    assert (times.transfer_s, times.exposed_transfer_s) == (3.5, 0.25)
     history = pool.exchange.history
+    assert (history.transfers, history.transfer_s) == (1, {"hidden": 3.25, "exposed": 0.25})
+    with pytest.raises(ProtocolError, match="none of instance 1"):
+        pool.say(1, Transferred(record.request, 3.5, 0.25))
+    assert pool.say(0, Transferred(record.request + 5, 3.5, 0.25)) == [], "forgotten long ago"
     assert history.member_s == {"compute": 1.5, "ring": 0.5, "rebalance": 0.75}
     assert (history.collect_s, history.first_waits, history.first_wait_s) == (0.5, 1, 0.0)
 
