@@ -106,7 +106,7 @@ def check_clean(pool: list[Pair], free: list[int]) -> None:
 
 def test_one_prompt_on_two_instances_of_two_ranks(pool: list[Pair], coordinator: Coordinator) -> None:
     before = coordinator.status()
-    assert before["model"].endswith(", 2 ranks (2 layers, pages of 16)")
+    assert before["model"].endswith(", 2 ranks, KV to decode by handshake over tcp (2 layers, pages of 16)")
     free = [free_tokens(pair) for pair in pool]
     for seed, pair in enumerate(pool * 3):
         assert is_exact(pair.send(LONG + 37 * seed, seed=100 + seed))
