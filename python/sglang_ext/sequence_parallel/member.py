@@ -174,7 +174,6 @@ class Member:
                 self._streams.restart(order.request, "a chunk is computed again")
             if order.request in self._shards:
                 self._shards[order.request].roll_back()
-                self._forget_empty(order.request)
         elif isinstance(order, Drop):
             self._drop(order.request)
         elif isinstance(order, Decline):
@@ -217,7 +216,6 @@ class Member:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             if isinstance(step, ChunkOrder):
                 self._streams.restart(what.request, f"a chunk has failed: {error}")
-            self._forget_empty(what.request)
             # Its connections close with it, so that others need not wait in vain for their time.
             self._meshes.pop(what.epoch, None)
             self._link.send(StepFailed(what.sequence, str(error)))
@@ -268,12 +266,6 @@ class Member:
         del self._shards[step.request]
         self._streams.close(step.request)
         return [Collected(step.request, slots, self._streamed.pop(step.request, None))]
-
-    def _forget_empty(self, request: int) -> None:
-        """Who holds nothing of a request, and has not offered it, will not be told when it ends."""
-        shard = self._shards.get(request)
-        if shard is not None and not shard.lots and request not in self._cached_tokens:
-            del self._shards[request]
 
     def _drop(self, request: int) -> None:
         self._streams.close(request)

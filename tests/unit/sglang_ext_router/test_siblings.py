@@ -194,9 +194,15 @@ async def serving_children(parent: int, port: int) -> list[int]:
     async with asyncio.timeout(20):
         while True:
             children = children_of(parent)
-            if len(children) == 2 and await answers(port, 8):
+            if len(children) == 2 and listeners(port) == 2 and await answers(port, 16):
                 return children
             await asyncio.sleep(0.1)
+
+
+def listeners(port: int) -> int:
+    """How many sockets listen on a port of 127.0.0.1 or of all addresses."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
 
 
 async def answers(port: int, times: int) -> bool:

@@ -155,6 +155,7 @@ class _Request:
     todo: Positions
     group: tuple[int, ...]
     idle_s: float  # since when nobody works on it
+    involved: set[int]  # who may know of it: its owner, and whoever was given a step of it
     running: _Running | None = None
     attempts: int = 0
     is_cancelled: bool = False
@@ -233,6 +234,7 @@ class Coordinator:
         orders: list[Order] = []
         for one in list(self._requests.values()):
             running = one.running
+            one.involved.discard(instance)
             if running is not None:
                 running.has_failed |= instance in running.waiting | running.done
                 running.waiting.discard(instance)
@@ -284,6 +286,7 @@ class Coordinator:
             (range(offer.cached_tokens, offer.tokens),),
             (offer.owner,),
             now_s,
+            {offer.owner},
         )
         return self.plan(now_s)
 
@@ -381,6 +384,7 @@ class Coordinator:
     ) -> None:
         one.running = _Running(order, dict(one.held), after, ends_s, set(members))
         self._steps[order.sequence] = one
+        one.involved.update(members)
         for instance in members:
             self._members[instance].step = order.sequence
 
@@ -416,9 +420,7 @@ class Coordinator:
                 member.step = None
         if isinstance(order, Collect) and order.owner in running.done:
             # Who holds copies of what the owner has got is of no importance, nor how they fared.
-            del self._requests[order.request]
-            others = tuple(instance for instance in order.members if instance in self._members)
-            return [Drop(order.request, others)]
+            return self._forget(one)
         if not running.has_failed:
             assert isinstance(order, RunChunk)
             one.held = running.after
@@ -449,9 +451,9 @@ class Coordinator:
         return [*self._forget(one), Decline(one.offer.request, one.offer.owner, reason)]
 
     def _forget(self, one: _Request) -> list[Order]:
+        # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
-        holders = tuple(sorted(instance for instance in one.held if instance in self._members))
-        members = tuple(sorted({*holders, *(m for m in one.group if m in self._members)}))
+        members = tuple(sorted(one.involved & self._members.keys()))
         return [Drop(one.offer.request, members)] if members else []
 
     # -- what is so --------------------------------------------------------------------------------------------------

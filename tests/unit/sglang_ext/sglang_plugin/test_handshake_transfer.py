@@ -303,6 +303,7 @@ def shared(ranks: tuple[Rank, Rank, Rank]) -> tuple[Any, list[Any], tuple[Any, .
         receiver.send_metadata(np.array([1, 2, 3], np.int32), 1, [], decode_prefix_len=0)
     wait_until(reaches(sender, WAITING))
     sender.init(3, 0)
+    assert sender.can_be_shared
     destinations, targets = sender.share(4, np.arange(40, 44))
     assert [target.head_count for target in targets] == [2, 1]
     return sender, receivers, destinations
@@ -326,7 +327,7 @@ def check_shared(ranks: tuple[Rank, Rank, Rank], sender: Any, receivers: list[An
 def test_what_is_being_sent_is_not_shared_any_more(ranks: tuple[Rank, Rank, Rank]) -> None:
     sender, receivers, _ = shared(ranks)
     sender.go_on_alone([range(4)])
-    assert sender.share(4, np.arange(40, 44)) == ((), ())
+    assert not sender.can_be_shared
     sender.send(np.array([10, 11, 12]), [], num_kv_tokens=12)
     check_shared(ranks, sender, receivers)
     short = ranks[0].sender(ROOM + 1)  # below the length from which on requests are shared
@@ -335,7 +336,7 @@ def test_what_is_being_sent_is_not_shared_any_more(ranks: tuple[Rank, Rank, Rank
         receiver.send_metadata(np.array([1], np.int32), 1, [], decode_prefix_len=0)
     wait_until(reaches(short, WAITING))
     short.init(1, 0)
-    assert short.share(0, np.arange(0)) == ((), ())
+    assert not short.can_be_shared
 
 
 def test_members_send_a_part_of_a_request(ranks: tuple[Rank, Rank, Rank]) -> None:

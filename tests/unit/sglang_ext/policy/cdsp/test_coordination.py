@@ -30,9 +30,11 @@ from sglang_ext.policy.cdsp.sharding import Lot, after_moves, compacted, positio
 IDLE = MemberReport(0.0, 100_000)
 
 
-def planner(sizes: tuple[int, ...] = (1, 2, 4), min_chunk_tokens: int = 64) -> CdspPlanner:
+def planner(sizes: tuple[int, ...] = (1, 2, 4), min_chunk_tokens: int = 64, start_s: float = 0.001) -> CdspPlanner:
     """Two instances take half the time and a little more."""
-    candidates = tuple(SpCandidate(size, SpCost(0.001 * size, 1e-3 / size, 2e-7 / size, 1e-7 / size)) for size in sizes)
+    candidates = tuple(
+        SpCandidate(size, SpCost(start_s * size, 1e-3 / size, 2e-7 / size, 1e-7 / size)) for size in sizes
+    )
     return CdspPlanner(PlannerConfig(candidates, min_chunk_tokens))
 
 
@@ -263,7 +265,7 @@ class World:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.coordinator = Coordinator(
-            planner((1, 2, 3)), CoordinatorSettings(layers=2, page_tokens=self.random.choice((1, 16)))
+            planner((1, 2, 3), 1, 1e-4), CoordinatorSettings(layers=2, page_tokens=self.random.choice((1, 16)))
         )
         self.mail: dict[int, deque[Order]] = {}
         self.held: dict[tuple[int, int], tuple[Lot, ...]] = {}  # instance, request
@@ -300,7 +302,7 @@ class World:
 
     def offer(self, request: int) -> None:
         owner = self.random.choice(list(self.mail))
-        tokens = self.random.randrange(200, 3000)
+        tokens = self.random.choice((self.random.randrange(2, 8), self.random.randrange(200, 3000)))
         one = Offer(request, owner, tokens, self.random.choice((0, 0, tokens // 3)), self.now_s, math.inf)
         self.offers[request] = one
         if one.cached_tokens:
@@ -413,8 +415,8 @@ def test_any_history_ends(seed: int) -> None:
             world.offer(request)
     world.quiet_down()
     assert set(world.ended) == set(world.offers)
-    left = {key: lots for key, lots in world.held.items() if world.ended[key[1]] not in DeclineReason.__members__}
-    assert not [key for key, lots in left.items() if any(not lot.is_borrowed for lot in lots)]
+    # Also who holds nothing any more is told of the end.
+    assert not world.held
 
 
 def test_most_requests_are_shared_when_nothing_fails() -> None:
@@ -422,4 +424,4 @@ def test_most_requests_are_shared_when_nothing_fails() -> None:
     for request in range(1, 10):
         world.offer(request)
         world.quiet_down()
-    assert set(world.ended.values()) == {"whole"}
+    assert {how for request, how in world.ended.items() if world.offers[request].tokens >= 200} == {"whole"}
