@@ -37,9 +37,6 @@ from sglang_ext.sglang_plugin.laps.scheduler import LengthAwareScheduler
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.types import LengthClass
 
-# How long an instance that only waits for others sleeps at a time, s.
-_WAIT_S = 0.005
-
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
@@ -272,14 +269,6 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             return super()._poll_timeout_aborts()
         finally:
             self.waiting_queue = waiting
-
-    def on_idle(self) -> None:
-        super().on_idle()
-        membership = self._membership
-        descriptor = None if membership is None else membership.wake_descriptor
-        if membership is not None and descriptor is not None and (self._shared or membership.is_busy):
-            # Others compute: a loop that only asks would take their processor.
-            select.select([descriptor], [], [], _WAIT_S)
 
 
 def _send_the_rest(sender: Any, shared: _Shared, outcome: Outcome, *, is_taken_twice: bool) -> None:

@@ -9,8 +9,11 @@ import zmq
 
 from sglang_ext.bell import Bell
 
-_WAIT_MS = 1
-_RUNG_WAIT_MS = 10  # where the transfer backend rings when something has happened
+_SHORTEST_WAIT_MS = 1
+# A look costs half a millisecond; nothing has happened in any of the waits before, each twice as long as the last.
+_LONGEST_WAIT_MS = 2
+_LONGEST_RUNG_WAIT_MS = 50  # where the transfer backend rings when something has happened
+_NEXT_WAIT_MS = "_sglang_ext_next_wait_ms"
 
 
 def wait_a_little(result: None, scheduler: Any) -> None:
@@ -19,19 +22,21 @@ def wait_a_little(result: None, scheduler: Any) -> None:
         return
     asleep = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
     if asleep is None:
-        time.sleep(_WAIT_MS / 1e3)
+        time.sleep(_SHORTEST_WAIT_MS / 1e3)
         return
     poller = zmq.Poller()
     for source, flags in asleep.sockets:
         poller.register(source, flags)
+    bell = _bell(scheduler)
+    if bell is not None:
+        poller.register(bell.descriptor, zmq.POLLIN)
     # What waits in the queue may wait for its time, which nobody rings.
-    bell = None if scheduler.waiting_queue else _bell(scheduler)
-    if bell is None:
-        poller.poll(_WAIT_MS)
-        return
-    poller.register(bell.descriptor, zmq.POLLIN)
-    poller.poll(_RUNG_WAIT_MS)
-    bell.silence()
+    wait_ms = _SHORTEST_WAIT_MS if scheduler.waiting_queue else getattr(scheduler, _NEXT_WAIT_MS, _SHORTEST_WAIT_MS)
+    has_happened = poller.poll(wait_ms)
+    if bell is not None:
+        bell.silence()
+    longest_ms = _LONGEST_WAIT_MS if bell is None else _LONGEST_RUNG_WAIT_MS
+    setattr(scheduler, _NEXT_WAIT_MS, _SHORTEST_WAIT_MS if has_happened else min(2 * wait_ms, longest_ms))
 
 
 def _bell(scheduler: Any) -> Bell | None:

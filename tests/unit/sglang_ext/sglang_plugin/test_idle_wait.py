@@ -20,8 +20,9 @@ from sglang_ext.sglang_plugin.hooks.idle_wait import wait_a_little
 @pytest.fixture(autouse=True)
 def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits that nobody confuses with another one."""
-    monkeypatch.setattr(idle_wait, "_WAIT_MS", 100)
-    monkeypatch.setattr(idle_wait, "_RUNG_WAIT_MS", 20_000)
+    monkeypatch.setattr(idle_wait, "_SHORTEST_WAIT_MS", 100)
+    monkeypatch.setattr(idle_wait, "_LONGEST_WAIT_MS", 300)
+    monkeypatch.setattr(idle_wait, "_LONGEST_RUNG_WAIT_MS", 800)
 
 
 @pytest.fixture
@@ -59,34 +60,43 @@ def waited_s(one: Any) -> float:
     return time.monotonic() - began_s
 
 
-def test_a_bell_ends_the_wait_once(scheduler: Any, bell: Bell) -> None:
+def test_waits_grow_while_nothing_happens(scheduler: Any, bell: Bell) -> None:
+    for wait_s in (0.1, 0.2, 0.4, 0.8, 0.8):
+        assert wait_s - 0.01 < waited_s(scheduler)
     bell.ring()
-    assert waited_s(scheduler) < 10
-    timer = threading.Timer(0.2, bell.ring)
-    timer.start()
-    assert 0.1 < waited_s(scheduler) < 10
-    timer.join()
+    assert waited_s(scheduler) < 0.7
+    assert 0.09 < waited_s(scheduler) < 0.7  # rung once is heard once
 
 
-def test_a_request_ends_the_wait(scheduler: Any, request_sockets: tuple[socket.socket, socket.socket]) -> None:
-    timer = threading.Timer(0.2, request_sockets[1].send, [b"request"])
-    timer.start()
-    assert 0.1 < waited_s(scheduler) < 10
-    timer.join()
+def test_a_bell_ends_a_wait(scheduler: Any, bell: Bell) -> None:
+    for _ in range(3):
+        wait_a_little(None, scheduler)
+    threading.Timer(0.1, bell.ring).start()
+    assert waited_s(scheduler) < 0.7
+
+
+def test_a_request_ends_a_wait(scheduler: Any, request_sockets: tuple[socket.socket, socket.socket]) -> None:
+    for _ in range(3):
+        wait_a_little(None, scheduler)
+    threading.Timer(0.1, request_sockets[1].send, [b"request"]).start()
+    assert waited_s(scheduler) < 0.7
+    request_sockets[0].recv(10)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "longest_s"),
     [
-        ("disagg_decode_prealloc_queue", SimpleNamespace(kv_manager=SimpleNamespace())),
-        ("waiting_queue", ["a request in its window"]),
-        ("tp_size", 2),
-        ("idle_sleeper", None),
+        ("disagg_decode_prealloc_queue", SimpleNamespace(kv_manager=SimpleNamespace()), 0.3),
+        ("waiting_queue", ["a request in its window"], 0.1),
+        ("tp_size", 2, 0.3),
+        ("idle_sleeper", None, 0.1),
     ],
 )
-def test_where_nobody_rings_it_is_short(scheduler: Any, name: str, value: object) -> None:
+def test_where_nobody_rings_waits_are_short(scheduler: Any, name: str, value: object, longest_s: float) -> None:
     setattr(scheduler, name, value)
-    assert 0.09 < waited_s(scheduler) < 10
+    for _ in range(4):
+        wait_a_little(None, scheduler)
+    assert longest_s - 0.01 < waited_s(scheduler) < longest_s + 0.25
 
 
 @pytest.mark.parametrize(("name", "value"), [("device", "cuda"), ("is_fully_idle", lambda: True)])
