@@ -1,8 +1,9 @@
 """One long prompt on one instance of stock SGLang, and shared by the instances of a long pool.
 
-    python bench/cdsp_speed.py [--rounds 5] [--tokens 4096] [--out FOLDER]
+    python bench/cdsp_speed.py [--rounds 5] [--tokens 4096] [--transport shared_memory] [--out FOLDER]
 
-SmolLM2-135M in float32, one thread an instance, two prefill instances on a core each, KV to decode by handshake.
+SmolLM2-135M in float32, one thread an instance, two prefill instances on a core each, KV to decode by handshake. All
+run on one machine, so KV goes through shared memory; over TCP the copies take time of the cores that compute.
 Interleaved, round by round, medians:
 
 - the prompt on one stock instance (all of it in one chunk, its fastest way), and one on each of two at the same time,
@@ -43,7 +44,6 @@ from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
 
 VOCABULARY = 49152
-STOCK = ("--laps-mode", "off", *HANDSHAKE)
 ONE_CHUNK = ("--chunked-prefill-size", "8192")
 EFFICIENCY = 0.85  # of two instances, for the planner's costs; what it really is, is measured
 BUSY_TOKENS = (
@@ -84,14 +84,16 @@ def main() -> None:
     try:
         model = ensure_smollm2()
         with tempfile.TemporaryDirectory(prefix="cdsp-speed-") as scratch:
-            shared = _measure_two(model, Path(scratch), cores, arguments.tokens, arguments.rounds)
-            backends = _measure_backends(Path(scratch), cores, arguments.rounds * TINY_ROUNDS)
+            transfer = (*HANDSHAKE, "--transfer-transport", arguments.transport)
+            shared = _measure_two(model, Path(scratch), cores, transfer, arguments.tokens, arguments.rounds)
+            backends = _measure_backends(Path(scratch), cores, transfer, arguments.rounds * TINY_ROUNDS)
     except (EngineStartError, ModelError) as error:
         give_up(str(error))
     result = {
         **shared,
         **backends,
         "tokens": arguments.tokens,
+        "transport": arguments.transport,
         "rounds": arguments.rounds,
         "duration_s": round(time.monotonic() - began_s, 1),
         "other_load_cores": round(others.mean_cores(), 2),
@@ -107,21 +109,24 @@ def main() -> None:
 # ---------------------------------------------------------------- two instances, SmolLM2
 
 
-def _measure_two(model: Path, scratch: Path, cores: Sequence[int], tokens: int, count: int) -> dict[str, object]:
+def _measure_two(
+    model: Path, scratch: Path, cores: Sequence[int], transfer: Sequence[str], tokens: int, count: int
+) -> dict[str, object]:
+    stock = ("--laps-mode", "off", *transfer)
     with ExitStack() as stack:
         coordinator = PoolCoordinator(scratch)
         stack.callback(coordinator.stop)
         options = (
-            *HANDSHAKE,
+            *transfer,
             *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
         )
         engines = _up(
             {
-                "stock-0": BenchEngine.start("long", model, scratch, worker_options=STOCK, engine_arguments=ONE_CHUNK),
-                "stock-1": BenchEngine.start("long", model, scratch, worker_options=STOCK, engine_arguments=ONE_CHUNK),
+                "stock-0": BenchEngine.start("long", model, scratch, worker_options=stock, engine_arguments=ONE_CHUNK),
+                "stock-1": BenchEngine.start("long", model, scratch, worker_options=stock, engine_arguments=ONE_CHUNK),
                 "pool-0": BenchEngine.start("long", model, scratch, worker_options=options),
                 "pool-1": BenchEngine.start("long", model, scratch, worker_options=options),
-                "decode": BenchEngine.start("decode", model, scratch, worker_options=HANDSHAKE),
+                "decode": BenchEngine.start("decode", model, scratch, worker_options=transfer),
             },
             stack,
         )
@@ -226,15 +231,15 @@ def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tupl
 # ---------------------------------------------------------------- four senders, a tiny model
 
 
-def _measure_backends(scratch: Path, cores: Sequence[int], count: int) -> dict[str, object]:
+def _measure_backends(scratch: Path, cores: Sequence[int], transfer: Sequence[str], count: int) -> dict[str, object]:
     model = scratch / "tiny"
     model.mkdir()
     build_random_llama(TINY, model)
     with ExitStack() as stack:
         coordinator = PoolCoordinator(scratch)
         stack.callback(coordinator.stop)
-        member = (*HANDSHAKE, "--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "500")
-        decode = {backends: (*HANDSHAKE, "--transfer-receive-backends", str(backends)) for backends in (4, 2)}
+        member = (*transfer, "--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "500")
+        decode = {backends: (*transfer, "--transfer-receive-backends", str(backends)) for backends in (4, 2)}
         engines = _up(
             {
                 **{
@@ -307,6 +312,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt (default: 4096)")
+    parser.add_argument(
+        "--transport", choices=["shared_memory", "tcp"], default="shared_memory", help="default: shared_memory"
+    )
     parser.add_argument("--full", action="store_true", help="15 rounds")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).resolve().parent / "out", help="folder for the JSON file"
