@@ -91,7 +91,7 @@ class Bench:
         return {"tests": output.strip().splitlines()[-1]}
 
     def _tokens(self) -> dict[str, Any]:
-        grid = ("--lengths", "8,32", "--batches", "1,4", "--repeats", "2")
+        grid = ("--lengths", "8,32", "--batches", "1,4", "--reprefills", "8x4+40,20x1+33", "--repeats", "2")
         found = self._measured(
             "gpu.buckets", "--model", "tiny", "--mode", "grid", "--dtype", "float32", "--spread", *grid
         )
@@ -121,7 +121,8 @@ class Bench:
         return found
 
     def _buckets(self, model: str) -> dict[str, Any]:
-        grid = ("--lengths", "8,16", "--batches", "1,2", "--repeats", "3") if self._is_dry else ()
+        small = ("--lengths", "8,16", "--batches", "1,2", "--reprefills", "8x2+32,16x1+40", "--repeats", "3")
+        grid = small if self._is_dry else ()
         model = "tiny" if self._is_dry else model
         ours = self._measured("gpu.buckets", "--model", model, "--mode", "grid", *grid)
         upstream: dict[str, Any] = {}
@@ -193,29 +194,31 @@ class Bench:
 def join_rows(model: str, ours: dict[str, Any], upstream: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a bucket: the floor, and seconds on each path."""
     ceilings = Ceilings(ours["read_bytes_per_s"], ours["operations_per_s"])
-    others = {
-        (row["length_tokens"], row["requests"], mode): row.get(f"{mode}_s")
-        for mode, found in upstream.items()
-        for row in found["rows"]
-    }
+
+    def bucket(row: dict[str, Any]) -> tuple[int, int, int]:
+        return row["length_tokens"], row["requests"], row["prefix_tokens"]
+
+    others = {(bucket(row), mode): row.get(f"{mode}_s") for mode, found in upstream.items() for row in found["rows"]}
     return [
         {
             **row,
-            "floor_s": floor_s(SHAPES[model], ceilings, row["length_tokens"], row["requests"]),
-            **{f"{mode}_s": others.get((row["length_tokens"], row["requests"], mode)) for mode in upstream},
+            "floor_s": floor_s(SHAPES[model], ceilings, *bucket(row)),
+            **{f"{mode}_s": others.get((bucket(row), mode)) for mode in upstream},
         }
         for row in ours["rows"]
     ]
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    progress("tokens x requests   floor ms   grid   eager   breakable   full   (over the floor)")
+    progress("new x requests + cached   floor ms   grid   eager   breakable   full   (over the floor)")
     for row in rows:
         shown = "".join(
             f"{row[name] / row['floor_s']:9.2f}" if row.get(name) else "        -"
             for name in ("grid_s", "eager_s", "breakable_s", "full_s")
         )
-        progress(f"{row['length_tokens']:6} x {row['requests']:<8} {row['floor_s'] * 1e3:9.3f} {shown}")
+        cached = f"+ {row['prefix_tokens']}" if row["prefix_tokens"] else ""
+        name = f"{row['length_tokens']:3} x {row['requests']:<2} {cached}"
+        progress(f"{name:<23} {row['floor_s'] * 1e3:10.3f} {shown}")
 
 
 def _needs_triton(arguments: tuple[str, ...]) -> bool:

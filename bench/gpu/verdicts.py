@@ -30,8 +30,15 @@ class Verdict(NamedTuple):
 
 
 def bucket_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """`rows`: `length_tokens`, `requests`, `floor_s`, `grid_s`, `eager_s`, `breakable_s`, `full_s`; None or absent
-    where not measured. Worst of the buckets each."""
+    """`rows`: `length_tokens`, `requests`, `prefix_tokens`, `floor_s`, `grid_s`, `eager_s`, `breakable_s`, `full_s`;
+    None or absent where not measured. Worst of the buckets each, new prompts and re-prefills apart."""
+    return [
+        *_verdicts_of("", [row for row in rows if not row["prefix_tokens"]]),
+        *_verdicts_of("re-prefill: ", [row for row in rows if row["prefix_tokens"]]),
+    ]
+
+
+def _verdicts_of(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
 
     def worst(ratios: list[float], is_at_most: bool) -> float | None:
         return (max if is_at_most else min)(ratios) if ratios else None
@@ -47,19 +54,19 @@ def bucket_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     over_eager = [row["eager_s"] / row["grid_s"] for row in small if row.get("eager_s")]
     return [
         Verdict(
-            "time over the floor, up to 128 tokens",
+            f"{kind}time over the floor, up to {SMALL_TOKENS} tokens",
             1.25,
             True,
             worst([row["grid_s"] / row["floor_s"] for row in small], True),
         ),
-        Verdict("faster than eager, up to 128 tokens", 1.5, False, worst(over_eager, False)),
+        Verdict(f"{kind}faster than eager, up to {SMALL_TOKENS} tokens", 1.5, False, worst(over_eager, False)),
         Verdict(
-            "time over the floor, above 128 tokens",
+            f"{kind}time over the floor, above {SMALL_TOKENS} tokens",
             1.5,
             True,
             worst([row["grid_s"] / row["floor_s"] for row in large], True),
         ),
-        Verdict("speed over the faster of upstream's", 0.98, False, worst(upstream, False)),
+        Verdict(f"{kind}speed over the faster of upstream's", 0.98, False, worst(upstream, False)),
     ]
 
 
