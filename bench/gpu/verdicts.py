@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 SMALL_TOKENS = 128
@@ -98,6 +98,28 @@ def figure_6_verdicts(found: Mapping[str, Any]) -> list[Verdict]:
     return [
         Verdict("figure 6: requests/s gained", 0.2, False, gain("requests_per_s")),
         Verdict("figure 6: mean latency gained", -0.2, True, gain("mean_s")),
+    ]
+
+
+def figure_5_verdicts(windows: Mapping[str, Any]) -> list[Verdict]:
+    """LAPS, figure 5, at its highest rate: the adaptive window against the best of the fixed ones in each respect."""
+
+    def over_best_fixed(name: str, best: Callable[[Iterable[float]], float]) -> float | None:
+        ends = {window: found["levels"][-1][name] for window, found in windows.items() if found.get("levels")}
+        adaptive = ends.pop("adaptive", None)
+        return adaptive / best(ends.values()) if adaptive is not None and ends else None
+
+    return [
+        Verdict(
+            "figure 5: mean latency, adaptive over the best fixed window", 1.1, True, over_best_fixed("mean_s", min)
+        ),
+        Verdict("figure 5: P90 latency, adaptive over the best fixed window", 1.1, True, over_best_fixed("p90_s", min)),
+        Verdict(
+            "figure 5: requests/s, adaptive over the best fixed window",
+            0.95,
+            False,
+            over_best_fixed("requests_per_s", max),
+        ),
     ]
 
 

@@ -13,7 +13,7 @@ from gpu.buckets import REPREFILLS, parse_reprefills
 from gpu.bundle import PACKAGES, divide, unpack
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
 from gpu.model_shapes import SHAPES
-from gpu.verdicts import bucket_verdicts, capture_verdicts, figure_6_verdicts, kernel_verdicts
+from gpu.verdicts import bucket_verdicts, capture_verdicts, figure_5_verdicts, figure_6_verdicts, kernel_verdicts
 from h200 import join_rows
 
 SMALL = Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocabulary=10)
@@ -108,6 +108,7 @@ def test_rows_of_all_modes_are_joined_by_bucket() -> None:
 
 def test_what_was_not_measured_is_not_judged() -> None:
     verdicts = [*bucket_verdicts([]), *capture_verdicts(None), *kernel_verdicts({}), *figure_6_verdicts({})]
+    verdicts += figure_5_verdicts({})
     assert {verdict.holds for verdict in verdicts} == {None}
     assert all("not measured" in verdict.line() for verdict in verdicts)
     no_upstream = bucket_verdicts([row(8, 1, 1.1, 3.0)])[3]
