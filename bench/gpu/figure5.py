@@ -117,7 +117,8 @@ def measure(model: Path, laps: LapsOptions, load: Load, has_gpu: bool) -> dict[s
             for rate_per_s in load.rates_per_s:
                 asyncio.run(level(server, rate_per_s, load._replace(seconds=min(WARM_SECONDS, load.seconds))))
                 found = asyncio.run(level(server, rate_per_s, load))
-                levels.append({**found, "awd": figure6.laps_status(server)["awd"]})
+                status = figure6.laps_status(server)
+                levels.append({**found, "awd": status["awd"], "graphs": status.get("graphs")})
     except RuntimeError as error:
         return {"error": str(error)}
     return {"levels": levels}
