@@ -33,8 +33,8 @@ ADAPTIVE = "adaptive"
 RATES_PER_S = (40.0, 120.0, 240.0)
 MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 48, 0.9, 256
 WARM_SECONDS = 2.0
-# Every window takes a start of the server: fewer shapes than by default, so that captures do not use up the stage.
-GRAPHS = GraphOptions(Capture.START, lengths_tokens=(32, 64, 128, 256), batch_sizes=(1, 4, 16, 64))
+# Every window takes a start of the server: fewer lengths than by default, so that captures do not use up the stage.
+GRAPHS = GraphOptions(Capture.START, lengths_tokens=(32, 64, 128, 256))
 # An option for the longest window must be above 0.
 NO_WINDOW_MS = 0.01
 
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=8.0, help="for each rate and window (default: 8)")
     parser.add_argument(
-        "--within", type=float, default=450.0, help="seconds after which no other window is begun (default: 450)"
+        "--within", type=float, default=420.0, help="seconds after which no other window is begun (default: 420)"
     )
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
