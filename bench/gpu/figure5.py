@@ -30,7 +30,7 @@ from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
 
 WINDOWS_MS = (0.0, 5.0, 15.0, 30.0)
 ADAPTIVE = "adaptive"
-RATES_PER_S = (40.0, 120.0, 240.0)
+RATES_PER_S = (60.0, 180.0, 360.0)
 MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 48, 0.9, 256
 WARM_SECONDS = 2.0
 # Every window takes a start of the server: fewer lengths than by default, so that captures do not use up the stage.
