@@ -22,17 +22,26 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gpu.figure5_picture import draw
 from gpu.floor import Ceilings, floor_s
 from gpu.model_shapes import SHAPES
-from gpu.verdicts import Verdict, bucket_verdicts, capture_verdicts, figure_6_verdicts, kernel_verdicts
+from gpu.verdicts import (
+    Verdict,
+    bucket_verdicts,
+    capture_verdicts,
+    figure_5_verdicts,
+    figure_6_verdicts,
+    kernel_verdicts,
+)
 from support.result import machine, print_result, progress, versions
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-STAGES = ("kernels-check", "tokens", "buckets-7b", "figure6-32b", "kernels", "buckets-14b", "buckets-32b")
+STAGES = ("kernels-check", "tokens", "buckets-7b", "figure6-32b", "kernels", "buckets-14b", "buckets-32b", "figure5-7b")
 # The relative error of bfloat16 logits between two orders of additions, over 28 to 64 layers.
 LOGITS_BOUND = 3e-2
 FLOAT32_LOGITS_BOUND = 1e-4
@@ -71,9 +80,7 @@ class Bench:
             found = {"error": str(error)}
         found["seconds"] = time.perf_counter() - started_s
         self.record["stages"][stage] = found
-        name = "dry-run" if self._is_dry else self.record["date"][:16].replace(":", "")
-        text = json.dumps(self.record, indent=1)
-        (self._out / f"h200-{name}.json").write_text(text, encoding="utf-8")
+        self._path_of(".json").write_text(json.dumps(self.record, indent=1), encoding="utf-8")
 
     def _stage(self, name: str) -> Callable[[], dict[str, Any]]:
         if name == "kernels-check":
@@ -82,6 +89,8 @@ class Bench:
             return self._tokens
         if name == "figure6-32b":
             return self._figure_6
+        if name == "figure5-7b":
+            return self._figure_5
         if name == "kernels":
             return self._kernels
         return lambda: self._buckets(f"qwen2.5-{name.removeprefix('buckets-')}")
@@ -91,7 +100,7 @@ class Bench:
         return {"tests": output.strip().splitlines()[-1]}
 
     def _tokens(self) -> dict[str, Any]:
-        grid = ("--lengths", "8,32", "--batches", "1,4", "--repeats", "2")
+        grid = ("--lengths", "8,32", "--batches", "1,4", "--reprefills", "8x4+40,20x1+33", "--repeats", "2")
         found = self._measured(
             "gpu.buckets", "--model", "tiny", "--mode", "grid", "--dtype", "float32", "--spread", *grid
         )
@@ -102,13 +111,24 @@ class Bench:
     def _figure_6(self) -> dict[str, Any]:
         found = self._measured("gpu.figure6", *(["--small"] if self._is_dry else []))
         self.verdicts += figure_6_verdicts({} if self._is_dry else found)
-        for name, system in found["systems"].items():
-            if "error" in system:
-                self.failures.append(f"figure 6: {name}: {system['error']}")
-        failed = sum(level["failed"] for levels in found["systems"].values() for level in levels.get("levels", ()))
-        if failed:
-            self.failures.append(f"figure 6: {failed} requests failed")
+        self._check_loads("figure 6", found["systems"])
         return found
+
+    def _figure_5(self) -> dict[str, Any]:
+        found = self._measured("gpu.figure5", *(["--small"] if self._is_dry else []))
+        self.verdicts += figure_5_verdicts({} if self._is_dry else found["windows"])
+        self._check_loads("figure 5", found["windows"])
+        if find_spec("matplotlib") is not None:
+            draw(found["windows"], self._path_of("-figure5.png"))
+        return found
+
+    def _check_loads(self, figure: str, systems: dict[str, Any]) -> None:
+        for name, system in systems.items():
+            if "error" in system:
+                self.failures.append(f"{figure}: {name}: {system['error']}")
+        failed = sum(level["failed"] for system in systems.values() for level in system.get("levels", ()))
+        if failed:
+            self.failures.append(f"{figure}: {failed} requests failed")
 
     def _kernels(self) -> dict[str, Any]:
         found = self._measured("gpu.kernels", *(["--small"] if self._is_dry else []))
@@ -121,7 +141,8 @@ class Bench:
         return found
 
     def _buckets(self, model: str) -> dict[str, Any]:
-        grid = ("--lengths", "8,16", "--batches", "1,2", "--repeats", "3") if self._is_dry else ()
+        small = ("--lengths", "8,16", "--batches", "1,2", "--reprefills", "8x2+32,16x1+40", "--repeats", "3")
+        grid = small if self._is_dry else ()
         model = "tiny" if self._is_dry else model
         ours = self._measured("gpu.buckets", "--model", model, "--mode", "grid", *grid)
         upstream: dict[str, Any] = {}
@@ -146,6 +167,11 @@ class Bench:
             self.failures.append(f"{model}: logits differ by {ours['worst_relative_error']:.2g}, more than {bound:g}")
         if not ours["all_on_grid"]:
             self.failures.append(f"{model}: a batch that fits a captured shape did not run on it")
+
+    def _path_of(self, ending: str) -> Path:
+        """A file of this run's results."""
+        name = "dry-run" if self._is_dry else self.record["date"][:16].replace(":", "")
+        return self._out / f"h200-{name}{ending}"
 
     def _measured(self, module: str, *arguments: str) -> dict[str, Any]:
         path = self._out / "part.json"
@@ -193,29 +219,31 @@ class Bench:
 def join_rows(model: str, ours: dict[str, Any], upstream: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a bucket: the floor, and seconds on each path."""
     ceilings = Ceilings(ours["read_bytes_per_s"], ours["operations_per_s"])
-    others = {
-        (row["length_tokens"], row["requests"], mode): row.get(f"{mode}_s")
-        for mode, found in upstream.items()
-        for row in found["rows"]
-    }
+
+    def bucket(row: dict[str, Any]) -> tuple[int, int, int]:
+        return row["length_tokens"], row["requests"], row["prefix_tokens"]
+
+    others = {(bucket(row), mode): row.get(f"{mode}_s") for mode, found in upstream.items() for row in found["rows"]}
     return [
         {
             **row,
-            "floor_s": floor_s(SHAPES[model], ceilings, row["length_tokens"], row["requests"]),
-            **{f"{mode}_s": others.get((row["length_tokens"], row["requests"], mode)) for mode in upstream},
+            "floor_s": floor_s(SHAPES[model], ceilings, *bucket(row)),
+            **{f"{mode}_s": others.get((bucket(row), mode)) for mode in upstream},
         }
         for row in ours["rows"]
     ]
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    progress("tokens x requests   floor ms   grid   eager   breakable   full   (over the floor)")
+    progress("new x requests + cached   floor ms   grid   eager   breakable   full   (over the floor)")
     for row in rows:
         shown = "".join(
             f"{row[name] / row['floor_s']:9.2f}" if row.get(name) else "        -"
             for name in ("grid_s", "eager_s", "breakable_s", "full_s")
         )
-        progress(f"{row['length_tokens']:6} x {row['requests']:<8} {row['floor_s'] * 1e3:9.3f} {shown}")
+        cached = f"+ {row['prefix_tokens']}" if row["prefix_tokens"] else ""
+        name = f"{row['length_tokens']:3} x {row['requests']:<2} {cached}"
+        progress(f"{name:<23} {row['floor_s'] * 1e3:10.3f} {shown}")
 
 
 def _needs_triton(arguments: tuple[str, ...]) -> bool:

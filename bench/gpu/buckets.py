@@ -3,7 +3,8 @@
     python -m gpu.buckets --model NAME --mode {grid,breakable,full} --out FILE [--lengths ...] [--batches ...]
 
 `grid` measures the ordinary path too, compares logits with it, and reports what the capture took; `breakable` and
-`full` are upstream's prefill graphs, with a bucket for every number of tokens of the grid.
+`full` are upstream's prefill graphs, with a bucket for every number of tokens of the grid. `--reprefills` are measured
+after the grid of new prompts, in each mode: new tokens x requests + tokens of each that are cached already.
 """
 
 from __future__ import annotations
@@ -16,9 +17,26 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 HAS_GPU = False
+# The prefixes of a batch are computed in one pass, so no more tokens in all than the largest shape of the grid.
+REPREFILLS = "16x1+1024,16x8+1024,64x8+1024,16x1+4096,16x4+4096,64x4+4096,256x4+4096"
+WARM_UPS = 2
+
+
+class Bucket(NamedTuple):
+    """A batch of equal requests."""
+
+    length_tokens: int  # new ones of a request
+    requests: int
+    prefix_tokens: int = 0  # cached ones of a request
+
+
+def parse_reprefills(text: str) -> list[Bucket]:
+    """`16x4+1024,...`: 16 new tokens, 4 requests, 1024 cached tokens each. Raises ValueError where a number is none."""
+    return [Bucket(*(int(part) for part in one.replace("x", "+").split("+"))) for one in filter(None, text.split(","))]
 
 
 def prepare_process() -> None:
@@ -97,7 +115,10 @@ def load_runner(
 
 
 class Prefills:
-    """Runs batches of random prompts and times the forward pass alone, from the batch to its logits."""
+    """Runs batches of random prompts and times the forward pass alone, from the batch to its logits.
+
+    What a prefix takes is not timed.
+    """
 
     def __init__(self, model_runner: Any) -> None:
         from sglang.benchmark import one_batch
@@ -106,30 +127,48 @@ class Prefills:
         self._runner = model_runner
         self._forward = model_runner.forward
         self._last_s = 0.0
+        self._last: tuple[Any, Any] = (), {}
         model_runner.forward = self._timed
 
-    def run(self, length: int, requests: int, seed: int) -> tuple[Any, float]:
-        """Logits [requests, vocabulary] and seconds."""
+    def run(self, bucket: Bucket, seed: int) -> Any:
+        """Logits [requests, vocabulary]."""
         import torch
 
+        length, requests, prefix = bucket
         generator = torch.Generator().manual_seed(seed)
         high = min(10000, self._runner.model_config.vocab_size)
-        ids = torch.randint(5, high, (requests, length), generator=generator).tolist()
+        ids = torch.randint(5, high, (requests, prefix + length), generator=generator).tolist()
         self._runner.req_to_token_pool.clear()
         self._runner.token_to_kv_pool_allocator.clear()
-        batch = self._one_batch.prepare_synthetic_inputs_for_latency_test(requests, length, ids)
+        first = [one[: prefix or length] for one in ids]
+        batch = self._one_batch.prepare_synthetic_inputs_for_latency_test(requests, len(first[0]), first)
         with torch.no_grad():
+            if prefix:
+                self._one_batch.extend(batch, self._runner)
+                self._one_batch.prepare_extend_inputs_for_correctness_test(
+                    SimpleNamespace(cut_len=prefix), ids, batch, self._runner
+                )
             _, logits, _ = self._one_batch.extend(batch, self._runner)
-        return logits, self._last_s
+        return logits
 
-    def median_s(self, length: int, requests: int, repeats: int) -> float:
-        self.run(length, requests, 0)
-        self.run(length, requests, 1)
-        return statistics.median(self.run(length, requests, seed)[1] for seed in range(2, repeats + 2))
+    def median_s(self, bucket: Bucket, repeats: int) -> float:
+        """Seconds of a batch like the one before; with a prefix, of that very one: its KV is there."""
+        import torch
+
+        times = []
+        for seed in range(WARM_UPS + repeats):
+            if bucket.prefix_tokens:
+                with torch.no_grad():
+                    self._timed(*self._last[0], **self._last[1])
+            else:
+                self.run(bucket, seed)
+            times.append(self._last_s)
+        return statistics.median(times[WARM_UPS:])
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         from gpu.ceilings import synchronize
 
+        self._last = args, kwargs
         synchronize()
         started_s = time.perf_counter()
         output = self._forward(*args, **kwargs)
@@ -190,38 +229,38 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
     return runner, capture
 
 
-def measure_grid(model_runner: Any, lengths: list[int], batches: list[int], repeats: int) -> dict[str, Any]:
+def measure_grid(
+    model_runner: Any, lengths: list[int], batches: list[int], buckets: list[Bucket], repeats: int
+) -> dict[str, Any]:
     """Ordinary path and grid, bucket by bucket, and the error between their logits."""
     import torch
 
     prefills = Prefills(model_runner)
-    largest = (max(lengths), max(batches))
-    prefills.run(*largest, 0)
+    largest = Bucket(max(lengths), max(batches))
+    prefills.run(largest, 0)
     eager_peak = 0
     if HAS_GPU:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        prefills.run(*largest, 1)
+        prefills.run(largest, 1)
         eager_peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
     stock = model_runner.prefill_cuda_graph_runner
     grid, capture = build_grid(model_runner, lengths, batches)
     rows, errors, tokens_equal = [], [], True
-    for length in lengths:
-        for requests in batches:
-            model_runner.prefill_cuda_graph_runner = stock
-            wanted, _ = prefills.run(length, requests, 99)
-            wanted = wanted.double().clone()
-            eager_s = prefills.median_s(length, requests, repeats)
-            model_runner.prefill_cuda_graph_runner = grid
-            got, _ = prefills.run(length, requests, 99)
-            errors.append(float((got.double() - wanted).norm() / wanted.norm()))
-            tokens_equal = tokens_equal and bool((got.argmax(-1) == wanted.argmax(-1)).all())
-            grid_s = prefills.median_s(length, requests, repeats)
-            rows.append({"length_tokens": length, "requests": requests, "eager_s": eager_s, "grid_s": grid_s})
+    for bucket in buckets:
+        model_runner.prefill_cuda_graph_runner = stock
+        wanted = prefills.run(bucket, 99).double().clone()
+        eager_s = prefills.median_s(bucket, repeats)
+        model_runner.prefill_cuda_graph_runner = grid
+        got = prefills.run(bucket, 99)
+        errors.append(float((got.double() - wanted).norm() / wanted.norm()))
+        tokens_equal = tokens_equal and bool((got.argmax(-1) == wanted.argmax(-1)).all())
+        grid_s = prefills.median_s(bucket, repeats)
+        rows.append({**bucket._asdict(), "eager_s": eager_s, "grid_s": grid_s})
     replays = sum(grid.graphs.replays.values())
-    expected = len(rows) * (repeats + 3)
+    expected = len(rows) * (1 + WARM_UPS + repeats)
     return {
         "rows": rows,
         "capture": {**capture, "eager_peak_bytes": eager_peak or None},
@@ -231,10 +270,8 @@ def measure_grid(model_runner: Any, lengths: list[int], batches: list[int], repe
     }
 
 
-def measure_upstream(
-    model_runner: Any, mode: str, lengths: list[int], batches: list[int], repeats: int
-) -> dict[str, Any]:
-    """One of upstream's graphs; a bucket that it ran eagerly is left out."""
+def measure_upstream(model_runner: Any, mode: str, buckets: list[Bucket], repeats: int) -> dict[str, Any]:
+    """One of upstream's graphs; a bucket that it ran eagerly is left out, as are re-prefills if one fails."""
     prefills = Prefills(model_runner)
     rows = []
     runner = model_runner.prefill_cuda_graph_runner
@@ -249,12 +286,18 @@ def measure_upstream(
         return stock(*args, **kwargs)
 
     runner.execute = counted
-    for length in lengths:
-        for requests in batches:
+    for bucket in buckets:
+        try:
+            if bucket.prefix_tokens:
+                prefills.run(bucket, 99)
             executed = 0
-            seconds = prefills.median_s(length, requests, repeats)
-            is_whole = executed == repeats + 2
-            rows.append({"length_tokens": length, "requests": requests, f"{mode}_s": seconds if is_whole else None})
+            seconds = prefills.median_s(bucket, repeats)
+        except Exception as error:
+            if not bucket.prefix_tokens:
+                raise
+            return {"rows": rows, "error": f"{bucket}: {error}"}
+        is_whole = executed == WARM_UPS + repeats
+        rows.append({**bucket._asdict(), f"{mode}_s": seconds if is_whole else None})
     return {"rows": rows}
 
 
@@ -267,11 +310,14 @@ def main() -> int:
     parser.add_argument("--spread", action="store_true", help="weights for which logits are far apart")
     parser.add_argument("--lengths", default="8,16,32,64,128,256")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--reprefills", default=REPREFILLS, help="LENGTHxREQUESTS+PREFIX,... (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     lengths = [int(part) for part in arguments.lengths.split(",")]
     batches = [int(part) for part in arguments.batches.split(",")]
+    buckets = [Bucket(length, requests) for length in lengths for requests in batches]
+    buckets += parse_reprefills(arguments.reprefills)
     prepare_process()
     from gpu.ceilings import measure
     from gpu.model_shapes import write_model
@@ -283,9 +329,9 @@ def main() -> int:
         if arguments.spread:
             spread_weights(runner)
         if arguments.mode == "grid":
-            found = measure_grid(runner, lengths, batches, arguments.repeats)
+            found = measure_grid(runner, lengths, batches, buckets, arguments.repeats)
         else:
-            found = measure_upstream(runner, arguments.mode, lengths, batches, arguments.repeats)
+            found = measure_upstream(runner, arguments.mode, buckets, arguments.repeats)
     found |= {
         "device": device.name,
         "read_bytes_per_s": device.ceilings.read_bytes_per_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 SMALL_TOKENS = 128
@@ -30,8 +30,15 @@ class Verdict(NamedTuple):
 
 
 def bucket_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """`rows`: `length_tokens`, `requests`, `floor_s`, `grid_s`, `eager_s`, `breakable_s`, `full_s`; None or absent
-    where not measured. Worst of the buckets each."""
+    """`rows`: `length_tokens`, `requests`, `prefix_tokens`, `floor_s`, `grid_s`, `eager_s`, `breakable_s`, `full_s`;
+    None or absent where not measured. Worst of the buckets each, new prompts and re-prefills apart."""
+    return [
+        *_verdicts_of("", [row for row in rows if not row["prefix_tokens"]]),
+        *_verdicts_of("re-prefill: ", [row for row in rows if row["prefix_tokens"]]),
+    ]
+
+
+def _verdicts_of(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
 
     def worst(ratios: list[float], is_at_most: bool) -> float | None:
         return (max if is_at_most else min)(ratios) if ratios else None
@@ -47,19 +54,19 @@ def bucket_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     over_eager = [row["eager_s"] / row["grid_s"] for row in small if row.get("eager_s")]
     return [
         Verdict(
-            "time over the floor, up to 128 tokens",
+            f"{kind}time over the floor, up to {SMALL_TOKENS} tokens",
             1.25,
             True,
             worst([row["grid_s"] / row["floor_s"] for row in small], True),
         ),
-        Verdict("faster than eager, up to 128 tokens", 1.5, False, worst(over_eager, False)),
+        Verdict(f"{kind}faster than eager, up to {SMALL_TOKENS} tokens", 1.5, False, worst(over_eager, False)),
         Verdict(
-            "time over the floor, above 128 tokens",
+            f"{kind}time over the floor, above {SMALL_TOKENS} tokens",
             1.5,
             True,
             worst([row["grid_s"] / row["floor_s"] for row in large], True),
         ),
-        Verdict("speed over the faster of upstream's", 0.98, False, worst(upstream, False)),
+        Verdict(f"{kind}speed over the faster of upstream's", 0.98, False, worst(upstream, False)),
     ]
 
 
@@ -91,6 +98,28 @@ def figure_6_verdicts(found: Mapping[str, Any]) -> list[Verdict]:
     return [
         Verdict("figure 6: requests/s gained", 0.2, False, gain("requests_per_s")),
         Verdict("figure 6: mean latency gained", -0.2, True, gain("mean_s")),
+    ]
+
+
+def figure_5_verdicts(windows: Mapping[str, Any]) -> list[Verdict]:
+    """LAPS, figure 5, at its highest rate: the adaptive window against the best of the fixed ones in each respect."""
+
+    def over_best_fixed(name: str, best: Callable[[Iterable[float]], float]) -> float | None:
+        ends = {window: found["levels"][-1][name] for window, found in windows.items() if found.get("levels")}
+        adaptive = ends.pop("adaptive", None)
+        return adaptive / best(ends.values()) if adaptive is not None and ends else None
+
+    return [
+        Verdict(
+            "figure 5: mean latency, adaptive over the best fixed window", 1.1, True, over_best_fixed("mean_s", min)
+        ),
+        Verdict("figure 5: P90 latency, adaptive over the best fixed window", 1.1, True, over_best_fixed("p90_s", min)),
+        Verdict(
+            "figure 5: requests/s, adaptive over the best fixed window",
+            0.95,
+            False,
+            over_best_fixed("requests_per_s", max),
+        ),
     ]
 
 

@@ -1,15 +1,22 @@
 """What graphs take of the device's memory, as measured, and whether one more stays within the budget.
 
 A capture costs twice: memory of its own (its nodes), and what the shared pool grows by when its activations do not fit
-into what is there. The first is the same for all shapes of a model, the second is a matter of tokens.
+into what is there. The first is much the same for all shapes of a model. The second is a matter of tokens, beyond those
+of the largest shape that the pool has held, but not of tokens alone: the first capture brings workspaces, and memory
+comes in segments. So what a small shape took says little of a large one, and an estimate is only corrected by as much
+as a measurement proves.
 """
 
 from __future__ import annotations
 
+from statistics import median_low
 from typing import NamedTuple
 
 from sglang_ext.policy.laps_records import GraphShape
 from sglang_ext_cuda_graphs.capture_plan import tokens
+
+# Workspaces of the matrix products, and what two segments of the allocator may have left unused.
+UNEXPLAINED_BYTES = 64 << 20
 
 
 class CaptureCost(NamedTuple):
@@ -25,12 +32,14 @@ class MemoryLedger:
     """Costs of the captures so far. `budget_bytes` None: no limit."""
 
     def __init__(self, budget_bytes: int | None, assumed_bytes_per_token: float) -> None:
-        """`assumed_bytes_per_token`: activations, until a capture has told."""
+        """`assumed_bytes_per_token`: activations, until captures have told."""
         if budget_bytes is not None and budget_bytes < 0:
             raise ValueError(f"a budget is not negative, got {budget_bytes} bytes")
         self._budget_bytes = budget_bytes
-        self._bytes_per_token = assumed_bytes_per_token
         self._pool_tokens = 0  # the largest shape that the pool has held
+        self._bytes_per_token = assumed_bytes_per_token  # of a shape that finds nothing in the pool to use again
+        # Of each token beyond the largest shape so far: more than the former where what is there does not fit.
+        self._growth_per_token = assumed_bytes_per_token
         self.costs: list[CaptureCost] = []
 
     @property
@@ -42,9 +51,11 @@ class MemoryLedger:
         return self.pool_bytes + sum(cost.own_bytes for cost in self.costs)
 
     def expected_bytes(self, shape: GraphShape) -> int:
-        """What a capture of `shape` should take: the mean of what graphs took, and the pool's growth."""
-        own = sum(cost.own_bytes for cost in self.costs) // len(self.costs) if self.costs else 0
-        return own + int(max(0, tokens(shape) - self._pool_tokens) * self._bytes_per_token)
+        """What a capture of `shape` should take: the median of what graphs took, and the pool's growth."""
+        own = median_low(cost.own_bytes for cost in self.costs) if self.costs else 0
+        count = tokens(shape)
+        growth = max(0, count - self._pool_tokens) * self._growth_per_token
+        return own + int(min(growth, count * self._bytes_per_token))
 
     def can_capture(self, shape: GraphShape) -> bool:
         """Whether the budget is expected to hold."""
@@ -53,8 +64,14 @@ class MemoryLedger:
     def note(self, cost: CaptureCost) -> None:
         """Take a capture into account."""
         self.costs.append(cost)
-        count = tokens(cost.shape)
-        if count > self._pool_tokens:
+        count, growth = tokens(cost.shape), cost.pool_growth_bytes
+        added = count - self._pool_tokens
+        if added > 0:
+            least, most = growth - UNEXPLAINED_BYTES, growth + UNEXPLAINED_BYTES
+            self._bytes_per_token = _within(self._bytes_per_token, least / count, most / added)
+            self._growth_per_token = _within(self._growth_per_token, least / added, most / added)
             self._pool_tokens = count
-            if self.pool_bytes:
-                self._bytes_per_token = self.pool_bytes / count
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

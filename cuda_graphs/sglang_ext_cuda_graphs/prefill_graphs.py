@@ -11,18 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sglang_ext.policy.graph_grid import GraphGrid
+from sglang_ext.policy.graph_grid import Fallback, GraphGrid
 from sglang_ext.policy.laps_records import GraphShape
 from sglang_ext_cuda_graphs.capture_plan import tokens
-from sglang_ext_cuda_graphs.fallback import Fallback
 from sglang_ext_cuda_graphs.memory_ledger import CaptureCost, MemoryLedger
 from sglang_ext_cuda_graphs.recorders import Recorder, Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_
-
-# Up to about so many tokens a prefill takes the time of reading the weights, so padding is free.
-FREE_TOKENS = 256
-# As in SGLang's own prefill graphs.
-MAX_PADDING_FACTOR = 2
 
 Forward = Callable[[GraphShape, PaddedBatch], torch.Tensor]
 
@@ -58,8 +52,7 @@ class PrefillGraphs:
         self._output = output
         self._static = allocate(most_tokens, max(shape.requests for shape in shapes), max_prefix_tokens, output.device)
         self._recordings: dict[GraphShape, Recording] = {}
-        self._left_out: set[GraphShape] = set()
-        self.grid = GraphGrid(shapes)
+        self.grid = GraphGrid(shapes, max_prefix_tokens)
         self.replays: Counter[GraphShape] = Counter()
         self.fallbacks: Counter[Fallback] = Counter()
 
@@ -87,14 +80,7 @@ class PrefillGraphs:
 
     def choose(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> GraphShape | Fallback:
         """The shape for a batch with these lengths, in tokens, or why none. Changes nothing."""
-        shape = self.grid.nearest(max(new_lens), len(new_lens))
-        if shape is None:
-            return Fallback.MEMORY if self._fits_left_out(max(new_lens), len(new_lens)) else Fallback.TOO_LARGE
-        if tokens(shape) > max(FREE_TOKENS, MAX_PADDING_FACTOR * sum(new_lens)):
-            return Fallback.PADDING
-        if sum(prefix_lens) > self._static.kv_indices.numel():
-            return Fallback.PREFIXES
-        return shape
+        return self.grid.choose(max(new_lens), len(new_lens), sum(new_lens), sum(prefix_lens))
 
     def make_ready(self, shape: GraphShape) -> bool:
         """Capture a shape that has not been captured yet; False where the budget does not allow it."""
@@ -141,12 +127,8 @@ class PrefillGraphs:
         return True
 
     def _leave_out(self, shape: GraphShape) -> bool:
-        self._left_out.add(shape)
-        self.grid = GraphGrid(set(self.grid.shapes) - {shape})
+        self.grid.leave_out(shape)
         return False
-
-    def _fits_left_out(self, length_tokens: int, requests: int) -> bool:
-        return any(shape.length_tokens >= length_tokens and shape.requests >= requests for shape in self._left_out)
 
     @staticmethod
     def _load_dummy(batch: PaddedBatch, shape: GraphShape) -> None:

@@ -137,7 +137,7 @@ class MemoryMember:
         """`cached`: KV of the prefix, [layers, 2, tokens, heads, size]."""
         prefix = self.pool.allocate(cached.shape[2])
         for layer in range(LAYERS):
-            self.pool.write(layer, prefix, cached[layer, 0], cached[layer, 1])
+            self.pool.write(layer, prefix, cached[layer])
         self.offered[request] = token_ids, prefix
         self.member.offer(OfferMessage(request, token_ids, prefix.numel(), 0.0, None), prefix)
 

@@ -187,7 +187,7 @@ class _Member:
         if cached_tokens:
             kv = kv_of(token_ids[:cached_tokens])
             for layer in range(self._pool.layers):
-                self._pool.write(layer, prefix, kv[layer, 0], kv[layer, 1])
+                self._pool.write(layer, prefix, kv[layer])
         number = self._membership.offer(tuple(token_ids), cached_tokens, prefix, waited_s=0.0, slack_s=None)
         self._lent[number] = token_ids, prefix
         self._pipe.send(("offered", number))

@@ -283,7 +283,7 @@ class _Instance:
         if shard is None:
             return torch.empty(0, dtype=torch.int64), None
         pool = self._engine.pool
-        layers = [torch.stack(pool.read(layer, shard.slots)) for layer in range(pool.layers)]
+        layers = [pool.read(layer, shard.slots) for layer in range(pool.layers)]
         return as_tensor(shard.positions), torch.stack(layers)
 
     def end(self, request: int) -> None:

@@ -132,7 +132,7 @@ class StreamingMember(MemoryMember):
         prefix = self.pool.allocate(cached_tokens)
         kv = kv_of(token_ids)
         for layer in range(LAYERS):
-            self.pool.write(layer, prefix, kv[layer, 0, :cached_tokens], kv[layer, 1, :cached_tokens])
+            self.pool.write(layer, prefix, kv[layer, :, :cached_tokens])
         if is_expected:
             self.decode.expect(request, first_token, len(token_ids), self.endpoint.address)
         source = Source(TokenSpan(first_token, len(token_ids)), 0, KV_HEADS, LAYERS, None)
@@ -176,7 +176,7 @@ class StreamingMember(MemoryMember):
         missing = self.pool.allocate(len(token_ids) - here.numel())
         kv = kv_of(token_ids)
         for layer in range(LAYERS):
-            self.pool.write(layer, missing, kv[layer, 0, here.numel() :], kv[layer, 1, here.numel() :])
+            self.pool.write(layer, missing, kv[layer, :, here.numel() :])
         sent.slots = torch.cat([here, missing])
         sent.transfer.send(sent.first_token, _slots(sent.slots[sent.first_token :]), has_aux=True)
 

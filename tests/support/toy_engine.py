@@ -9,6 +9,7 @@ import torch
 
 from sglang_ext.sequence_parallel.attention import Attention
 from sglang_ext.sequence_parallel.shard import KvPool, NoRoomError
+from sglang_ext_kernels.paged_kv import gather_kv, scatter_kv_
 
 LAYERS = 3
 HEADS, KV_HEADS, HEAD_SIZE = 2, 1, 4
@@ -43,12 +44,11 @@ class ToyPool:
         assert not pages & set(self._free), "a page is freed twice"
         self._free += sorted(pages)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._k[layer][slots], self._v[layer][slots]
+    def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        return gather_kv(self._k[layer], self._v[layer], slots)
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k[layer][slots] = k
-        self._v[layer][slots] = v
+    def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        scatter_kv_(self._k[layer], self._v[layer], slots, kv)
 
     def empty_block(self, tokens: int) -> torch.Tensor:
         return torch.empty(2, tokens, KV_HEADS, HEAD_SIZE)
@@ -86,7 +86,7 @@ class ToyEngine:
             self._on_layer(layer)
             time.sleep(self._layer_s)
             k, v = (torch.tanh(hidden @ part.T).view(-1, KV_HEADS, HEAD_SIZE) for part in self._kv[layer])
-            self.pool.write(layer, slots, k, v)
+            self.pool.write(layer, slots, torch.stack([k, v]))
             q = (hidden @ self._q[layer].T).view(-1, HEADS, HEAD_SIZE)
             hidden = hidden + attention.attend(layer, q, HEAD_SIZE**-0.5).reshape(-1, WIDTH)
         return hidden[-1] @ self._head.T if len(token_ids) else torch.zeros(VOCABULARY)
@@ -111,5 +111,5 @@ class _WholePrompt:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
-    def _kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kv(self, layer: int) -> torch.Tensor:
         return self._pool.read(layer, self._slots)

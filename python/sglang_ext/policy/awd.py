@@ -6,6 +6,7 @@ no decision can prolong it. What is learned is the depth D that windows reach an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -84,6 +85,12 @@ class AdaptiveWaitDepth:
     def depth(self) -> int:
         """D."""
         return self._depths[self._level]
+
+    def use_depths(self, depths: Sequence[int]) -> None:
+        """There are other depths to choose from now: D becomes the next one that is not above it."""
+        depth = self.depth
+        self._depths = sorted({1, *depths})
+        self._level = bisect_right(self._depths, depth) - 1
 
     def choose(self, now_s: float, batch: GatheringBatch, arrivals_per_s: float) -> Verdict:
         """With deadlines: W = clip(min{W_SLA, W_GR, learned W, what waiting pays}, [W_min, W_max])."""

@@ -33,7 +33,7 @@ from sglang_ext.policy.laps_records import (
 from sglang_ext.policy.long_choice import LongChoice, choose_long
 from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.policy.relative_slack import RankedPrefill, rank
-from sglang_ext.policy.short_batch import BatchBounds, FormedBatch, form_batch, joined_s
+from sglang_ext.policy.short_batch import BatchBounds, FormedBatch, form_batch, joined_s, lone_batch
 from sglang_ext.policy.sla_deviation import SlaDeviation
 from sglang_ext.policy.time_sharing import TimeAccount, automatic_round_s, choose_share
 from sglang_ext.types import LengthClass
@@ -59,7 +59,8 @@ class _Round(NamedTuple):
 
 class Laps:
     """Times are seconds on one monotonic clock of the caller's. `choose`, `classify`, `deadline_s` and `report`
-    change nothing; the `note_…` methods tell it what happened.
+    change nothing; the `note_…` methods tell it what happened. `grid` is that of the engine's runner, which may leave
+    shapes out of it between two decisions.
     """
 
     def __init__(self, options: LapsOptions, grid: GraphGrid, prior: CostCoefficients, limits: InstanceLimits) -> None:
@@ -74,6 +75,7 @@ class Laps:
         self._account = TimeAccount()
         self._deviation = {length_class: SlaDeviation() for length_class in LengthClass}
         self._max_requests = min(options.depth_max, limits.max_requests)
+        self._aimed_shapes = grid.shapes  # those that the depths of the windows are from
         self._awd = AdaptiveWaitDepth(
             WindowLimits(
                 options.w_min_ms / 1e3,
@@ -82,7 +84,7 @@ class Laps:
                 options.sigma_ms / 1e3,
                 options.delta_ms / 1e3,
             ),
-            _depths(grid, self._max_requests),
+            grid.depths(self._max_requests),
         )
 
     @property
@@ -165,8 +167,11 @@ class Laps:
         return self._fit.coefficients.iteration_s(work, sum(new_tokens), sum(cached_tokens))
 
     def note_iteration(self, sample: IterationSample) -> None:
-        """A forward iteration has ended: the cost model learns from it."""
+        """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
         self._fit.add(sample)
+        if self._grid.shapes is not self._aimed_shapes:
+            self._aimed_shapes = self._grid.shapes
+            self._awd.use_depths(self._grid.depths(self._max_requests))
 
     def note_first_token(self, now_s: float, length_class: LengthClass, arrival_s: float, deadline_s: float) -> None:
         """A prefill has ended."""
@@ -281,12 +286,8 @@ class Laps:
         if state.long is not None:
             actions.append(self._long_action(state, state.long))
         if state.shorts:
-            head = state.shorts[0]
-            actions.append(
-                ShortBatch(
-                    (head.request.key,), DispatchReason.FULL_SHAPE, None, head.request.new_tokens, head.remaining_s
-                )
-            )
+            alone = lone_batch(state.shorts[0], self._fit.coefficients, self._grid)
+            actions.append(_short_action(alone, DispatchReason.FULL_SHAPE))
         return tuple(actions)
 
     def _verdict(self, state: _Round, batch: FormedBatch) -> Verdict:
@@ -394,11 +395,3 @@ def _is_batched(request: QueuedPrefill) -> bool:
 def _short_action(batch: FormedBatch, reason: DispatchReason) -> ShortBatch:
     keys = tuple(member.request.key for member in batch.members)
     return ShortBatch(keys, reason, batch.shape, batch.new_tokens, batch.predicted_s)
-
-
-def _depths(grid: GraphGrid, max_requests: int) -> list[int]:
-    """Depths that a batch can aim at: the captured ones, or powers of two."""
-    if grid.shapes:
-        captured = sorted({shape.requests for shape in grid.shapes if shape.requests <= max_requests})
-        return captured or [max_requests]
-    return sorted({1 << power for power in range(max_requests.bit_length())} | {max_requests})

@@ -55,7 +55,11 @@ class BatchCost(NamedTuple):
         )
 
     def shape(self) -> GraphShape | None:
-        return self.grid.nearest(self.longest_tokens, self.requests) if self.grid.shapes else None
+        """The captured shape that the batch will be padded to; None: it runs on the ordinary kernels."""
+        if not self.grid.shapes:
+            return None
+        choice = self.grid.choose(self.longest_tokens, self.requests, self.new_tokens, self.cached_tokens)
+        return choice if isinstance(choice, GraphShape) else None
 
     def time_s(self) -> float:
         """Seconds; on a captured shape every slot of it is computed at its full length."""
@@ -108,6 +112,12 @@ def form_batch(
         batch, predicted_s, kv_tokens = joined, joined_s, kv_tokens + needed_tokens
     is_full = lacks_room or len(members) >= max_requests
     return FormedBatch(tuple(members), batch.new_tokens, predicted_s, batch.shape(), is_full)
+
+
+def lone_batch(head: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> FormedBatch:
+    """A request by itself, whatever room there is."""
+    batch = BatchCost(cost, grid).joined_by(head.request.new_tokens, head.request.cached_tokens)
+    return FormedBatch((head,), batch.new_tokens, batch.time_s(), batch.shape(), is_full=True)
 
 
 def pages(ranked: RankedPrefill, bounds: BatchBounds) -> int:

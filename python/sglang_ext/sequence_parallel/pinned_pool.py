@@ -60,11 +60,11 @@ class PinnedPool:
         if slots.numel():
             self._pool.free(slots)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         return self._pool.read(layer, slots)
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._pool.write(layer, slots, k, v)
+    def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        self._pool.write(layer, slots, kv)
 
     def empty_block(self, tokens: int) -> torch.Tensor:
         return self._pool.empty_block(tokens)

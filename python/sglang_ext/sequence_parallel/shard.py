@@ -22,7 +22,7 @@ class LayoutMismatchError(RuntimeError):
 
 
 class KvPool(Protocol):
-    """An instance's KV memory. Slots are int64 [tokens]; K and V are [tokens, KV heads, head size]."""
+    """An instance's KV memory. Slots are int64 [tokens]; KV of one layer is [2, tokens, KV heads, head size]."""
 
     layers: int
     page_tokens: int
@@ -33,14 +33,14 @@ class KvPool(Protocol):
     def free(self, slots: torch.Tensor) -> None:
         """Give whole pages back."""
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V of one layer."""
+    def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of one layer's KV, in one piece that can be sent."""
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store K and V of one layer."""
+    def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        """Store one layer's KV at slots of which none is twice there."""
 
     def empty_block(self, tokens: int) -> torch.Tensor:
-        """Room for K and V of one layer: [2, tokens, KV heads, head size]."""
+        """Room for one layer's KV."""
 
 
 class HeldLot(NamedTuple):
@@ -146,7 +146,7 @@ class Shard:
             return wanted
         fresh = self._pool.allocate(count) if count else wanted
         for layer in range(self._pool.layers):
-            self._pool.write(layer, fresh, *self._pool.read(layer, wanted))
+            self._pool.write(layer, fresh, self._pool.read(layer, wanted))
         self.drop()
         return fresh
 
@@ -216,7 +216,7 @@ class Rebalancing:
                 block = self._pool.empty_block(incoming.slots.numel())
                 calls.append((self._mesh.receive(block, incoming.source, incoming.tag + layer), block, incoming))
             for outgoing in self._outgoing:
-                block = torch.stack(self._pool.read(layer, outgoing.slots))
+                block = self._pool.read(layer, outgoing.slots)
                 calls.append((self._mesh.send(block, outgoing.target, outgoing.tag + layer), block, None))
         self._clock.rebalance_s += self._clock.now_s() - began_s
 
@@ -229,7 +229,7 @@ class Rebalancing:
         for call, block, incoming in self._under_way[layer]:
             call.wait()
             if incoming is not None:
-                self._pool.write(layer, incoming.slots, block[0], block[1])
+                self._pool.write(layer, incoming.slots, block)
         self._under_way[layer] = []
         self._clock.rebalance_s += self._clock.now_s() - began_s
 

@@ -9,10 +9,12 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
+from gpu.buckets import REPREFILLS, parse_reprefills
 from gpu.bundle import PACKAGES, divide, unpack
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
 from gpu.model_shapes import SHAPES
-from gpu.verdicts import bucket_verdicts, capture_verdicts, figure_6_verdicts, kernel_verdicts
+from gpu.verdicts import bucket_verdicts, capture_verdicts, figure_5_verdicts, figure_6_verdicts, kernel_verdicts
+from h200 import join_rows
 
 SMALL = Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocabulary=10)
 
@@ -45,10 +47,13 @@ def test_a_short_prefill_is_bound_by_memory_a_long_one_by_arithmetic() -> None:
     assert floor_s(shape, ceilings, 8, 1) == pytest.approx(3.53e-3, rel=0.01)
 
 
-def row(length: int, requests: int, grid: float, eager: float, breakable: float | None = None) -> dict[str, object]:
+def row(
+    length: int, requests: int, grid: float, eager: float, breakable: float | None = None, prefix: int = 0
+) -> dict[str, object]:
     return {
         "length_tokens": length,
         "requests": requests,
+        "prefix_tokens": prefix,
         "floor_s": 1.0,
         "grid_s": grid,
         "eager_s": eager,
@@ -63,15 +68,50 @@ def test_verdicts_take_the_worst_bucket() -> None:
     assert found["faster than eager, up to 128 tokens"].value == pytest.approx(1.9 / 1.2)
     assert found["time over the floor, above 128 tokens"].value == 1.4
     assert found["speed over the faster of upstream's"].value == pytest.approx(1.3 / 1.4)
-    assert [verdict.holds for verdict in found.values()] == [True, True, True, False]
+    assert [verdict.holds for verdict in found.values()] == [True, True, True, False, *[None] * 4]
     assert found["speed over the faster of upstream's"].line().startswith("NO ")
+
+
+def test_reprefills_are_judged_apart() -> None:
+    rows = [row(8, 1, 1.1, 3.0, 1.2), row(16, 1, 1.3, 2.6, 1.3, prefix=1024), row(64, 4, 1.4, 1.5, prefix=4096)]
+    found = {verdict.aim: verdict.value for verdict in bucket_verdicts(rows)}
+    assert found["time over the floor, up to 128 tokens"] == 1.1
+    assert found["re-prefill: time over the floor, up to 128 tokens"] == 1.3
+    assert found["re-prefill: faster than eager, up to 128 tokens"] == 2.0
+    assert found["re-prefill: time over the floor, above 128 tokens"] == 1.4
+    assert found["re-prefill: speed over the faster of upstream's"] == 1.0
+
+
+def test_reprefills_as_they_are_written() -> None:
+    assert parse_reprefills("16x4+1024,8x1+32") == [(16, 4, 1024), (8, 1, 32)]
+    assert parse_reprefills("") == []
+    for bucket in parse_reprefills(REPREFILLS):
+        assert bucket.length_tokens * bucket.requests <= 16384
+        assert 0 < bucket.prefix_tokens * bucket.requests <= 16384
+    for wrong in ("16", "16x1+2+3", "axb+c"):
+        with pytest.raises((ValueError, TypeError)):
+            parse_reprefills(wrong)
+
+
+def test_rows_of_all_modes_are_joined_by_bucket() -> None:
+    ours = {"rows": [row(8, 1, 1.0, 2.0), row(8, 1, 1.5, 2.5, prefix=32)]}
+    ours |= {"read_bytes_per_s": 1e12, "operations_per_s": 1e14}
+    upstream = {
+        "breakable": {"rows": [{"length_tokens": 8, "requests": 1, "prefix_tokens": 32, "breakable_s": 7.0}]},
+        "full": {"error": "none", "rows": []},
+    }
+    new, again = join_rows("tiny", ours, upstream)
+    assert (new["breakable_s"], again["breakable_s"], again["full_s"]) == (None, 7.0, None)
+    ceilings = Ceilings(1e12, 1e14)
+    assert again["floor_s"] == floor_s(SHAPES["tiny"], ceilings, 8, 1, 32) > new["floor_s"]
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
     verdicts = [*bucket_verdicts([]), *capture_verdicts(None), *kernel_verdicts({}), *figure_6_verdicts({})]
+    verdicts += figure_5_verdicts({})
     assert {verdict.holds for verdict in verdicts} == {None}
     assert all("not measured" in verdict.line() for verdict in verdicts)
-    no_upstream = bucket_verdicts([row(8, 1, 1.1, 3.0)])[-1]
+    no_upstream = bucket_verdicts([row(8, 1, 1.1, 3.0)])[3]
     assert no_upstream.value is None
 
 

@@ -21,6 +21,7 @@ from sglang_ext.sequence_parallel.attention import Attention
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 from sglang_ext.sequence_parallel.shard import NoRoomError
 from sglang_ext.sglang_plugin.cdsp.compatibility import model_conflict
+from sglang_ext_kernels.paged_kv import gather_kv, scatter_kv_
 
 # SGLang's padding slot: written by rows that mean nothing, read by nobody.
 _PADDING_SLOT = 0
@@ -55,12 +56,13 @@ class SchedulerKvPool:
     def free(self, slots: torch.Tensor) -> None:
         self._allocator.free(slots)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pool.get_key_buffer(layer)[slots], self._pool.get_value_buffer(layer)[slots]
+    def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        keys = self._pool.get_key_buffer(layer)
+        return gather_kv(keys, self._pool.get_value_buffer(layer), slots.to(keys.device))
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._pool.get_key_buffer(layer)[slots] = k
-        self._pool.get_value_buffer(layer)[slots] = v
+    def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        keys = self._pool.get_key_buffer(layer)
+        scatter_kv_(keys, self._pool.get_value_buffer(layer), slots.to(keys.device), kv)
 
     def empty_block(self, tokens: int) -> torch.Tensor:
         one = self._pool.get_key_buffer(0)

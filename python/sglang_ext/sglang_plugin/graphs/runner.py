@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from sglang_ext.policy.graph_grid import GraphGrid
+from sglang_ext.policy.graph_grid import Fallback, GraphGrid
 from sglang_ext.policy.laps_records import GraphShape
 from sglang_ext.sglang_plugin.graphs.attention import CapturedAttention
-from sglang_ext_cuda_graphs.fallback import Fallback
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch
 
@@ -43,7 +42,7 @@ class GridPrefillRunner:
 
     @property
     def grid(self) -> GraphGrid:
-        """The shapes that a batch may be padded to."""
+        """The shapes that a batch may be padded to. It stays the same object when a shape is left out of it."""
         return GraphGrid() if self._graphs is None else self._graphs.grid
 
     def can_run_graph(self, forward_batch: Any) -> bool:

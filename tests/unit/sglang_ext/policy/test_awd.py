@@ -49,6 +49,19 @@ def test_the_start_is_the_deepest_graph_and_the_longest_window() -> None:
     assert awd().learned_window_s == 0.03
 
 
+def test_depths_that_are_gone_are_not_aimed_at() -> None:
+    policy = awd()
+    policy.use_depths((4, 16))
+    assert policy.depth == 16
+    policy.use_depths((4, 32))
+    assert policy.depth == 4
+    policy.use_depths((8,))
+    assert policy.depth == 1
+    for _ in range(100):
+        policy.learn(Evidence.REACHED, 8, 0.001)
+    assert policy.depth == 8
+
+
 @pytest.mark.parametrize("depths", [(), (0, 1)])
 def test_no_depths_are_refused(depths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="depths"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.graph_grid import GraphGrid
+from sglang_ext.policy.graph_grid import Fallback, GraphGrid
 from sglang_ext.policy.laps_records import GraphShape
 
 PAPER = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
@@ -31,6 +31,37 @@ def test_without_shapes_nothing_fits() -> None:
 def test_an_empty_shape_is_refused(shape: GraphShape) -> None:
     with pytest.raises(ValueError, match="at least one token"):
         GraphGrid([shape])
+
+
+def test_the_rule_of_padding() -> None:
+    assert PAPER.choose(1, 1, 1, 0) == GraphShape(8, 1)
+    assert PAPER.choose(128, 2, 129, 0) == GraphShape(128, 2)  # 256 tokens are free
+    assert PAPER.choose(128, 3, 256, 0) == GraphShape(128, 4)
+    assert PAPER.choose(128, 3, 255, 0) is Fallback.PADDING
+    assert PAPER.choose(257, 1, 257, 0) is Fallback.TOO_LARGE
+    assert PAPER.choose(8, 65, 65, 10**9) is Fallback.TOO_LARGE
+    bounded = GraphGrid(PAPER.shapes, max_prefix_tokens=100)
+    assert bounded.choose(8, 2, 16, 100) == GraphShape(8, 2)
+    assert bounded.choose(8, 2, 16, 101) is Fallback.PREFIXES
+
+
+def test_what_is_left_out_is_left_out_for_all_who_hold_the_grid() -> None:
+    grid = GraphGrid.from_product((8, 16), (1, 2))
+    held = grid
+    grid.leave_out(GraphShape(8, 1))
+    assert held.choose(8, 1, 8, 0) in {GraphShape(8, 2), GraphShape(16, 1)}
+    for shape in grid.shapes:
+        grid.leave_out(shape)
+    grid.leave_out(GraphShape(8, 1))
+    assert held.shapes == ()
+    assert held.choose(8, 1, 8, 0) is Fallback.MEMORY
+    assert held.choose(17, 1, 17, 0) is Fallback.TOO_LARGE
+
+
+def test_depths_are_those_of_the_shapes_or_powers_of_two() -> None:
+    assert PAPER.depths(10) == [1, 2, 4, 8]
+    assert GraphGrid.from_product((8,), (16, 32)).depths(10) == [10]
+    assert GraphGrid().depths(10) == [1, 2, 4, 8, 10]
 
 
 @given(st.sets(st.tuples(st.integers(1, 40), st.integers(1, 20)), max_size=12), st.integers(1, 45), st.integers(1, 25))

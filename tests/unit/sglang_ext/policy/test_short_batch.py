@@ -12,7 +12,7 @@ from sglang_ext.policy.graph_grid import GraphGrid
 from sglang_ext.policy.laps_records import GraphShape, PriorityClass, QueuedPrefill
 from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.policy.relative_slack import RankedPrefill, Urgency
-from sglang_ext.policy.short_batch import BatchBounds, FormedBatch, form_batch, joined_s
+from sglang_ext.policy.short_batch import BatchBounds, FormedBatch, form_batch, joined_s, lone_batch
 from sglang_ext.types import LengthClass
 
 GRID = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
@@ -81,6 +81,19 @@ def test_the_deepest_shape_bounds_the_batch() -> None:
     formed = form([20] * 5, grid=GraphGrid.from_product((32,), (1, 2)))
     assert len(formed.members) == 2
     assert formed.is_full
+
+
+def test_a_shape_that_pads_too_much_is_not_planned_for() -> None:
+    formed = form([256, *[8] * 8], grid=GraphGrid.from_product((256,), (1, 16)))
+    assert len(formed.members) == 9
+    assert formed.shape is None
+    assert formed.predicted_s == pytest.approx(OVERHEAD_BOUND.iteration_s(0.0, 256 + 64, 0))
+
+
+def test_a_request_by_itself() -> None:
+    alone = lone_batch(short(3, 20, OVERHEAD_BOUND), OVERHEAD_BOUND, GRID)
+    assert (keys(alone), alone.new_tokens, alone.shape, alone.is_full) == ([3], 20, (32, 1), True)
+    assert alone.predicted_s == pytest.approx(OVERHEAD_BOUND.iteration_s(0.0, 32, 0))
 
 
 def test_longer_than_any_shape_runs_on_the_ordinary_kernels() -> None:

@@ -19,9 +19,9 @@ def fill(pool: ToyPool, shard: Shard) -> None:
     """KV that tells which position it is of."""
     positions = as_tensor(shard.positions).float()
     for layer in range(LAYERS):
-        k, v = pool.read(layer, shard.slots)
-        k[:], v[:] = positions[:, None, None] + 1000 * layer, -positions[:, None, None]
-        pool.write(layer, shard.slots, k, v)
+        kv = pool.read(layer, shard.slots)
+        kv[0], kv[1] = positions[:, None, None] + 1000 * layer, -positions[:, None, None]
+        pool.write(layer, shard.slots, kv)
 
 
 def positions_in(pool: ToyPool, slots: torch.Tensor) -> list[int]:
