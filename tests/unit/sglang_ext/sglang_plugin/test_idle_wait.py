@@ -45,7 +45,7 @@ def scheduler(bell: Bell, request_sockets: tuple[socket.socket, socket.socket]) 
     manager = SimpleNamespace(endpoint=SimpleNamespace(bell=bell))
     return SimpleNamespace(
         device="cpu",
-        tp_size=1,
+        tp_group=SimpleNamespace(world_size=1),
         is_fully_idle=lambda: False,
         idle_sleeper=SimpleNamespace(poller=poller),
         waiting_queue=[],
@@ -80,7 +80,7 @@ def test_a_request_ends_the_wait(scheduler: Any, request_sockets: tuple[socket.s
     [
         ("disagg_decode_prealloc_queue", SimpleNamespace(kv_manager=SimpleNamespace())),
         ("waiting_queue", ["a request in its window"]),
-        ("tp_size", 2),
+        ("tp_group", SimpleNamespace(world_size=2)),
         ("idle_sleeper", None),
     ],
 )
