@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -43,11 +43,12 @@ def test_requests_go_to_the_stand_in_each_in_a_room_of_its_own() -> None:
 def test_turns_go_on_where_the_one_before_ended() -> None:
     prompts = list(islice(turns(7, 1), 2000))
     assert prompts == list(islice(turns(7, 1), 2000))
-    begun = [len(prompt) if prompt[: len(before)] == before else None for before, prompt in zip(prompts, prompts[1:])]
-    assert 0.6 < sum(length is not None for length in begun) / len(begun) < 0.8
-    new = [
-        len(prompt) - (len(before) if prompt[: len(before)] == before else 0)
-        for before, prompt in zip(prompts, prompts[1:])
-    ]
+    new = []
+    goes_on = 0
+    for before, prompt in pairwise(prompts):
+        is_same_conversation = prompt[: len(before)] == before
+        goes_on += is_same_conversation
+        new.append(len(prompt) - len(before) * is_same_conversation)
+    assert 0.6 < goes_on / len(new) < 0.8
     assert 0.08 < sum(tokens >= LONG_TOKENS[0] for tokens in new) / len(new) < 0.12
     assert max(map(len, prompts)) < CONTEXT_TOKENS
