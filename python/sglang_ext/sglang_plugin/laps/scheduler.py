@@ -231,9 +231,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
         return not self._parked and bool(super().is_fully_idle(*args, **kwargs))
 
+    def held_requests(self) -> list[Any]:
+        """Live requests that are in no queue or batch of SGLang's."""
+        return self._parked
+
     # SGLang 0.5.17 calls neither this nor `_poll_timeout_aborts`: there, a prefill instance ends nobody for their age.
     def collect_inflight_reqs(self) -> set[Any]:
-        return {*super().collect_inflight_reqs(), *self._parked}
+        return {*super().collect_inflight_reqs(), *self.held_requests()}
 
     def abort_request(self, recv_req: AbortReq) -> None:
         super().abort_request(recv_req)
