@@ -156,7 +156,7 @@ def launch_command(
         flags += ["--dtype", "bfloat16", "--attention-backend", "triton", "--grammar-backend", "none"]
     else:
         flags += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
-        flags += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "8192"]
+        flags += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "16384"]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     device = Device.CUDA if has_gpu else Device.CPU
     environment |= ExtensionOptions(Role.BOTH, device, system.laps, graphs=system.graphs).to_environment()
@@ -243,7 +243,7 @@ def main() -> int:
     import torch
 
     has_gpu = torch.cuda.is_available()
-    load = Load((1, 2), 3.0, 32) if arguments.small else Load(CONCURRENCIES, arguments.seconds, 1)
+    load = Load((1, 2), 3.0, 4) if arguments.small else Load(CONCURRENCIES, arguments.seconds, 1)
     systems: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_model("tiny" if arguments.small else arguments.model, Path(folder))
