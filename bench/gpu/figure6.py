@@ -3,15 +3,17 @@
     python -m gpu.figure6 --out FILE [--model NAME] [--small]
 
 Short and long prompts as in conversations: a request goes on where one of its client's earlier ones ended, so most
-are re-prefills with a cached prefix. Each asks for one token of a server that is not divided into prefill and decode,
-so what is measured is prefill alone; its time to the first token is the whole of its time. Both queues of LAPS need a
-prefill instance of SGLang 0.5.23; on another the systems that have them are not measured, and said to be so.
+are re-prefills with a cached prefix. All systems are one prefill instance of SGLang at its default flags, which sends
+its KV to SGLang's stand-in for a decode instance: nothing is transferred, and a request ends with its first token, so
+its time to the first token is the whole of its time. They differ in LAPS's two queues and in its graphs alone; `stock`
+has neither. All have this project's other hooks, as it is they that let an instance prefill without a transfer engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,9 +34,11 @@ import psutil
 
 from gpu.model_shapes import write_model
 from sglang_ext.cluster.ports import pick_free_ports
+from sglang_ext.policy.laps_options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
 from sglang_ext.sglang_plugin.options import ExtensionOptions
+from sglang_ext.sglang_plugin.transfer_backend import TCP
 from sglang_ext.types import Role
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
@@ -43,6 +47,41 @@ LONG_TOKENS = (1024, 4096)
 SHORT_MEDIAN_TOKENS, SHORT_SIGMA = 48, 0.9
 TURNS = 6
 START_TIMEOUT_S = 240.0
+# SGLang's name for a decode instance that takes all and needs nothing.
+STAND_IN_DECODE = "2.2.2.2"
+
+
+class System(NamedTuple):
+    """What is not SGLang's own in a server."""
+
+    laps: LapsOptions | None = None
+    graphs: GraphOptions | None = None
+
+
+class Server(NamedTuple):
+    """Where a prefill instance listens."""
+
+    url: str
+    bootstrap_port: int
+
+    def request(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """The body of a request that prefills `prompt`, in a room of its own."""
+        return {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "bootstrap_host": STAND_IN_DECODE,
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": next(_ROOMS),
+        }
+
+
+_ROOMS = itertools.count(1)
+SYSTEMS = {
+    "stock": System(),
+    "graphs": System(graphs=GraphOptions(Capture.START)),
+    "two queues": System(LapsOptions()),
+    "all": System(LapsOptions(), GraphOptions(Capture.START)),
+}
 
 
 class Load(NamedTuple):
@@ -67,7 +106,7 @@ def turns(seed: int, divide_by: int) -> Iterator[list[int]]:
             yield prompt
 
 
-async def level(url: str, concurrency: int, load: Load) -> dict[str, Any]:
+async def level(server: Server, concurrency: int, load: Load) -> dict[str, Any]:
     """Closed-loop clients for a while: what they got."""
     times: list[float] = []
     failed = 0
@@ -79,9 +118,8 @@ async def level(url: str, concurrency: int, load: Load) -> dict[str, Any]:
             started_s = time.perf_counter()
             if started_s >= end_s:
                 return
-            body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
             try:
-                async with session.post(f"{url}/generate", json=body) as reply:
+                async with session.post(f"{server.url}/generate", json=server.request(prompt)) as reply:
                     await reply.read()
                     failed += reply.status != 200
             except (aiohttp.ClientError, TimeoutError):
@@ -101,31 +139,44 @@ async def level(url: str, concurrency: int, load: Load) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def server(model: Path, graphs: GraphOptions | None, has_gpu: bool) -> Iterator[str]:
-    """One server; None: SGLang at its default flags. Raises RuntimeError with the end of its log."""
-    (port,) = pick_free_ports("127.0.0.1", 1, draw=random.SystemRandom())
-    flags = ["--model-path", str(model), "--load-format", "dummy", "--port", str(port), "--skip-tokenizer-init"]
+def launch_command(
+    model: Path, system: System, ports: Sequence[int], has_gpu: bool
+) -> tuple[list[str], dict[str, str]]:
+    """What starts a prefill instance on two ports, its own and its bootstrap server's; what to add to the environment.
+
+    The flags are those that a machine needs, none is to make SGLang faster or slower.
+    """
+    flags = ["--model-path", str(model), "--load-format", "dummy", "--port", str(ports[0]), "--skip-tokenizer-init"]
     flags += ["--sampling-backend", "pytorch", "--log-level", "warning"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    flags += ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(ports[1])]
+    # Nothing is sent. This backend needs nothing installed, and registers addresses without touching what is there.
+    flags += ["--disaggregation-transfer-backend", TCP]
+    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_HOST_IP": "127.0.0.1", "HOST_IP": "127.0.0.1"}
     if has_gpu:
         flags += ["--dtype", "bfloat16", "--attention-backend", "triton", "--grammar-backend", "none"]
     else:
         flags += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
-        flags += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "8192"]
+        flags += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "16384"]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    options = ExtensionOptions(Role.SHORT, Device.CUDA if has_gpu else Device.CPU, graphs=graphs)
-    is_ours = graphs is not None or not has_gpu  # a CPU engine needs our stand-ins to start at all
-    environment |= options.to_environment() if is_ours else {}
-    module = "sglang_ext.sglang_plugin.launch" if is_ours else "sglang.launch_server"
+    device = Device.CUDA if has_gpu else Device.CPU
+    environment |= ExtensionOptions(Role.BOTH, device, system.laps, graphs=system.graphs).to_environment()
+    return [sys.executable, "-m", "sglang_ext.sglang_plugin.launch", *flags], environment
+
+
+@contextmanager
+def serve(model: Path, system: System, has_gpu: bool) -> Iterator[Server]:
+    """A prefill instance, ready. Raises RuntimeError with the end of its log."""
+    ports = pick_free_ports("127.0.0.1", 2, draw=random.SystemRandom())
+    server = Server(f"http://127.0.0.1:{ports[0]}", ports[1])
+    command, added = launch_command(model, system, ports, has_gpu)
+    environment = {**os.environ, **added}
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, entry_point_folder() as folder:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         # In the stage's own session: whoever gives the stage up ends the server with it.
-        process = subprocess.Popen([sys.executable, "-m", module, *flags], stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            url = f"http://127.0.0.1:{port}"
-            wait_ready(url, process, Path(log.name))
-            yield url
+            wait_ready(server.url, process, Path(log.name))
+            yield server
         finally:
             process.terminate()
             try:
@@ -166,11 +217,18 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"a server did not start: {tail[0] if tail else 'no output'}")
 
 
-def measure(model: Path, graphs: GraphOptions | None, load: Load, has_gpu: bool) -> dict[str, Any]:
+def laps_status(server: Server) -> Any:
+    """What the two queues say of themselves: boundary, fit, how often a long prefill yielded."""
+    with urllib.request.urlopen(f"{server.url}/laps", timeout=10) as reply:
+        return json.load(reply)
+
+
+def measure(model: Path, system: System, load: Load, has_gpu: bool) -> dict[str, Any]:
     try:
-        with server(model, graphs, has_gpu) as url:
-            asyncio.run(level(url, 2, load._replace(seconds=min(2.0, load.seconds))))  # warm
-            return {"levels": [asyncio.run(level(url, concurrency, load)) for concurrency in load.concurrencies]}
+        with serve(model, system, has_gpu) as server:
+            asyncio.run(level(server, 2, load._replace(seconds=min(2.0, load.seconds))))  # warm
+            found = {"levels": [asyncio.run(level(server, concurrency, load)) for concurrency in load.concurrencies]}
+            return found if system.laps is None else {**found, "laps": laps_status(server)}
     except RuntimeError as error:
         return {"error": str(error)}
 
@@ -185,13 +243,12 @@ def main() -> int:
     import torch
 
     has_gpu = torch.cuda.is_available()
-    load = Load((1, 2), 3.0, 32) if arguments.small else Load(CONCURRENCIES, arguments.seconds, 1)
-    queues = "two queues need a prefill instance of SGLang 0.5.23"
-    systems: dict[str, Any] = {"two queues": {"not_measured": queues}, "all": {"not_measured": queues}}
+    load = Load((1, 2), 3.0, 4) if arguments.small else Load(CONCURRENCIES, arguments.seconds, 1)
+    systems: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_model("tiny" if arguments.small else arguments.model, Path(folder))
-        for name, graphs in (("stock", None), ("graphs", GraphOptions(Capture.START))):
-            systems[name] = measure(Path(folder), graphs, load, has_gpu)
+        for name, system in SYSTEMS.items():
+            systems[name] = measure(Path(folder), system, load, has_gpu)
     arguments.out.write_text(json.dumps({"systems": systems}), encoding="utf-8")
     return 1 if all("levels" not in system for system in systems.values()) else 0
 

@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from sglang_ext import __version__
+from sglang_ext.policy.laps_options import LapsOptions
 from sglang_ext.sglang_plugin.cpu_platform import absent_packages
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE
 from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
 from sglang_ext.sglang_plugin.verification import HookState, HookStatus
+from sglang_ext.sglang_plugin.versions import installed_sglang
 from sglang_ext.types import Role
 
 HOW_TO_INSTALL = {
@@ -139,13 +142,23 @@ def _hook_findings(device: Device) -> list[Finding]:
             "install an SGLang version from 0.5.17 to 0.5.23",
         )
         for status in statuses
+    ] + _unavailable_hooks()
+
+
+def _unavailable_hooks() -> list[Finding]:
+    """Hooks that an option of a worker asks for, and that the installed SGLang is too old for."""
+    installed = installed_sglang()
+    return [
+        Finding(f"hook {hook.name}", False, f"SGLang {installed} is too old for it", is_required=False)
+        for hook in HOOK_TABLE
+        if hook.is_for_pools and installed is not None and hook.target_in(installed) is None
     ]
 
 
 def _probe_hooks(device: Device) -> tuple[list[HookStatus], str | None]:
     """States of the hooks in a fresh process, or why that process failed."""
     print("checking the hooks into SGLang, which imports it (about 15 s) ...", file=sys.stderr, flush=True)
-    environment = {**os.environ, **ExtensionOptions(Role.BOTH, device).to_environment()}
+    environment = {**os.environ, **ExtensionOptions(Role.BOTH, device, LapsOptions()).to_environment()}
     if device is Device.CPU:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     try:

@@ -140,7 +140,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="one queue lets short prompts wait behind long ones; two queues, and long prefills that yield",
         kind=HookKind.REPLACE,
         implementation="sglang_ext.sglang_plugin.laps.scheduler:LengthAwareScheduler",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler"}),
+        targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler"),
         needs_laps=True,
         is_for_pools=False,
     ),

@@ -12,9 +12,11 @@ from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device, Machine
 from sglang_ext.sglang_plugin.graphs.arguments import GraphOptions
 from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
+from sglang_ext.sglang_plugin.hook_table import V23
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE, default_backend
+from sglang_ext.sglang_plugin.versions import SglangVersion
 from sglang_ext.types import Role
 
 LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
@@ -70,11 +72,13 @@ class LaunchCommand:
         return " ".join([*assignments, shlex.join(self.argv)])
 
 
-def build_launch(worker: WorkerOptions, machine: Machine, model: ModelFacts | None = None) -> LaunchCommand:
+def build_launch(
+    worker: WorkerOptions, machine: Machine, model: ModelFacts | None = None, sglang: SglangVersion = V23
+) -> LaunchCommand:
     """The command that serves `worker` on `machine`.
 
-    `model` lets a CPU engine size its KV cache; None takes a fixed number of tokens. Arguments in
-    `worker.engine_arguments` come last, so that they win over the flags chosen here.
+    `model` lets a CPU engine size its KV cache; None takes a fixed number of tokens. `sglang` is the version that
+    reads the flags. Arguments in `worker.engine_arguments` come last, so that they win over the flags chosen here.
 
     Raises ValueError when the options contradict each other.
     """
@@ -84,7 +88,7 @@ def build_launch(worker: WorkerOptions, machine: Machine, model: ModelFacts | No
     environment = options.to_environment()
     defaults = _common_environment(worker)
     if machine.device is Device.CPU:
-        argv += _cpu_flags(worker, model)
+        argv += _cpu_flags(worker, model, sglang)
         environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
         defaults |= _cpu_environment(worker, machine, ranks)
     if worker.threads is not None:
@@ -102,7 +106,7 @@ def _common_flags(worker: WorkerOptions, machine: Machine) -> Iterable[str]:
     yield from ("--enable-metrics", "--enable-cache-report")
 
 
-def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]:
+def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None, sglang: SglangVersion) -> Iterable[str]:
     # "auto" would keep KV in float16, and tokens would differ from the float32 model's.
     yield from ("--device", "cpu", "--dtype", "float32")
     yield from ("--attention-backend", "torch_native", "--sampling-backend", "pytorch")
@@ -114,8 +118,8 @@ def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]
     yield from ("--chunked-prefill-size", str(CPU_CHUNK_TOKENS))
     yield from ("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS))
     yield from ("--max-total-tokens", str(_cpu_kv_tokens(worker.kv_memory_mib, model)))
-    if not worker.role.is_prefill:
-        # The default keeps retracted KV in a host pool, which wants pinned memory.
+    if not worker.role.is_prefill and sglang >= V23:
+        # The default keeps retracted KV in a host pool, which wants pinned memory. SGLang 0.5.17 has no such pool.
         yield from ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from sglang.srt.disaggregation.base import KVArgs
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
     MooncakeKVManager,
@@ -84,6 +85,7 @@ class TcpKVSender(MooncakeKVSender):  # type: ignore[misc]  # SGLang is untyped
 
 
 CLASSES: dict[KVClassType, type] = {
+    KVClassType.KVARGS: KVArgs,
     KVClassType.MANAGER: TcpKVManager,
     KVClassType.SENDER: TcpKVSender,
     KVClassType.RECEIVER: MooncakeKVReceiver,

@@ -64,8 +64,8 @@ def _inspect(hook: Hook, installed: SglangVersion) -> HookStatus:
         target = hook.target_in(installed)
     except UnsupportedVersionError as error:
         return HookStatus(hook.name, HookState.BROKEN, str(error))
-    if target is None and hook.needs_laps:
-        detail = f"SGLang {installed} is too old for it; use --laps-mode off"
+    if target is None and hook.is_for_pools:
+        detail = f"SGLang {installed} is too old for it; serve without --cdsp-coordinator"
         return HookStatus(hook.name, HookState.BROKEN, detail)
     if target is None:
         return HookStatus(hook.name, HookState.NOT_NEEDED, f"SGLang {installed} has no place for it")

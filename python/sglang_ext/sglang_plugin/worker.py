@@ -13,6 +13,7 @@ from sglang_ext.sglang_plugin.cdsp.compatibility import architecture_conflict
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
 from sglang_ext.sglang_plugin.graphs.arguments import add_graph_arguments, graph_options
 from sglang_ext.sglang_plugin.handshake.arguments import add_transfer_arguments, transfer_options
+from sglang_ext.sglang_plugin.hook_table import V23
 from sglang_ext.sglang_plugin.laps.arguments import add_laps_arguments, laps_options
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import read_architecture, read_model_facts
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if problem is not None:
         return _refuse(problem)
     try:
-        command = build_launch(options, machine, read_model_facts(options.model_path))
+        command = build_launch(options, machine, read_model_facts(options.model_path), installed_sglang() or V23)
     except ValueError as error:
         return _refuse(str(error))
     if arguments.dry_run:

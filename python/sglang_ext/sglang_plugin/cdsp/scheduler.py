@@ -245,8 +245,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         is_ours = self._shared or (membership is not None and membership.is_busy and not for_health_check)
         return not is_ours and bool(super().is_fully_idle(for_health_check, *args, **kwargs))
 
-    def collect_inflight_reqs(self) -> set[Any]:
-        return {*super().collect_inflight_reqs(), *(shared.request for shared in self._shared.values())}
+    def held_requests(self) -> list[Any]:
+        return [*super().held_requests(), *(shared.request for shared in self._shared.values())]
 
     def abort_request(self, recv_req: AbortReq) -> None:
         # Back in the queue, where SGLang finds what it aborts.

@@ -41,7 +41,7 @@ def wait_a_little(result: None, scheduler: Any) -> None:
 
 def _bell(scheduler: Any) -> Bell | None:
     """That of the KV manager, if it has one and all ranks' requests are this rank's."""
-    if scheduler.tp_size > 1:
+    if scheduler.tp_group.world_size > 1:
         return None
     queues = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
     queue = next(filter(None, (getattr(scheduler, name, None) for name in queues)), None)

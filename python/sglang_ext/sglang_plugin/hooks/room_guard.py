@@ -47,6 +47,8 @@ def live_requests(scheduler: Any) -> Iterator[Any]:
             yield from batch.reqs
     if scheduler.chunked_req is not None:
         yield scheduler.chunked_req
+    # Those that a scheduler of this project keeps.
+    yield from getattr(scheduler, "held_requests", tuple)()
     if scheduler.disaggregation_mode == DisaggregationMode.PREFILL:
         yield from scheduler.disagg_prefill_bootstrap_queue.queue
         yield from scheduler.disagg_prefill_inflight_queue

@@ -31,11 +31,11 @@ ExtendedTransferBackend = Enum(  # type: ignore[misc]  # members are those of th
 
 def get_kv_class(stock: Callable[..., type | None], transfer_backend: Any, class_type: KVClassType) -> type | None:
     """AROUND `get_kv_class(transfer_backend, class_type)`."""
-    if transfer_backend.value == TCP and class_type is not KVClassType.KVARGS:
+    if transfer_backend.value == TCP:
         from sglang_ext.sglang_plugin import tcp_transfer
 
         return tcp_transfer.CLASSES[class_type]
-    if transfer_backend.value == HANDSHAKE and class_type is not KVClassType.KVARGS:
+    if transfer_backend.value == HANDSHAKE:
         from sglang_ext.sglang_plugin.handshake import classes
 
         return classes.CLASSES[class_type]

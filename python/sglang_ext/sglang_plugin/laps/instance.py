@@ -141,7 +141,7 @@ def _captured_grid(scheduler: Any) -> GraphGrid:
 
 
 def _agreement(scheduler: Any) -> RankAgreement:
-    if scheduler.tp_size == 1:
-        return SingleRank()
     group = scheduler.tp_group
+    if group.world_size == 1:
+        return SingleRank()
     return BroadcastAgreement(group.cpu_group, group.rank_in_group, group.ranks[0])

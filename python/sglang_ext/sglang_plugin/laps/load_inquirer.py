@@ -10,6 +10,8 @@ import msgspec
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
+from sglang_ext.sglang_plugin.laps.engine_interface import prefix_tokens
+
 
 @dataclass(kw_only=True, frozen=True)
 class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang has no type information
@@ -44,4 +46,4 @@ class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang
         )
 
     def _parked_tokens(self) -> int:
-        return sum(max(0, request.seqlen - request.prefix_len) for request in self.get_parked())
+        return sum(max(0, request.seqlen - prefix_tokens(request)) for request in self.get_parked())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.policy.laps_records import PriorityClass, QueuedPrefill
+from sglang_ext.sglang_plugin.laps.engine_interface import prefix_tokens
 from sglang_ext.types import LengthClass
 
 ATTRIBUTE = "_sglang_ext_laps"
@@ -52,7 +53,7 @@ def prefill_tokens(request: Any) -> tuple[int, int]:
     """New and cached tokens of an SGLang request as of its last prefix match or chunk."""
     total_tokens = len(request.origin_input_ids) + len(request.output_ids)
     # SGLang computes at least the last token, however much is cached.
-    cached_tokens = min(request.prefix_len + request.host_hit_length, total_tokens - 1)
+    cached_tokens = min(prefix_tokens(request) + request.host_hit_length, total_tokens - 1)
     return total_tokens - cached_tokens, cached_tokens
 
 

@@ -29,7 +29,6 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_ext.policy.laps_records import (
     LapsMode,
@@ -37,6 +36,7 @@ from sglang_ext.policy.laps_records import (
     RoundSnapshot,
 )
 from sglang_ext.sglang_plugin.graphs.status import graph_status
+from sglang_ext.sglang_plugin.laps.engine_interface import match_prefix
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance, build_instance
 from sglang_ext.sglang_plugin.laps.load_inquirer import ParkedLoadInquirer
 from sglang_ext.sglang_plugin.laps.queued_request import (
@@ -123,7 +123,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         for position, request in enumerate(self.waiting_queue):
             entry = entry_of(request)
             if entry is None:
-                match_kv_cache(request, self.tree_cache)
+                match_prefix(request, self.tree_cache)
                 remember(request, self._new_entry(laps, request, now_s))
             elif (
                 laps.has_tree_grown
@@ -131,7 +131,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                 and prefill_tokens(request)[0] > _REMATCHED_TOKENS
             ):
                 # A prompt that shares its beginning with one that has just been computed may be short now.
-                match_kv_cache(request, self.tree_cache)
+                match_prefix(request, self.tree_cache)
                 entry.length_class = laps.classify(*prefill_tokens(request))
         laps.has_tree_grown = False
 
@@ -231,8 +231,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
         return not self._parked and bool(super().is_fully_idle(*args, **kwargs))
 
+    def held_requests(self) -> list[Any]:
+        """Live requests that are in no queue or batch of SGLang's."""
+        return self._parked
+
+    # SGLang 0.5.17 calls neither this nor `_poll_timeout_aborts`: there, a prefill instance ends nobody for their age.
     def collect_inflight_reqs(self) -> set[Any]:
-        return {*super().collect_inflight_reqs(), *self._parked}
+        return {*super().collect_inflight_reqs(), *self.held_requests()}
 
     def abort_request(self, recv_req: AbortReq) -> None:
         super().abort_request(recv_req)

@@ -10,6 +10,7 @@ import pytest
 from sglang_ext.sglang_plugin import doctor
 from sglang_ext.sglang_plugin.device import Device, Machine
 from sglang_ext.sglang_plugin.doctor import Finding
+from sglang_ext.sglang_plugin.hook_table import V17, V23
 from sglang_ext.sglang_plugin.verification import HookState, HookStatus
 
 SMALL = Machine(Device.CPU, (0, 1), 1 << 30)
@@ -45,6 +46,17 @@ def test_broken_hook_is_found(hooks: list[HookStatus]) -> None:
 def test_optional_backend_does_not_matter(hooks: list[HookStatus], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.sglang_plugin.transfer_backend.import_problem", lambda module: "no such module")
     assert unfit(LARGE) == set()
+
+
+def test_what_the_installed_version_is_too_old_for_is_said_and_does_not_matter(
+    hooks: list[HookStatus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed_sglang", lambda: V17)
+    (finding,) = [finding for finding in doctor.examine(LARGE) if "too old" in finding.detail]
+    assert (finding.subject, finding.detail) == ("hook cdsp-scheduler", "SGLang 0.5.17 is too old for it")
+    assert unfit(LARGE) == set()
+    monkeypatch.setattr(doctor, "installed_sglang", lambda: V23)
+    assert not [finding for finding in doctor.examine(LARGE) if "too old" in finding.detail]
 
 
 def test_text_marks_and_remedies() -> None:

@@ -32,6 +32,11 @@ def test_latest_column_that_is_not_newer_counts(installed: tuple[int, int, int],
     assert EXAMPLE.target_in(SglangVersion(*installed)) == target
 
 
+def test_what_the_oldest_version_does_without() -> None:
+    missing = {hook.name for hook in HOOK_TABLE if hook.target_in(V17) is None}
+    assert missing == {"prefill-abort-notice", "cdsp-scheduler"}
+
+
 def test_older_than_every_column_is_refused() -> None:
     with pytest.raises(UnsupportedVersionError, match=r"0\.5\.16 is older than 0\.5\.17"):
         EXAMPLE.target_in(SglangVersion(0, 5, 16))

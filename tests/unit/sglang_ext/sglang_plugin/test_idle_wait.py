@@ -46,7 +46,7 @@ def scheduler(bell: Bell, request_sockets: tuple[socket.socket, socket.socket]) 
     manager = SimpleNamespace(endpoint=SimpleNamespace(bell=bell))
     return SimpleNamespace(
         device="cpu",
-        tp_size=1,
+        tp_group=SimpleNamespace(world_size=1),
         is_fully_idle=lambda: False,
         idle_sleeper=SimpleNamespace(poller=poller),
         waiting_queue=[],
@@ -88,7 +88,7 @@ def test_a_request_ends_a_wait(scheduler: Any, request_sockets: tuple[socket.soc
     [
         ("disagg_decode_prealloc_queue", SimpleNamespace(kv_manager=SimpleNamespace()), 0.3),
         ("waiting_queue", ["a request in its window"], 0.1),
-        ("tp_size", 2, 0.3),
+        ("tp_group", SimpleNamespace(world_size=2), 0.3),
         ("idle_sleeper", None, 0.1),
     ],
 )

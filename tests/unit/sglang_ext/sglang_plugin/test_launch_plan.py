@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_ext.sglang_plugin.device import Device, Machine
+from sglang_ext.sglang_plugin.hook_table import V17
 from sglang_ext.sglang_plugin.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import options_from_environment
@@ -37,6 +38,8 @@ def test_decode_role() -> None:
     assert value_of(argv, "--disaggregation-mode") == "decode"
     assert "--disaggregation-bootstrap-port" not in argv
     assert value_of(argv, "--disaggregation-decode-retraction-backup") == "cpu_tensor"
+    older = build_launch(replace(SHORT, role=Role.DECODE), CPU, sglang=V17).argv
+    assert set(argv) - set(older) == {"--disaggregation-decode-retraction-backup", "cpu_tensor"}
 
 
 def test_cpu_flags_keep_float32_and_stay_off_cuda() -> None:

@@ -39,6 +39,7 @@ PLACES = {
     ("prefill", "waiting"): lambda s: s.waiting_queue.append(request()),
     ("prefill", "grammar"): lambda s: s.grammar_manager.grammar_queue.append(request()),
     ("prefill", "chunked"): lambda s: setattr(s, "chunked_req", request()),
+    ("prefill", "parked"): lambda s: setattr(s, "held_requests", lambda: [request()]),
     ("prefill", "last batch"): lambda s: setattr(s, "last_batch", SimpleNamespace(reqs=[request()])),
     ("prefill", "bootstrap"): lambda s: s.disagg_prefill_bootstrap_queue.queue.append(request()),
     ("prefill", "inflight"): lambda s: s.disagg_prefill_inflight_queue.append(request()),

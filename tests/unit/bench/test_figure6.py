@@ -1,0 +1,54 @@
+"""The load of figure 6, and that its systems differ in nothing but what they are compared by."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
+
+from gpu.figure6 import LONG_TOKENS, SYSTEMS, Server, System, launch_command, turns
+from gpu.model_shapes import CONTEXT_TOKENS
+from sglang_ext.sglang_plugin.options import ENVIRONMENT_VARIABLE, options_from_environment
+
+
+@pytest.mark.parametrize("has_gpu", [False, True], ids=["cpu", "cuda"])
+def test_the_systems_differ_in_queues_and_graphs_alone(has_gpu: bool) -> None:
+    commands = {name: launch_command(Path("/m"), system, (1, 2), has_gpu) for name, system in SYSTEMS.items()}
+    assert list(commands) == ["stock", "graphs", "two queues", "all"]
+    stock_argv, stock_environment = commands["stock"]
+    for name, (argv, environment) in commands.items():
+        assert argv == stock_argv
+        assert {**environment, ENVIRONMENT_VARIABLE: ""} == {**stock_environment, ENVIRONMENT_VARIABLE: ""}
+        options = options_from_environment(environment)
+        assert options is not None
+        assert (options.laps, options.graphs) == SYSTEMS[name]
+        assert (options.cdsp, options.transfer) == (None, None)
+    assert SYSTEMS["stock"] == System()
+    assert all(SYSTEMS["all"])
+
+
+def test_requests_go_to_the_stand_in_each_in_a_room_of_its_own() -> None:
+    server = Server("http://x", 8998)
+    bodies = [server.request([1, 2, 3]) for _ in range(100)]
+    assert len({body["bootstrap_room"] for body in bodies}) == len(bodies)
+    assert {(body["bootstrap_host"], body["bootstrap_port"]) for body in bodies} == {("2.2.2.2", 8998)}
+    assert bodies[0]["input_ids"] == [1, 2, 3]
+    assert bodies[0]["sampling_params"]["max_new_tokens"] == 1
+
+
+def test_turns_go_on_where_the_one_before_ended() -> None:
+    prompts = list(islice(turns(7, 1), 2000))
+    assert prompts == list(islice(turns(7, 1), 2000))
+    new = []
+    goes_on = 0
+    for before, prompt in pairwise(prompts):
+        is_same_conversation = prompt[: len(before)] == before
+        goes_on += is_same_conversation
+        new.append(len(prompt) - len(before) * is_same_conversation)
+    assert 0.6 < goes_on / len(new) < 0.8
+    assert 0.08 < sum(tokens >= LONG_TOKENS[0] for tokens in new) / len(new) < 0.12
+    assert max(map(len, prompts)) < CONTEXT_TOKENS
