@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 HANDSHAKE = ("--transfer-backend", "handshake")
 PROMPT_TOKENS = 1800
+DECODED_PROMPT_TOKENS, DECODED_TOKENS = 600, 1200  # of one that is hit while it is decoded
 LEASE_S = 10.0  # after which a silent sender or receiver is lost
 STOPPED_S = LEASE_S + 3.0
 # A lease, the step timeout of the others, a chunk computed again, and the rest of the way, on a loaded machine.
@@ -111,8 +112,8 @@ class LongPool(NamedTuple):
 class Request:
     """A long prompt, sent to both of its instances."""
 
-    def __init__(self, pair: Pair, threads: ThreadPoolExecutor, seed: int, new_tokens: int) -> None:
-        self._prompt = random_prompt(PROMPT_TOKENS, seed)
+    def __init__(self, pair: Pair, threads: ThreadPoolExecutor, seed: int, prompt_tokens: int, new_tokens: int) -> None:
+        self._prompt = random_prompt(prompt_tokens, seed)
         self._new_tokens = new_tokens
         body = with_room(
             {
@@ -182,11 +183,11 @@ def test_loss(pool: LongPool, loss: Loss) -> None:
 def _at_stage(pool: LongPool, owner: Pair, loss: Loss, resumed: ExitStack) -> Request:
     """A request at the stage; what is held for that goes on when `resumed` ends."""
     deadline_s = time.monotonic() + STAGE_LIMIT_S
-    new_tokens = 300 if loss.stage is Stage.DECODING else NEW_TOKENS
+    lengths = (DECODED_PROMPT_TOKENS, DECODED_TOKENS) if loss.stage is Stage.DECODING else (PROMPT_TOKENS, NEW_TOKENS)
     seed = 0
     while time.monotonic() < deadline_s:
         seed += 1
-        request = Request(owner, pool.threads, zlib.crc32(str(loss).encode()) % 10_000 + seed, new_tokens)
+        request = Request(owner, pool.threads, zlib.crc32(str(loss).encode()) % 10_000 + seed, *lengths)
         if loss.stage is Stage.SENDING:
             _wait(lambda: bool(_steps(pool, "chunk")), request)
             resumed.enter_context(owner.decode.frozen_scheduler())
