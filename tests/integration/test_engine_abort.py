@@ -135,6 +135,18 @@ def test_abort_of_the_prefill_leg_alone_ends_decode(pair: list[Engine], threads:
     assert decode.wait_idle() < ABORT_LIMIT_S
 
 
+def test_decode_that_comes_after_the_abort_of_its_prefill_ends(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
+    prefill, decode = pair
+    body = request_body(prefill, "prefill-before-decode")
+    prefill_leg = Leg(threads, prefill, body)
+    prefill.wait_for_load(lambda load: load["disaggregation"]["prefill_bootstrap_queue_reqs"] == 1, 5)
+    assert prefill_leg.ended_within(ABORT_LIMIT_S, abort(prefill, "prefill-before-decode"))
+    sent_at = time.monotonic()
+    decode_leg = Leg(threads, decode, body)
+    assert decode_leg.ended_within(ABORT_LIMIT_S, sent_at)
+    assert decode.wait_idle() < ABORT_LIMIT_S
+
+
 def test_prefill_that_hangs_during_the_transfer(pair: list[Engine], threads: ThreadPoolExecutor) -> None:
     prefill, decode = pair
     body = request_body(prefill, "hanging")

@@ -96,7 +96,8 @@ def _check_variety(ended: tuple[PrefillRecord, ...]) -> None:
     assert len(collected) > PLANS_EACH // 2
     assert not any(step.has_failed for one in ended for step in one.steps)
     assert {len(step.members) for one in collected for step in one.chunks} == {1, 2, 3, 4}
-    assert {1, 2, 3} <= {len(one.chunks) for one in collected}
+    # A plan is made anew after each chunk: how many there are of three, of four and of more depends on the moment.
+    assert {1, 2, 3} == {min(len(one.chunks), 3) for one in collected}
     assert any(one.cached_tokens for one in collected)
 
 

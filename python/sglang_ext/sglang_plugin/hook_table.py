@@ -129,6 +129,15 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVSender.abort"}),
     ),
     Hook(
+        name="prefill-abort-late-notice",
+        why="decode that registers after the abort opens the room again and waits for 300 s; tells it too",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.abort_notice:tell_late_decode",
+        targets=MappingProxyType(
+            {V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"}
+        ),
+    ),
+    Hook(
         name="idle-wait",
         why="a CPU engine whose requests wait for KV keeps a core busy with asking; sleeps a millisecond",
         kind=HookKind.AFTER,
