@@ -3,10 +3,10 @@
     python -m gpu.figure6 --out FILE [--model NAME] [--small]
 
 Short and long prompts as in conversations: a request goes on where one of its client's earlier ones ended, so most
-are re-prefills with a cached prefix. All systems are one prefill instance of SGLang at its default flags, which sends
-its KV to SGLang's stand-in for a decode instance: nothing is transferred, and a request ends with its first token, so
-its time to the first token is the whole of its time. They differ in LAPS's two queues and in its graphs alone; `stock`
-has neither. All have this project's other hooks, as it is they that let an instance prefill without a transfer engine.
+are re-prefills with a cached prefix. All systems are one prefill instance of SGLang at its default flags, with a
+stand-in for KV transfer and decode: nothing is sent, and a request ends with its first token, so its time to the first
+token is the whole of its time. They differ in LAPS's two queues and in its graphs alone; `stock` has neither. All have
+this project's other hooks, of which the stand-in is one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from sglang_ext.policy.laps_options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
 from sglang_ext.sglang_plugin.options import ExtensionOptions
-from sglang_ext.sglang_plugin.transfer_backend import TCP
+from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
 from sglang_ext.types import Role
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
@@ -47,8 +48,6 @@ LONG_TOKENS = (1024, 4096)
 SHORT_MEDIAN_TOKENS, SHORT_SIGMA = 48, 0.9
 TURNS = 6
 START_TIMEOUT_S = 240.0
-# SGLang's name for a decode instance that takes all and needs nothing.
-STAND_IN_DECODE = "2.2.2.2"
 
 
 class System(NamedTuple):
@@ -69,13 +68,14 @@ class Server(NamedTuple):
         return {
             "input_ids": list(prompt),
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "bootstrap_host": STAND_IN_DECODE,
+            "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
             "bootstrap_room": next(_ROOMS),
         }
 
 
 _ROOMS = itertools.count(1)
+_CAUSE = re.compile(r"[\w.]+(Error|Exception)\b")
 SYSTEMS = {
     "stock": System(),
     "graphs": System(graphs=GraphOptions(Capture.START)),
@@ -109,19 +109,23 @@ def turns(seed: int, divide_by: int) -> Iterator[list[int]]:
 async def level(server: Server, concurrency: int, load: Load) -> dict[str, Any]:
     """Closed-loop clients for a while: what they got."""
     times: list[float] = []
-    failed = 0
+    failed = asked_tokens = cached_tokens = 0
     end_s = time.perf_counter() + load.seconds
 
     async def client(session: aiohttp.ClientSession, seed: int) -> None:
-        nonlocal failed
+        nonlocal failed, asked_tokens, cached_tokens
         for prompt in turns(seed, load.divide_lengths_by):
             started_s = time.perf_counter()
             if started_s >= end_s:
                 return
             try:
                 async with session.post(f"{server.url}/generate", json=server.request(prompt)) as reply:
-                    await reply.read()
-                    failed += reply.status != 200
+                    body = await reply.read()
+                if reply.status == 200:
+                    asked_tokens += len(prompt)
+                    cached_tokens += json.loads(body)["meta_info"]["cached_tokens"]
+                else:
+                    failed += 1
             except (aiohttp.ClientError, TimeoutError):
                 failed += 1
             times.append(time.perf_counter() - started_s)
@@ -133,6 +137,7 @@ async def level(server: Server, concurrency: int, load: Load) -> dict[str, Any]:
         "concurrency": concurrency,
         "requests": len(times),
         "failed": failed,
+        "cached_share": cached_tokens / max(1, asked_tokens),
         "requests_per_s": len(times) / (time.perf_counter() - started_s),
         "mean_s": statistics.fmean(times),
         "p90_s": sorted(times)[int(0.9 * (len(times) - 1))],
@@ -149,8 +154,7 @@ def launch_command(
     flags = ["--model-path", str(model), "--load-format", "dummy", "--port", str(ports[0]), "--skip-tokenizer-init"]
     flags += ["--sampling-backend", "pytorch", "--log-level", "warning"]
     flags += ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(ports[1])]
-    # Nothing is sent. This backend needs nothing installed, and registers addresses without touching what is there.
-    flags += ["--disaggregation-transfer-backend", TCP]
+    flags += ["--disaggregation-transfer-backend", STAND_IN]
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_HOST_IP": "127.0.0.1", "HOST_IP": "127.0.0.1"}
     if has_gpu:
         flags += ["--dtype", "bfloat16", "--attention-backend", "triton", "--grammar-backend", "none"]
@@ -177,6 +181,10 @@ def serve(model: Path, system: System, has_gpu: bool) -> Iterator[Server]:
         try:
             wait_ready(server.url, process, Path(log.name))
             yield server
+            if process.poll() is not None:
+                raise RuntimeError(f"a server ended: {last_words(Path(log.name))}")
+        except OSError as error:
+            raise RuntimeError(f"a server does not answer: {last_words(Path(log.name))}") from error
         finally:
             process.terminate()
             try:
@@ -213,8 +221,13 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                     return
         except OSError:
             time.sleep(0.5)
-    tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    raise RuntimeError(f"a server did not start: {tail[0] if tail else 'no output'}")
+    raise RuntimeError(f"a server did not start: {last_words(log)}")
+
+
+def last_words(log: Path) -> str:
+    """The last error in a log, or its last line: whoever ends with another process says so after it."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
+    return ([line for line in lines if _CAUSE.match(line)] or lines)[-1]
 
 
 def laps_status(server: Server) -> Any:

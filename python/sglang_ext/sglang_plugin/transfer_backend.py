@@ -10,7 +10,8 @@ from sglang_ext.sglang_plugin.device import Device
 
 TCP = "sglang_ext_tcp"
 HANDSHAKE = "handshake"
-OWN_BACKENDS = (TCP, HANDSHAKE)  # that SGLang does not know
+STAND_IN = "sglang_ext_stand_in"  # of benchmarks alone, which start engines themselves
+OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
 
 
 @dataclass(frozen=True)

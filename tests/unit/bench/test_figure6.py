@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 from gpu.figure6 import LONG_TOKENS, SYSTEMS, Server, System, launch_command, turns
 from gpu.model_shapes import CONTEXT_TOKENS
 from sglang_ext.sglang_plugin.options import ENVIRONMENT_VARIABLE, options_from_environment
+from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
 
 
 @pytest.mark.parametrize("has_gpu", [False, True], ids=["cpu", "cuda"])
@@ -22,6 +23,7 @@ def test_the_systems_differ_in_queues_and_graphs_alone(has_gpu: bool) -> None:
     stock_argv, stock_environment = commands["stock"]
     for name, (argv, environment) in commands.items():
         assert argv == stock_argv
+        assert argv[argv.index("--disaggregation-transfer-backend") + 1] == STAND_IN
         assert {**environment, ENVIRONMENT_VARIABLE: ""} == {**stock_environment, ENVIRONMENT_VARIABLE: ""}
         options = options_from_environment(environment)
         assert options is not None
@@ -31,11 +33,11 @@ def test_the_systems_differ_in_queues_and_graphs_alone(has_gpu: bool) -> None:
     assert all(SYSTEMS["all"])
 
 
-def test_requests_go_to_the_stand_in_each_in_a_room_of_its_own() -> None:
+def test_each_request_is_in_a_room_of_its_own() -> None:
     server = Server("http://x", 8998)
     bodies = [server.request([1, 2, 3]) for _ in range(100)]
     assert len({body["bootstrap_room"] for body in bodies}) == len(bodies)
-    assert {(body["bootstrap_host"], body["bootstrap_port"]) for body in bodies} == {("2.2.2.2", 8998)}
+    assert {(body["bootstrap_host"], body["bootstrap_port"]) for body in bodies} == {("127.0.0.1", 8998)}
     assert bodies[0]["input_ids"] == [1, 2, 3]
     assert bodies[0]["sampling_params"]["max_new_tokens"] == 1
 

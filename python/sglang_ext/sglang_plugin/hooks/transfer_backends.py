@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.utils import TransferBackend as _StockTransferBac
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.hooks import nixl_host_memory
 from sglang_ext.sglang_plugin.options import options_from_environment
-from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE, TCP
+from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE, STAND_IN, TCP
 
 # SGLang compares members with `==` against its module global, which is replaced everywhere, so a second
 # enumeration with the same names serves as the first.
@@ -24,6 +24,7 @@ ExtendedTransferBackend = Enum(  # type: ignore[misc]  # members are those of th
         **{member.name: member.value for member in _StockTransferBackend},
         "SGLANG_EXT_TCP": TCP,
         "SGLANG_EXT_HANDSHAKE": HANDSHAKE,
+        "SGLANG_EXT_STAND_IN": STAND_IN,
     },
     module="sglang_ext.sglang_plugin.hooks.transfer_backends",
 )
@@ -39,12 +40,16 @@ def get_kv_class(stock: Callable[..., type | None], transfer_backend: Any, class
         from sglang_ext.sglang_plugin.handshake import classes
 
         return classes.CLASSES[class_type]
-    if not _on_cpu():
-        return stock(transfer_backend, class_type)
-    if transfer_backend.value == "nixl" and class_type is KVClassType.MANAGER:
+    if _on_cpu() and transfer_backend.value == "nixl" and class_type is KVClassType.MANAGER:
         nixl_host_memory.use_host_memory()
-    found = stock(transfer_backend, class_type)
-    if found is None or class_type is not KVClassType.SENDER:
+    found: type | None
+    if transfer_backend.value == STAND_IN:
+        from sglang_ext.sglang_plugin import stand_in_transfer
+
+        found = stand_in_transfer.CLASSES[class_type]
+    else:
+        found = stock(transfer_backend, class_type)
+    if not _on_cpu() or found is None or class_type is not KVClassType.SENDER:
         return found
     return _without_pinned_memory(found)
 
