@@ -14,15 +14,10 @@ DEFAULT_LENGTHS_TOKENS = (8, 16, 32, 64, 128, 256)
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def tokens(shape: GraphShape) -> int:
-    """Tokens that a replay computes, padding included."""
-    return shape.length_tokens * shape.requests
-
-
 def plan_captures(
     lengths_tokens: Sequence[int], batch_sizes: Sequence[int], max_tokens: int, max_requests: int
 ) -> list[GraphShape]:
     """The shapes of the product that the engine's limits of a batch allow, in the order of capture."""
     shapes = {GraphShape(length, requests) for length in lengths_tokens for requests in batch_sizes}
-    fitting = [shape for shape in shapes if tokens(shape) <= max_tokens and shape.requests <= max_requests]
-    return sorted(fitting, key=lambda shape: (tokens(shape), shape.requests), reverse=True)
+    fitting = [shape for shape in shapes if shape.tokens <= max_tokens and shape.requests <= max_requests]
+    return sorted(fitting, key=lambda shape: (shape.tokens, shape.requests), reverse=True)

@@ -13,7 +13,6 @@ from statistics import median_low
 from typing import NamedTuple
 
 from sglang_ext.policy.laps_records import GraphShape
-from sglang_ext_cuda_graphs.capture_plan import tokens
 
 # Workspaces of the matrix products, and what two segments of the allocator may have left unused.
 UNEXPLAINED_BYTES = 64 << 20
@@ -53,7 +52,7 @@ class MemoryLedger:
     def expected_bytes(self, shape: GraphShape) -> int:
         """What a capture of `shape` should take: the median of what graphs took, and the pool's growth."""
         own = median_low(cost.own_bytes for cost in self.costs) if self.costs else 0
-        count = tokens(shape)
+        count = shape.tokens
         growth = max(0, count - self._pool_tokens) * self._growth_per_token
         return own + int(min(growth, count * self._bytes_per_token))
 
@@ -64,7 +63,7 @@ class MemoryLedger:
     def note(self, cost: CaptureCost) -> None:
         """Take a capture into account."""
         self.costs.append(cost)
-        count, growth = tokens(cost.shape), cost.pool_growth_bytes
+        count, growth = cost.shape.tokens, cost.pool_growth_bytes
         added = count - self._pool_tokens
         if added > 0:
             least, most = growth - UNEXPLAINED_BYTES, growth + UNEXPLAINED_BYTES

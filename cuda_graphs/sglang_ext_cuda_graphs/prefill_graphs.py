@@ -13,7 +13,6 @@ import torch
 
 from sglang_ext.policy.graph_grid import Fallback, GraphGrid
 from sglang_ext.policy.laps_records import GraphShape
-from sglang_ext_cuda_graphs.capture_plan import tokens
 from sglang_ext_cuda_graphs.memory_ledger import CaptureCost, MemoryLedger
 from sglang_ext_cuda_graphs.recorders import Recorder, Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_
@@ -41,7 +40,7 @@ class PrefillGraphs:
         """`output` [tokens of the largest shape, hidden]; `max_prefix_tokens`: of all prefixes of a batch."""
         if not shapes:
             raise ValueError("a grid of graphs needs at least one shape")
-        most_tokens = max(tokens(shape) for shape in shapes)
+        most_tokens = max(shape.tokens for shape in shapes)
         if output.shape[0] < most_tokens:
             raise ValueError(f"an output of {output.shape[0]} rows does not hold {most_tokens} tokens")
         self._order = tuple(shapes)
@@ -50,7 +49,7 @@ class PrefillGraphs:
         self._ledger = ledger
         self._clock = clock
         self._output = output
-        self._static = allocate(most_tokens, max(shape.requests for shape in shapes), max_prefix_tokens, output.device)
+        self._static = allocate(most_tokens, max(shape.slots for shape in shapes), max_prefix_tokens, output.device)
         self._recordings: dict[GraphShape, Recording] = {}
         self.grid = GraphGrid(shapes, max_prefix_tokens)
         self.replays: Counter[GraphShape] = Counter()
@@ -88,7 +87,7 @@ class PrefillGraphs:
 
     def load(self, shape: GraphShape, batch: RaggedBatch) -> PaddedBatch:
         """Put a batch into the static tensors of a shape that it fits."""
-        padded = self._static.of(tokens(shape), shape.requests)
+        padded = self._static.of(shape.tokens, shape.slots)
         pad_batch_(padded, batch)
         return padded
 
@@ -99,14 +98,14 @@ class PrefillGraphs:
         """
         self._recordings[shape].replay()
         self.replays[shape] += 1
-        return self._output[: tokens(shape)]
+        return self._output[: shape.tokens]
 
     def _capture(self, shape: GraphShape) -> bool:
         if not self._ledger.can_capture(shape):
             return self._leave_out(shape)
-        batch = self._static.of(tokens(shape), shape.requests)
+        batch = self._static.of(shape.tokens, shape.slots)
         self._load_dummy(batch, shape)
-        output = self._output[: tokens(shape)]
+        output = self._output[: shape.tokens]
 
         def compute() -> None:
             output.copy_(self._forward(shape, batch))
@@ -135,9 +134,9 @@ class PrefillGraphs:
         """A full batch of new prompts whose KV goes to slot 0, which is nobody's."""
         for tensor in batch:
             tensor.zero_()
-        batch.new_lens.fill_(shape.length_tokens)
-        batch.total_lens.fill_(shape.length_tokens)
-        steps = torch.arange(shape.requests + 1, device=batch.ids.device) * shape.length_tokens
+        batch.new_lens[: shape.requests] = shape.length_tokens
+        batch.total_lens[: shape.requests] = shape.length_tokens
+        steps = (torch.arange(shape.slots + 1, device=batch.ids.device) * shape.length_tokens).clamp(max=shape.tokens)
         batch.starts.copy_(steps[:-1])
         batch.qo_indptr.copy_(steps)
-        batch.positions.copy_(torch.arange(tokens(shape), device=batch.ids.device) % shape.length_tokens)
+        batch.positions.copy_(torch.arange(shape.tokens, device=batch.ids.device) % shape.length_tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_ext.policy.laps_records import GraphShape
-from sglang_ext_cuda_graphs.capture_plan import plan_captures, tokens
+from sglang_ext_cuda_graphs.capture_plan import plan_captures
 from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import CudaRecorder
@@ -65,6 +65,6 @@ def test_replays_follow_the_static_tensors(graphs: PrefillGraphs) -> None:
 def test_smaller_shapes_do_not_make_the_pool_grow(graphs: PrefillGraphs) -> None:
     list(graphs.capture_all())
     first, *others = graphs.costs
-    assert tokens(first.shape) == 1024
+    assert first.shape.tokens == 1024
     assert first.pool_growth_bytes >= 1024 * WIDE * 4
     assert sum(cost.pool_growth_bytes for cost in others) <= first.pool_growth_bytes // 10

@@ -10,6 +10,7 @@ import random
 import numpy as np
 import pytest
 
+from sglang_ext.policy.laps_records import GraphShape
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
 from support.graph_engine import Outcome, Request, run_batches
@@ -47,6 +48,7 @@ def test_batches_of_all_kinds(page_tokens: int) -> None:
         [request(rng, 5, 20), request(rng, 7), request(rng, 1, 1)],
         [request(rng, 20, 33), request(rng, 30, 7)],
         [request(rng, 32) for _ in range(4)],
+        [request(rng, 32, 5), *(request(rng, 12) for _ in range(7))],
         *(
             [request(rng, rng.randint(1, 32), rng.choice([0, rng.randint(1, 90)])) for _ in range(rng.randint(1, 4))]
             for _ in range(8)
@@ -56,17 +58,18 @@ def test_batches_of_all_kinds(page_tokens: int) -> None:
     for batch, outcome in zip(batches, outcomes, strict=True):
         check(outcome)
         assert outcome.shape is not None
-        length, requests = outcome.shape
-        assert length >= max(len(one.new) for one in batch)
-        assert requests >= len(batch)
-    assert [outcome.shape for outcome in outcomes[:6]] == [(8, 1), (8, 1), (8, 2), (8, 4), (32, 2), (32, 4)]
+        shape = GraphShape(*outcome.shape)
+        assert shape.length_tokens >= max(len(one.new) for one in batch)
+        assert shape.tokens >= sum(len(one.new) for one in batch)
+        assert shape.slots >= len(batch)
+    assert [outcome.shape for outcome in outcomes[:7]] == [(8, 1), (8, 1), (8, 2), (8, 4), (32, 2), (32, 4), (32, 4)]
 
 
 def test_what_does_not_fit_runs_as_before_and_is_counted() -> None:
     rng = random.Random(12)
     batches = [
         [request(rng, 33)],
-        [request(rng, 2) for _ in range(5)],
+        [request(rng, 2) for _ in range(9)],
         [request(rng, 32), request(rng, 1), request(rng, 1)],
         [request(rng, 4)],
     ]
@@ -76,7 +79,7 @@ def test_what_does_not_fit_runs_as_before_and_is_counted() -> None:
     assert [(outcome.shape, outcome.fallback) for outcome in outcomes] == [
         (None, "too_large"),
         (None, "too_large"),
-        ((32, 4), None),
+        ((32, 2), None),
         ((8, 1), None),
     ]
 

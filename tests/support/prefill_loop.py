@@ -116,7 +116,7 @@ def check_plan(snapshot: RoundSnapshot, plan: RoundPlan, limits: InstanceLimits 
             assert len(members) <= limits.max_requests
             assert action.new_tokens <= limits.max_batch_tokens or len(members) == 1
             if action.shape is not None:
-                assert len(members) <= action.shape.requests
+                assert len(members) <= action.shape.slots
                 assert max(member.new_tokens for member in members) <= action.shape.length_tokens
         else:
             remaining_tokens = queue[action.key].new_tokens
@@ -221,10 +221,9 @@ def _features(
         lengths = [(action.chunk_tokens, queue[action.key].cached_tokens)]
     else:
         lengths = [(queue[key].new_tokens, queue[key].cached_tokens) for key in action.keys]
-        if action.shape is not None and shape_is_padded:
-            cached = [cached_tokens for _, cached_tokens in lengths] + [0] * (action.shape.requests - len(lengths))
-            lengths = [(action.shape.length_tokens, cached_tokens) for cached_tokens in cached]
     attention_work = float(sum(new * (new + 2 * cached) for new, cached in lengths))
     new_tokens, cached_tokens = sum(new for new, _ in lengths), sum(cached for _, cached in lengths)
+    if isinstance(action, ShortBatch) and action.shape is not None and shape_is_padded:
+        new_tokens = action.shape.tokens
     duration_s = truth.iteration_s(attention_work, new_tokens, cached_tokens)
     return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s)

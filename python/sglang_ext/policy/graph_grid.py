@@ -36,7 +36,7 @@ class GraphGrid:
     `max_prefix_tokens`: of all cached prefixes of a batch. Raises ValueError for an empty shape.
     """
 
-    __slots__ = ("_by_length", "_left_out", "_max_prefix_tokens", "lengths_tokens", "shapes")
+    __slots__ = ("_by_tokens", "_left_out", "_max_prefix_tokens", "lengths_tokens", "shapes")
 
     def __init__(self, shapes: Iterable[GraphShape] = (), max_prefix_tokens: float = inf) -> None:
         self._max_prefix_tokens = max_prefix_tokens
@@ -54,11 +54,11 @@ class GraphGrid:
 
         `longest_tokens`: new tokens of its longest request; `new_tokens` and `cached_tokens`: of all its requests.
         """
-        shape = self.nearest(longest_tokens, requests)
+        shape = self.nearest(longest_tokens, requests, new_tokens)
         if shape is None:
-            has_lost = any(one.length_tokens >= longest_tokens and one.requests >= requests for one in self._left_out)
+            has_lost = any(_holds(one, longest_tokens, requests, new_tokens) for one in self._left_out)
             return Fallback.MEMORY if has_lost else Fallback.TOO_LARGE
-        if shape.length_tokens * shape.requests > max(FREE_TOKENS, MAX_PADDING_FACTOR * new_tokens):
+        if shape.tokens > max(FREE_TOKENS, MAX_PADDING_FACTOR * new_tokens):
             return Fallback.PADDING
         return shape if cached_tokens <= self._max_prefix_tokens else Fallback.PREFIXES
 
@@ -68,22 +68,17 @@ class GraphGrid:
             self._left_out.append(shape)
             self._use(set(self.shapes) - {shape})
 
-    def nearest(self, length_tokens: int, requests: int) -> GraphShape | None:
-        """The captured shape with the least padding that holds `requests` of up to `length_tokens`; None if none."""
-        best: GraphShape | None = None
-        for length in self.lengths_tokens[bisect_left(self.lengths_tokens, length_tokens) :]:
-            if best is not None and length * requests >= best.length_tokens * best.requests:
-                break
-            sizes = self._by_length[length]
-            at = bisect_left(sizes, requests)
-            if at < len(sizes) and (best is None or length * sizes[at] < best.length_tokens * best.requests):
-                best = GraphShape(length, sizes[at])
-        return best
+    def nearest(self, longest_tokens: int, requests: int, new_tokens: int) -> GraphShape | None:
+        """The captured shape with the least padding that holds such a batch; None if none. Of two, the shorter."""
+        for shape in self._by_tokens[bisect_left(self._by_tokens, new_tokens, key=_tokens) :]:
+            if _holds(shape, longest_tokens, requests, new_tokens):
+                return shape
+        return None
 
     def deepest(self, length_tokens: int) -> int | None:
-        """Most requests of up to `length_tokens` that a captured shape holds; None if none holds one."""
-        sizes = (shape.requests for shape in self.shapes if shape.length_tokens >= length_tokens)
-        return max(sizes, default=None)
+        """Most requests of up to `length_tokens` that a captured shape has slots for; None if none holds one."""
+        slots = (shape.slots for shape in self.shapes if shape.length_tokens >= length_tokens)
+        return max(slots, default=None)
 
     def depths(self, max_requests: int) -> list[int]:
         """Numbers of requests that a batch can aim at: the captured ones, or powers of two."""
@@ -99,7 +94,12 @@ class GraphGrid:
                 raise ValueError(f"a captured shape holds at least one token of one request, got {shape}")
         self.shapes = tuple(unique)
         self.lengths_tokens = sorted({shape.length_tokens for shape in unique})
-        self._by_length = {
-            length: [shape.requests for shape in unique if shape.length_tokens == length]
-            for length in self.lengths_tokens
-        }
+        self._by_tokens = sorted(unique, key=lambda shape: (shape.tokens, shape.length_tokens))
+
+
+def _tokens(shape: GraphShape) -> int:
+    return shape.tokens
+
+
+def _holds(shape: GraphShape, longest_tokens: int, requests: int, new_tokens: int) -> bool:
+    return shape.length_tokens >= longest_tokens and shape.slots >= requests and shape.tokens >= new_tokens

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from sglang_ext.types import LengthClass
 
+_SLOTS_FACTOR = 4  # requests of a quarter of the length, on average
+_SLOT_TOKENS = 16
+
 
 class LapsMode(StrEnum):
     """What an instance prefers. Every mode serves every request: a stray one is late, never lost."""
@@ -68,10 +71,23 @@ class RoundSnapshot(NamedTuple):
 
 
 class GraphShape(NamedTuple):
-    """A captured prefill graph: every one of `requests` slots holds up to `length_tokens` new tokens."""
+    """A captured prefill graph, large enough for `requests` of `length_tokens` new tokens each.
+
+    Tokens are packed, so it also holds more requests than that, shorter ones, up to `slots`.
+    """
 
     length_tokens: int
     requests: int
+
+    @property
+    def tokens(self) -> int:
+        """What a replay computes, padding included."""
+        return self.length_tokens * self.requests
+
+    @property
+    def slots(self) -> int:
+        """Most requests: an empty one costs the start of its attention in each layer, so there are not many."""
+        return min(_SLOTS_FACTOR * self.requests, max(self.requests, self.tokens // _SLOT_TOKENS))
 
 
 class ShortBatch(NamedTuple):

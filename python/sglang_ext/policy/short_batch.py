@@ -44,6 +44,7 @@ class BatchCost(NamedTuple):
     attention_work: float = 0.0
 
     def joined_by(self, new_tokens: int, cached_tokens: int) -> BatchCost:
+        """With one more request."""
         return BatchCost(
             self.cost,
             self.grid,
@@ -54,6 +55,18 @@ class BatchCost(NamedTuple):
             self.attention_work + new_tokens * (new_tokens + 2.0 * cached_tokens),
         )
 
+    def merged_with(self, other: BatchCost) -> BatchCost:
+        """Both batches as one."""
+        return BatchCost(
+            self.cost,
+            self.grid,
+            max(self.longest_tokens, other.longest_tokens),
+            self.requests + other.requests,
+            self.new_tokens + other.new_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.attention_work + other.attention_work,
+        )
+
     def shape(self) -> GraphShape | None:
         """The captured shape that the batch will be padded to; None: it runs on the ordinary kernels."""
         if not self.grid.shapes:
@@ -62,15 +75,34 @@ class BatchCost(NamedTuple):
         return choice if isinstance(choice, GraphShape) else None
 
     def time_s(self) -> float:
-        """Seconds; on a captured shape every slot of it is computed at its full length."""
+        """Seconds; on a captured shape all of its tokens are computed, but attention only for those of requests."""
         shape = self.shape()
-        if shape is None:
-            return self.cost.iteration_s(self.attention_work, self.new_tokens, self.cached_tokens)
-        length = shape.length_tokens
-        return self.cost.iteration_s(
-            length * (shape.requests * float(length) + 2.0 * self.cached_tokens),
-            length * shape.requests,
-            self.cached_tokens,
+        tokens = self.new_tokens if shape is None else shape.tokens
+        return self.cost.iteration_s(self.attention_work, tokens, self.cached_tokens)
+
+
+class _Members(NamedTuple):
+    """A batch while it is formed. An empty one takes no time."""
+
+    batch: BatchCost
+    ranked: tuple[RankedPrefill, ...] = ()
+    kv_tokens: int = 0
+    time_s: float = 0.0
+
+    def joined_by(self, candidate: RankedPrefill, bounds: BatchBounds) -> _Members:
+        request = candidate.request
+        batch = self.batch.joined_by(request.new_tokens, request.cached_tokens)
+        return _Members(batch, (*self.ranked, candidate), self.kv_tokens + pages(candidate, bounds), batch.time_s())
+
+    def merged_with(self, other: _Members) -> _Members:
+        batch = self.batch.merged_with(other.batch)
+        return _Members(batch, self.ranked + other.ranked, self.kv_tokens + other.kv_tokens, batch.time_s())
+
+    def has_room(self, bounds: BatchBounds) -> bool:
+        return (
+            self.batch.requests <= bounds.max_requests
+            and self.batch.new_tokens <= bounds.max_tokens
+            and self.kv_tokens <= bounds.free_kv_tokens
         )
 
 
@@ -79,39 +111,42 @@ def form_batch(
 ) -> FormedBatch | None:
     """The batch of the most urgent request, `ranked` being in order of urgency; None if its head fits no memory.
 
-    Another request joins if the batch with it takes no longer than the two apart. Without captured shapes nothing
-    is padded, and urgency alone decides.
+    Another request joins if the batch with it takes no longer than the two apart. Where it does not, as the batch would
+    need a larger shape, several may: they join together if the batch with all of them takes no longer than the two
+    batches. Without captured shapes nothing is padded, and urgency alone decides.
     """
     if not ranked or pages(ranked[0], bounds) > bounds.free_kv_tokens:
         return None
     head = ranked[0]
-    max_requests = bounds.max_requests
     if grid.shapes:
-        max_requests = min(max_requests, grid.deepest(head.request.new_tokens) or max_requests)
-    members = [head]
-    batch = BatchCost(cost, grid).joined_by(head.request.new_tokens, head.request.cached_tokens)
-    predicted_s = batch.time_s()
-    kv_tokens = pages(head, bounds)
+        deepest = min(bounds.max_requests, grid.deepest(head.request.new_tokens) or bounds.max_requests)
+        bounds = bounds._replace(max_requests=deepest)
+    members = _Members(BatchCost(cost, grid)).joined_by(head, bounds)
+    waiting = _Members(BatchCost(cost, grid))  # those that have not paid by themselves
     lacks_room = False
     for candidate in _by_bucket(head, ranked, grid):
-        if len(members) >= max_requests:
+        if len(members.ranked) >= bounds.max_requests:
             break
-        request = candidate.request
-        needed_tokens = pages(candidate, bounds)
-        joined = batch.joined_by(request.new_tokens, request.cached_tokens)
-        if joined.new_tokens > bounds.max_tokens or kv_tokens + needed_tokens > bounds.free_kv_tokens:
+        joined = members.joined_by(candidate, bounds)
+        if not joined.has_room(bounds):
             lacks_room = True
             continue
-        joined_s = joined.time_s()
-        if joined_s > predicted_s + candidate.remaining_s:
-            continue  # padding does not pay
-        if joined_s > bounds.budget_s:
-            lacks_room = True
+        if joined.time_s <= members.time_s + candidate.remaining_s:
+            if joined.time_s > bounds.budget_s:
+                lacks_room = True
+                continue
+            members = joined
             continue
-        members.append(candidate)
-        batch, predicted_s, kv_tokens = joined, joined_s, kv_tokens + needed_tokens
-    is_full = lacks_room or len(members) >= max_requests
-    return FormedBatch(tuple(members), batch.new_tokens, predicted_s, batch.shape(), is_full)
+        more = waiting.joined_by(candidate, bounds)
+        both = members.merged_with(more)
+        if not both.has_room(bounds):
+            continue
+        waiting = more
+        if both.time_s <= min(members.time_s + waiting.time_s, bounds.budget_s):
+            members, waiting = both, _Members(BatchCost(cost, grid))
+    is_full = lacks_room or len(members.ranked) >= bounds.max_requests
+    batch = members.batch
+    return FormedBatch(members.ranked, batch.new_tokens, members.time_s, batch.shape(), is_full)
 
 
 def lone_batch(head: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> FormedBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_ext.policy.laps_records import GraphShape
-from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS, plan_captures, tokens
+from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS, plan_captures
 
 
 def test_the_papers_grid_has_42_shapes_largest_first() -> None:
@@ -11,7 +11,7 @@ def test_the_papers_grid_has_42_shapes_largest_first() -> None:
     assert len(plan) == len(set(plan)) == 42
     assert plan[0] == GraphShape(256, 64)
     assert plan[-1] == GraphShape(8, 1)
-    assert [tokens(shape) for shape in plan] == sorted(map(tokens, plan), reverse=True)
+    assert [shape.tokens for shape in plan] == sorted((shape.tokens for shape in plan), reverse=True)
 
 
 def test_limits_of_the_engine_bound_it() -> None:

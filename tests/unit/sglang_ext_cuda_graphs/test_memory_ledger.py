@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.policy.laps_records import GraphShape
-from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS, tokens
+from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS
 from sglang_ext_cuda_graphs.memory_ledger import UNEXPLAINED_BYTES, CaptureCost, MemoryLedger
 
 MB = 1_000_000
@@ -36,12 +36,12 @@ class SimulatedPool:
 
     def capture(self, shape: GraphShape, own_share: float) -> CaptureCost:
         truth, growth = self._truth, 0
-        if tokens(shape) > self._tokens:
-            needed = truth.bytes_per_token * (tokens(shape) - truth.reused * self._tokens) - self._left_bytes
+        if shape.tokens > self._tokens:
+            needed = truth.bytes_per_token * (shape.tokens - truth.reused * self._tokens) - self._left_bytes
             needed += 0 if self._tokens else truth.workspace_bytes
             growth = max(0, -int(-needed // truth.segment_bytes) * truth.segment_bytes)
             self._left_bytes = max(0, int(growth - needed))
-            self._tokens = tokens(shape)
+            self._tokens = shape.tokens
         return CaptureCost(shape, growth, int(truth.own_bytes * (1 + own_share)), 0.1)
 
 
@@ -75,7 +75,7 @@ def test_the_budget_holds_and_what_fits_is_captured(
             assert ledger.used_bytes == used_bytes + cost.pool_growth_bytes + cost.own_bytes
         else:
             # twice what it takes by itself would not fit
-            assert used_bytes + 2 * truth.bytes_per_token * tokens(shape) + 2 * truth.own_bytes + 1 > budget_bytes
+            assert used_bytes + 2 * truth.bytes_per_token * shape.tokens + 2 * truth.own_bytes + 1 > budget_bytes
 
 
 @given(truth=TRUTHS, order=st.permutations(PAPER), assumed_over_truth=st.floats(0.01, 100.0))

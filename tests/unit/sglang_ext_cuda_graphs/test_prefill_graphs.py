@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.graph_grid import Fallback
 from sglang_ext.policy.laps_records import GraphShape
-from sglang_ext_cuda_graphs.capture_plan import plan_captures, tokens
+from sglang_ext_cuda_graphs.capture_plan import plan_captures
 from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DeviceMemory, DirectRecorder, Recording
@@ -42,17 +42,19 @@ class CountingRecorder(DirectRecorder):
 def toy(shape: GraphShape, batch: PaddedBatch) -> torch.Tensor:
     """Of each token: its id, its position, and the sums of its request's prefix slots and of all ids."""
     owner = torch.searchsorted(batch.qo_indptr, torch.arange(batch.ids.numel()), right=True) - 1
-    prefix = [int(batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].sum()) for i in range(shape.requests)]
-    sums = torch.tensor([*prefix, 0])[owner.clamp(max=shape.requests)]
+    prefix = [int(batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].sum()) for i in range(shape.slots)]
+    sums = torch.tensor([*prefix, 0])[owner.clamp(max=shape.slots)]
     return torch.stack([batch.ids, batch.positions, sums, batch.ids.sum().expand_as(sums)], dim=1).float()
 
 
-def build(budget_bytes: int | None = None, max_prefix_tokens: int = 100) -> tuple[PrefillGraphs, CountingRecorder]:
+def build(
+    budget_bytes: int | None = None, max_prefix_tokens: int = 100, lengths: tuple[int, ...] = (4, 8)
+) -> tuple[PrefillGraphs, CountingRecorder]:
     recorder = CountingRecorder()
-    shapes = plan_captures([4, 8], [1, 2, 4], 32, 4)
+    shapes = plan_captures(lengths, [1, 2, 4], 4 * max(lengths), 4)
     clock = iter(range(1000))
     ledger = MemoryLedger(budget_bytes, assumed_bytes_per_token=1.0)
-    output = torch.full((32, HIDDEN), float("nan"))
+    output = torch.full((4 * max(lengths), HIDDEN), float("nan"))
     return PrefillGraphs(shapes, toy, recorder, ledger, output, max_prefix_tokens, lambda: next(clock)), recorder
 
 
@@ -62,11 +64,11 @@ def ragged(new_lens: list[int], prefix_lens: list[int]) -> RaggedBatch:
     return RaggedBatch(
         ids=torch.arange(1, count + 1),
         positions=torch.tensor(positions),
-        cache_slots=torch.arange(200, 200 + count),
+        cache_slots=torch.arange(1000, 1000 + count),
         rows=torch.arange(len(new_lens)),
         new_lens=torch.tensor(new_lens),
         prefix_lens=torch.tensor(prefix_lens),
-        table=torch.arange(4 * 50, dtype=torch.int32).view(4, 50),
+        table=torch.arange(20 * 50, dtype=torch.int32).view(20, 50),
         longest_prefix_tokens=max(prefix_lens),
     )
 
@@ -124,17 +126,25 @@ def test_padding_that_costs_more_than_it_saves_is_refused() -> None:
     shapes = plan_captures([128], [1, 2, 4], 512, 4)
     ledger = MemoryLedger(None, 1.0)
     graphs = PrefillGraphs(shapes, toy, DirectRecorder(), ledger, torch.zeros(512, HIDDEN), 1, lambda: 0.0)
-    assert graphs.choose([1, 1], [0, 0]) == GraphShape(128, 2)  # reading the weights takes longer
-    assert graphs.choose([128, 100, 28], [0, 0, 0]) == GraphShape(128, 4)
-    assert graphs.choose([128, 100, 27], [0, 0, 0]) is Fallback.PADDING
+    assert graphs.choose([1, 1], [0, 0]) == GraphShape(128, 1)  # reading the weights takes longer
+    assert graphs.choose([128, 100, 28], [0, 0, 0]) == GraphShape(128, 2)
+    assert graphs.choose([128, *[15] * 8], [0] * 9) is Fallback.PADDING
+    assert graphs.choose([128, *[16] * 8], [0] * 9) == GraphShape(128, 4)
 
 
 @settings(deadline=None)
 @given(
-    st.lists(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=4), min_size=1, max_size=5)
+    st.lists(
+        st.one_of(
+            st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=16),
+            st.lists(st.tuples(st.integers(1, 64), st.integers(0, 12)), min_size=1, max_size=4),
+        ),
+        min_size=1,
+        max_size=5,
+    )
 )
 def test_a_batch_is_what_it_is_alone_whatever_ran_before(history: list[list[tuple[int, int]]]) -> None:
-    graphs, _ = build()
+    graphs, _ = build(max_prefix_tokens=1000, lengths=(4, 8, 64))
     for lengths in history:
         new_lens, prefix_lens = [new for new, _ in lengths], [prefix for _, prefix in lengths]
         shape = graphs.choose(new_lens, prefix_lens)
@@ -143,7 +153,7 @@ def test_a_batch_is_what_it_is_alone_whatever_ran_before(history: list[list[tupl
         batch = ragged(new_lens, prefix_lens)
         graphs.load(shape, batch)
         hidden = graphs.replay(shape)
-        assert hidden.shape == (tokens(shape), HIDDEN)
+        assert hidden.shape == (shape.tokens, HIDDEN)
         real = hidden[: sum(new_lens)]
         count = sum(new_lens)
         sums = [int(batch.table[i, :prefix].sum()) for i, (new, prefix) in enumerate(lengths) for _ in range(new)]

@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
-from sglang_ext_cuda_graphs.capture_plan import plan_captures, tokens
+from sglang_ext_cuda_graphs.capture_plan import plan_captures
 from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import Recorder
@@ -35,7 +35,7 @@ def build_graphs(
     if not shapes:
         return None
     budget_bytes = free_bytes // 2 if options.memory_gb is None else int(options.memory_gb * 1e9)
-    most_tokens = tokens(shapes[0])
+    most_tokens = shapes[0].tokens
     graphs = PrefillGraphs(
         shapes,
         runner.compute,

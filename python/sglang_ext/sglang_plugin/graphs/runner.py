@@ -133,10 +133,10 @@ def _static_forward_batch(model_runner: Any, shape: GraphShape, batch: PaddedBat
     from sglang.srt.layers.dp_attention import DpPaddingMode
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-    lengths = [shape.length_tokens] * shape.requests
+    lengths = [shape.length_tokens] * shape.requests + [0] * (shape.slots - shape.requests)
     forward_batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
-        batch_size=shape.requests,
+        batch_size=shape.slots,
         input_ids=batch.ids,
         req_pool_indices=batch.rows,
         seq_lens=batch.total_lens,
@@ -150,7 +150,7 @@ def _static_forward_batch(model_runner: Any, shape: GraphShape, batch: PaddedBat
         extend_prefix_lens=batch.prefix_lens,
         extend_start_loc=batch.starts,
         extend_seq_lens_cpu=lengths,
-        extend_prefix_lens_cpu=[0] * shape.requests,
+        extend_prefix_lens_cpu=[0] * shape.slots,
         extend_logprob_start_lens_cpu=lengths,
         global_forward_mode=ForwardMode.EXTEND,
         capture_hidden_mode=CaptureHiddenMode.NULL,

@@ -116,7 +116,7 @@ class PrometheusMetrics:
         if isinstance(action, ShortBatch):
             self._depths.observe(len(keys))
             if action.shape is not None:
-                padded_tokens = action.shape.length_tokens * action.shape.requests
+                padded_tokens = action.shape.tokens
                 self._fills.observe(action.new_tokens / padded_tokens)
                 self._padding.inc(padded_tokens - action.new_tokens)
 

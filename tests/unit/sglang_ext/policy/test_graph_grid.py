@@ -14,16 +14,25 @@ PAPER = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 6
 
 def test_the_papers_grid() -> None:
     assert len(PAPER.shapes) == 42
-    assert PAPER.nearest(9, 3) == GraphShape(16, 4)
-    assert PAPER.nearest(8, 1) == GraphShape(8, 1)
-    assert PAPER.nearest(257, 1) is None
-    assert PAPER.nearest(8, 65) is None
-    assert PAPER.deepest(256) == 64
+    assert PAPER.nearest(9, 4, 36) == GraphShape(16, 4)
+    assert PAPER.nearest(8, 1, 8) == GraphShape(8, 1)
+    assert PAPER.nearest(257, 1, 257) is None
+    assert PAPER.nearest(256, 257, 512) is None
+    assert PAPER.deepest(256) == 256
     assert PAPER.deepest(257) is None
 
 
+def test_a_shape_holds_more_requests_when_they_are_shorter() -> None:
+    # 16 tokens each on average, up to four times the batch size
+    assert [GraphShape(length, 4).slots for length in (8, 16, 32, 64, 128)] == [4, 4, 8, 16, 16]
+    assert PAPER.nearest(64, 16, 256) == GraphShape(64, 4)
+    assert PAPER.nearest(64, 17, 256) == GraphShape(64, 8)
+    assert PAPER.nearest(64, 4, 256) == GraphShape(64, 4)
+    assert PAPER.nearest(60, 20, 650) == GraphShape(64, 16)
+
+
 def test_without_shapes_nothing_fits() -> None:
-    assert GraphGrid().nearest(1, 1) is None
+    assert GraphGrid().nearest(1, 1, 1) is None
     assert GraphGrid().deepest(1) is None
 
 
@@ -36,10 +45,11 @@ def test_an_empty_shape_is_refused(shape: GraphShape) -> None:
 def test_the_rule_of_padding() -> None:
     assert PAPER.choose(1, 1, 1, 0) == GraphShape(8, 1)
     assert PAPER.choose(128, 2, 129, 0) == GraphShape(128, 2)  # 256 tokens are free
-    assert PAPER.choose(128, 3, 256, 0) == GraphShape(128, 4)
-    assert PAPER.choose(128, 3, 255, 0) is Fallback.PADDING
+    assert PAPER.choose(128, 3, 257, 0) == GraphShape(128, 4)
+    assert PAPER.choose(200, 8, 256, 0) == GraphShape(256, 2)  # twice the tokens
+    assert PAPER.choose(200, 9, 511, 0) is Fallback.PADDING  # the next has 1024 tokens
     assert PAPER.choose(257, 1, 257, 0) is Fallback.TOO_LARGE
-    assert PAPER.choose(8, 65, 65, 10**9) is Fallback.TOO_LARGE
+    assert PAPER.choose(8, 257, 257, 10**9) is Fallback.TOO_LARGE
     bounded = GraphGrid(PAPER.shapes, max_prefix_tokens=100)
     assert bounded.choose(8, 2, 16, 100) == GraphShape(8, 2)
     assert bounded.choose(8, 2, 16, 101) is Fallback.PREFIXES
@@ -64,15 +74,23 @@ def test_depths_are_those_of_the_shapes_or_powers_of_two() -> None:
     assert GraphGrid().depths(10) == [1, 2, 4, 8, 10]
 
 
-@given(st.sets(st.tuples(st.integers(1, 40), st.integers(1, 20)), max_size=12), st.integers(1, 45), st.integers(1, 25))
-def test_nearest_agrees_with_trying_all(shapes: set[tuple[int, int]], length: int, requests: int) -> None:
+@given(
+    st.sets(st.tuples(st.integers(1, 90), st.integers(1, 20)), max_size=12),
+    st.lists(st.integers(1, 95), min_size=1, max_size=40),
+)
+def test_nearest_agrees_with_trying_all(shapes: set[tuple[int, int]], lengths: list[int]) -> None:
     grid = GraphGrid(GraphShape(*shape) for shape in shapes)
-    fitting = [a * b for a, b in shapes if a >= length and b >= requests]
-    found = grid.nearest(length, requests)
-    if found is None:
-        assert not fitting
-    else:
-        assert found.length_tokens >= length
-        assert found.requests >= requests
-        assert found.length_tokens * found.requests == min(fitting)
-    assert grid.deepest(length) == max((b for a, b in shapes if a >= length), default=None)
+    slots = {(a, b): min(4 * b, max(b, a * b // 16)) for a, b in shapes}
+    longest, requests, tokens = max(lengths), len(lengths), sum(lengths)
+    fitting = [(a * b, a) for a, b in shapes if a >= longest and a * b >= tokens and slots[a, b] >= requests]
+    found = grid.nearest(longest, requests, tokens)
+    assert (found and (found.tokens, found.length_tokens)) == min(fitting, default=None)
+    assert grid.deepest(longest) == max((slots[a, b] for a, b in shapes if a >= longest), default=None)
+
+
+@given(st.integers(1, 256), st.integers(1, 64))
+def test_a_full_batch_of_equal_lengths_runs_on_its_own_shape(length: int, requests: int) -> None:
+    assert GraphGrid([GraphShape(length, requests)]).choose(length, requests, length * requests, 0) == (
+        length,
+        requests,
+    )
