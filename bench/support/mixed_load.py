@@ -219,9 +219,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300), trust_env=False
-    )
+    # uvicorn closes a connection that was idle for 5 s; a request that is just being sent on it would be lost.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300), trust_env=False)
 
 
 def _stratified(values: Sequence[int], count: int, draw: random.Random) -> list[int]:
