@@ -68,6 +68,15 @@ def test_what_is_left_out_is_left_out_for_all_who_hold_the_grid() -> None:
     assert held.choose(17, 1, 17, 0) is Fallback.TOO_LARGE
 
 
+def test_a_shape_that_was_left_out_is_no_reason_for_a_batch_that_it_would_not_have_held() -> None:
+    grid = GraphGrid([GraphShape(64, 2)])
+    grid.leave_out(GraphShape(64, 2))
+    assert grid.choose(64, 8, 128, 0) is Fallback.MEMORY
+    assert grid.choose(64, 8, 129, 0) is Fallback.TOO_LARGE
+    assert grid.choose(64, 9, 128, 0) is Fallback.TOO_LARGE
+    assert grid.choose(65, 1, 65, 0) is Fallback.TOO_LARGE
+
+
 def test_depths_are_those_of_the_shapes_or_powers_of_two() -> None:
     assert PAPER.depths(10) == [1, 2, 4, 8]
     assert GraphGrid.from_product((8,), (16, 32)).depths(10) == [10]
