@@ -1,0 +1,130 @@
+"""Rules of structure and words that no other linter knows: `python tools/check_structure.py [PATH PREFIX ...]`.
+
+- a module under 80 lines has two importers in the product, or belongs into the one that uses it;
+- no class name stands twice in the product;
+- no module is called after what it is made of (`records.py`, `arguments.py`, `command.py`);
+- code, tests and documents use the field's words (`WORDS`: what to write instead).
+
+Exit status 1 with a line per finding, 0 without any.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path, PurePosixPath
+
+ROOTS = ("python", "router", "kernels", "cuda_graphs")
+FULL_LINES = 80
+VAGUE_NAMES = frozenset({"records.py", "arguments.py", "command.py"})
+# Modules that something other than an import reaches: an entry point, `python -m`, a file path.
+REACHED_OTHERWISE = frozenset({"sglang_ext.sglang_plugin.entry_point"})
+
+WORDS = {
+    r"bells?|ears?|clappers?": "waker",
+    r"silence": "say what stops: no reply, timeout, quiet",
+    r"said": "sent",
+    r"heard|unheard": "acknowledged, unacknowledged, received",
+    r"told of": "notified",
+    r"steadfast": "deferred error",
+    r"sisters?": "peer ranks",
+    r"(?:bring|brings|brought) home": "collect to the owner",
+    r"(?:give|gives|gave|given) back": "decline",
+    r"hopeless": "timed out",
+    r"patience": "timeout",
+    r"lots?": "KV segment",
+    r"surrender(?:s|ed|ing)?": "take slots",
+    r"condemn(?:s|ed|ing)?": "deferred free",
+    r"blam(?:e|es|ed|ing)": "record failure",
+    r"absolv(?:e|es|ed|ing)": "release trial",
+    r"credit(?:s|ed|ing)?": "record success",
+    r"late share": "SLO violation rate",
+    r"lateness": "tardiness",
+    r"company|who joins": "batch members",
+    r"last words": "drain flush",
+    r"spoil(?:s|ed|ing)?": "head-of-line blocking",
+    r"somebody|nobody|whoever|everyone": "the component: the owner, the coordinator, the decode instance, the router",
+    r"exchang(?:e|es|ed|ing)": "the request (router), the PD protocol, the pool protocol",
+    r"world(?!_size|\(?s?\)? size)": "simulated network, simulated cluster",
+}
+# Letters before or after make another word; an underscore or a capital does not.
+_PATTERNS = [
+    (re.compile(rf"(?<![A-Za-z])(?:{words})(?![a-z])", re.IGNORECASE), better) for words, better in WORDS.items()
+]
+READ = (".py", ".md", ".cpp", ".h", ".yaml", ".toml", ".service")
+
+
+def main(prefixes: list[str]) -> int:
+    """Print what is found in tracked files that start with one of `prefixes` (none: all). Returns the exit status."""
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    files = [name for name in tracked if Path(name).is_file()]
+    findings = [*_structure(files), *_words(files)]
+    kept = [line for line in findings if not prefixes or line.startswith(tuple(prefixes))]
+    print("\n".join(kept) if kept else "structure and words: nothing found")
+    return 1 if kept else 0
+
+
+def _structure(files: list[str]) -> list[str]:
+    modules = {_module(name): name for name in files if name.endswith(".py") and name.split("/")[0] in ROOTS}
+    importers: dict[str, set[str]] = defaultdict(set)
+    classes: dict[str, list[str]] = defaultdict(list)
+    lines: dict[str, int] = {}
+    for module, name in modules.items():
+        source = Path(name).read_text(encoding="utf-8")
+        lines[module] = source.count("\n")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(name)
+            for imported in _imported(node):
+                if imported in modules and imported != module:
+                    importers[imported].add(module)
+    findings = []
+    for module, name in modules.items():
+        base = PurePosixPath(name).name
+        if base in VAGUE_NAMES:
+            findings.append(f"{name}: called after what it is made of, not what it holds")
+        if base == "__init__.py" or module in REACHED_OTHERWISE or lines[module] >= FULL_LINES:
+            continue
+        if len(importers[module]) < 2:
+            only = next(iter(importers[module]), "no module")
+            findings.append(f"{name}: {lines[module]} lines, and imported by {only} alone")
+    for class_name, places in sorted(classes.items()):
+        if len(places) > 1:
+            findings += [
+                f"{place}: class {class_name} is also in {', '.join(set(places) - {place}) or place}"
+                for place in places
+            ]
+    return findings
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def _module(name: str) -> str:
+    parts = PurePosixPath(name).with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _words(files: list[str]) -> list[str]:
+    findings = []
+    for name in files:
+        if not name.endswith(READ) or name == "tools/check_structure.py":
+            continue
+        for number, line in enumerate(Path(name).read_text(encoding="utf-8").splitlines(), 1):
+            for pattern, better in _PATTERNS:
+                match = pattern.search(line)
+                if match is not None:
+                    findings.append(f"{name}:{number}: {match[0]!r}; write: {better}")
+    return findings
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
