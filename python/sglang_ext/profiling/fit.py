@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost
-from sglang_ext.policy.cdsp.records import SpCost
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCost, fit_sp_cost
 from sglang_ext.policy.instance_pressure import quantile
 from sglang_ext.policy.non_negative import solve_non_negative
 from sglang_ext.policy.prefill_cost import CostCoefficients

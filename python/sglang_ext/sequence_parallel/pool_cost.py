@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import fitted_cost
 from sglang_ext.profiling.profile_file import EngineProfile
 

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_ext.policy.instance_pressure import (
-    ControllerState,
-    InstanceSignals,
-    PoolInstance,
-    PressureSettings,
-    decide,
-)
+from sglang_ext.policy.instance_pressure import ControllerState, InstanceSignals, PoolInstance, PressureSettings, decide
 from sglang_ext.policy.laps_records import ClassReport, LapsMode
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.instances import Instance, InstancePool

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_ext.policy.cdsp.records import SpCandidate
 from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.policy.improvement_rate import (
     FixedImprovementRate,
     ImprovementRateSource,

@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.policy.arrival_rate import ArrivalRate
-from sglang_ext.policy.awd import (
-    AdaptiveWaitDepth,
-    Evidence,
-    GatheringBatch,
-    WindowLimits,
-    break_even_gap_s,
-)
+from sglang_ext.policy.awd import AdaptiveWaitDepth, Evidence, GatheringBatch, WindowLimits, break_even_gap_s
 from sglang_ext.policy.laps_records import DispatchReason
 
 LIMITS = WindowLimits(w_min_s=0.0, w_max_s=0.03, t_max_s=0.1, sigma_s=0.02, delta_s=0.01)

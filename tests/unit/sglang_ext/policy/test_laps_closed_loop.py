@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from sglang_ext.policy.graph_grid import GraphGrid
 from sglang_ext.policy.laps import Laps
 from sglang_ext.policy.laps_options import Batching, LapsOptions
-from sglang_ext.policy.laps_records import (
-    DispatchReason,
-    LapsMode,
-    PriorityClass,
-    RoundSnapshot,
-    ShortBatch,
-)
+from sglang_ext.policy.laps_records import DispatchReason, LapsMode, PriorityClass, RoundSnapshot, ShortBatch
 from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.types import LengthClass
 from support.prefill_loop import (

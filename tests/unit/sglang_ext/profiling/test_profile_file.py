@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.profiling.iteration_cost import FrontEnd, IterationCost
 from sglang_ext.profiling.profile_file import FORMAT, ProfileError, load_profile, sp_entry, write_profile

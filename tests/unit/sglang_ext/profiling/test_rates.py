@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 from sglang_ext.policy.improvement_rate import ImprovementRateTable, ProfiledRate
 from sglang_ext.profiling import rates_command

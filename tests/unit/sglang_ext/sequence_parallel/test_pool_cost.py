@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import LATENCY_S, PROMPT_TOKENS
 from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.profiling.profile_file import EngineProfile, load_profile, sp_entry, write_profile
