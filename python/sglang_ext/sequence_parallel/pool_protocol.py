@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_ext.costs.improvement_rates import ImprovementRates
 from sglang_ext.policy.cdsp.coordinator import Coordinator, CoordinatorSettings
 from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Offer, Order, RunChunk
 from sglang_ext.policy.cdsp.plan import PlannerConfig
 from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
-from sglang_ext.profiling.rates_in_use import ImprovementRates
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
     ChunkOrder,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from sglang_ext.policy.non_negative import solve_non_negative
+from sglang_ext.policy.nnls import solve_non_negative
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,11 @@ else raises an error that names what is missing.
 Call `install()` before the first import of `sglang`, in every process (see `sglang_plugin.launch`).
 """
 
-from sglang_ext.sglang_plugin.cpu_platform.import_hook import BENCHMARK_CANDIDATES, CANDIDATES, absent_packages, install
+from sglang_ext.sglang_plugin.cpu_platform.import_hook import (
+    BENCHMARK_CANDIDATES,
+    CANDIDATES,
+    absent_packages,
+    install,
+)
 
 __all__ = ["BENCHMARK_CANDIDATES", "CANDIDATES", "absent_packages", "install"]

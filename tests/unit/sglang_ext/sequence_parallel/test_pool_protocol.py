@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.policy.improvement_rate import table_from_json
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     CancelMessage,
