@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
@@ -73,7 +72,7 @@ class _Rank:
         self.endpoint = HandshakeEndpoint(
             "127.0.0.1", create_transport(transport, "127.0.0.1"), self.pool.layout, options
         )
-        self.handles: dict[tuple[int, str], SendHandle] = {}
+        self.handles: dict[tuple[int, str], OutgoingTransfer] = {}
 
     def address(self) -> str:
         return self.endpoint.address

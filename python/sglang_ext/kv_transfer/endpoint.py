@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from sglang_ext.bell import Bell
 from sglang_ext.kv_transfer.control_channel import ControlLoop, ControlMessage
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.invitations import (
@@ -28,10 +27,9 @@ from sglang_ext.kv_transfer.invitations import (
     ReceivedInvitations,
     SentInvitations,
 )
-from sglang_ext.kv_transfer.outgoing import Outgoing, PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
-from sglang_ext.kv_transfer.pool_layout import PoolLayout, Slots
-from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.pool_layout import PoolLayout
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import Transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
@@ -62,6 +60,7 @@ from sglang_ext.policy.handshake.receive_request import Need, Phase
 from sglang_ext.policy.handshake.receiver import PERMIT_EPOCH_SHIFT, Receiver
 from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.sender import Sender
+from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +98,12 @@ class HandshakeEndpoint:
             is_idle=self._is_idle,
         )
         self.address = self._loop.address
-        self.bell = Bell()  # rings when an invitation has come, or something has ended
+        self.waker = Waker()  # notified when an invitation has come, or a transfer has ended
         self._epoch = secrets.randbits(31)
         self._lock = threading.RLock()
         self._receiver = Receiver(self.address, self._epoch, self._options)
         self._received: dict[Room, TransferStatus] = {}
-        self._outgoing: dict[tuple[Room, str], Outgoing] = {}
+        self._outgoing: dict[tuple[Room, str], OutgoingTransfer] = {}
         self._sent_invitations = SentInvitations(self.address, options.retry_s, options.lease_s, decode_rank)
         self._received_invitations = ReceivedInvitations(2 * options.stall_timeout_s)
         self._peers = PeerLayouts(layout, transport.name)
@@ -171,7 +170,7 @@ class HandshakeEndpoint:
         *,
         is_helper: bool = False,
         may_have_helpers: bool = False,
-    ) -> SendHandle:
+    ) -> OutgoingTransfer:
         """Shake hands for a request with the decode rank at `receiver`. Raises ValueError when that is under way.
 
         `is_helper`: the request is another instance's, which sends it alone where this one fails; `may_have_helpers`:
@@ -186,60 +185,12 @@ class HandshakeEndpoint:
                 is_helper=is_helper,
                 may_have_helpers=may_have_helpers,
             )
-            outgoing = self._outgoing[room, receiver] = Outgoing(machine)
+            outgoing = OutgoingTransfer(machine, self._lock, self._clock, self._carry_out_sender)
+            self._outgoing[room, receiver] = outgoing
             self._carry_out_sender(outgoing, machine.start(now_s))
             self._ask_layout(receiver)
             self._abort_if_unlike(receiver)
-            return SendHandle(self, outgoing)
-
-    def offer(self, outgoing: Outgoing, chunk: SourceChunk, is_last: bool) -> int:
-        """For `SendHandle`, as the three below."""
-        with self._lock:
-            index = outgoing.machine.chunk_count
-            outgoing.add_chunk(chunk)
-            try:
-                actions = outgoing.machine.offer(chunk.shard, self._clock(), is_last=is_last)
-            except ValueError:
-                outgoing.drop_last_chunk()
-                raise
-            self._carry_out_sender(outgoing, actions)
-            return index
-
-    def part_ready(
-        self, outgoing: Outgoing, chunk: int, rows: PartRows, slots: Slots | None, states: tuple[Slots, ...] | None
-    ) -> None:
-        """A part of a chunk is in its slots."""
-        with self._lock:
-            if outgoing.machine.outcome is None:
-                part = outgoing.add_part(chunk, rows, slots, states)
-                try:
-                    actions = outgoing.machine.part_ready(chunk, part, self._clock())
-                except ValueError:
-                    outgoing.drop_last_part(chunk)
-                    raise
-                self._carry_out_sender(outgoing, actions)
-
-    def end_sending(self, outgoing: Outgoing, abort_reason: str | None) -> None:
-        """No more chunks will come, or nothing more shall be sent."""
-        with self._lock:
-            now_s, machine = self._clock(), outgoing.machine
-            actions = machine.close(now_s) if abort_reason is None else machine.abort(abort_reason, now_s)
-            self._carry_out_sender(outgoing, actions)
-
-    def restart_sending(self, outgoing: Outgoing, reason: str) -> None:
-        """This attempt ends, and another one follows."""
-        with self._lock:
-            self._carry_out_sender(outgoing, outgoing.machine.restart(reason, self._clock()))
-
-    def stored_chunks(self, outgoing: Outgoing) -> int:
-        """Chunks whose source slots are read no more."""
-        with self._lock:
-            return outgoing.machine.stored_chunks
-
-    def send_status(self, outgoing: Outgoing) -> TransferStatus:
-        """How far a transfer is."""
-        with self._lock:
-            return outgoing.status
+            return outgoing
 
     # ---- both ----
 
@@ -283,7 +234,7 @@ class HandshakeEndpoint:
         self._fencers.shutdown(wait=True)
         self._loop.close()
         self._transport.close()
-        self.bell.close()
+        self.waker.close()
 
     # ---- called by the control loop ----
 
@@ -319,7 +270,7 @@ class HandshakeEndpoint:
                 self._abort_if_unlike(message.receiver)
             elif isinstance(message, Invitation):
                 self._received_invitations.note(message, now_s)
-                self.bell.ring()
+                self.waker.notify()
                 seen = InvitationSeen(message.room, self.address, message.withdrawn is not None)
                 self._loop.send(message.receiver, seen)
             elif isinstance(message, InvitationSeen):
@@ -370,11 +321,11 @@ class HandshakeEndpoint:
                 self._submit(self._fencers, partial(self._fence, action.permit))
             elif isinstance(action, Ready):
                 self._received[action.room] = TransferStatus(Stage.COMPLETE, TransferOutcome.COMPLETE, "", True)
-                self.bell.ring()
+                self.waker.notify()
                 self._sent_invitations.finish(action.room)
             elif isinstance(action, Failing):
                 self._received[action.room] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
-                self.bell.ring()
+                self.waker.notify()
                 if action.outcome is TransferOutcome.RESTARTED:
                     # Who has shaken hands is told; others are invited to the next attempt.
                     self._sent_invitations.finish(action.room)
@@ -382,11 +333,11 @@ class HandshakeEndpoint:
                     self._send_all(self._sent_invitations.withdraw(action.room, action.reason, self._clock()))
             elif isinstance(action, Released):
                 self._received[action.room] = self._received[action.room]._replace(is_released=True)
-                self.bell.ring()
+                self.waker.notify()
             elif isinstance(action, Received):
                 self._records.append(action.record)
 
-    def _carry_out_sender(self, outgoing: Outgoing, actions: SenderActions) -> None:
+    def _carry_out_sender(self, outgoing: OutgoingTransfer, actions: SenderActions) -> None:
         for action in actions:
             if isinstance(action, Send):
                 self._loop.send(action.to, action.message)
@@ -395,9 +346,8 @@ class HandshakeEndpoint:
             elif isinstance(action, WritePart):
                 self._submit(self._writers, partial(self._write, outgoing, action))
             elif isinstance(action, SendEnded):
-                outgoing.result = SendResult(action.record, outgoing.written_bytes)
-                self._records.append(outgoing.result)
-                self.bell.ring()
+                self._records.append(outgoing.end(action.record))
+                self.waker.notify()
         if outgoing.machine.is_over:
             self._outgoing.pop((outgoing.machine.room, outgoing.machine.receiver), None)
 
@@ -415,7 +365,7 @@ class HandshakeEndpoint:
             with self._lock:
                 self._carry_out(self._receiver.on_fenced(permit, self._clock()))
 
-    def _write(self, outgoing: Outgoing, todo: WritePart) -> None:
+    def _write(self, outgoing: OutgoingTransfer, todo: WritePart) -> None:
         machine = outgoing.machine
         try:
             if machine.outcome is not None:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import Slots
-from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room, following
@@ -78,7 +77,7 @@ class OwnerTransfer:
         self._rows: list[_Rows] = []  # all that has been sent, for another attempt
 
     @property
-    def handle(self) -> SendHandle:
+    def handle(self) -> OutgoingTransfer:
         """The present attempt's, or the last one's where the next has not begun."""
         return self._handle
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
-from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.policy.cdsp.sharding import Positions
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from sglang_ext.sequence_parallel.chunk_step import LayerReady, StreamError
@@ -30,7 +29,7 @@ from sglang_ext.sequence_parallel.shard import KvPool
 class Target(NamedTuple):
     """A decode rank as one member sends to it."""
 
-    handle: SendHandle
+    handle: OutgoingTransfer
     first_head: int
     head_count: int
     first_token: int
@@ -42,7 +41,7 @@ OpenTarget = Callable[[Destination], Target | None]  # None where it wants no he
 class _Offered(NamedTuple):
     """A chunk towards one decode rank."""
 
-    handle: SendHandle
+    handle: OutgoingTransfer
     chunk: int
     tokens: int
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from io import BufferedReader
 from typing import NamedTuple, Protocol
 
-from sglang_ext.bell import Bell
 from sglang_ext.sequence_parallel.messages import (
     FromMember,
     Heartbeat,
@@ -29,6 +28,7 @@ from sglang_ext.sequence_parallel.messages import (
     encode,
 )
 from sglang_ext.sequence_parallel.ranks import Ranks
+from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class TcpLink:
         self._host = host
         self._port = port
         self._hello = hello
-        self._bell = Bell()
+        self._waker = Waker()
         # Readable when there is something to receive, or a session has begun or ended.
-        self.wake_descriptor = self._bell.descriptor
+        self.wake_descriptor = self._waker.descriptor
         self._is_closed = threading.Event()
         self._live: _Session | None = None  # what the threads have
         self._seen: _Session | None = None  # what the engine's loop has been told of
@@ -86,7 +86,7 @@ class TcpLink:
         `receive` and `send` belong to the session of which this has told last. Call it first in every turn: from here
         on the descriptor says what is new.
         """
-        self._bell.silence()
+        self._waker.drain()
         live = self._live
         self._seen = live if live is not None and live.is_up else None
         return None if self._seen is None else self._seen.welcome
@@ -103,7 +103,7 @@ class TcpLink:
 
     def wake(self) -> None:
         """Make the descriptor readable; from any thread."""
-        self._bell.ring()
+        self._waker.notify()
 
     def close(self) -> None:
         """Leave the pool, for good."""
@@ -112,7 +112,7 @@ class TcpLink:
         if live is not None:
             live.end("closed")
         self._thread.join(CONNECT_TIMEOUT_S)
-        self._bell.close()
+        self._waker.close()
 
     def _run(self) -> None:
         said, retry_s = "", _FIRST_RETRY_S
@@ -131,10 +131,10 @@ class TcpLink:
             self._live = session
             if self._is_closed.is_set():
                 session.end("closed")
-            self._bell.ring()
+            self._waker.notify()
             reason = session.run()
             self._live = None
-            self._bell.ring()
+            self._waker.notify()
             if not self._is_closed.is_set():
                 logger.warning("cdsp: out of the pool of %s:%d: %s", self._host, self._port, reason)
                 self._is_closed.wait(_FIRST_RETRY_S)
@@ -156,7 +156,7 @@ class TcpLink:
         if not isinstance(answer, Welcome):
             sock.close()
             raise _JoinError(answer.reason if isinstance(answer, Refusal) else f"{answer!r} instead of a welcome")
-        return _Session(_Connection(sock, lines), answer, hello, self._bell)
+        return _Session(_Connection(sock, lines), answer, hello, self._waker)
 
 
 class _Connection(NamedTuple):
@@ -167,10 +167,10 @@ class _Connection(NamedTuple):
 class _Session:
     """One connection, from its welcome to its end."""
 
-    def __init__(self, connection: _Connection, welcome: Welcome, hello: Hello, bell: Bell) -> None:
+    def __init__(self, connection: _Connection, welcome: Welcome, hello: Hello, waker: Waker) -> None:
         self.welcome = welcome
         self._connection = connection
-        self._bell = bell
+        self._waker = waker
         self._report = Report(hello.report)
         self._inbox: deque[ToMember] = deque()
         self._outbox: queue.SimpleQueue[FromMember | None] = queue.SimpleQueue()
@@ -199,7 +199,7 @@ class _Session:
                 message = decode(line)
                 if not isinstance(message, Heartbeat):
                     self._inbox.append(message)  # type: ignore[arg-type]  # decoded from a coordinator
-                    self._bell.ring()
+                    self._waker.notify()
             self.end("the coordinator has closed the connection")
         except (OSError, MessageError) as error:
             self.end(_reason(error))

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import PoolLayout
 from sglang_ext.kv_transfer.transfer_status import SendResult, Stage
 from sglang_ext.kv_transfer.transport import create_transport

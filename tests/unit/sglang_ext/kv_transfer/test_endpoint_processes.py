@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from sglang_ext.kv_transfer.outgoing import PartRows
+from sglang_ext.kv_transfer.outgoing_transfer import PartRows
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome

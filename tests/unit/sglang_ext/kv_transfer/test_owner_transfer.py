@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source, _without
 from sglang_ext.kv_transfer.pool_layout import plan_rows
 from sglang_ext.kv_transfer.tcp_transport import TcpTransport

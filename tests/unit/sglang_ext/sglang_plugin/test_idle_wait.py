@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import zmq
 
-from sglang_ext.bell import Bell
 from sglang_ext.sglang_plugin.hooks import idle_wait
 from sglang_ext.sglang_plugin.hooks.idle_wait import wait_a_little
+from sglang_ext.waker import Waker
 
 
 @pytest.fixture(autouse=True)
 def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that nobody confuses with another one."""
+    """Waits that no test confuses with another one."""
     monkeypatch.setattr(idle_wait, "_SHORTEST_WAIT_MS", 100)
     monkeypatch.setattr(idle_wait, "_LONGEST_WAIT_MS", 300)
-    monkeypatch.setattr(idle_wait, "_LONGEST_RUNG_WAIT_MS", 800)
+    monkeypatch.setattr(idle_wait, "_LONGEST_NOTIFIED_WAIT_MS", 800)
 
 
 @pytest.fixture
-def bell() -> Iterator[Bell]:
-    one = Bell()
+def waker() -> Iterator[Waker]:
+    one = Waker()
     yield one
     one.close()
 
@@ -40,10 +40,10 @@ def request_sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def scheduler(bell: Bell, request_sockets: tuple[socket.socket, socket.socket]) -> Any:
+def scheduler(waker: Waker, request_sockets: tuple[socket.socket, socket.socket]) -> Any:
     poller = zmq.Poller()
     poller.register(request_sockets[0], zmq.POLLIN)
-    manager = SimpleNamespace(endpoint=SimpleNamespace(bell=bell))
+    manager = SimpleNamespace(endpoint=SimpleNamespace(waker=waker))
     return SimpleNamespace(
         device="cpu",
         tp_group=SimpleNamespace(world_size=1),
@@ -60,18 +60,18 @@ def waited_s(one: Any) -> float:
     return time.monotonic() - began_s
 
 
-def test_waits_grow_while_nothing_happens(scheduler: Any, bell: Bell) -> None:
+def test_waits_grow_while_nothing_happens(scheduler: Any, waker: Waker) -> None:
     for wait_s in (0.1, 0.2, 0.4, 0.8, 0.8):
         assert wait_s - 0.01 < waited_s(scheduler)
-    bell.ring()
+    waker.notify()
     assert waited_s(scheduler) < 0.7
     assert 0.09 < waited_s(scheduler) < 0.7  # rung once is heard once
 
 
-def test_a_bell_ends_a_wait(scheduler: Any, bell: Bell) -> None:
+def test_a_waker_ends_a_wait(scheduler: Any, waker: Waker) -> None:
     for _ in range(3):
         wait_a_little(None, scheduler)
-    threading.Timer(0.1, bell.ring).start()
+    threading.Timer(0.1, waker.notify).start()
     assert waited_s(scheduler) < 0.7
 
 
