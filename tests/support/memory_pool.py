@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 
 from sglang_ext.policy.cdsp.orders import MemberReport
-from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
+from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
 from sglang_ext.sequence_parallel.mesh import MeshError, Pending
-from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, OfferMessage, Outgoing, ToMember
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, Outgoing, ToMember, Welcome
 from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
 from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
@@ -29,12 +29,18 @@ RECEIVE_TIMEOUT_S = 0.3
 
 
 class FakeLink:
-    """Orders in, messages out."""
+    """Orders in, messages out, and a session that a test may change."""
 
-    def __init__(self) -> None:
+    wake_descriptor = None
+
+    def __init__(self, instance: int = 0) -> None:
+        self.welcome: Welcome | None = Welcome(instance, "nowhere", 1, 1.0)
         self.inbox: deque[ToMember] = deque()
         self.sent: deque[FromMember] = deque()
         self.woken = threading.Event()
+
+    def session(self) -> Welcome | None:
+        return self.welcome
 
     def receive(self) -> list[ToMember]:
         return [self.inbox.popleft() for _ in range(len(self.inbox))]
@@ -54,11 +60,11 @@ class Wires:
         self._random = random.Random(seed)
         self.failure_rate = failure_rate
 
-    def connect(self, instance: int) -> Callable[[int, tuple[int, ...]], MemoryMesh]:
-        def connect(epoch: int, members: tuple[int, ...]) -> MemoryMesh:
+    def connect(self) -> Callable[[Welcome, int, tuple[int, ...]], MemoryMesh]:
+        def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> MemoryMesh:
             if self.fails():
                 raise MeshError("drawn")
-            return MemoryMesh(self, epoch, members, instance)
+            return MemoryMesh(self, epoch, members, welcome.instance)
 
         return connect
 
@@ -124,21 +130,24 @@ class MemoryMember:
     ) -> None:
         self.instance = instance
         self.pool = pool
-        self.link = FakeLink()
+        self.link = FakeLink(instance)
         # Where there are several ranks, a model has collectives of its own.
         engine = ToyEngine(pool, on_layer=lambda layer: None if ranks.size == 1 else _expect(ranks.all(True)))
-        self.member = Member(engine, instance, replicated or self.link, wires.connect(instance), ranks=ranks)
+        self.member = PoolMember(engine, replicated or self.link, wires.connect(), ranks=ranks)
+        if ranks.size == 1:
+            self.member.turn()  # joins
         self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
         self.ended: dict[int, Outcome] = {}
         self.kv: dict[int, torch.Tensor] = {}  # behind the cached prefix, of what was collected
 
-    def offer(self, request: int, token_ids: tuple[int, ...], cached: torch.Tensor) -> None:
-        """`cached`: KV of the prefix, [layers, 2, tokens, heads, size]."""
+    def offer(self, token_ids: tuple[int, ...], cached: torch.Tensor) -> int:
+        """Offer a prompt; its number. `cached`: KV of the prefix, [layers, 2, tokens, heads, size]."""
         prefix = self.pool.allocate(cached.shape[2])
         for layer in range(LAYERS):
             self.pool.write(layer, prefix, cached[layer])
+        request = self.member.offer(token_ids, prefix.numel(), prefix, waited_s=0.0, slack_s=None)
         self.offered[request] = token_ids, prefix
-        self.member.offer(OfferMessage(request, token_ids, prefix.numel(), 0.0, None), prefix)
+        return request
 
     def turn(self) -> None:
         for outcome in self.member.turn():
@@ -153,7 +162,7 @@ def _expect(is_so: bool) -> None:
     assert is_so
 
 
-class PoolMember(Protocol):
+class ServedMember(Protocol):
     """What a `MemoryPool` wants of one."""
 
     instance: int
@@ -168,7 +177,7 @@ class PoolMember(Protocol):
 class MemoryPool:
     """Members, each in a thread of its own, and their coordinator in the caller's."""
 
-    def __init__(self, exchange: PoolExchange, members: Sequence[PoolMember], page_tokens: int) -> None:
+    def __init__(self, exchange: PoolExchange, members: Sequence[ServedMember], page_tokens: int) -> None:
         self._exchange = exchange
         self.members = members
         self._has_ended = threading.Event()
@@ -197,7 +206,7 @@ class MemoryPool:
                 thread.join()
         assert not self.errors, self.errors
 
-    def _serve(self, one: PoolMember) -> None:
+    def _serve(self, one: ServedMember) -> None:
         try:
             while not self._has_ended.is_set():
                 one.turn()

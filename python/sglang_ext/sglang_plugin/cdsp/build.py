@@ -1,4 +1,4 @@
-"""A scheduler's membership of a long pool, put together."""
+"""A scheduler's member of a long pool, put together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import OpenTarget, Target
-from sglang_ext.sequence_parallel.member import PoolMembership
+from sglang_ext.sequence_parallel.member import PoolMember
 from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.mesh_store import connect_mesh
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Destination, Hello, Welcome
@@ -19,7 +19,7 @@ from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext.sglang_plugin.handshake.rank_pairing import shares_of
 
 
-def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
+def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
     """Connects in the background. Raises UnsupportedModelError, naming the model or what of it does not fit."""
     ranks = _ranks(scheduler)
     engine = SchedulerEngine(scheduler, ranks)
@@ -47,7 +47,7 @@ def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
         link = TcpLink(options.coordinator_host, options.coordinator_port, hello)
     if ranks.size > 1 or link is None:
         link = ReplicatedLink(ranks, link)
-    return PoolMembership(engine, link, connect, open_target, ranks)
+    return PoolMember(engine, link, connect, open_target, ranks)
 
 
 def _ranks(scheduler: Any) -> Ranks:

@@ -17,8 +17,8 @@ from sglang_ext.sequence_parallel.messages import Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
 from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
-from support.memory_pool import MemoryPool, Wires
-from support.memory_ranks import FakePoolLink, Meeting, MemoryRanks, RankedMember
+from support.memory_pool import FakeLink, MemoryPool, Wires
+from support.memory_ranks import Meeting, MemoryRanks, RankedMember
 from support.toy_engine import kv_of
 
 POOL_TOKENS = 640
@@ -47,7 +47,7 @@ def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
         tokens = draw.randrange(5, 60) * 4
         cached_tokens = draw.choice((0, 0, 4 * draw.randrange(tokens // 4)))
         token_ids = ids(tokens, 100 * seed + number)
-        one.offer(one.instance * 2**32 + number, token_ids, kv_of(token_ids)[:, :, :cached_tokens])
+        one.offer(token_ids, kv_of(token_ids)[:, :, :cached_tokens])
         offered += 1
     pool.run(lambda: sum(len(one.ranks[0].ended) for one in members) == offered, timeout_s=60)
     deadline_s = time.monotonic() + 10
@@ -76,7 +76,7 @@ def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
 
 
 def test_what_the_first_rank_hears_all_hear_in_the_same_turn() -> None:
-    link = FakePoolLink()
+    link = FakeLink()
     meeting = Meeting(2)
     first, second = (ReplicatedLink(MemoryRanks(meeting, rank), link if rank == 0 else None) for rank in range(2))
     member = _Both(first, second)
@@ -101,7 +101,7 @@ def test_what_the_first_rank_hears_all_hear_in_the_same_turn() -> None:
 
 
 def test_orders_of_a_session_that_has_ended_are_forgotten() -> None:
-    link = FakePoolLink()
+    link = FakeLink()
     meeting = Meeting(2)
     first, second = (ReplicatedLink(MemoryRanks(meeting, rank), link if rank == 0 else None) for rank in range(2))
     member = _Both(first, second)
