@@ -19,9 +19,16 @@ import torch
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
 from sglang_ext.sequence_parallel.mesh import MeshError, Pending
-from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, Outgoing, ToMember, Welcome
+from sglang_ext.sequence_parallel.messages import (
+    PROTOCOL_VERSION,
+    AddressedMessage,
+    FromMember,
+    Hello,
+    ToMember,
+    Welcome,
+)
 from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
-from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange
+from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
@@ -177,17 +184,17 @@ class ServedMember(Protocol):
 class MemoryPool:
     """Members, each in a thread of its own, and their coordinator in the caller's."""
 
-    def __init__(self, exchange: PoolExchange, members: Sequence[ServedMember], page_tokens: int) -> None:
-        self._exchange = exchange
+    def __init__(self, protocol: PoolProtocol, members: Sequence[ServedMember], page_tokens: int) -> None:
+        self._protocol = protocol
         self.members = members
         self._has_ended = threading.Event()
         self.errors: list[BaseException] = []
         for one in members:
             report = MemberReport(0.0, one.pool.free_tokens)
             hello = Hello(PROTOCOL_VERSION, f"m{one.instance}", "node", "toy", LAYERS, page_tokens, report)
-            answer = exchange.greet(hello)
-            assert answer == Admission(one.instance)
-            self._deliver(exchange.join(one.instance, hello, time.monotonic()))
+            answer = protocol.greet(hello)
+            assert answer == NewMember(one.instance)
+            self._deliver(protocol.join(one.instance, hello, time.monotonic()))
 
     def run(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Serve until `is_done`."""
@@ -199,7 +206,7 @@ class MemoryPool:
             while not is_done() and not self.errors:
                 assert time.monotonic() < deadline_s, "requests do not end"
                 time.sleep(0.01)
-                self.exchange_messages()
+                self.deliver_messages()
         finally:
             self._has_ended.set()
             for thread in threads:
@@ -214,13 +221,13 @@ class MemoryPool:
         except BaseException as error:
             self.errors.append(error)
 
-    def exchange_messages(self) -> None:
+    def deliver_messages(self) -> None:
         now_s = time.monotonic()
         for one in self.members:
             while one.link.sent:
-                self._deliver(self._exchange.take(one.instance, one.link.sent.popleft(), now_s))
-        self._deliver(self._exchange.tick(now_s))
+                self._deliver(self._protocol.take(one.instance, one.link.sent.popleft(), now_s))
+        self._deliver(self._protocol.tick(now_s))
 
-    def _deliver(self, out: Sequence[Outgoing]) -> None:
+    def _deliver(self, out: Sequence[AddressedMessage]) -> None:
         for instance, message in out:
             self.members[instance].link.inbox.append(message)

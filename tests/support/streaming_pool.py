@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from sglang_ext.identifiers import TransferId, next_attempt
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
@@ -21,7 +22,6 @@ from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.rooms import Room, following
 from sglang_ext.policy.handshake.shards import HeadLayout, TokenSpan
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
@@ -47,7 +47,7 @@ class Expected:
     """A request as decode waits for it."""
 
     need: Need
-    room: Room
+    room: TransferId
     prefill: str
     slots: torch.Tensor
     attempts: int = 1
@@ -82,10 +82,10 @@ class Decode:
             status = self.endpoint.receive_status(one.room)
             if one.outcome is not None or status is None or status.outcome is None or not status.is_released:
                 continue
-            attempt = following(one.room) if status.outcome is TransferOutcome.RESTARTED else None
+            attempt = next_attempt(one.room) if status.outcome is TransferOutcome.RESTARTED else None
             if attempt is not None:
                 one.room, one.attempts = attempt, one.attempts + 1
-                self.endpoint.expect(one.need._replace(room=attempt), [one.prefill])
+                self.endpoint.expect(one.need._replace(transfer_id=attempt), [one.prefill])
                 continue
             one.outcome, one.kv = status.outcome, self.pool.kv(one.slots)
             self.pool.free(one.slots)

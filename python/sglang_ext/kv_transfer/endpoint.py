@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from sglang_ext.identifiers import TransferId
 from sglang_ext.kv_transfer.control_channel import ControlLoop, ControlMessage
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.invitations import (
@@ -56,9 +57,8 @@ from sglang_ext.policy.handshake.protocol import (
     UseGrant,
     WritePart,
 )
-from sglang_ext.policy.handshake.receive_request import Need, Phase
+from sglang_ext.policy.handshake.receive_request import Need, ReceivePhase
 from sglang_ext.policy.handshake.receiver import PERMIT_EPOCH_SHIFT, Receiver
-from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.sender import Sender
 from sglang_ext.waker import Waker
 
@@ -102,8 +102,8 @@ class HandshakeEndpoint:
         self._epoch = secrets.randbits(31)
         self._lock = threading.RLock()
         self._receiver = Receiver(self.address, self._epoch, self._options)
-        self._received: dict[Room, TransferStatus] = {}
-        self._outgoing: dict[tuple[Room, str], OutgoingTransfer] = {}
+        self._received: dict[TransferId, TransferStatus] = {}
+        self._outgoing: dict[tuple[TransferId, str], OutgoingTransfer] = {}
         self._sent_invitations = SentInvitations(self.address, options.retry_s, options.lease_s, decode_rank)
         self._received_invitations = ReceivedInvitations(2 * options.stall_timeout_s)
         self._peers = PeerLayouts(layout, transport.name)
@@ -125,46 +125,46 @@ class HandshakeEndpoint:
     def expect(self, need: Need, invite: Iterable[str] = ()) -> None:
         """Slots are ready for a request; the prefill endpoints at the addresses `invite` are told so.
 
-        Raises ValueError when its room is in use or has been.
+        Raises ValueError when its transfer id is in use or has been.
         """
         with self._lock:
             now_s = self._clock()
             actions = self._receiver.expect(need, now_s)
-            self._received[need.room] = TransferStatus(Stage.WAITING, None, "", False)
+            self._received[need.transfer_id] = TransferStatus(Stage.WAITING, None, "", False)
             self._send_all(self._sent_invitations.invite(need, invite, now_s))
             self._carry_out(actions)
 
-    def cancel(self, room: Room, reason: str) -> None:
+    def cancel(self, transfer_id: TransferId, reason: str) -> None:
         """The request is not wanted any more; its slots are free once its status says `is_released`."""
         with self._lock:
-            self._carry_out(self._receiver.cancel(room, reason, self._clock()))
+            self._carry_out(self._receiver.cancel(transfer_id, reason, self._clock()))
 
-    def receive_status(self, room: Room) -> TransferStatus | None:
-        """How far an expected request is; None for a room never expected, or forgotten."""
-        return self._received.get(room)
+    def receive_status(self, transfer_id: TransferId) -> TransferStatus | None:
+        """How far an expected request is; None for a transfer never expected, or forgotten."""
+        return self._received.get(transfer_id)
 
-    def forget(self, room: Room) -> None:
+    def forget(self, transfer_id: TransferId) -> None:
         """Drop the status of a request that has ended."""
         with self._lock:
-            status = self._received.get(room)
+            status = self._received.get(transfer_id)
             if status is not None and status.is_released:
-                del self._received[room]
+                del self._received[transfer_id]
 
     # ---- prefill side ----
 
-    def invitations(self, room: Room) -> tuple[Invitation, ...]:
+    def invitations(self, transfer_id: TransferId) -> tuple[Invitation, ...]:
         """Which decode ranks want KV of a request, and what of it; one that is withdrawn says why."""
         with self._lock:
-            return self._received_invitations.of(room)
+            return self._received_invitations.of(transfer_id)
 
-    def forget_invitations(self, room: Room) -> None:
+    def forget_invitations(self, transfer_id: TransferId) -> None:
         """The request has ended here."""
         with self._lock:
-            self._received_invitations.forget(room)
+            self._received_invitations.forget(transfer_id)
 
     def open_sender(
         self,
-        room: Room,
+        transfer_id: TransferId,
         receiver: str,
         sender_count: int | None = None,
         *,
@@ -177,16 +177,18 @@ class HandshakeEndpoint:
         it is this one's, and others may send parts of it.
         """
         with self._lock:
-            if self._closing or (room, receiver) in self._outgoing:
-                raise ValueError(f"room {room} is being sent to {receiver} already, or this endpoint is closed")
+            if self._closing or (transfer_id, receiver) in self._outgoing:
+                raise ValueError(
+                    f"transfer {transfer_id} is being sent to {receiver} already, or this endpoint is closed"
+                )
             now_s = self._clock()
             machine = Sender(
-                *(room, self.address, receiver, self._epoch, self._options, now_s, sender_count),
+                *(transfer_id, self.address, receiver, self._epoch, self._options, now_s, sender_count),
                 is_helper=is_helper,
                 may_have_helpers=may_have_helpers,
             )
             outgoing = OutgoingTransfer(machine, self._lock, self._clock, self._carry_out_sender)
-            self._outgoing[room, receiver] = outgoing
+            self._outgoing[transfer_id, receiver] = outgoing
             self._carry_out_sender(outgoing, machine.start(now_s))
             self._ask_layout(receiver)
             self._abort_if_unlike(receiver)
@@ -212,8 +214,8 @@ class HandshakeEndpoint:
                 self._loop.dropped_messages,
                 self._loop.malformed_messages,
                 len(self._outgoing),
-                counts[Phase.OPEN] + counts[Phase.CLOSING],
-                counts[Phase.EARLY],
+                counts[ReceivePhase.OPEN] + counts[ReceivePhase.CLOSING],
+                counts[ReceivePhase.EARLY],
                 self._receiver.unsettled_permits,
                 self._receiver.backends.free_count,
             )
@@ -227,8 +229,8 @@ class HandshakeEndpoint:
             now_s, reason = self._clock(), "the instance shuts down"
             for outgoing in list(self._outgoing.values()):
                 self._carry_out_sender(outgoing, outgoing.machine.abort(reason, now_s))
-            for room in list(self._received):
-                self._carry_out(self._receiver.cancel(room, reason, now_s))
+            for transfer_id in list(self._received):
+                self._carry_out(self._receiver.cancel(transfer_id, reason, now_s))
         # Peers are told that this side has stopped once its writes have ended.
         self._writers.shutdown(wait=True)
         self._fencers.shutdown(wait=True)
@@ -271,7 +273,7 @@ class HandshakeEndpoint:
             elif isinstance(message, Invitation):
                 self._received_invitations.note(message, now_s)
                 self.waker.notify()
-                seen = InvitationSeen(message.room, self.address, message.withdrawn is not None)
+                seen = InvitationSeen(message.transfer_id, self.address, message.withdrawn is not None)
                 self._loop.send(message.receiver, seen)
             elif isinstance(message, InvitationSeen):
                 self._sent_invitations.seen(message)
@@ -279,10 +281,12 @@ class HandshakeEndpoint:
                 self._on_answer(message, now_s)
 
     def _on_answer(self, message: ToSender, now_s: float) -> None:
-        outgoing = self._outgoing.get((message.room, message.receiver))
+        outgoing = self._outgoing.get((message.transfer_id, message.receiver))
         if outgoing is None:
             if isinstance(message, ReceiverAbort):
-                stopped = SenderStopped(message.room, self.address, message.sender_epoch, "nothing of it is sent here")
+                stopped = SenderStopped(
+                    message.transfer_id, self.address, message.sender_epoch, "nothing of it is sent here"
+                )
                 self._loop.send(message.receiver, stopped)
         elif isinstance(message, ReceiverReport):
             self._carry_out_sender(outgoing, outgoing.machine.on_report(message, now_s))
@@ -314,25 +318,25 @@ class HandshakeEndpoint:
                 self._loop.send(action.to, action.message)
             elif isinstance(action, Allow):
                 self._transport.allow(action.permit)
-                self._received[action.room] = TransferStatus(Stage.TRANSFERRING, None, "", False)
+                self._received[action.transfer_id] = TransferStatus(Stage.TRANSFERRING, None, "", False)
             elif isinstance(action, Retire):
                 self._submit(self._fencers, partial(self._transport.revoke, action.permit))
             elif isinstance(action, Fence):
                 self._submit(self._fencers, partial(self._fence, action.permit))
             elif isinstance(action, Ready):
-                self._received[action.room] = TransferStatus(Stage.COMPLETE, TransferOutcome.COMPLETE, "", True)
+                self._received[action.transfer_id] = TransferStatus(Stage.COMPLETE, TransferOutcome.COMPLETE, "", True)
                 self.waker.notify()
-                self._sent_invitations.finish(action.room)
+                self._sent_invitations.finish(action.transfer_id)
             elif isinstance(action, Failing):
-                self._received[action.room] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
+                self._received[action.transfer_id] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
                 self.waker.notify()
                 if action.outcome is TransferOutcome.RESTARTED:
                     # Who has shaken hands is told; others are invited to the next attempt.
-                    self._sent_invitations.finish(action.room)
+                    self._sent_invitations.finish(action.transfer_id)
                 else:
-                    self._send_all(self._sent_invitations.withdraw(action.room, action.reason, self._clock()))
+                    self._send_all(self._sent_invitations.withdraw(action.transfer_id, action.reason, self._clock()))
             elif isinstance(action, Released):
-                self._received[action.room] = self._received[action.room]._replace(is_released=True)
+                self._received[action.transfer_id] = self._received[action.transfer_id]._replace(is_released=True)
                 self.waker.notify()
             elif isinstance(action, Received):
                 self._records.append(action.record)
@@ -349,7 +353,7 @@ class HandshakeEndpoint:
                 self._records.append(outgoing.end(action.record))
                 self.waker.notify()
         if outgoing.machine.is_over:
-            self._outgoing.pop((outgoing.machine.room, outgoing.machine.receiver), None)
+            self._outgoing.pop((outgoing.machine.transfer_id, outgoing.machine.receiver), None)
 
     def _submit(self, executor: ThreadPoolExecutor, task: Callable[[], None]) -> None:
         try:

@@ -175,12 +175,12 @@ class OutgoingTransfer:
         )
         tokens_fit = rows.first_token >= 0 and rows.first_token + rows.token_count <= shard.token_count
         if rows.token_count and not (layers_fit and tokens_fit):
-            raise ValueError(f"room {self.machine.room}: a part lies outside of chunk {chunk}")
+            raise ValueError(f"transfer {self.machine.transfer_id}: a part lies outside of chunk {chunk}")
         if slots is None and source.slots is not None:
             slots = source.slots[rows.first_token : rows.first_token + rows.token_count]
         if rows.token_count and (slots is None or len(slots) != rows.token_count):
             raise ValueError(
-                f"room {self.machine.room}: a part of chunk {chunk} has no slots, or another number of them"
+                f"transfer {self.machine.transfer_id}: a part of chunk {chunk} has no slots, or another number of them"
             )
         return _PartSource(rows, slots, source.state_slots if state_slots is None else state_slots)
 

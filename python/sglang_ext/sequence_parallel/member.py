@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_ext.identifiers import instance_of, pool_request
 from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
@@ -39,7 +40,7 @@ from sglang_ext.sequence_parallel.messages import (
     MeshBuilt,
     MeshFailed,
     OfferMessage,
-    Report,
+    ReportMessage,
     StepDone,
     StepFailed,
     Streamed,
@@ -48,7 +49,7 @@ from sglang_ext.sequence_parallel.messages import (
     Welcome,
 )
 from sglang_ext.sequence_parallel.pool_link import PoolLink
-from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
 from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
@@ -57,7 +58,6 @@ logger = logging.getLogger(__name__)
 _NEARLY_CONNECTED_S = 1.0
 
 REPORT_INTERVAL_S = 0.2
-_REQUESTS_OF_AN_INSTANCE = 2**32
 
 
 class Declined(NamedTuple):
@@ -139,7 +139,7 @@ class PoolMember:
     def held_tokens(self) -> int:
         """KV slots that shards have taken from the engine's pool, also those that are only read any more."""
         owned = sum(shard.owned_tokens for shard in self._shards.values())
-        return owned + self._streams.pool.condemned_tokens
+        return owned + self._streams.pool.deferred_tokens
 
     def offer(
         self,
@@ -159,7 +159,7 @@ class PoolMember:
         """
         if self._session is None:
             raise RuntimeError("offered without a coordinator")
-        request = self._session.instance * _REQUESTS_OF_AN_INSTANCE + next(self._count)
+        request = pool_request(self._session.instance, next(self._count))
         shard = self._shards[request] = Shard(self._streams.pool)
         self._streams.adopt(request, targets)
         if cached_tokens:
@@ -180,19 +180,19 @@ class PoolMember:
         """All KV of a request that was offered is at decode; see `Transferred`."""
         session = self._session
         # A coordinator that has given this instance another number since knows nothing of it.
-        if session is not None and request // _REQUESTS_OF_AN_INSTANCE == session.instance:
+        if session is not None and instance_of(request) == session.instance:
             self._link.send(Transferred(request, transfer_s, exposed_s))
 
-    def is_report_due(self, now_s: float, silence_s: float = 0.0) -> bool:
-        """Whether the coordinator should hear of this instance again: once an interval, and before a longer silence."""
-        if self._session is None or now_s + silence_s < self._reported_s + REPORT_INTERVAL_S:
+    def is_report_due(self, now_s: float, busy_s: float = 0.0) -> bool:
+        """Whether a report is due: once an interval, and before `busy_s` in which none can be sent."""
+        if self._session is None or now_s + busy_s < self._reported_s + REPORT_INTERVAL_S:
             return False
         self._reported_s = now_s
         return True
 
     def report(self, report: MemberReport) -> None:
         """Tell the coordinator of this instance's load."""
-        self._link.send(Report(report))
+        self._link.send(ReportMessage(report))
 
     def turn(self) -> list[Outcome]:
         """Carry out what has been ordered, at most one computation; what has become of offered requests.
@@ -276,7 +276,7 @@ class PoolMember:
         # Before anything that may fail on one rank alone.
         reading = self._streams.announce()
         try:
-            with together(self.ranks, MeshError):
+            with all_ranks_or_raise(self.ranks, MeshError):
                 mesh = self._mesh_for(what)
             with mesh.step(what.sequence):
                 outcomes = self._compute(step, mesh, clock, reading)
@@ -294,7 +294,7 @@ class PoolMember:
     def _mesh_for(self, step: RunChunk | Collect) -> Mesh:
         thread = self._connecting.get(step.epoch)
         if thread is not None and step.epoch not in self._meshes:
-            # The first rank has heard from the store that this one is connected, before its own thread has said so.
+            # The first rank knows from the store that this one is connected, before its own thread has noted it.
             thread.join(_NEARLY_CONNECTED_S)
             self._take_meshes()
         mesh = self._meshes.get(step.epoch)
@@ -327,7 +327,7 @@ class PoolMember:
         if cached_tokens is None:
             return []  # withdrawn meanwhile; `Drop` follows
         try:
-            slots = shard.surrender(cached_tokens)
+            slots = shard.take_slots(cached_tokens)
         except NoRoomError:
             self._cached_tokens[step.request] = cached_tokens
             shard.roll_back()

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sglang_ext.identifiers import TransferId
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.policy.handshake.rooms import Room
 
 _LOOK_EVERY_S = 0.1
 _MAX_ROOMS = 10_000
@@ -30,12 +30,12 @@ class RefusedRooms:
         self._endpoint = endpoint
         self._keep_s = keep_s
         self._clock = clock
-        self._rooms: dict[Room, _Refusal] = {}  # oldest first
+        self._rooms: dict[TransferId, _Refusal] = {}  # oldest first
         self._lock = threading.Lock()
         self._is_wanted = threading.Event()
         threading.Thread(target=self._watch, name="kv-refused-rooms", daemon=True).start()
 
-    def refuse(self, room: Room, reason: str) -> None:
+    def refuse(self, room: TransferId, reason: str) -> None:
         """Tell every decode rank that has invited for this room, and those that will."""
         with self._lock:
             self._rooms.pop(room, None)
@@ -45,12 +45,12 @@ class RefusedRooms:
         self._tell(room, reason)
         self._is_wanted.set()
 
-    def forget(self, room: Room) -> None:
+    def forget(self, room: TransferId) -> None:
         """A new request has this room."""
         with self._lock:
             self._rooms.pop(room, None)
 
-    def _tell(self, room: Room, reason: str) -> None:
+    def _tell(self, room: TransferId, reason: str) -> None:
         for invitation in self._endpoint.invitations(room):
             if invitation.withdrawn is None:
                 try:

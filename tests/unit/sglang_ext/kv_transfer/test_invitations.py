@@ -20,9 +20,9 @@ INVITATION = Invitation(1, "d", WHOLE, None, 8, RANK)
 WITHDRAWAL = INVITATION._replace(withdrawn="gone")
 
 
-def need(room: int = 1) -> Need:
+def need(transfer_id: int = 1) -> Need:
     return needed(
-        room, first_token=8, slots=array("I", [5, 6]), first_head=0, head_count=2, first_layer=0, layer_count=3
+        transfer_id, first_token=8, slots=array("I", [5, 6]), first_head=0, head_count=2, first_layer=0, layer_count=3
     )
 
 
@@ -102,7 +102,7 @@ def test_what_has_arrived_is_kept_by_room_and_decode_rank() -> None:
 def test_what_nobody_asks_for_is_forgotten_in_time() -> None:
     received = ReceivedInvitations(keep_s=10.0)
     received.note(INVITATION, 0.0)
-    received.note(INVITATION._replace(room=2), 5.0)
+    received.note(INVITATION._replace(transfer_id=2), 5.0)
     received.on_timer(9.9)
     assert received.of(1)
     received.on_timer(10.0)

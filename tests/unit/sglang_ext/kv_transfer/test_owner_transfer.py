@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.identifiers import Attempt, TransferId
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
@@ -21,7 +22,6 @@ from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.rooms import Attempt, Room
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from support.handshake_process import Pool, PoolShape, wait_until
 
@@ -48,9 +48,9 @@ def sides() -> Iterator[tuple[Side, Side, Side]]:
         yield Side(stack, 1), Side(stack, 1), Side(stack, 2)
 
 
-def need(room: Room) -> Need:
+def need(transfer_id: TransferId) -> Need:
     return needed(
-        room,
+        transfer_id,
         first_token=FIRST,
         slots=array("I", TARGET_SLOTS),
         first_head=0,
@@ -65,8 +65,8 @@ def slots(start: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return np.array(SOURCE_SLOTS[start:stop], np.uint32)
 
 
-def status_of(decode: Side, room: Room) -> TransferStatus:
-    status = decode.endpoint.receive_status(room)
+def status_of(decode: Side, transfer_id: TransferId) -> TransferStatus:
+    status = decode.endpoint.receive_status(transfer_id)
     assert status is not None
     return status
 
@@ -121,7 +121,7 @@ def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side,
         transfer.offer_rest([range(4, 9)])  # what was agreed upon before does not count
         transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
-    assert transfer.room == Attempt(1, 1)
+    assert transfer.transfer_id == Attempt(1, 1)
     check_arrived(prefill, decode)
 
 
@@ -157,7 +157,7 @@ def test_a_restart_after_the_end_changes_nothing(sides: tuple[Side, Side, Side])
     wait_until(lambda: status_of(decode, 1).stage is Stage.COMPLETE)
     transfer.restart("too late")
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
-    assert transfer.room == 1
+    assert transfer.transfer_id == 1
 
 
 def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side]) -> None:

@@ -21,7 +21,7 @@ from sglang_ext.sequence_parallel.kv_streams import Pin, PinnedPool
 from sglang_ext.sequence_parallel.member import Declined
 from sglang_ext.sequence_parallel.messages import ChunkOrder, Destination, StepFailed, Streamed, Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 from sglang_ext.sequence_parallel.shard import NoRoomError
 from support.handshake_process import wait_until
 from support.memory_pool import MemoryPool, Wires
@@ -178,10 +178,12 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
     page = draw.choice((1, 4))
     wires = Wires(failure_rate=draw.choice((0.0, 0.0, 0.003, 0.01)), seed=seed)
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
-    settings = PoolSettings(draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, silence_s=1e6)
+    settings = PoolSettings(
+        draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6
+    )
     members = [make(instance, wires, page) for instance in range(3)]
-    exchange = PoolExchange(settings, costs)
-    pool = MemoryPool(exchange, members, page)
+    protocol = PoolProtocol(settings, costs)
+    pool = MemoryPool(protocol, members, page)
     prompts: dict[int, tuple[tuple[int, ...], int]] = {}
     for number in range(1, 7):
         one = draw.choice(members)
@@ -203,14 +205,14 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
         torch.testing.assert_close(received.kv, kv_of(token_ids)[:, :, first_token:], atol=1e-4, rtol=0)
     deadline_s = time.monotonic() + 20
     while any(one.pool.free_tokens < POOL_TOKENS for one in members) and time.monotonic() < deadline_s:
-        pool.exchange_messages()
+        pool.deliver_messages()
         for one in members:
             one.turn()
         time.sleep(0.01)
     assert [one.pool.free_tokens for one in members] == [POOL_TOKENS] * 3
     assert decode.pool.free_tokens == 4096
     assert decode.endpoint.totals().unsettled_permits == 0
-    if exchange.history.steps_failed == 0:
+    if protocol.history.steps_failed == 0:
         assert all(one.attempts == 1 for one in decode.requests.values())
         assert sum(one.endpoint.totals().written_bytes > 0 for one in members) > 1
 
@@ -259,7 +261,7 @@ class Histories(RuleBasedStateMachine):
             held = {page for slots in self.held for page in (slots // self.page).tolist()}
             pinned = {page for pin in self.pins for page in pin.pages}
             assert self.inner.free_tokens == TOKENS - len(held | pinned) * self.page
-            assert self.pool.condemned_tokens == len(pinned - held) * self.page
+            assert self.pool.deferred_tokens == len(pinned - held) * self.page
 
 
 TestHistories = Histories.TestCase
@@ -274,6 +276,6 @@ def test_a_part_of_what_is_freed_is_pinned(page: int) -> None:
     pin = pool.pin(slots[:5])
     pool.free(slots)
     kept = -(-5 // page) * page
-    assert (inner.free_tokens, pool.condemned_tokens) == (TOKENS - kept, kept)
+    assert (inner.free_tokens, pool.deferred_tokens) == (TOKENS - kept, kept)
     pool.unpin(pin)
-    assert (inner.free_tokens, pool.condemned_tokens) == (TOKENS, 0)
+    assert (inner.free_tokens, pool.deferred_tokens) == (TOKENS, 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
-from sglang_ext.policy.cdsp.sharding import Interleaving, Lot, gather, lay_out
+from sglang_ext.policy.cdsp.sharding import Interleaving, KvSegment, gather, lay_out
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.member import Collected, Declined
 from sglang_ext.sequence_parallel.messages import (
@@ -23,7 +23,7 @@ from sglang_ext.sequence_parallel.messages import (
     StepFailed,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 from support.memory_pool import FakeLink, MemoryMember, MemoryPool, Wires
 from support.toy_engine import ToyPool, kv_of
 
@@ -218,7 +218,7 @@ def test_what_others_hold_comes_to_the_owner() -> None:
     """Two members, turn by turn: what the mesh carries waits in queues."""
     wires = Wires()
     owner, other = member(0, wires), member(1, wires)
-    held = {1: (Lot((range(30),)),)}
+    held = {1: (KvSegment((range(30),)),)}
     for one in (owner, other):
         connect(one, 1, (0, 1))
     owner.offer(ids(30), NO_KV)
@@ -242,9 +242,11 @@ def test_requests_of_several_members_end_right_whatever_fails(seed: int) -> None
     page = draw.choice((1, 4))
     wires = Wires(failure_rate=draw.choice((0.0, 0.003, 0.01)), seed=seed)
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
-    settings = PoolSettings(draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, silence_s=1e6)
+    settings = PoolSettings(
+        draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6
+    )
     members = [member(instance, wires, tokens=640, page=page) for instance in range(3)]
-    pool = MemoryPool(PoolExchange(settings, costs), members, page)
+    pool = MemoryPool(PoolProtocol(settings, costs), members, page)
     for number in range(1, 7):
         one = draw.choice(members)
         tokens = draw.randrange(5, 70) * 4
@@ -261,7 +263,7 @@ def test_requests_of_several_members_end_right_whatever_fails(seed: int) -> None
     # What others hold of the last request is dropped in the turn after.
     deadline_s = time.monotonic() + 10
     while any(one.member.is_busy for one in members) and time.monotonic() < deadline_s:
-        pool.exchange_messages()
+        pool.deliver_messages()
         for one in members:
             one.turn()
     assert [one.pool.free_tokens for one in members] == [640, 640, 640]

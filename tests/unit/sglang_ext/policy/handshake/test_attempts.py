@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from sglang_ext.identifiers import MAX_ATTEMPTS, Attempt, TransferId, attempts_of, next_attempt
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import (
     Failing,
@@ -22,7 +23,6 @@ from sglang_ext.policy.handshake.protocol import (
 )
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.receiver import Receiver
-from sglang_ext.policy.handshake.rooms import MAX_ATTEMPTS, Attempt, Room, attempts_of, following
 from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
@@ -37,9 +37,9 @@ def receiver() -> Receiver:
     return machine
 
 
-def need(room: Room) -> Need:
+def need(transfer_id: TransferId) -> Need:
     return needed(
-        room,
+        transfer_id,
         first_token=0,
         slots=array("I", [4, 5, 6, 7]),
         first_head=0,
@@ -56,8 +56,8 @@ def report(sender: str, *chunks: KVShard, is_helper: bool, stored: int = 0) -> S
 def test_rooms_have_a_bounded_number_of_attempts() -> None:
     assert len(attempts_of(5)) == MAX_ATTEMPTS
     assert attempts_of(5)[:2] == (5, Attempt(5, 1))
-    assert following(5) == Attempt(5, 1)
-    assert following(Attempt(5, MAX_ATTEMPTS - 1)) is None
+    assert next_attempt(5) == Attempt(5, 1)
+    assert next_attempt(Attempt(5, MAX_ATTEMPTS - 1)) is None
     assert str(Attempt(5, 1)) == "5 (attempt 2)"
 
 

@@ -39,18 +39,18 @@ class Budget:
 def begin(requests: int, senders: int, backends: int, *, can_fence: bool = True) -> World:
     """Each sender has shaken hands and offered its only chunk, computed already; no message has arrived."""
     world = World(quick_options(backends), can_fence=can_fence, slot_count=requests * senders)
-    for room in range(1, requests + 1):
+    for transfer_id in range(1, requests + 1):
         whole = KVShard((TokenSpan(0, senders),), 0, 1, 0, 1)
         shards = {
             f"prefill-{index}": [whole._replace(tokens=(TokenSpan(index, index + 1),))] for index in range(senders)
         }
-        world.add_request(room, whole, shards)
-        assert world.expect(room)
+        world.add_request(transfer_id, whole, shards)
+        assert world.expect(transfer_id)
         for address in shards:
-            world.start_sender(address, room)
+            world.start_sender(address, transfer_id)
             world.network.pop()  # the report of the offer says all that the first one did
-            world.offer(address, room)
-            world.compute(address, room)
+            world.offer(address, transfer_id)
+            world.compute(address, transfer_id)
     return world
 
 
@@ -70,7 +70,9 @@ def steps(world: World, budget: Budget) -> list[tuple[str, int, Budget]]:
         found += [("abort", index, less) for index in range(len(world.machines))]
     if budget.cancels:
         less = Budget(budget.losses, budget.repeats, budget.aborts, budget.cancels - 1, budget.crashes)
-        found += [("cancel", room, less) for room, state in world.rooms.items() if state.outcome is None]
+        found += [
+            ("cancel", transfer_id, less) for transfer_id, state in world.transfers.items() if state.outcome is None
+        ]
     if budget.crashes:
         less = Budget(budget.losses, budget.repeats, budget.aborts, budget.cancels, budget.crashes - 1)
         found += [("crash", index, less) for index in range(len(world.machines))]
@@ -102,7 +104,7 @@ def take(world: World, what: str, index: int, *, is_eager: bool) -> None:
 
 def tells_something(world: World, to: str, message: Message) -> bool:
     """Whether a message would change its receiver, or be answered."""
-    machine = world.machines.get((to, message.room))
+    machine = world.machines.get((to, message.transfer_id))
     if not isinstance(message, ReceiverReport):
         return True
     if machine is None or machine.is_over:
@@ -135,7 +137,7 @@ def key_of(world: World, budget: Budget) -> tuple[object, ...]:
     receiver = world.receiver
     requests = tuple(
         (
-            room,
+            transfer_id,
             request.phase,
             request.order,
             request.cells_stored,
@@ -152,14 +154,20 @@ def key_of(world: World, budget: Budget) -> tuple[object, ...]:
                 for sender in request.senders.values()
             ],
         )
-        for room, request in sorted(receiver._requests.items())
+        for transfer_id, request in sorted(receiver._requests.items())
     )
     pool = (
         sorted(receiver.backends._free),
         sorted(receiver.backends._holder.items()),
         list(receiver.backends._idle_since_s),
     )
-    rest = (list(receiver._ended), receiver._queue, sorted(world.writes), world.fences, sorted(world.slot_room.items()))
+    rest = (
+        list(receiver._ended),
+        receiver._queue,
+        sorted(world.writes),
+        world.fences,
+        sorted(world.slot_transfer.items()),
+    )
     return (network, strip(repr(machines)), repr(chunks), repr(requests), repr(pool), repr(rest), budget)
 
 

@@ -72,7 +72,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.next_room <= 6)
     def add_request(self, seed: int, tells_count: bool) -> None:
         random = Random(seed)
-        room, self.next_room = self.next_room, self.next_room + 1
+        transfer_id, self.next_room = self.next_room, self.next_room + 1
         count = random.choice(SENDER_COUNTS)
         senders = [f"prefill-{index}:1" for index in random.sample(range(64), count)]
         tokens = random.randint(1, 8) if count < 64 else 24
@@ -81,15 +81,23 @@ class Histories(RuleBasedStateMachine):
         whole = whole._replace(has_aux=random.random() < 0.7)
         shards = split_request(random, whole, senders)
         owner = random.choice(senders) if random.random() < 0.5 else None
-        self.world.add_request(room, whole, shards, owner)
+        self.world.add_request(transfer_id, whole, shards, owner)
         for address in senders:
-            self.world.start_sender(address, room, self.next_epoch, tells_count=tells_count)
+            self.world.start_sender(address, transfer_id, self.next_epoch, tells_count=tells_count)
             self.next_epoch += 1
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: any(room.slots is None and room.outcome is None for room in self.world.rooms.values()))
+    @precondition(
+        lambda self: any(
+            transfer_id.slots is None and transfer_id.outcome is None for transfer_id in self.world.transfers.values()
+        )
+    )
     def expect(self, choice: Random) -> None:
-        waiting = [key for key, room in self.world.rooms.items() if room.slots is None and room.outcome is None]
+        waiting = [
+            key
+            for key, transfer_id in self.world.transfers.items()
+            if transfer_id.slots is None and transfer_id.outcome is None
+        ]
         self.world.expect(choice.choice(waiting))
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 40))
@@ -161,9 +169,11 @@ class Histories(RuleBasedStateMachine):
         self.world.abort_sender(*choice.choice(list(self.world.machines)))
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: any(self.world.rooms[room].owner is not None for _, room in self.world.machines))
+    @precondition(
+        lambda self: any(self.world.transfers[transfer_id].owner is not None for _, transfer_id in self.world.machines)
+    )
     def restart_sender(self, choice: Random) -> None:
-        helped = [key for key in self.world.machines if self.world.rooms[key[1]].owner is not None]
+        helped = [key for key in self.world.machines if self.world.transfers[key[1]].owner is not None]
         self.world.restart_sender(*choice.choice(helped))
 
     @rule(choice=st.randoms(use_true_random=False))
@@ -173,9 +183,9 @@ class Histories(RuleBasedStateMachine):
         self.next_epoch += 1
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: self.world.rooms)
+    @precondition(lambda self: self.world.transfers)
     def cancel(self, choice: Random) -> None:
-        self.world.cancel(choice.choice(list(self.world.rooms)))
+        self.world.cancel(choice.choice(list(self.world.transfers)))
 
     @invariant()
     def promises_hold(self) -> None:
@@ -200,14 +210,14 @@ def test_without_crashes_every_request_is_complete(backends: int | None, senders
     random = Random(f"{backends} {senders} {loss}")
     world = World(quick_options(backends), can_fence=True, slot_count=200)
     whole = KVShard((TokenSpan(0, max(4, senders)),), 0, 2, 0, 2, True)
-    for room in (1, 2, 3):
+    for transfer_id in (1, 2, 3):
         addresses = [f"prefill-{index}:1" for index in range(senders)]
-        world.add_request(room, whole, split_request(random, whole, addresses))
+        world.add_request(transfer_id, whole, split_request(random, whole, addresses))
         for index, address in enumerate(addresses):
-            world.start_sender(address, room, index)
-        assert world.expect(room)
+            world.start_sender(address, transfer_id, index)
+        assert world.expect(transfer_id)
     world.settle(random, loss)
-    assert [state.outcome for state in world.rooms.values()] == ["ready"] * 3
+    assert [state.outcome for state in world.transfers.values()] == ["ready"] * 3
     assert {record.outcome for record in world.send_records} == {TransferOutcome.COMPLETE}
     assert len(world.send_records) == 3 * senders
 
@@ -241,7 +251,7 @@ def test_whoever_helps_may_go_at_any_time(seed: int, loss: float) -> None:
     if any((address, 1) not in world.heard for address in gone):
         world.restart_sender(addresses[0], 1)  # decode has never heard of it: who has sent for it, tells
     world.settle(random, loss)
-    assert [state.outcome for state in world.rooms.values()][-1] == "ready"
+    assert [state.outcome for state in world.transfers.values()][-1] == "ready"
 
 
 def test_the_world_notices_a_write_to_a_slot_of_somebody_else() -> None:
@@ -255,7 +265,7 @@ def test_the_world_notices_a_write_to_a_slot_of_somebody_else() -> None:
     world.compute("prefill:1", 1)
     while world.network:
         world.deliver(0)
-    world.slot_room = dict.fromkeys(world.slot_room, 2)
+    world.slot_transfer = dict.fromkeys(world.slot_transfer, 2)
     with pytest.raises(AssertionError, match="somebody else"):
         world.end_write(WriteKey("prefill:1", 1, 0, 0))
     assert Cell(1, 0, 0, 0) not in world.memory.values()

@@ -40,13 +40,13 @@ def answer(
     stored: int = 0,
     is_last_known: bool = False,
     is_complete: bool = False,
-    said_s: float = 0.0,
+    sent_s: float = 0.0,
     receiver_epoch: int = 7,
     sender_epoch: int = 5,
 ) -> ReceiverReport:
     granted = 0 if grant is None else grant.chunk + 1
     return ReceiverReport(
-        1, "d", receiver_epoch, sender_epoch, accepted, granted, grant, stored, is_last_known, is_complete, said_s
+        1, "d", receiver_epoch, sender_epoch, accepted, granted, grant, stored, is_last_known, is_complete, sent_s
     )
 
 
@@ -156,18 +156,18 @@ def test_what_is_not_answered_is_said_again_and_a_heartbeat_follows() -> None:
     machine.start(0.0)
     assert messages(machine.on_timer(0.1)) == []
     assert len(messages(machine.on_timer(0.2))) == 1
-    machine.on_report(answer(said_s=0.2), 0.3)
+    machine.on_report(answer(sent_s=0.2), 0.3)
     assert messages(machine.on_timer(0.5)) == []
     assert len(messages(machine.on_timer(1.2))) == 1
     machine.offer(SHARD, 1.5)
     assert len(messages(machine.on_timer(2.0))) == 1
-    machine.on_report(answer(accepted=1, grant=GRANT, said_s=2.0), 2.0)
+    machine.on_report(answer(accepted=1, grant=GRANT, sent_s=2.0), 2.0)
     machine.part_ready(0, Part(24), 2.0)
     machine.on_written(0, 0, 2.0)
     (again,) = messages(machine.on_timer(2.5))
     assert isinstance(again, SenderReport)
     assert (again.stored, again.chunks, again.first_chunk) == (1, (), 1)
-    machine.on_report(answer(accepted=1, stored=1, said_s=2.5), 2.5)
+    machine.on_report(answer(accepted=1, stored=1, sent_s=2.5), 2.5)
     assert messages(machine.on_timer(3.0)) == []
     machine.close(3.0)
     assert len(messages(machine.on_timer(3.5))) == 1
@@ -185,7 +185,7 @@ def test_a_silent_receiver_is_lost() -> None:
 def test_the_lease_counts_from_what_the_receiver_has_heard() -> None:
     machine = granted()
     machine.on_timer(5.0)
-    machine.on_report(answer(accepted=1, said_s=5.0), 9.0)  # was long under way
+    machine.on_report(answer(accepted=1, sent_s=5.0), 9.0)  # was long under way
     machine.on_timer(14.9)
     assert machine.outcome is None
     machine.on_timer(15.0)
@@ -199,7 +199,7 @@ def test_nothing_is_written_after_the_lease_even_when_no_timer_has_run() -> None
     late = sender()
     late.offer(SHARD, 0.0)
     late.part_ready(0, Part(24), 0.0)
-    assert writes(late.on_report(answer(accepted=1, grant=GRANT, said_s=0.0), 10.0)) == []
+    assert writes(late.on_report(answer(accepted=1, grant=GRANT, sent_s=0.0), 10.0)) == []
 
 
 def test_it_says_that_it_has_stopped_only_when_no_write_is_under_way() -> None:
