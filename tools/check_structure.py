@@ -48,7 +48,7 @@ WORDS = {
     r"spoil(?:s|ed|ing)?": "head-of-line blocking",
     r"somebody|nobody|whoever|everyone": "the component: the owner, the coordinator, the decode instance, the router",
     r"exchang(?:e|es|ed|ing)": "the request (router), the PD protocol, the pool protocol",
-    r"world(?!_size|\(?s?\)? size)": "simulated network, simulated cluster",
+    r"world(?!_size|_rank|\(?s?\)? size)": "simulated network, simulated cluster",
 }
 # Letters before or after make another word; an underscore or a capital does not.
 _PATTERNS = [

@@ -25,7 +25,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=COLLECTIVE_TIMEOUT_S)
-        self.said: list[tuple[str, Any]] = [("", None)] * size
+        self.sent: list[tuple[str, Any]] = [("", None)] * size
 
 
 class MemoryRanks:
@@ -38,8 +38,8 @@ class MemoryRanks:
 
     def share(self, decide: Callable[[], T]) -> T:
         value = decide() if self.rank == 0 else None
-        said = self._meet("share", pickle.dumps(value))[0]
-        return value if self.rank == 0 else pickle.loads(said)  # type: ignore[return-value]
+        sent = self._meet("share", pickle.dumps(value))[0]
+        return value if self.rank == 0 else pickle.loads(sent)  # type: ignore[return-value]
 
     def all(self, is_so: bool) -> bool:
         return all(self._meet("all", is_so))
@@ -48,15 +48,15 @@ class MemoryRanks:
         return [all(votes) for votes in zip(*self._meet("all_of", tuple(are_so)), strict=True)] if are_so else []
 
     def gather(self, value: T) -> list[T]:
-        return [pickle.loads(said) for said in self._meet("gather", pickle.dumps(value))]
+        return [pickle.loads(sent) for sent in self._meet("gather", pickle.dumps(value))]
 
     def _meet(self, kind: str, value: Any) -> list[Any]:
-        self._meeting.said[self.rank] = (kind, value)
+        self._meeting.sent[self.rank] = (kind, value)
         self._meeting.barrier.wait()
-        said = list(self._meeting.said)
+        sent = list(self._meeting.sent)
         self._meeting.barrier.wait()
-        assert len({kind for kind, _ in said}) == 1, f"ranks disagree on what they do: {[kind for kind, _ in said]}"
-        return [value for _, value in said]
+        assert len({kind for kind, _ in sent}) == 1, f"ranks disagree on what they do: {[kind for kind, _ in sent]}"
+        return [value for _, value in sent]
 
 
 class RankedMember:

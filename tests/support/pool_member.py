@@ -95,7 +95,7 @@ class MemberProcess:
 
 
 class MemberProcesses:
-    """All of them; whoever is left is killed at the end."""
+    """All of them; those that are left are killed at the end."""
 
     def __init__(self, address: str) -> None:
         self._address = address

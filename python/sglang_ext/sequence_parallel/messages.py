@@ -26,7 +26,7 @@ from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Destination(NamedTuple):
@@ -279,7 +279,7 @@ _DECODERS: dict[str, Callable[[Sequence[Any]], Message]] = {
     "Welcome": lambda v: Welcome(int(v[0]), _text(v[1]), int(v[2]), _number(v[3])),
     "Refusal": lambda v: Refusal(str(v[0])),
     "Heartbeat": lambda v: Heartbeat(),
-    "Report": lambda v: ReportMessage(_report(v[0])),
+    "ReportMessage": lambda v: ReportMessage(_report(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v: CancelMessage(int(v[0])),
     "StepDone": lambda v: StepDone(int(v[0]), StepTimes(*map(_number, v[1]))),

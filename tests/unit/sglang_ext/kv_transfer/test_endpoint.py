@@ -270,10 +270,10 @@ def test_prefill_learns_from_invitations_where_kv_shall_go(make: Make) -> None:
             invite=[prefill.address],
         )
         wait_until(lambda transfer_id=transfer_id: prefill.invitations(transfer_id) != ())  # type: ignore[misc]
-    decode.cancel(2, "nobody listens any more")
+    decode.cancel(2, "it is not wanted any more")
     (invitation,) = prefill.invitations(1)
     assert (invitation.receiver, invitation.whole, invitation.withdrawn) == (decode.address, WHOLE, None)
-    wait_until(lambda: prefill.invitations(2)[0].withdrawn == "nobody listens any more")
+    wait_until(lambda: prefill.invitations(2)[0].withdrawn == "it is not wanted any more")
     handle = prefill.open_sender(1, invitation.receiver)
     handle.offer(chunk(invitation.whole, [0, 1, 2, 3]), is_last=True)
     handle.part(0, ALL_LAYERS)

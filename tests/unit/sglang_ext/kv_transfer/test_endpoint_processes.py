@@ -103,7 +103,7 @@ def assert_content(rank: RankProcess, expected: Pool) -> None:
 
 
 def assert_quiet(decode: RankProcess, backends: int = 2) -> None:
-    """Every backend is back and nobody may write."""
+    """Every backend is free and no permit holds."""
     wait_until(lambda: decode.call("totals").unsettled_permits == 0, what="settling")
     totals = decode.call("totals")
     assert (totals.free_backends, totals.receiving, totals.receiving_early) == (backends, 0, 0)

@@ -85,7 +85,7 @@ def help_with(helper: Side, decode: Side, start: int, stop: int, *, computed_lay
         handle.part(chunk, PartRows(layer, 1, 0, stop - start, False))
 
 
-def test_it_sends_what_nobody_else_does(sides: tuple[Side, Side, Side]) -> None:
+def test_it_sends_what_no_helper_does(sides: tuple[Side, Side, Side]) -> None:
     prefill, helper, decode = sides
     decode.endpoint.expect(need(1), [prefill.endpoint.address])
     transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1, may_have_helpers=True)

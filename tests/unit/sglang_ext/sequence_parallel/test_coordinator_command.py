@@ -31,7 +31,7 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert [candidate.size for candidate in options.candidates] == [1, 2, 4]
 
 
-def test_what_is_said_is_meant(tmp_path: Path) -> None:
+def test_options_reach_the_settings(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     cost = {"size": 1, "a_s": 0.5, "b_s_per_token": 1e-3, "c_s_per_token2": 0.0, "d_s_per_token2": 0.0}
     path.write_text(json.dumps({"format": "sglang-ext engine profile", "version": 1, "model": "m", "sp": [cost]}))

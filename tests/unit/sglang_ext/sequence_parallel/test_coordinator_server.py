@@ -142,7 +142,7 @@ def test_refused_with_a_reason_and_one_line_in_the_log(
 
 
 @pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", encode(ReportMessage(MemberReport(0.0, 1))), b"\xff\n"])
-def test_who_does_not_say_hello_is_nobody(line: bytes) -> None:
+def test_a_connection_without_a_hello_is_no_member(line: bytes) -> None:
     async def test(served: Served) -> None:
         client = await served.connect(line)
         assert await client.is_ended()
@@ -165,7 +165,7 @@ def test_a_bad_line_ends_the_connection_of_its_sender_alone(line: bytes) -> None
     serve(test)
 
 
-def test_silence_ends_a_connection() -> None:
+def test_a_connection_without_messages_ends() -> None:
     async def test(served: Served) -> None:
         client = await served.join("a")
         assert await client.is_ended()
@@ -187,7 +187,7 @@ def test_who_comes_again_takes_its_own_place() -> None:
     serve(test)
 
 
-def test_an_address_in_use_is_said_in_one_line() -> None:
+def test_an_address_in_use_is_named_in_one_line() -> None:
     async def test(served: Served) -> None:
         with pytest.raises(ListenError, match=f"--store-port {served.store.port}: Address already in use"):
             MeshStore("127.0.0.1", served.store.port)

@@ -54,7 +54,7 @@ def sent(link: FakeLink, *kinds: type) -> list[FromMember]:
 
 
 def done(link: FakeLink) -> list[int]:
-    """Sequences of the steps that it has said to have done."""
+    """Sequences of the steps that it has reported as done."""
     return [message.sequence for message in link.sent if isinstance(message, StepDone)]
 
 
@@ -110,7 +110,7 @@ def test_a_step_of_an_epoch_without_a_mesh_fails_and_leaves_nothing() -> None:
 
 
 def test_a_step_runs_over_the_mesh_of_its_own_epoch() -> None:
-    """Who joins in the meantime does not end the chunks of others."""
+    """A member that joins in the meantime does not end the chunks of others."""
     one = member()
     connect(one, 1)
     one.link.inbox.extend([chunk(REQUEST, ids(30), sequence=1), chunk(6, ids(30), sequence=2), BuildMesh(2, (0,))])
@@ -137,7 +137,7 @@ def test_no_room() -> None:
     one.link.inbox.append(Decline(REQUEST, 0, DeclineReason.FAILURES))
     one.turn()
     assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES)}
-    assert is_idle(one), "of request 6 nothing is held and nobody will say that it has ended"
+    assert is_idle(one), "of request 6 nothing is held, and no message will end it"
 
 
 def test_taken_back() -> None:

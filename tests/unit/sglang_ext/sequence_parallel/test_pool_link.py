@@ -159,7 +159,7 @@ def test_a_coordinator_that_goes_is_noticed_and_joined_anew(played: Played) -> N
     assert answer.instance == 4
 
 
-def test_silence_is_an_end(played: Played) -> None:
+def test_a_session_without_messages_ends(played: Played) -> None:
     peer, _ = played.join()
     began_s = time.monotonic()
     for _ in range(8):
@@ -177,7 +177,7 @@ def test_noise_is_an_end(played: Played) -> None:
 
 
 def test_orders_of_another_session_are_not_received(played: Played) -> None:
-    """The engine's loop has not been told of the new session yet."""
+    """The engine's loop has not seen the new session yet."""
     peer, _ = played.join()
     peer.write(BuildMesh(1, (0,)))
     assert is_readable(played.link, 5.0)
@@ -206,7 +206,7 @@ def test_refused_and_tried_again(played: Played, caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_nobody_there() -> None:
+def test_no_coordinator_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     link = TcpLink("127.0.0.1", port, lambda: HELLO)

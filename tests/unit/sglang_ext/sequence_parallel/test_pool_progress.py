@@ -46,7 +46,7 @@ def test_a_member_that_sends_is_lost() -> None:
     assert ledger.ordered(chunk(40, 50, (3,))) == ()
 
 
-def test_nobody_sends_what_nobody_waits_for_or_what_has_ended() -> None:
+def test_what_decode_does_not_wait_for_or_has_ended_is_not_sent() -> None:
     ledger = StreamLedger()
     assert ledger.ordered(chunk(10, 40, (3,))) == ()
     ledger.offered(3, OFFER._replace(destinations=()))

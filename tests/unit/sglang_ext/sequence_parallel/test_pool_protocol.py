@@ -1,4 +1,4 @@
-"""The conversation without I/O: numbers, refusals, ids of a chunk's tokens, silence, stuck steps, slow rebuilding."""
+"""The pool protocol without I/O: numbers, refusals, ids of a chunk's tokens, timeouts, stuck steps, slow rebuilding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hello(name: str = "a", **changes: object) -> Hello:
 
 
 class Pool:
-    """An protocol and its clock."""
+    """A pool protocol and its clock."""
 
     def __init__(self, *names: str) -> None:
         costs = PoolCosts([SpCandidate(size, SpCost(0.05 * (size - 1), 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
@@ -184,7 +184,7 @@ def test_who_has_gone_is_still_known_by_name() -> None:
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"layers": 4}, {"page_tokens": 16}])
-def test_others_are_refused_while_somebody_is_there(change: dict[str, object]) -> None:
+def test_others_are_refused_while_there_is_a_member(change: dict[str, object]) -> None:
     pool = Pool("a")
     refusal = pool.protocol.greet(hello("b", **change))
     assert isinstance(refusal, Refusal)
@@ -206,7 +206,7 @@ def test_epochs_of_a_new_pool_are_new() -> None:
     assert mesh.message.epoch > epoch
 
 
-def test_who_comes_again_is_somebody_else() -> None:
+def test_an_instance_that_joins_again_is_another_member() -> None:
     pool = connected("a", "b")
     pool.offer(owner=1)
     pool.join(hello("a"))
@@ -215,7 +215,7 @@ def test_who_comes_again_is_somebody_else() -> None:
     assert lost == (0, "has come again")
 
 
-def test_silence_is_loss_and_a_beat_is_not_silence() -> None:
+def test_a_member_without_messages_is_lost_and_a_beat_is_a_message() -> None:
     pool = connected("a", "b")
     for _ in range(20):
         pool.now_s += 0.1
@@ -223,7 +223,7 @@ def test_silence_is_loss_and_a_beat_is_not_silence() -> None:
         pool.protocol.tick(pool.now_s)
     assert pool.protocol.members == (0,)
     (lost,) = pool.protocol.take_events().lost
-    assert lost == (1, "has said nothing for 1 s")
+    assert lost == (1, "has sent nothing for 1 s")
     (status,) = pool.protocol.status(pool.now_s).members
     assert (status.backlog_s, status.free_kv_tokens) == (0.5, 7)
 

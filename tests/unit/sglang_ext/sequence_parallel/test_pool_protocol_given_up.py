@@ -1,4 +1,4 @@
-"""A member that is lost in a step: the others need not wait for it, and the store forgets what nobody asks for."""
+"""A member that is lost in a step: the others need not wait for it, and the store forgets what is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, 
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 
-def exchange_with_a_step() -> tuple[PoolProtocol, ChunkOrder]:
+def protocol_with_a_step() -> tuple[PoolProtocol, ChunkOrder]:
     """Two members in the middle of a chunk."""
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
     protocol = PoolProtocol(PoolSettings(min_chunk_tokens=16), costs)
@@ -34,15 +34,15 @@ def exchange_with_a_step() -> tuple[PoolProtocol, ChunkOrder]:
 
 
 def test_who_still_computes_is_told() -> None:
-    protocol, order = exchange_with_a_step()
+    protocol, order = protocol_with_a_step()
     protocol.lose(1, "killed", 2.0)
     events = protocol.take_events()
     assert [tuple(one) for one in events.given_up] == [(order.chunk.epoch, order.chunk.sequence)]
     assert protocol.take_events().given_up == []
 
 
-def test_nobody_computes_any_more() -> None:
-    protocol, order = exchange_with_a_step()
+def test_no_member_computes_any_more() -> None:
+    protocol, order = protocol_with_a_step()
     protocol.take(0, StepDone(order.chunk.sequence, StepTimes(0.5, 0.0, 0.0)), 2.0)
     protocol.lose(1, "killed", 2.0)
     assert protocol.take_events().given_up == []

@@ -162,7 +162,7 @@ steps = st.lists(
 
 
 @settings(deadline=None)
-@given(steps, st.sampled_from([1, 4]), st.sampled_from(["drop", "surrender"]))
+@given(steps, st.sampled_from([1, 4]), st.sampled_from(["drop", "take_slots"]))
 def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int]], page_tokens: int, end: str) -> None:
     pool = ToyPool(256, page_tokens)
     shard = Shard(pool)
@@ -192,7 +192,7 @@ def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int
             shard.roll_back()
             assert shard.segments == before
     assert shard.owned_tokens == 256 - pool.free_tokens
-    if end == "surrender":
+    if end == "take_slots":
         try:
             pool.free(shard.take_slots(0))
         except NoRoomError:

@@ -201,7 +201,7 @@ def test_an_instance_that_says_nothing_works_on_what_it_has() -> None:
     assert order.layout.group == (0, 1)
 
 
-def test_patience_begins_anew_with_every_step() -> None:
+def test_the_mesh_timeout_begins_anew_with_every_step() -> None:
     """A long chunk is no reason to give up while members connect after it."""
     one = coordinator(2, mesh_timeout_s=3.0)
     order = chunk_of(one.offer(offer(), 0.0))
@@ -258,7 +258,7 @@ def test_other_costs_from_now_on() -> None:
     assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
-class World:
+class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
     def __init__(self, seed: int) -> None:
@@ -395,33 +395,33 @@ class World:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_any_history_ends(seed: int) -> None:
-    world = World(seed)
+    cluster = SimulatedCluster(seed)
     for request in range(1, 13):
-        for _ in range(world.random.randrange(1, 25)):
-            world.now_s += 0.02
-            busy = [instance for instance, mail in world.mail.items() if mail]
+        for _ in range(cluster.random.randrange(1, 25)):
+            cluster.now_s += 0.02
+            busy = [instance for instance, mail in cluster.mail.items() if mail]
             if busy:
-                world.work(world.random.choice(busy), may_fail=True)
-        chance = world.random.random()
-        if chance < 0.1 and len(world.mail) > 1:
-            world.kill(world.random.choice(list(world.mail)))
+                cluster.work(cluster.random.choice(busy), may_fail=True)
+        chance = cluster.random.random()
+        if chance < 0.1 and len(cluster.mail) > 1:
+            cluster.kill(cluster.random.choice(list(cluster.mail)))
         elif chance < 0.2:
-            world.join(world.random.randrange(6))
-        elif chance < 0.3 and world.coordinator.requests:
-            victim = world.random.choice(world.coordinator.requests)
-            world.ended.setdefault(victim, "cancelled")
-            world.deliver(world.coordinator.cancel(victim, world.now_s))
-        if world.mail:
-            world.offer(request)
-    world.quiet_down()
-    assert set(world.ended) == set(world.offers)
-    # Also who holds nothing any more is told of the end.
-    assert not world.held
+            cluster.join(cluster.random.randrange(6))
+        elif chance < 0.3 and cluster.coordinator.requests:
+            victim = cluster.random.choice(cluster.coordinator.requests)
+            cluster.ended.setdefault(victim, "cancelled")
+            cluster.deliver(cluster.coordinator.cancel(victim, cluster.now_s))
+        if cluster.mail:
+            cluster.offer(request)
+    cluster.quiet_down()
+    assert set(cluster.ended) == set(cluster.offers)
+    # A member that holds nothing any more gets the end, too.
+    assert not cluster.held
 
 
 def test_most_requests_are_shared_when_nothing_fails() -> None:
-    world = World(7)
+    cluster = SimulatedCluster(7)
     for request in range(1, 10):
-        world.offer(request)
-        world.quiet_down()
-    assert {how for request, how in world.ended.items() if world.offers[request].tokens >= 200} == {"whole"}
+        cluster.offer(request)
+        cluster.quiet_down()
+    assert {how for request, how in cluster.ended.items() if cluster.offers[request].tokens >= 200} == {"whole"}

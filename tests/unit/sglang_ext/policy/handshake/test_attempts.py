@@ -53,7 +53,7 @@ def report(sender: str, *chunks: KVShard, is_helper: bool, stored: int = 0) -> S
     return SenderReport(1, sender, 9, None, 0, chunks, False, stored, stored, stored, 0.0, is_helper)
 
 
-def test_rooms_have_a_bounded_number_of_attempts() -> None:
+def test_a_room_has_a_bounded_number_of_attempts() -> None:
     assert len(attempts_of(5)) == MAX_ATTEMPTS
     assert attempts_of(5)[:2] == (5, Attempt(5, 1))
     assert next_attempt(5) == Attempt(5, 1)
@@ -203,7 +203,7 @@ def test_decode_has_been_started_again() -> None:
     assert machine.outcome[0] is TransferOutcome.PEER_LOST
 
 
-def test_a_restart_that_nobody_hears_is_a_loss() -> None:
+def test_a_restart_that_is_not_acknowledged_is_a_loss() -> None:
     machine = sender(is_helper=False)
     machine.restart("x", 1.0)
     machine.on_timer(6.0)

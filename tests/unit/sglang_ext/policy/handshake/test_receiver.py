@@ -142,7 +142,7 @@ def test_a_late_sender_of_an_older_request_goes_before_a_younger_request() -> No
     assert allowed(actions) == [(3, "c")]
 
 
-def test_a_request_keeps_an_idle_backend_until_somebody_has_waited_for_long() -> None:
+def test_a_request_keeps_an_idle_backend_until_another_has_waited_for_long() -> None:
     machine = receiver()
     machine.expect(need(1), 0.0)
     machine.expect(need(2), 0.0)
@@ -156,7 +156,7 @@ def test_a_request_keeps_an_idle_backend_until_somebody_has_waited_for_long() ->
     assert allowed(machine.on_report(report(2, "b", (shard(0, 4),), stored=1), 3.0)) == [(1, "a")]
 
 
-def test_with_unlimited_patience_an_idle_backend_is_kept() -> None:
+def test_without_an_idle_timeout_an_idle_backend_is_kept() -> None:
     machine = receiver(HandshakeOptions(receive_backends=1, hold_idle_s=None))
     machine.expect(need(1), 0.0)
     machine.expect(need(2), 0.0)
@@ -348,7 +348,7 @@ def test_written_parts_are_progress_and_waiting_for_others_is_no_stall() -> None
         assert not only(machine.on_timer(5.0 * step), Failing)
 
 
-def test_a_request_that_nobody_sends_fails() -> None:
+def test_a_request_without_a_sender_fails() -> None:
     machine = receiver()
     machine.expect(need(1), 0.0)
     assert only(machine.on_timer(100.0), Released) == [Released(1)]
@@ -370,7 +370,7 @@ def test_late_messages_of_an_ended_request_get_a_true_answer_until_it_is_forgott
     assert not answer.is_complete
 
 
-def test_a_room_serves_one_request() -> None:
+def test_a_transfer_id_serves_one_request() -> None:
     machine = receiver()
     machine.expect(need(1), 0.0)
     with pytest.raises(ValueError, match="transfer 1 is in use"):

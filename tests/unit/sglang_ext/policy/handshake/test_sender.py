@@ -151,7 +151,7 @@ def test_grants_are_used_in_order() -> None:
     assert machine.on_report(answer(accepted=2, grant=GRANT._replace(chunk=1)), 0.0) == ()
 
 
-def test_what_is_not_answered_is_said_again_and_a_heartbeat_follows() -> None:
+def test_what_is_not_answered_is_retransmitted_and_a_heartbeat_follows() -> None:
     machine = sender()
     machine.start(0.0)
     assert messages(machine.on_timer(0.1)) == []
@@ -182,7 +182,7 @@ def test_a_silent_receiver_is_lost() -> None:
     assert (ended.outcome, ended.reason) == (TransferOutcome.PEER_LOST, "lost d: silent for 10 s")
 
 
-def test_the_lease_counts_from_what_the_receiver_has_heard() -> None:
+def test_the_lease_counts_from_what_the_receiver_has_received() -> None:
     machine = granted()
     machine.on_timer(5.0)
     machine.on_report(answer(accepted=1, sent_s=5.0), 9.0)  # was long under way
@@ -226,7 +226,7 @@ def test_while_it_stops_it_stays_alive_in_the_receivers_eyes() -> None:
     assert machine.phase is SenderPhase.STOPPING
 
 
-def test_having_stopped_is_said_again_until_the_receiver_knows() -> None:
+def test_having_stopped_is_retransmitted_until_the_receiver_knows() -> None:
     machine = granted()
     machine.abort("enough", 0.0)
     stopped = SenderStopped(1, "p", 5, "enough")

@@ -108,7 +108,7 @@ class TransferState:
     is_aux_written: bool = False
     # "ready", "failing", "released", "restarted" (released, and in use again), or "forgotten" with the receiver
     outcome: str | None = None
-    owner: str | None = None  # the others are its helpers; None: nobody helps
+    owner: str | None = None  # the others are its helpers; None: no helpers
     fails_as: TransferOutcome | None = None
 
 
@@ -129,7 +129,7 @@ class Told:
     stored: int = 0
 
 
-class World:
+class SimulatedCluster:
     """One decode rank, any number of senders."""
 
     def __init__(self, options: HandshakeOptions, *, can_fence: bool, slot_count: int = 64) -> None:
@@ -155,7 +155,7 @@ class World:
         self.handshakes = 0
         self.crashed: set[str] = set()
         # What the receiver has been told, for the promise about order.
-        self.heard: dict[tuple[str, TransferId], Told] = {}
+        self.received: dict[tuple[str, TransferId], Told] = {}
 
     # ---- what a test may do ----
 
@@ -252,7 +252,7 @@ class World:
         ]
 
     def begin_again(self, transfer_id: Attempt, epoch: int) -> None:
-        """The owner has heard of the invitation."""
+        """The owner has received the invitation."""
         state = self.transfers[transfer_id]
         assert state.owner is not None
         self.plans[state.owner, transfer_id] = Plan([state.whole])
@@ -294,7 +294,7 @@ class World:
             if state.slots is not None and state.outcome in (None, "failing"):
                 state.outcome = "forgotten"
             state.order = None
-        self.slot_transfer, self.memory, self.allowed, self.held, self.heard = {}, {}, {}, {}, {}
+        self.slot_transfer, self.memory, self.allowed, self.held, self.received = {}, {}, {}, {}, {}
         self.fences = []
 
     def fence_done(self) -> None:
@@ -403,14 +403,14 @@ class World:
                 assert self.transfers[action.transfer_id].outcome is None, "granted to a request that has ended"
                 self._check_order(action)
                 self.allowed[action.permit] = Allowed(action.sender, action.transfer_id, action.grant.backend)
-                self.heard[action.sender, action.transfer_id].granted += 1
+                self.received[action.sender, action.transfer_id].granted += 1
             elif isinstance(action, Fence):
                 if self.can_fence:
                     del self.allowed[action.permit]
                     self.fences.append(action.permit)
             elif isinstance(action, Retire):
                 used = self.allowed.pop(action.permit)
-                self.heard[used.sender, used.transfer_id].stored += 1
+                self.received[used.sender, used.transfer_id].stored += 1
             elif isinstance(action, Ready):
                 self._check_arrived(action.transfer_id)
                 self._free(action.transfer_id, "ready")
@@ -463,7 +463,7 @@ class World:
         positions = [token for span in shard.tokens for token in range(span.start, span.stop, span.step)]
         slots = array("I", grant.slots)
         for token, slot in zip(positions, slots, strict=True):
-            assert self.slot_transfer.get(slot) == key.transfer_id, "written to a slot of somebody else"
+            assert self.slot_transfer.get(slot) == key.transfer_id, "written to a slot of another request"
             for head in range(shard.first_head, shard.first_head + shard.head_count):
                 self.memory[slot, head, layer] = Cell(key.transfer_id, token, head, layer)
         return True
@@ -475,7 +475,7 @@ class World:
         if state is not None and state.order is None:
             state.order = self.handshakes
             self.handshakes += 1
-        told = self.heard.setdefault((report.sender, report.transfer_id), Told())
+        told = self.received.setdefault((report.sender, report.transfer_id), Told())
         told.offered = max(told.offered, report.offered)
 
     def _check_order(self, action: Allow) -> None:
@@ -486,7 +486,7 @@ class World:
         self.held[backend] = action.transfer_id
         mine = self.transfers[action.transfer_id].order
         assert mine is not None
-        for (_, transfer_id), told in self.heard.items():
+        for (_, transfer_id), told in self.received.items():
             state = self.transfers[transfer_id]
             is_open = state.slots is not None and state.outcome is None
             if is_open and state.order is not None and state.order < mine:
@@ -538,5 +538,5 @@ def _aux_slot(transfer_id: TransferId) -> int:
     return transfer_id.room if isinstance(transfer_id, Attempt) else transfer_id
 
 
-def outcomes(world: World) -> list[TransferOutcome]:
-    return [record.outcome for record in world.receive_records]
+def outcomes(cluster: SimulatedCluster) -> list[TransferOutcome]:
+    return [record.outcome for record in cluster.receive_records]
