@@ -31,7 +31,7 @@ COMMANDS = {
     "run-module": Command(
         "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"
     ),
-    "model": Command("sglang_ext.models.command", "fetch and convert the small demonstration model"),
+    "model": Command("sglang_ext.models.smollm2", "fetch and convert the small demonstration model"),
     "profile": Command("sglang_ext.profiling.command", "measure what the simulator and the planner reckon with"),
     "simulate": Command("sglang_ext.simulation.command", "simulate a workload on any number of instances"),
 }

@@ -40,8 +40,7 @@ from sglang_ext.policy.pools.pool_move import (
 )
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.laps_monitor import LapsMonitor, NoReportError, NotServedError
-from sglang_ext_router.laps_report import MODE_PATH
+from sglang_ext_router.laps_monitor import MODE_PATH, LapsMonitor, NoReportError, NotServedError
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
 

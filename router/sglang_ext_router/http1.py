@@ -84,11 +84,14 @@ class _RefusedError(Exception):
 
 
 class ClientConnection(asyncio.Protocol):
-    """Parses, queues pipelined requests, hands one at a time to `dispatch`, which returns its Call."""
+    """Parses, queues pipelined requests, hands one at a time to `dispatch`.
+
+    That one answers at once, or puts what serves the request into `call`, which may hand it on.
+    """
 
     def __init__(
         self,
-        dispatch: Callable[[ClientConnection, Request], Call | None],
+        dispatch: Callable[[ClientConnection, Request], None],
         connections: set[ClientConnection],
         limits: ConnectionLimits,
         loop: asyncio.AbstractEventLoop,
@@ -272,12 +275,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve(self, request: Request) -> None:
         self.request = request
-        call = self._dispatch(self, request)
-        if self._serves(request):  # not answered at once
-            self.call = call
-
-    def _serves(self, request: Request) -> bool:
-        return self.request is request
+        self._dispatch(self, request)
 
     def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: bytes = b"") -> None:
         """Answer the current request whole and go on to the next."""

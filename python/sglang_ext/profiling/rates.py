@@ -13,7 +13,6 @@ from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable, ProfiledRate
 from sglang_ext.policy.cdsp.records import SpCandidate
 from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.arrivals import drawn_requests
@@ -125,11 +124,6 @@ def choose_rate(
     )
     best = min(tried, key=lambda one: (getattr(one.ttft_s, objective), one.improvement_rate))
     return RateChoice(arrivals_per_s, best, tried)
-
-
-def table_of(choices: Sequence[RateChoice]) -> ImprovementRateTable:
-    """Return what a planner looks up."""
-    return ImprovementRateTable(tuple(ProfiledRate(one.arrivals_per_s, one.best.improvement_rate) for one in choices))
 
 
 def _mean(results: Sequence[TrialTtft]) -> TrialTtft:

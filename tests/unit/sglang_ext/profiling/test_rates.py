@@ -23,7 +23,6 @@ from sglang_ext.profiling.rates import (
     carrying_rate_per_s,
     choose_rate,
     run_trial,
-    table_of,
 )
 from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
@@ -96,7 +95,7 @@ def test_the_lowest_time_wins_and_the_smaller_rate_among_equals() -> None:
     choice = choose_rate(wanted, 0.001, results, Objective.P99)
     assert choice.best.ttft_s == (2.5, 8.0, 8.0)
     assert [one.improvement_rate for one in choice.tried] == [0.1, 0.3, 0.5]
-    assert table_of([choice]) == ImprovementRateTable((ProfiledRate(0.001, 0.5),))
+    assert (choice.arrivals_per_s, choice.best.improvement_rate) == (0.001, 0.5)
     with pytest.raises(KeyError):
         choose_rate(wanted, 2.0, results, Objective.MEAN)
 
@@ -115,7 +114,7 @@ def test_the_table_is_at_no_profiled_load_worse_than_any_fixed_rate() -> None:
     )
     results = {trial: run_trial(wanted, trial) for trial in wanted.trials()}
     choices = [choose_rate(wanted, one, results, Objective.MEAN) for one in wanted.arrival_rates]
-    table = table_of(choices)
+    table = ImprovementRateTable(tuple(ProfiledRate(one.arrivals_per_s, one.best.improvement_rate) for one in choices))
     # A rate for light load and another under load: or the table would be idle.
     assert table.entries[0].improvement_rate < table.entries[-1].improvement_rate
 
