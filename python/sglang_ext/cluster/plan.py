@@ -213,7 +213,9 @@ def _worker_command(
     if bootstrap_port is not None:
         command += ["--bootstrap-port", str(bootstrap_port)]
     if device == "cpu":
-        command += ["--threads", str(threads), "--start-method", config.start.method]
+        command += ["--threads", str(threads)]
+        if config.start.method == "spawn":
+            command += ["--start-method", "spawn"]
     command += [*pool_options, *config.worker_args, *pool.worker_args]
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:

@@ -62,6 +62,7 @@ def run(descriptor: int, serve: Serve) -> int:
 def _engine(
     request: Mapping[str, Any], descriptors: list[int], connection: socket.socket, imports: Imports, serve: Serve
 ) -> int:
+    os.setsid()
     adopted = _wait_for_adoption(request["client"])
     answer = {"pid": os.getpid()} if adopted else {"error": "the kernel did not make the engine the client's child"}
     connection.send(json.dumps(answer).encode())
@@ -70,7 +71,6 @@ def _engine(
     for target, received in enumerate(descriptors):
         os.dup2(received, target)
     os.closerange(3, max(64, max(descriptors) + 1))  # the socket must not live on in engines
-    os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
