@@ -94,7 +94,7 @@ def _engine(
 
     parser = argparse.ArgumentParser(prog="sglang-ext worker")
     worker.add_arguments(parser)
-    return worker.run(parser.parse_args(request["arguments"]), become)
+    return worker.run(parser.parse_args(request["arguments"]), become, parent_pid=request["client"])
 
 
 def _wait_for_adoption(client: int) -> bool:

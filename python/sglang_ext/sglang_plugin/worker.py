@@ -88,8 +88,16 @@ def replace_process(command: LaunchCommand) -> int:
     os.execve(command.argv[0], list(command.argv), command.full_environment(os.environ))
 
 
-def run(arguments: argparse.Namespace, become: Callable[[LaunchCommand], int] = replace_process) -> int:
-    """Become the engine, by `become`. Returns what that returns, 2 for wrong usage, 0 for --dry-run."""
+def run(
+    arguments: argparse.Namespace,
+    become: Callable[[LaunchCommand], int] = replace_process,
+    parent_pid: int | None = None,
+) -> int:
+    """Become the engine, by `become`. Returns what that returns, 2 for wrong usage, 0 for --dry-run.
+
+    `parent_pid` is the process that --exit-with-parent means; None: the one that is the parent now. Raises
+    OrphanError when that has ended.
+    """
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
         options = _worker_options(arguments)
@@ -106,7 +114,7 @@ def run(arguments: argparse.Namespace, become: Callable[[LaunchCommand], int] = 
         print(command)
         return 0
     if arguments.exit_with_parent:
-        end_with_parent(os.getppid(), signal.SIGTERM)
+        end_with_parent(parent_pid or os.getppid(), signal.SIGTERM)
     return become(command)
 
 
