@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from sglang_ext.costs.engine_profile import ProfileError, load_profile
+from sglang_ext.costs.improvement_rates import ImprovementRates, RatesFileError, load_improvement_rates
 from sglang_ext.policy.cdsp.records import SpCandidate
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving
-from sglang_ext.profiling.profile_file import ProfileError, load_profile
-from sglang_ext.profiling.rates_file import RatesFileError, load_improvement_rates
-from sglang_ext.profiling.rates_in_use import ImprovementRates
 from sglang_ext.sequence_parallel.coordinator_http import make_app
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, MeshStore
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, UnknownCostError, prior_candidates, profiled_candidates

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from sglang_ext.costs.improvement_rates import BY_REQUEST, describe_rates
 from sglang_ext.policy.cdsp.coordination import DeclineReason
-from sglang_ext.policy.improvement_rate import table_from_json
-from sglang_ext.profiling.rates_in_use import BY_REQUEST, describe_rates
+from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
 from sglang_ext.sequence_parallel.pool_records import PoolStatus, PrefillEnd, PrefillRecord
 

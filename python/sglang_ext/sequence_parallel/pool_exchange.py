@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_ext.costs.improvement_rates import ImprovementRates
 from sglang_ext.policy.cdsp.coordination import (
     BuildMesh,
     Collect,
@@ -24,7 +25,6 @@ from sglang_ext.policy.cdsp.coordination import (
 from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.records import PlannerConfig
 from sglang_ext.policy.cdsp.sharding import Positions, count_tokens
-from sglang_ext.profiling.rates_in_use import ImprovementRates
 from sglang_ext.sequence_parallel.exchange_records import (
     Admission,
     Events,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from sglang_ext.policy.cdsp.improvement_rate import FixedImprovementRate, ImprovementRateSource
 from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.records import (
     CdspRequest,
@@ -20,7 +21,6 @@ from sglang_ext.policy.cdsp.records import (
     PrefillSnapshot,
     SpCandidate,
 )
-from sglang_ext.policy.improvement_rate import FixedImprovementRate, ImprovementRateSource
 
 GREEDY_RATE = 0.0
 

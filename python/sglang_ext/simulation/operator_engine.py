@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost
 from sglang_ext.policy.cdsp.records import SpCandidate
-from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.h200_operators import (
     GATHER_MS,
     GATHERED_ELEMENTS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.records import SpCost
-from sglang_ext.policy.non_negative import solve_non_negative
+from sglang_ext.policy.nnls import solve_non_negative
 
 
 class ChunkSample(NamedTuple):

@@ -23,7 +23,7 @@ from sglang_ext.policy.cdsp.records import (
     TabulatedCost,
     queue_delays_after,
 )
-from sglang_ext.policy.relative_slack import relative_slack
+from sglang_ext.policy.laps.slack import relative_slack
 
 
 class ReplanMode(StrEnum):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving
-from sglang_ext.policy.improvement_rate import table_from_json
 from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_arguments, options_from, run
 from sglang_ext.sequence_parallel.coordinator_http import make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates

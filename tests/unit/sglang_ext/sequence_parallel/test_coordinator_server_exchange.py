@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
+from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
-from sglang_ext.policy.improvement_rate import table_from_json
 from sglang_ext.sequence_parallel.exchange_records import Admission, Outgoing, ProtocolError
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
