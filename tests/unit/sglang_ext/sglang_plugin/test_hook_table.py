@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE, V17, V23, Hook, HookKind, UnsupportedVersionError
 from sglang_ext.sglang_plugin.options import ExtensionOptions
