@@ -1,4 +1,4 @@
-"""A member's connection to its coordinator, and to the other members' mesh.
+"""A member's connection to its coordinator: one that is made anew whenever it ends, and what each rank sees of it.
 
 Threads do what blocks: one connects, reads, and connects again when the connection has ended; one writes. The engine's
 loop only takes from and puts into queues, and may sleep on a descriptor that becomes readable.
@@ -11,9 +11,9 @@ import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BufferedReader
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sglang_ext.bell import Bell
 from sglang_ext.sequence_parallel.messages import (
@@ -28,6 +28,7 @@ from sglang_ext.sequence_parallel.messages import (
     decode,
     encode,
 )
+from sglang_ext.sequence_parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,32 @@ _BEATS = 4  # signs of life per tolerated silence
 _WELCOME_MAX_BYTES = 2**16
 
 
+class PoolLink(Protocol):
+    """A connection to the coordinator that is made anew whenever it ends; nothing here blocks."""
+
+    @property
+    def wake_descriptor(self) -> int | None:
+        """Readable when there is something to receive, or the connection has ended; None where another rank listens."""
+
+    def session(self) -> Welcome | None:
+        """The coordinator's answer to the present connection's hello; None while there is no connection."""
+
+    def receive(self) -> Sequence[ToMember]:
+        """Orders that have come since the last call."""
+
+    def send(self, message: FromMember) -> None:
+        """Send when possible; a message to a coordinator that has gone is lost with it."""
+
+    def wake(self) -> None:
+        """Let an engine loop that sleeps on the link take a turn; from any thread."""
+
+
 class _JoinError(Exception):
     """Not joined this time; the text is one line."""
 
 
 class TcpLink:
-    """See `membership.PoolLink`. A session lasts as long as one connection; its messages are of no other session."""
+    """See `PoolLink`. A session lasts as long as one connection; its messages are of no other session."""
 
     def __init__(self, host: str, port: int, hello: Callable[[], Hello]) -> None:
         """Connects in the background, for ever; `hello` is called there, once for each attempt."""
@@ -219,3 +240,57 @@ def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "the coordinator does not answer"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+class _News(NamedTuple):
+    """What the first rank has heard since the last turn."""
+
+    session: Welcome | None
+    is_new_session: bool
+    orders: Sequence[ToMember]
+
+
+_NOTHING = _News(None, False, ())
+
+
+class ReplicatedLink:
+    """See `PoolLink`. Every turn has to ask for the session exactly once: that is when news travels."""
+
+    def __init__(self, ranks: Ranks, link: PoolLink | None) -> None:
+        """`link` is the first rank's; the others have none."""
+        self._ranks = ranks
+        self._link = link
+        self._session: Welcome | None = None
+        self._heard: Welcome | None = None  # on the first rank: the session that all have been told of
+        self._orders: list[ToMember] = []
+        self.wake_descriptor = None if link is None else link.wake_descriptor
+
+    def session(self) -> Welcome | None:
+        news = self._ranks.share(self._hear)
+        if news.is_new_session:
+            # What came before belongs to a session that has ended.
+            self._session, self._orders = news.session, []
+        self._orders += news.orders
+        return self._session
+
+    def receive(self) -> list[ToMember]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def send(self, message: FromMember) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def wake(self) -> None:
+        if self._link is not None:
+            self._link.wake()
+
+    def _hear(self) -> _News:
+        assert self._link is not None, "only the first rank is asked, and it has a link"
+        session = self._link.session()
+        # Two sessions may be equal: after a restart the coordinator counts anew.
+        is_new, self._heard = session is not self._heard, session
+        orders = self._link.receive()
+        if not is_new and not orders:
+            return _NOTHING
+        return _News(session if is_new else None, is_new, tuple(orders))

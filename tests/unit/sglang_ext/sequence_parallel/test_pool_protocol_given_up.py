@@ -6,20 +6,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from sglang_ext.policy.cdsp.coordination import MemberReport
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
-from sglang_ext.sequence_parallel.coordinator_server import MeshStore
-from sglang_ext.sequence_parallel.messages import (
-    PROTOCOL_VERSION,
-    ChunkOrder,
-    Hello,
-    MeshBuilt,
-    OfferMessage,
-    StepDone,
-)
+from sglang_ext.policy.cdsp.orders import MemberReport
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
+from sglang_ext.sequence_parallel.mesh_store import MeshStore
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, ChunkOrder, Hello, MeshBuilt, OfferMessage, StepDone
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_exchange import Admission, PoolExchange
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange, PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 

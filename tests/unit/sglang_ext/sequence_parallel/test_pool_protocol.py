@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
 from sglang_ext.policy.cdsp.improvement_rate import table_from_json
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
-from sglang_ext.sequence_parallel.exchange_records import Admission, Outgoing, ProtocolError
+from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     CancelMessage,
@@ -18,6 +17,7 @@ from sglang_ext.sequence_parallel.messages import (
     MeshFailed,
     Message,
     OfferMessage,
+    Outgoing,
     Refusal,
     Report,
     StepDone,
@@ -26,9 +26,8 @@ from sglang_ext.sequence_parallel.messages import (
     Welcome,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_records import FormerMember, PrefillEnd, PrefillTimes
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_history import FormerMember, PrefillEnd, PrefillTimes
+from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange, PoolSettings, ProtocolError
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, silence_s=1.0)

@@ -10,9 +10,9 @@ from io import BufferedReader
 
 import pytest
 
-from sglang_ext.policy.cdsp.coordination import BuildMesh, MemberReport
+from sglang_ext.policy.cdsp.orders import BuildMesh, MemberReport
 from sglang_ext.sequence_parallel.mesh import MeshError
-from sglang_ext.sequence_parallel.mesh_building import connect_mesh
+from sglang_ext.sequence_parallel.mesh_store import connect_mesh
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -26,7 +26,7 @@ from sglang_ext.sequence_parallel.messages import (
     decode,
     encode,
 )
-from sglang_ext.sequence_parallel.tcp_link import TcpLink
+from sglang_ext.sequence_parallel.pool_link import TcpLink
 
 HELLO = Hello(PROTOCOL_VERSION, "a", "node", "model", 2, 1, MemberReport(0.0, 10))
 SILENCE_S = 1.0

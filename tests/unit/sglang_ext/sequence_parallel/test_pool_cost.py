@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.costs.engine_profile import (
-    EngineProfile,
-    load_profile,
-    sp_entry,
-    write_profile,
-)
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.costs.engine_profile import EngineProfile, load_profile, sp_entry, write_profile
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import LATENCY_S, PROMPT_TOKENS
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.sequence_parallel.pool_cost import (

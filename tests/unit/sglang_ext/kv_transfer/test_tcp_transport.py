@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.kv_transfer import wire
-from sglang_ext.kv_transfer.tcp_engine import Block, EngineOptions, TcpTransferEngine, TransferError
+from sglang_ext.kv_transfer.tcp_transport import Block, EngineOptions, TcpTransferEngine, TransferError
 
 SIZE = 1 << 16
 FAST = EngineOptions(connect_timeout_s=1.0, io_timeout_s=0.5)

@@ -14,10 +14,9 @@ from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_arguments, options_from, run
-from sglang_ext.sequence_parallel.coordinator_http import make_app
+from sglang_ext.sequence_parallel.coordinator_server import make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_ext.policy.cdsp.coordination import Collect, DeclineReason, RunChunk
+from sglang_ext.policy.cdsp.orders import Collect, DeclineReason, RunChunk
 from sglang_ext.policy.cdsp.sharding import count_tokens
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.coordination import RunChunk
+from sglang_ext.policy.cdsp.orders import RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
-from sglang_ext.sequence_parallel.destination import Destination
-from sglang_ext.sequence_parallel.exchange_records import Outgoing
-from sglang_ext.sequence_parallel.messages import OfferMessage, Streamed
-from sglang_ext.sequence_parallel.stream_ledger import StreamLedger
+from sglang_ext.policy.handshake.shards import HeadLayout
+from sglang_ext.sequence_parallel.messages import Destination, OfferMessage, Outgoing, Streamed
+from sglang_ext.sequence_parallel.pool_progress import StreamLedger
 
 WHERE = (Destination(77, "decode:1", 0, HeadLayout(2, 1, 2), 4),)
 OFFER = OfferMessage(5, tuple(range(100)), 10, 0.0, None, WHERE)

@@ -16,17 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
+from sglang_ext.policy.cdsp.orders import (
+    BuildMesh,
+    Collect,
+    Decline,
+    DeclineReason,
+    Drop,
+    MemberReport,
+    Offer,
+    Order,
+    RollBack,
+    RunChunk,
+)
+from sglang_ext.policy.cdsp.plan import ChunkPlan, NoPlan, PlannedChunk, PrefillSnapshot
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import ChunkPlan, NoPlan, PlannedChunk, PrefillSnapshot
 from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, replan
 from sglang_ext.policy.cdsp.sharding import (
-    ChunkLayout,
     Interleaving,
     Lot,
-    Move,
     Positions,
     count_tokens,
     gather,
@@ -49,89 +58,6 @@ class CoordinatorSettings(NamedTuple):
     improvement_rate: float = 0.05
     max_attempts: int = 3  # failed chunks of a request before its own instance computes it alone
     patience_s: float = 5.0  # how long a request that could go on waits for a mesh; its instance then computes it alone
-
-
-class Offer(NamedTuple):
-    """A long prefill that an instance would like to share."""
-
-    request: int  # unique
-    owner: int  # the instance that it came to: holds the cached prefix, and will have all its KV
-    tokens: int  # of the prompt that are to be in memory when the request is handed back
-    cached_tokens: int
-    arrival_s: float
-    deadline_s: float  # absolute; infinity where there is none
-
-
-class MemberReport(NamedTuple):
-    """What an instance says of itself."""
-
-    backlog_s: float  # ordinary work there: queued, and what was begun as this was said
-    free_kv_tokens: int
-
-
-class DeclineReason(StrEnum):
-    """Why a request is computed by its own instance. Bounded: these are metric labels."""
-
-    ALONE_IS_BEST = "alone_is_best"
-    NO_PLAN = "no_plan"
-    FAILURES = "failures"
-    MESH_DOWN = "mesh_down"
-    NOT_A_MEMBER = "not_a_member"
-
-
-class BuildMesh(NamedTuple):
-    """To every member: connect to the others."""
-
-    epoch: int
-    members: tuple[int, ...]
-
-
-class RunChunk(NamedTuple):
-    """To every member of the group: take part in this chunk, over the mesh of this epoch."""
-
-    sequence: int  # unique, rising
-    epoch: int
-    request: int
-    layout: ChunkLayout
-    first_tag: int
-
-
-class Collect(NamedTuple):
-    """To every holder: all KV goes to the owner, which then goes on with the request."""
-
-    sequence: int
-    epoch: int
-    request: int
-    owner: int
-    members: tuple[int, ...]
-    moves: tuple[Move, ...]
-    first_tag: int
-
-
-class RollBack(NamedTuple):
-    """To these members, who have done a chunk that others have not: be as before it."""
-
-    sequence: int
-    request: int
-    members: tuple[int, ...]
-
-
-class Drop(NamedTuple):
-    """To these members: forget the request and free what it holds."""
-
-    request: int
-    members: tuple[int, ...]
-
-
-class Decline(NamedTuple):
-    """To the owner: compute the request alone, with whatever of it is in the cache."""
-
-    request: int
-    owner: int
-    reason: DeclineReason
-
-
-Order = BuildMesh | RunChunk | Collect | RollBack | Drop | Decline
 
 
 @dataclass(slots=True)

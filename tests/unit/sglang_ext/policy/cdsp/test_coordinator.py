@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.cdsp.coordination import (
+from sglang_ext.policy.cdsp.coordinator import Coordinator, CoordinatorSettings
+from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
-    Coordinator,
-    CoordinatorSettings,
     Decline,
     DeclineReason,
     Drop,
@@ -23,9 +22,10 @@ from sglang_ext.policy.cdsp.coordination import (
     RollBack,
     RunChunk,
 )
+from sglang_ext.policy.cdsp.plan import PlannerConfig
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import PlannerConfig, SpCandidate, SpCost
 from sglang_ext.policy.cdsp.sharding import Lot, after_moves, compacted, positions_of
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 
 IDLE = MemberReport(0.0, 100_000)
 

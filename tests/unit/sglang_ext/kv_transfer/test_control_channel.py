@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.kv_transfer.control_codec import CodecError, ControlMessage, LayoutReply, LayoutRequest, decode, encode
+from sglang_ext.kv_transfer.control_channel import CodecError, ControlMessage, decode, encode
 from sglang_ext.kv_transfer.invitations import DecodeRank, Invitation, InvitationSeen
+from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
-from sglang_ext.policy.handshake.messages import (
+from sglang_ext.policy.handshake.protocol import (
     Grant,
     ReceiverAbort,
     ReceiverClosed,
@@ -21,7 +21,7 @@ from sglang_ext.policy.handshake.messages import (
     SenderStopped,
 )
 from sglang_ext.policy.handshake.rooms import Attempt
-from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan
 
 numbers = st.integers(0, (1 << 63) - 1)
 rooms = numbers | st.builds(Attempt, numbers, st.integers(1, 9))

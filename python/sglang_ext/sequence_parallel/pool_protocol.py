@@ -9,32 +9,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_ext.costs.improvement_rates import ImprovementRates
-from sglang_ext.policy.cdsp.coordination import (
-    BuildMesh,
-    Collect,
-    Coordinator,
-    CoordinatorSettings,
-    Decline,
-    Offer,
-    Order,
-    RunChunk,
-)
+from sglang_ext.policy.cdsp.coordinator import Coordinator, CoordinatorSettings
+from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Offer, Order, RunChunk
+from sglang_ext.policy.cdsp.plan import PlannerConfig
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import PlannerConfig
-from sglang_ext.policy.cdsp.sharding import Positions, count_tokens
-from sglang_ext.sequence_parallel.exchange_records import (
-    Admission,
-    Events,
-    GivenUp,
-    Identity,
-    Lost,
-    Outgoing,
-    Peer,
-    ProtocolError,
-)
+from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
     ChunkOrder,
@@ -44,15 +28,15 @@ from sglang_ext.sequence_parallel.messages import (
     MeshFailed,
     Message,
     OfferMessage,
+    Outgoing,
     Refusal,
     Report,
     StepDone,
     StepFailed,
     Transferred,
 )
-from sglang_ext.sequence_parallel.open_steps import OpenStep, OpenSteps
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_records import (
+from sglang_ext.sequence_parallel.pool_history import (
     MemberStatus,
     Outcome,
     PoolHistory,
@@ -60,9 +44,8 @@ from sglang_ext.sequence_parallel.pool_records import (
     PrefillEnd,
     PrefillRecord,
 )
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_progress import OpenStep, OpenSteps, StreamLedger
 from sglang_ext.sequence_parallel.step_clock import StepTimes
-from sglang_ext.sequence_parallel.stream_ledger import StreamLedger
 
 # Members build a mesh in about so long; after failures they would otherwise be told to build one all the time.
 MESH_INTERVAL_S = 0.5
@@ -393,3 +376,73 @@ class PoolExchange:
 
 def _of_positions(token_ids: array[int], positions: Positions) -> tuple[int, ...]:
     return tuple(token for part in positions for token in token_ids[part.start : part.stop : part.step])
+
+
+class ProtocolError(ValueError):
+    """A member has said what it cannot mean: its connection has to end."""
+
+
+class Lost(NamedTuple):
+    """A member that has been given up."""
+
+    instance: int
+    reason: str
+
+
+class GivenUp(NamedTuple):
+    """A step that has come to nothing."""
+
+    epoch: int
+    sequence: int
+
+
+class Admission(NamedTuple):
+    """A member's number."""
+
+    instance: int
+
+
+class Identity(NamedTuple):
+    """What is the same in all members."""
+
+    model: str
+    layers: int
+    page_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
+
+
+@dataclass(slots=True)
+class Peer:
+    """A member as it described itself, lately."""
+
+    hello: Hello
+    heard_s: float
+
+
+@dataclass(slots=True)
+class Events:
+    """What a caller logs."""
+
+    lost: list[Lost] = field(default_factory=list)
+    ended: list[PrefillRecord] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)  # steps that a lost member was in, for all who still compute
+
+
+class PoolSettings(NamedTuple):
+    """One pool's settings."""
+
+    interleaving: Interleaving = Interleaving.ZIGZAG
+    mode: ReplanMode = ReplanMode.LARS
+    improvement_rate: float = 0.05
+    min_chunk_tokens: int = 512
+    patience_s: float = 5.0
+    step_timeout_s: float = 30.0
+    silence_s: float = 5.0
+    overlaps_rebalancing: bool = True
+
+    @property
+    def stuck_s(self) -> float:
+        """From the first failure in a step on: everybody else has waited in vain, too, by then."""
+        return 2 * self.step_timeout_s + self.silence_s
