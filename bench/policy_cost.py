@@ -16,15 +16,15 @@ from random import Random
 from time import process_time
 from timeit import Timer
 
-from sglang_ext.policy.admission import AdmissionQueue
-from sglang_ext.policy.circuit_breaker import CircuitBreaker
-from sglang_ext.policy.decode_choice import DECODE_POLICIES, decode_policy
-from sglang_ext.policy.length_class import FixedBoundary, is_in_doubt
-from sglang_ext.policy.pd_exchange import Leg, PDExchange
-from sglang_ext.policy.pool_choice import choose_pool
-from sglang_ext.policy.prefill_choice import PREFILL_POLICIES, prefill_policy
-from sglang_ext.policy.prefix_index import PrefixIndex, block_hashes
-from sglang_ext.policy.token_estimate import TokenEstimator
+from sglang_ext.policy.routing.admission import AdmissionQueue
+from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
+from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES, decode_policy
+from sglang_ext.policy.routing.pd_actions import Leg
+from sglang_ext.policy.routing.pd_protocol import PDExchange
+from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
+from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES, prefill_policy
+from sglang_ext.policy.routing.prefix_index import PrefixIndex, block_hashes
+from sglang_ext.policy.routing.token_estimate import TokenEstimator
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 
 Decision = Callable[[], object]

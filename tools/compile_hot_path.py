@@ -26,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"sglang_ext": ROOT / "python", "sglang_ext_router": ROOT / "router"}
 HOT_MODULES = (
-    *(f"sglang_ext/policy/{name}.py" for name in (
-        *("admission", "circuit_breaker", "decode_choice", "length_class", "pd_actions", "pd_exchange"),
+    *(f"sglang_ext/policy/routing/{name}.py" for name in (
+        *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
         *("pool_choice", "prefill_choice", "prefix_index", "token_estimate"),
     )),
     *(f"sglang_ext_router/{name}.py" for name in (

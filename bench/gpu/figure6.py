@@ -35,7 +35,7 @@ import psutil
 
 from gpu.model_shapes import write_model
 from sglang_ext.cluster.ports import pick_free_ports
-from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
 from sglang_ext.sglang_plugin.options import ExtensionOptions

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.graph_grid import GraphGrid
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_options import LapsOptions
-from sglang_ext.policy.laps_records import InstanceLimits
-from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import InstanceLimits
 from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder

@@ -37,14 +37,14 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates, fitted_cost
-from sglang_ext.policy.graph_grid import GraphGrid
-from sglang_ext.policy.instance_pressure import quantile
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_options import LapsOptions
-from sglang_ext.policy.laps_records import InstanceLimits, LapsMode
-from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
+from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.arrivals import poisson_s
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.event_loop import EventLoop

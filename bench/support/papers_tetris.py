@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.instance_pressure import quantile
+from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.engines import SimEngine, load_engine

@@ -13,10 +13,10 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from sglang_ext.cluster.process_tree import all_processes
-from sglang_ext.policy.graph_grid import GraphGrid
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_options import LapsOptions
-from sglang_ext.policy.laps_records import InstanceLimits, LapsMode
+from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
 from sglang_ext.profiling.instance import Instance
 from sglang_ext.profiling.points import Point
 from sglang_ext.simulation.engines import SimEngine, load_engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import GraphShape
 
 DEFAULT_LENGTHS_TOKENS = (8, 16, 32, 64, 128, 256)
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from statistics import median_low
 from typing import NamedTuple
 
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import GraphShape
 
 # Workspaces of the matrix products, and what two segments of the allocator may have left unused.
 UNEXPLAINED_BYTES = 64 << 20

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from sglang_ext.policy.pd_actions import Leg
+from sglang_ext.policy.routing.pd_actions import Leg
 from sglang_ext_router.upstream import UpstreamConnection, UpstreamPools
 from sglang_ext_router.workers import Worker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.policy.pd_actions import Leg
+from sglang_ext.policy.routing.pd_actions import Leg
 from sglang_ext_router.prompt import Prompt
 from sglang_ext_router.routing import Route
 from sglang_ext_router.services import Services

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglang_ext.policy.decode_choice import DECODE_POLICIES
-from sglang_ext.policy.instance_pressure import PressureSettings
-from sglang_ext.policy.prefill_choice import PREFILL_POLICIES
-from sglang_ext.profiling.rates_file import RatesFileError, load_improvement_rates
+from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_rates
+from sglang_ext.policy.pools.instance_pressure import PressureSettings
+from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
+from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
 from sglang_ext.types import Role
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from sglang_ext import __version__
-from sglang_ext.profiling.rates_in_use import ImprovementRates
+from sglang_ext.costs.improvement_rates import ImprovementRates
 from sglang_ext.types import Role
 from sglang_ext_router import replies
 from sglang_ext_router.config import ConfigError, RouterConfig, WorkerAddress, parse_worker_url

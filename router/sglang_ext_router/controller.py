@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import aiohttp
 import orjson
 
-from sglang_ext.policy.instance_pressure import (
+from sglang_ext.policy.laps.round_plan import LapsMode
+from sglang_ext.policy.pools.instance_pressure import (
     ControllerState,
     Decision,
     DecisionReason,
@@ -24,8 +25,7 @@ from sglang_ext.policy.instance_pressure import (
     PoolView,
     decide,
 )
-from sglang_ext.policy.laps_records import LapsMode
-from sglang_ext.policy.pool_move import (
+from sglang_ext.policy.pools.pool_move import (
     AwaitDrain,
     Finished,
     HoldBack,

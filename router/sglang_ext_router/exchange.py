@@ -10,8 +10,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_ext.policy.admission import Admission
-from sglang_ext.policy.pd_actions import (
+from sglang_ext.policy.routing.admission import Admission
+from sglang_ext.policy.routing.pd_actions import (
     RELAY_DECODE,
     AbortLeg,
     Absolve,
@@ -30,7 +30,7 @@ from sglang_ext.policy.pd_actions import (
     ScheduleRetry,
     StartLegs,
 )
-from sglang_ext.policy.pd_exchange import PDExchange
+from sglang_ext.policy.routing.pd_protocol import PDExchange
 from sglang_ext.types import RequestState
 from sglang_ext_router import replies
 from sglang_ext_router.account import AttemptAccount

@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request
 from fastapi.params import Depends
 from starlette.exceptions import HTTPException
 
-from sglang_ext.policy.improvement_rate import table_from_json
-from sglang_ext.profiling.rates_in_use import BY_REQUEST, ImprovementRates, describe_rates
+from sglang_ext.costs.improvement_rates import BY_REQUEST, ImprovementRates, describe_rates
+from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext_router.config import RouterConfig
 
 

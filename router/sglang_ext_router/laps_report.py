@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sglang_ext.policy.instance_pressure import InstanceSignals
-from sglang_ext.policy.laps_records import LapsMode
+from sglang_ext.policy.laps.round_plan import LapsMode
+from sglang_ext.policy.pools.instance_pressure import InstanceSignals
 from sglang_ext.types import LengthClass
 
 REPORT_PATH = "/laps"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from sglang_ext.policy.circuit_breaker import CircuitState
+from sglang_ext.policy.routing.circuit_breaker import CircuitState
 from sglang_ext.types import LengthClass, RouteDecision
 
 if TYPE_CHECKING:

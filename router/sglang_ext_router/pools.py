@@ -11,7 +11,7 @@ from fastapi.params import Depends
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-from sglang_ext.policy.instance_pressure import pressure
+from sglang_ext.policy.pools.instance_pressure import pressure
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import ConfigError, RouterConfig, parse_worker_url
 from sglang_ext_router.controller import MoveRecord, MoveRefusedError, PoolController, pool_of

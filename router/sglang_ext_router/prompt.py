@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from sglang_ext.policy.prefix_index import block_hashes
+from sglang_ext.policy.routing.prefix_index import block_hashes
 
 # How many items a batch may hold: each takes one room on both instances.
 MAX_SEQUENCES = 4096

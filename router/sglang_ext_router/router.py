@@ -13,10 +13,9 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from sglang_ext.policy.admission import AdmissionQueue
-from sglang_ext.policy.retry import RetryPolicy
-from sglang_ext.profiling.rates_file import load_improvement_rates
-from sglang_ext.profiling.rates_in_use import ImprovementRates
+from sglang_ext.costs.improvement_rates import ImprovementRates, load_improvement_rates
+from sglang_ext.policy.routing.admission import AdmissionQueue
+from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url

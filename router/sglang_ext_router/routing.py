@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-from sglang_ext.policy.decode_choice import decode_policy, fits
-from sglang_ext.policy.length_class import FixedBoundary, is_in_doubt
-from sglang_ext.policy.pool_choice import choose_pool
-from sglang_ext.policy.prefill_choice import predicted_wait_s, prefill_policy
-from sglang_ext.policy.prefix_index import BLOCK_BYTES, PrefixIndex
-from sglang_ext.policy.token_estimate import TokenEstimator
+from sglang_ext.policy.routing.decode_choice import decode_policy, fits
+from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
+from sglang_ext.policy.routing.prefill_choice import predicted_wait_s, prefill_policy
+from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, PrefixIndex
+from sglang_ext.policy.routing.token_estimate import TokenEstimator
 from sglang_ext.types import Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.prompt import Prompt

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_ext.policy.admission import AdmissionQueue
-from sglang_ext.policy.retry import RetryPolicy
+from sglang_ext.policy.routing.admission import AdmissionQueue
+from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from sglang_ext.policy.pd_actions import Leg
+from sglang_ext.policy.routing.pd_actions import Leg
 from sglang_ext_router.workers import Worker
 
 CONNECT_TIMEOUT_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
-from sglang_ext.policy.circuit_breaker import CircuitBreaker
+from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.prefill_rate import PrefillRate

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import GraphShape
 from sglang_ext_cuda_graphs.capture_plan import plan_captures
 from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs

@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import GraphShape
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
 from support.graph_engine import Outcome, Request, run_batches

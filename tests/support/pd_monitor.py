@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from sglang_ext.policy.pd_exchange import (
+from sglang_ext.policy.routing.pd_actions import (
     AbortLeg,
     Absolve,
     Actions,
@@ -19,13 +19,13 @@ from sglang_ext.policy.pd_exchange import (
     Exclude,
     Finished,
     Leg,
-    PDExchange,
     RelayBody,
     RelayHead,
     ReplyError,
     ScheduleRetry,
     StartLegs,
 )
+from sglang_ext.policy.routing.pd_protocol import PDExchange
 from sglang_ext.types import RequestState
 
 FAULTS = (500, 502, 503, 504)

@@ -11,12 +11,12 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
-from sglang_ext.policy.graph_grid import GraphGrid
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_options import LapsOptions
-from sglang_ext.policy.laps_records import (
+from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
+from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import (
     InstanceLimits,
-    IterationSample,
     LongChunk,
     PriorityClass,
     QueuedPrefill,
@@ -24,7 +24,6 @@ from sglang_ext.policy.laps_records import (
     RoundSnapshot,
     ShortBatch,
 )
-from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.types import LengthClass
 
 SHORT, LONG = LengthClass.SHORT, LengthClass.LONG

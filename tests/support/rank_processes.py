@@ -8,7 +8,12 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from sglang_ext.policy.laps_records import DispatchReason, LongChunk, RoundPlan, ShortBatch
+from sglang_ext.policy.laps.round_plan import (
+    DispatchReason,
+    LongChunk,
+    RoundPlan,
+    ShortBatch,
+)
 from sglang_ext.sglang_plugin.laps.rank_agreement import MAX_BATCH_REQUESTS, BroadcastAgreement, steps_of
 
 JOIN_TIMEOUT_S = 120.0

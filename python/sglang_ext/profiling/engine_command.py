@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sglang_ext import __version__
+from sglang_ext.costs.engine_profile import sp_entry, write_profile
 from sglang_ext.profiling.facts import InstanceFacts
 from sglang_ext.profiling.fit import Fit, FitError, FormFit, bad_forms, fit_measurements
 from sglang_ext.profiling.http_client import InstanceError, is_this_machine
@@ -20,7 +21,6 @@ from sglang_ext.profiling.measurement import busy_request_s, gap_s, measure
 from sglang_ext.profiling.notes import Notes, NotesError, partial_path
 from sglang_ext.profiling.picture import PictureError, check_picture, draw_profile
 from sglang_ext.profiling.points import AskedPoints, Point, PointError, choose_points
-from sglang_ext.profiling.profile_file import sp_entry, write_profile
 from sglang_ext.profiling.records import MeasuredPoint, Measurements
 
 API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"

@@ -11,8 +11,8 @@ from itertools import groupby
 from statistics import median
 from typing import Protocol
 
+from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.profiling.instance import CutError, RunTimes
-from sglang_ext.profiling.iteration_cost import IterationCost
 from sglang_ext.profiling.notes import Notes
 from sglang_ext.profiling.points import Point
 from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, MeasuredPoint, Measurements, SkippedPoint, spread

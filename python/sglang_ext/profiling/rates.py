@@ -13,9 +13,9 @@ from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.records import SpCandidate
-from sglang_ext.policy.improvement_rate import ImprovementRateTable, ProfiledRate
-from sglang_ext.policy.instance_pressure import quantile
+from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable, ProfiledRate
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.event_loop import EventLoop

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang_ext import __version__
-from sglang_ext.policy.improvement_rate import TABLE_VERSION
+from sglang_ext.policy.cdsp.improvement_rate import TABLE_VERSION
 from sglang_ext.profiling.rates import WARM_UP_SHARE, Objective, RateChoice, RatesSearch
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from sglang_ext import __version__
-from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.cpu_platform import absent_packages
 from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device, Machine
 from sglang_ext.sglang_plugin.graphs.arguments import GraphOptions

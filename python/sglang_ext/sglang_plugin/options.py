@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_ext.policy.laps_options import Batching, LapsOptions
-from sglang_ext.policy.laps_records import LapsMode
+from sglang_ext.policy.laps.options import Batching, LapsOptions
+from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions

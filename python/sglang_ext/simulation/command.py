@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_ext.policy.decode_choice import DECODE_POLICIES
+from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.simulation.front_end import simulate_for_clients
 from sglang_ext.simulation.instances import LEAST_LOADED, ROUTERS

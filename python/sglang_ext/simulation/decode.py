@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from sglang_ext.policy.decode_choice import DecodePolicy, fits
+from sglang_ext.policy.routing.decode_choice import DecodePolicy, fits
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.records import ServedPrefill, SimRequest
 from sglang_ext.types import DecodeLoad

@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.costs.engine_profile import (
+    BadFit,
+    EngineProfile,
+    FrontEnd,
+    IterationCost,
+    ProfileError,
+    load_profile,
+)
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
-from sglang_ext.policy.prefill_cost import CostCoefficients
-from sglang_ext.profiling.iteration_cost import FrontEnd, IterationCost
-from sglang_ext.profiling.profile_file import BadFit, EngineProfile, ProfileError, load_profile
+from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.operator_engine import OPERATOR_MODELS, OPERATOR_PREFIX
 
 TABLE1 = "table1"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sglang_ext.profiling.iteration_cost import FrontEnd
+from sglang_ext.costs.engine_profile import FrontEnd
 from sglang_ext.simulation.records import SimRequest
 from sglang_ext.simulation.run import Outcome, RunOptions, StageBuilder, simulate
 

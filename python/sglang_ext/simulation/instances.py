@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from sglang_ext.policy.laps_records import IterationSample
-from sglang_ext.policy.length_class import FixedBoundary
-from sglang_ext.policy.pool_choice import choose_pool
-from sglang_ext.policy.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
-from sglang_ext.policy.prefill_cost import CostCoefficients
-from sglang_ext.policy.prefix_index import PrefixIndex
-from sglang_ext.profiling.iteration_cost import IterationCost
+from sglang_ext.costs.engine_profile import IterationCost
+from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
+from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool
+from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
+from sglang_ext.policy.routing.prefix_index import PrefixIndex
 from sglang_ext.simulation.cluster import Failure
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.iteration_policies import Iteration, IterationPolicy, WorkItem

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_records import (
-    IterationSample,
+from sglang_ext.policy.laps.cost_model import IterationSample
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import (
     LongChunk,
     PriorityClass,
     QueuedPrefill,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sglang_ext.policy.instance_pressure import quantile
+from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.records import ServedPrefill, SimRequest
 
 ALL = "all"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_ext.policy.instance_pressure import (
+from sglang_ext.policy.laps.round_plan import ClassReport, LapsMode
+from sglang_ext.policy.pools.instance_pressure import (
     ControllerState,
     InstanceSignals,
     PoolInstance,
     PressureSettings,
     decide,
 )
-from sglang_ext.policy.laps_records import ClassReport, LapsMode
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.instances import Instance, InstancePool
 from sglang_ext.simulation.iteration_policies import LapsPolicy

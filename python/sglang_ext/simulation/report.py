@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.instance_pressure import quantile
+from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.metrics import TtftSummary, by_class
 from sglang_ext.simulation.run import Outcome
 

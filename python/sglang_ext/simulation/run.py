@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sglang_ext.policy.decode_choice import decode_policy
-from sglang_ext.policy.instance_pressure import PressureSettings
+from sglang_ext.policy.pools.instance_pressure import PressureSettings
+from sglang_ext.policy.routing.decode_choice import decode_policy
 from sglang_ext.simulation.cluster import Failure
 from sglang_ext.simulation.decode import DecodePool, DecodeSpec, Finished
 from sglang_ext.simulation.event_loop import EventLoop

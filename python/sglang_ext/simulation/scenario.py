@@ -8,13 +8,13 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from sglang_ext.policy.graph_grid import GraphGrid
-from sglang_ext.policy.improvement_rate import ImprovementRateTable
-from sglang_ext.policy.instance_pressure import PressureSettings
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_options import LapsOptions
-from sglang_ext.policy.laps_records import InstanceLimits, LapsMode
-from sglang_ext.profiling.rates_file import RatesFileError, load_improvement_rates
+from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_rates
+from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable
+from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
+from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.simulation.arrivals import drawn_requests, scaled, session_requests
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.decode import DecodeSpec

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_ext.policy.cdsp.records import SpCandidate
-from sglang_ext.policy.cdsp.replanning import ReplanMode
-from sglang_ext.policy.improvement_rate import (
+from sglang_ext.policy.cdsp.improvement_rate import (
     FixedImprovementRate,
     ImprovementRateSource,
     ImprovementRateTable,
     ProfiledImprovementRate,
 )
+from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.cluster import ClusterSpec, PlannedCluster
 from sglang_ext.simulation.cluster_policies import CdspPolicy, ClusterPolicy, FixedSp, greedy_esp
 from sglang_ext.simulation.event_loop import EventLoop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import GraphShape
 from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS, plan_captures
 
 

@@ -8,18 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.graph_grid import Fallback
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_options import LapsOptions
-from sglang_ext.policy.laps_records import (
-    GraphShape,
-    IterationSample,
+from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
+from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import (
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,
     ShortBatch,
 )
-from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DirectRecorder, Recording

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.graph_grid import Fallback
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
 from sglang_ext_cuda_graphs.capture_plan import plan_captures
 from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs

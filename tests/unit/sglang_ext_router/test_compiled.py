@@ -31,7 +31,10 @@ def test_every_listed_module_exists() -> None:
 
 def test_extension_modules_go_beside_their_sources() -> None:
     tool = compiler()
-    assert tool.destination(Path("sglang_ext/policy/retry.so")) == ROOT / "python/sglang_ext/policy/retry.so"
+    assert (
+        tool.destination(Path("sglang_ext/policy/routing/pd_protocol.so"))
+        == ROOT / "python/sglang_ext/policy/routing/pd_protocol.so"
+    )
     assert tool.destination(Path("sglang_ext_router/http1.so")) == ROOT / "router/sglang_ext_router/http1.so"
     assert tool.destination(Path("abc__mypyc.so")) == ROOT / "router/abc__mypyc.so"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.prefix_index import BLOCK_BYTES
+from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES
 from sglang_ext_router.prompt import (
     MAX_SEQUENCES,
     BadRequestError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.prefix_index import BLOCK_BYTES
+from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.prompt import Prompt, measure

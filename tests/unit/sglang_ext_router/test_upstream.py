@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sglang_ext.policy.circuit_breaker import CircuitState
+from sglang_ext.policy.routing.circuit_breaker import CircuitState
 from sglang_ext_router import upstream
 from support.router_process import Cluster, cluster
 from support.scripted_engine import (

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.policy.graph_grid import Fallback, GraphGrid
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import Fallback, GraphGrid, GraphShape
 from sglang_ext.sglang_plugin.graphs.attention import CapturedAttention
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch

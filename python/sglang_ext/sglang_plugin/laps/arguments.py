@@ -11,8 +11,8 @@ from dataclasses import Field, fields
 from enum import StrEnum
 from typing import Any, get_args, get_type_hints
 
-from sglang_ext.policy.laps_options import LapsOptions, option_name
-from sglang_ext.policy.laps_records import LapsMode
+from sglang_ext.policy.laps.options import LapsOptions, option_name
+from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.types import Role
 
 AUTO, OFF = "auto", "off"

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_ext.policy.laps_records import LapsMode
+from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.sglang_plugin.laps.status import MODE_PARAMETER, STATUS_KEY, mode_number
 
 _MODES = ", ".join(LapsMode)

@@ -11,18 +11,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.policy.graph_grid import GraphGrid
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_records import (
+from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
+from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import (
     InstanceLimits,
-    IterationSample,
     LapsMode,
     LongChunk,
     RoundPlan,
     RoundSnapshot,
     ShortBatch,
 )
-from sglang_ext.policy.prefill_cost import CostCoefficients
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
 from sglang_ext.sglang_plugin.laps.iteration_clock import IterationClock

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_ext.policy.laps_records import IterationSample
+from sglang_ext.policy.laps.cost_model import IterationSample
 from sglang_ext.types import LengthClass
 
 BUSY_WINDOW_S = 10.0

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sglang_ext.policy.laps_records import LapsMode, LapsReport, LongChunk, RoundSnapshot, ShortBatch
+from sglang_ext.policy.laps.round_plan import (
+    LapsMode,
+    LapsReport,
+    LongChunk,
+    RoundSnapshot,
+    ShortBatch,
+)
 from sglang_ext.types import LengthClass
 
 _PUBLISH_INTERVAL_S = 1.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.policy.laps_records import PriorityClass, QueuedPrefill
+from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.sglang_plugin.laps.engine_interface import prefix_tokens
 from sglang_ext.types import LengthClass
 

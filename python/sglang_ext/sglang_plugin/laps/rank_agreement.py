@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.policy.laps_records import LongChunk, RoundPlan, ShortBatch
+from sglang_ext.policy.laps.round_plan import LongChunk, RoundPlan, ShortBatch
 
 PLAN_NUMBERS = 512
 _STEP_HEAD = 3  # numbers of a step before its keys

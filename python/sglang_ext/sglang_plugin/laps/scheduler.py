@@ -30,11 +30,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_ext.policy.laps_records import (
-    LapsMode,
-    RoundPlan,
-    RoundSnapshot,
-)
+from sglang_ext.policy.laps.round_plan import LapsMode, RoundPlan, RoundSnapshot
 from sglang_ext.sglang_plugin.graphs.status import graph_status
 from sglang_ext.sglang_plugin.laps.engine_interface import match_prefix
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance, build_instance

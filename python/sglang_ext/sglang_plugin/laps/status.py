@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.policy.laps_records import ClassReport, LapsMode, RoundSnapshot
+from sglang_ext.policy.laps.round_plan import ClassReport, LapsMode, RoundSnapshot
 from sglang_ext.types import LengthClass
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.profiling.iteration_cost import IterationCost
+from sglang_ext.costs.engine_profile import IterationCost, load_profile
 from sglang_ext.profiling.measurement import HAND_OVER_ROUNDS
-from sglang_ext.profiling.profile_file import load_profile
 from support.timed_instance import STAND_IN, TimedInstance, timed_instance
 
 COST = IterationCost(0.02, 0.0, 4e-5, 0.0, 0.0, 2e-9, 1e-9)  # both papers' forms hold

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.costs.engine_profile import FrontEnd, IterationCost, features
 from sglang_ext.profiling.fit import FitError, bad_forms, fit_measurements, fit_relative
-from sglang_ext.profiling.iteration_cost import FrontEnd, IterationCost, features
 from sglang_ext.profiling.points import AskedPoints, Point, PointLimits, choose_points
 from sglang_ext.profiling.records import MeasuredHandOver, MeasuredPoint, Measurements
 

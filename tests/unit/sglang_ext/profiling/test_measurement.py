@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.profiling.http_client import InstanceError
 from sglang_ext.profiling.instance import CutError, RunTimes
-from sglang_ext.profiling.iteration_cost import IterationCost
 from sglang_ext.profiling.measurement import HAND_OVER_ROUNDS, busy_request_s, gap_s, measure
 from sglang_ext.profiling.notes import Notes
 from sglang_ext.profiling.points import Point

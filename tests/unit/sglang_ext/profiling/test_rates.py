@@ -9,9 +9,10 @@ from statistics import fmean
 
 import pytest
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_rates
+from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable, ProfiledRate
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
-from sglang_ext.policy.improvement_rate import ImprovementRateTable, ProfiledRate
 from sglang_ext.profiling import rates_command
 from sglang_ext.profiling.rates import (
     Objective,
@@ -24,7 +25,6 @@ from sglang_ext.profiling.rates import (
     run_trial,
     table_of,
 )
-from sglang_ext.profiling.rates_file import RatesFileError, load_improvement_rates
 from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.run import RunOptions, simulate

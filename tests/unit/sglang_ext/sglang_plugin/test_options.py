@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.laps_options import Batching, LapsOptions
-from sglang_ext.policy.laps_records import LapsMode
+from sglang_ext.policy.laps.options import Batching, LapsOptions
+from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.options import (
     ENVIRONMENT_VARIABLE,

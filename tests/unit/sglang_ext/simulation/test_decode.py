@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.decode_choice import decode_policy
+from sglang_ext.policy.routing.decode_choice import decode_policy
 from sglang_ext.simulation.decode import DecodePool, DecodeSpec, Finished
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.records import ServedPrefill, SimRequest

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.policy.prefill_cost import CostCoefficients
-from sglang_ext.profiling.iteration_cost import FrontEnd, IterationCost
-from sglang_ext.profiling.profile_file import FORMAT, BadFit
+from sglang_ext.costs.engine_profile import FORMAT, BadFit, FrontEnd, IterationCost
+from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.engines import TABLE1, EngineError, load_engine
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.front_end import simulate_for_clients

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.graph_grid import GraphGrid
-from sglang_ext.policy.instance_pressure import PressureSettings
-from sglang_ext.policy.laps import Laps
-from sglang_ext.policy.laps_options import LapsOptions
-from sglang_ext.policy.laps_records import InstanceLimits, LapsMode
-from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
+from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.simulation.cluster import Failure
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder

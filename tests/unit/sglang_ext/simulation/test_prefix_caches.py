@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.prefill_cost import CostCoefficients
+from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.cluster import Failure
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, QueueOrder

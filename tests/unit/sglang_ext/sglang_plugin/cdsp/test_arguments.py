@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.policy.laps_options import LapsOptions
+from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin import worker
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions, add_cdsp_arguments, cdsp_options
 from sglang_ext.sglang_plugin.device import Device

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_ext.policy.graph_grid import Fallback
-from sglang_ext.policy.laps_records import GraphShape
+from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
 from sglang_ext.sglang_plugin.graphs.status import graph_status
 from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger

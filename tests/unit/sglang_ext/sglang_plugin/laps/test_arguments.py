@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.policy.laps_options import OPTION_FIELDS, Batching, LapsOptions, option_name
-from sglang_ext.policy.laps_records import LapsMode
+from sglang_ext.policy.laps.options import (
+    OPTION_FIELDS,
+    Batching,
+    LapsOptions,
+    option_name,
+)
+from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.sglang_plugin import worker
 from sglang_ext.sglang_plugin.laps.arguments import add_laps_arguments, laps_options
 from sglang_ext.types import Role

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from sglang_ext.policy.laps_records import IterationSample
+from sglang_ext.policy.laps.cost_model import IterationSample
 from sglang_ext.sglang_plugin.laps.iteration_clock import BUSY_WINDOW_S, IterationClock
 from sglang_ext.types import LengthClass
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.laps_records import (
+from sglang_ext.policy.laps.graph_grid import GraphShape
+from sglang_ext.policy.laps.round_plan import (
     DispatchReason,
-    GraphShape,
     LapsMode,
     LongChunk,
     PriorityClass,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.laps_records import PriorityClass, QueuedPrefill
+from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
     as_queued_prefill,

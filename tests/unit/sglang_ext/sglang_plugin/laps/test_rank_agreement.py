@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps_records import DispatchReason, LongChunk, RoundPlan, ShortBatch
+from sglang_ext.policy.laps.round_plan import (
+    DispatchReason,
+    LongChunk,
+    RoundPlan,
+    ShortBatch,
+)
 from sglang_ext.sglang_plugin.laps.rank_agreement import (
     MAX_BATCH_REQUESTS,
     PLAN_NUMBERS,

@@ -7,10 +7,10 @@ from math import inf
 
 import pytest
 
-from sglang_ext.policy.laps_options import Batching
-from sglang_ext.policy.laps_records import (
+from sglang_ext.policy.laps.cost_model import IterationSample
+from sglang_ext.policy.laps.options import Batching
+from sglang_ext.policy.laps.round_plan import (
     DispatchReason,
-    IterationSample,
     LapsMode,
     LongChunk,
     PriorityClass,

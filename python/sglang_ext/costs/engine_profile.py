@@ -1,0 +1,205 @@
+"""The engine profile: what `sglang-ext profile engine` writes, and what a simulation, planner or policy reads.
+
+    {"format": "sglang-ext engine profile", "version": 1, "model": "...", "device": "...",
+     "sp": [{"size": 1, "a_s": 0.03, "b_s_per_token": 5.6e-5, "c_s_per_token2": 2.5e-9, "d_s_per_token2": 1.3e-9}],
+     "prefill": {"alpha_s": 1e-10, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.01},
+     "iteration": {...}, "gap_s": 0.001, "busy_request_s": 0.003, "front_end": {...},
+     "fit": {...}, "points": [...], "provenance": {...}}
+
+`sp` (costs by SP size) or `prefill` (LAPS's coefficients) is needed, so that a profile may also be written by hand;
+everything else beside format, version and model may be absent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
+from sglang_ext.policy.laps.cost_model import CostCoefficients
+
+FORMAT = "sglang-ext engine profile"
+VERSION = 1
+_SP_FIELDS = ("a_s", "b_s_per_token", "c_s_per_token2", "d_s_per_token2")
+
+
+class ProfileError(ValueError):
+    """A file is no profile that can be used; the text is one line for the user."""
+
+
+class IterationCost(NamedTuple):
+    """Coefficients of the duration of one iteration; none of them is negative. L: new tokens, C: cached tokens."""
+
+    fixed_s: float
+    request_s: float  # per request of the batch
+    token_s: float  # per L
+    read_s: float  # per C
+    cached2_s: float  # per C^2
+    cached_new_s: float  # per C L
+    new2_s: float  # per L^2
+
+    def iteration_s(self, lengths: Sequence[tuple[int, int]]) -> float:
+        """Seconds of an iteration with these (new, cached) tokens of each request."""
+        work = features(lengths)
+        return sum(coefficient * feature for coefficient, feature in zip(self, work, strict=True))
+
+
+def features(lengths: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+    """What each coefficient of `IterationCost` is multiplied by."""
+    return (
+        1.0,
+        float(len(lengths)),
+        float(sum(new for new, _ in lengths)),
+        float(sum(cached for _, cached in lengths)),
+        float(sum(cached * cached for _, cached in lengths)),
+        float(sum(cached * new for new, cached in lengths)),
+        float(sum(new * new for new, _ in lengths)),
+    )
+
+
+class FrontEnd(NamedTuple):
+    """Time of a request outside of the scheduler's iterations, on an idle instance: it delays, and occupies nobody.
+
+    Linear in the prompt's tokens P: HTTP, queues between processes and the scheduler's intake before its first
+    iteration; the way of the first token to the client after its last one, the KV transfer to decode included where
+    that was measured. No coefficient is negative.
+    """
+
+    before_s: float
+    before_token_s: float  # per P
+    after_s: float
+    after_token_s: float  # per P
+
+    def entry_delay_s(self, prompt_tokens: int) -> float:
+        """Seconds from the client's sending to the request being in the scheduler's queue."""
+        return self.before_s + self.before_token_s * prompt_tokens
+
+    def return_delay_s(self, prompt_tokens: int) -> float:
+        """Seconds from the end of the last iteration to the first token at the client."""
+        return self.after_s + self.after_token_s * prompt_tokens
+
+
+class BadFit(NamedTuple):
+    """A form that does not describe what was measured, in a profile that was written all the same."""
+
+    form: str  # `sp 1`, `prefill`, `iteration`
+    error_p90: float
+
+
+class EngineProfile(NamedTuple):
+    """Costs of one model on one device, as far as the profile has them: `candidates` or `coefficients` are there."""
+
+    model: str
+    device: str | None
+    candidates: tuple[SpCandidate, ...]  # by SP size; may be empty
+    coefficients: CostCoefficients | None
+    iteration: IterationCost | None
+    gap_s: float  # between two iterations while work waits
+    busy_request_s: float  # of a request, beside its share of iterations, while others wait
+    front_end: FrontEnd | None
+    bad_fits: tuple[BadFit, ...]
+
+
+def load_profile(path: Path) -> EngineProfile:
+    """Read and check a profile. ProfileError, in one line that names the file and the field."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ProfileError(f"{path} is not JSON") from None
+    try:
+        return _profile(content)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+
+
+def write_profile(path: Path, content: Mapping[str, object]) -> None:
+    """Write a profile, whole or not at all; format and version are added."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1, allow_nan=False)
+    try:
+        scratch.write_text(text + "\n", encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def sp_entry(size: int, cost: SpCost) -> dict[str, float]:
+    """One SP size as it stands in the file."""
+    return {"size": size, **{field: getattr(cost, field) for field in _SP_FIELDS}}
+
+
+def _profile(content: object) -> EngineProfile:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ProfileError(f'no engine profile: "format" is not "{FORMAT}"')
+    if content.get("version") != VERSION:
+        raise ProfileError(f"version {content.get('version', 'missing')} is not the one this program reads, {VERSION}")
+    model, device = content.get("model"), content.get("device")
+    if not isinstance(model, str) or not model:
+        raise ProfileError('"model" is missing')
+    if not ("sp" in content or "prefill" in content):
+        raise ProfileError('a profile has "sp" or "prefill"')
+    coefficients = None
+    if "prefill" in content:
+        coefficients = CostCoefficients(*_numbers(content, "prefill", CostCoefficients._fields))
+        if coefficients.token_s == 0 and coefficients.alpha_s == 0:
+            raise ProfileError('"prefill": a token costs nothing')
+    iteration = None
+    if "iteration" in content:
+        iteration = IterationCost(*_numbers(content, "iteration", IterationCost._fields))
+        if iteration.iteration_s([(1, 0)]) <= 0:
+            raise ProfileError('"iteration": a token costs nothing')
+    front_end = FrontEnd(*_numbers(content, "front_end", FrontEnd._fields)) if "front_end" in content else None
+    return EngineProfile(
+        model,
+        str(device) if device is not None else None,
+        _candidates(content["sp"]) if "sp" in content else (),
+        coefficients,
+        iteration,
+        _number(content, None, "gap_s") if "gap_s" in content else 0.0,
+        _number(content, None, "busy_request_s") if "busy_request_s" in content else 0.0,
+        front_end,
+        _bad_fits(content) if "fit" in content else (),
+    )
+
+
+def _bad_fits(content: Mapping[str, object]) -> tuple[BadFit, ...]:
+    forms, bound = content["fit"], _number(content, None, "max_error")
+    if not isinstance(forms, dict):
+        raise ProfileError('"fit" is no object')
+    fits = [BadFit(form, _number(errors, f"fit, {form}", "error_p90")) for form, errors in forms.items()]
+    return tuple(fit for fit in fits if fit.error_p90 > bound)
+
+
+def _candidates(entries: object) -> tuple[SpCandidate, ...]:
+    if not isinstance(entries, list) or not entries:
+        raise ProfileError('"sp" is a list of at least one SP size')
+    candidates = []
+    for entry in entries:
+        values = [_number(entry, "sp", field) for field in _SP_FIELDS]
+        size = _number(entry, "sp", "size")
+        if size != int(size) or size < 1:
+            raise ProfileError(f'"sp": size {size:g} is not a whole number of at least 1')
+        if not any(values):
+            raise ProfileError(f'"sp": a chunk on size {size:g} costs nothing')
+        candidates.append(SpCandidate(int(size), SpCost(*values)))
+    if len({candidate.size for candidate in candidates}) < len(candidates):
+        raise ProfileError('"sp" has a size twice')
+    return tuple(candidates)
+
+
+def _numbers(content: Mapping[str, object], part: str, fields: tuple[str, ...]) -> list[float]:
+    return [_number(content[part], part, field) for field in fields]
+
+
+def _number(entry: object, part: str | None, field: str) -> float:
+    value = entry.get(field) if isinstance(entry, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        where = f'"{part}": ' if part else ""
+        raise ProfileError(f"{where}{field} must be a number of at least 0")
+    return float(value)

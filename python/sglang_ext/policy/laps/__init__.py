@@ -1,0 +1,1 @@
+"""One prefill instance's scheduling (LAPS): short batches on captured graphs, long chunks between them."""

@@ -1,0 +1,128 @@
+"""The captured prefill graphs of an instance: a grid of lengths and batch sizes, and the rule that pads a batch to one.
+
+The scheduler's policy and the runner of the graphs ask one and the same grid, so a batch runs on the shape that it was
+planned for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from enum import StrEnum
+from math import inf
+from typing import NamedTuple
+
+_SLOTS_FACTOR = 4  # requests of a quarter of the length, on average
+_SLOT_TOKENS = 16
+
+
+class GraphShape(NamedTuple):
+    """A captured prefill graph, large enough for `requests` of `length_tokens` new tokens each.
+
+    Tokens are packed, so it also holds more requests than that, shorter ones, up to `slots`.
+    """
+
+    length_tokens: int
+    requests: int
+
+    @property
+    def tokens(self) -> int:
+        """What a replay computes, padding included."""
+        return self.length_tokens * self.requests
+
+    @property
+    def slots(self) -> int:
+        """Most requests: an empty one costs the start of its attention in each layer, so there are not many."""
+        return min(_SLOTS_FACTOR * self.requests, max(self.requests, self.tokens // _SLOT_TOKENS))
+
+
+# Up to about so many tokens a prefill takes the time of reading the weights, so padding is free.
+FREE_TOKENS = 256
+# As in SGLang's own prefill graphs.
+MAX_PADDING_FACTOR = 2
+
+
+class Fallback(StrEnum):
+    """Why a batch runs on the ordinary path although there are graphs. Bounded: these are metric labels."""
+
+    TOO_LARGE = "too_large"  # no shape of the grid holds it
+    PADDING = "padding"  # the nearest shape would compute too much in vain
+    PREFIXES = "prefixes"  # its cached prefixes are longer in all than the buffer for their slots
+    MEMORY = "memory"  # its shape was not captured, the budget being used up
+    UNSUPPORTED = "unsupported"  # the request asks for something that a captured pass does not do
+
+
+class GraphGrid:
+    """Captured shapes; without any, every batch runs on the ordinary kernels.
+
+    A shape that turns out to have no room is left out in place, for everybody who holds the grid.
+    `max_prefix_tokens`: of all cached prefixes of a batch. Raises ValueError for an empty shape.
+    """
+
+    __slots__ = ("_by_tokens", "_left_out", "_max_prefix_tokens", "lengths_tokens", "shapes")
+
+    def __init__(self, shapes: Iterable[GraphShape] = (), max_prefix_tokens: float = inf) -> None:
+        self._max_prefix_tokens = max_prefix_tokens
+        self._left_out: list[GraphShape] = []
+        self._use(shapes)
+
+    @classmethod
+    def from_product(cls, lengths_tokens: Iterable[int], batch_sizes: Iterable[int]) -> GraphGrid:
+        """The full grid of these lengths and batch sizes."""
+        sizes = tuple(batch_sizes)
+        return cls(GraphShape(length, size) for length in lengths_tokens for size in sizes)
+
+    def choose(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int) -> GraphShape | Fallback:
+        """The shape that a batch is padded to, or why none.
+
+        `longest_tokens`: new tokens of its longest request; `new_tokens` and `cached_tokens`: of all its requests.
+        """
+        shape = self.nearest(longest_tokens, requests, new_tokens)
+        if shape is None:
+            has_lost = any(_holds(one, longest_tokens, requests, new_tokens) for one in self._left_out)
+            return Fallback.MEMORY if has_lost else Fallback.TOO_LARGE
+        if shape.tokens > max(FREE_TOKENS, MAX_PADDING_FACTOR * new_tokens):
+            return Fallback.PADDING
+        return shape if cached_tokens <= self._max_prefix_tokens else Fallback.PREFIXES
+
+    def leave_out(self, shape: GraphShape) -> None:
+        """From now on no batch is padded to this shape."""
+        if shape in self.shapes:
+            self._left_out.append(shape)
+            self._use(set(self.shapes) - {shape})
+
+    def nearest(self, longest_tokens: int, requests: int, new_tokens: int) -> GraphShape | None:
+        """The captured shape with the least padding that holds such a batch; None if none. Of two, the shorter."""
+        for shape in self._by_tokens[bisect_left(self._by_tokens, new_tokens, key=_tokens) :]:
+            if _holds(shape, longest_tokens, requests, new_tokens):
+                return shape
+        return None
+
+    def deepest(self, length_tokens: int) -> int | None:
+        """Most requests of up to `length_tokens` that a captured shape has slots for; None if none holds one."""
+        slots = (shape.slots for shape in self.shapes if shape.length_tokens >= length_tokens)
+        return max(slots, default=None)
+
+    def depths(self, max_requests: int) -> list[int]:
+        """Numbers of requests that a batch can aim at: the captured ones, or powers of two."""
+        if self.shapes:
+            captured = sorted({shape.requests for shape in self.shapes if shape.requests <= max_requests})
+            return captured or [max_requests]
+        return sorted({1 << power for power in range(max_requests.bit_length())} | {max_requests})
+
+    def _use(self, shapes: Iterable[GraphShape]) -> None:
+        unique = sorted(set(shapes))
+        for shape in unique:
+            if shape.length_tokens < 1 or shape.requests < 1:
+                raise ValueError(f"a captured shape holds at least one token of one request, got {shape}")
+        self.shapes = tuple(unique)
+        self.lengths_tokens = sorted({shape.length_tokens for shape in unique})
+        self._by_tokens = sorted(unique, key=lambda shape: (shape.tokens, shape.length_tokens))
+
+
+def _tokens(shape: GraphShape) -> int:
+    return shape.tokens
+
+
+def _holds(shape: GraphShape, longest_tokens: int, requests: int, new_tokens: int) -> bool:
+    return shape.length_tokens >= longest_tokens and shape.slots >= requests and shape.tokens >= new_tokens

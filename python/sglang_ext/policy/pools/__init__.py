@@ -1,0 +1,1 @@
+"""The pools of prefill instances: how pressed each is, and one instance's move between them."""

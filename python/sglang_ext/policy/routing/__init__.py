@@ -1,0 +1,1 @@
+"""What the router decides for a request: admission, pool, instances, and the prefill-decode protocol."""

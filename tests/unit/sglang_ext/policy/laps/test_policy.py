@@ -1,0 +1,343 @@
+"""What the whole policy decides for a snapshot: order, fallbacks, modes, classes, deadlines and the report."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.policy.laps.cost_model import IterationSample
+from sglang_ext.policy.laps.options import Batching
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import (
+    DispatchReason,
+    LapsMode,
+    LongChunk,
+    PriorityClass,
+    QueuedPrefill,
+    RoundSnapshot,
+    ShortBatch,
+)
+from support.prefill_loop import (
+    CPU,
+    GPU,
+    GRID,
+    LIMITS,
+    LONG,
+    SHORT,
+    check_plan,
+    mixed,
+    policy,
+    run_laps,
+)
+
+
+def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
+    length_class = SHORT if new_tokens <= 256 else LONG
+    request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
+    return request._replace(**changes)  # type: ignore[arg-type]
+
+
+def test_an_idle_instance_has_nothing_to_do() -> None:
+    plan = policy().choose(RoundSnapshot(1.0, (), 1000))
+    assert plan.actions == ()
+    assert plan.wake_s == inf
+
+
+def test_a_lone_short_on_a_linear_machine_leaves_at_once() -> None:
+    (action,) = policy().choose(RoundSnapshot(0.0, (queued(7, 100),), 1000)).actions
+    assert isinstance(action, ShortBatch)
+    assert action.keys == (7,)
+    assert action.reason is DispatchReason.NO_GAIN
+
+
+def test_a_lone_long_runs_in_chunks_of_a_round() -> None:
+    laps = policy(round_ms=50.0)
+    (action,) = laps.choose(RoundSnapshot(0.0, (queued(7, 4000),), 10_000)).actions
+    assert isinstance(action, LongChunk)
+    assert action.reason is DispatchReason.ALONE
+    assert action.predicted_s == pytest.approx(0.05, rel=0.01)
+    assert CPU.chunk_s(action.chunk_tokens + 1, 0) > 0.05
+
+
+def test_while_both_wait_the_chunk_leaves_the_shorts_their_share() -> None:
+    laps = policy(round_ms=50.0)
+    snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100)), 10_000)
+    first, fallback = laps.choose(snapshot).actions
+    assert isinstance(first, ShortBatch)
+    assert isinstance(fallback, LongChunk)
+    assert fallback.predicted_s == pytest.approx(0.6 * 0.05, rel=0.01)
+
+
+def test_choosing_changes_nothing() -> None:
+    laps = policy()
+    snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100), queued(3, 30)), 10_000)
+    plans = [laps.choose(snapshot) for _ in range(3)]
+    assert plans[0] == plans[1] == plans[2]
+    assert laps.report(snapshot) == laps.report(snapshot)
+
+
+def test_order_in_the_snapshot_does_not_matter() -> None:
+    random = Random(1)
+    queue = [queued(key, random.choice([20, 100, 900, 5000]), arrival_s=-random.random()) for key in range(20)]
+    plans = set()
+    for _ in range(5):
+        random.shuffle(queue)
+        plans.add(policy().choose(RoundSnapshot(1.0, tuple(queue), 100_000)))
+    assert len(plans) == 1
+
+
+def test_shorts_that_have_used_their_share_let_a_chunk_run() -> None:
+    laps = policy(round_ms=50.0)
+    snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100)), 10_000)
+    turns = []
+    for _ in range(200):
+        action = laps.choose(snapshot).actions[0]
+        laps.note_dispatch(snapshot, action)
+        turns.append(action)
+    short_s = sum(turn.predicted_s for turn in turns if isinstance(turn, ShortBatch))
+    long_s = sum(turn.predicted_s for turn in turns if isinstance(turn, LongChunk))
+    assert short_s / (short_s + long_s) == pytest.approx(0.4, abs=0.05)
+    assert {turn.reason for turn in turns if isinstance(turn, LongChunk)} == {DispatchReason.SHARE}
+    assert laps.report(snapshot).short_share == pytest.approx(0.4, abs=0.08)
+
+
+def test_medhas_rule_for_a_late_long_prefill() -> None:
+    late = queued(1, 4000, arrival_s=-100.0, deadline_s=-50.0)
+    laps = policy(rho_min=0.0)
+    patient = queued(2, 100, deadline_s=1000.0)
+    first = laps.choose(RoundSnapshot(0.0, (late, patient), 10_000)).actions[0]
+    assert isinstance(first, LongChunk)
+    assert first.reason is DispatchReason.URGENT
+    hopeless = queued(2, 100, arrival_s=-100.0, deadline_s=-90.0)
+    first = laps.choose(RoundSnapshot(0.0, (late, hopeless), 10_000)).actions[0]
+    assert isinstance(first, ShortBatch)
+    assert first.reason is DispatchReason.URGENT
+
+
+def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> ShortBatch | LongChunk:
+    return laps.choose(RoundSnapshot(now_s, queue, 10**6)).actions[0]
+
+
+def test_shorts_that_can_afford_it_wait_for_company_while_several_longs_wait() -> None:
+    longs = queued(1, 4000), queued(2, 4000)
+    patient = queued(3, 100, deadline_s=10.0)
+    assert isinstance(first_action(policy(), 0.0, *longs, patient), LongChunk)
+    # One long prefill alone: time is not scarce.
+    assert isinstance(first_action(policy(), 0.0, longs[0], patient), ShortBatch)
+    # Another chunk would take it beyond 80% of the time that it has.
+    assert isinstance(first_action(policy(), 7.99, *longs, patient), ShortBatch)
+    assert isinstance(first_action(policy(), 0.0, *longs, patient, queued(4, 10, deadline_s=0.05)), ShortBatch)
+    assert isinstance(first_action(policy(round_ms=50.0), 0.0, *longs, patient), ShortBatch)
+    assert isinstance(first_action(policy(depth_max=1), 0.0, *longs, patient, queued(4, 50)), ShortBatch)
+    assert isinstance(first_action(policy(mode=LapsMode.SHORT), 0.0, *longs, patient), ShortBatch)
+    important = queued(3, 100, deadline_s=10.0, priority=PriorityClass.HIGH)
+    assert isinstance(first_action(policy(), 0.0, *longs, important), ShortBatch)
+
+
+def test_priority_comes_before_slack() -> None:
+    real_time = queued(1, 4000, priority=PriorityClass.REAL_TIME)
+    first = policy().choose(RoundSnapshot(0.0, (real_time, queued(2, 100)), 10_000)).actions[0]
+    assert isinstance(first, LongChunk)
+    low = queued(1, 4000, priority=PriorityClass.LOW, arrival_s=-5.0, deadline_s=-1.0)
+    first = policy().choose(RoundSnapshot(0.0, (low, queued(2, 100)), 10_000)).actions[0]
+    assert isinstance(first, ShortBatch)
+
+
+def test_an_aged_long_prefill_does_not_shut_the_shorts_out() -> None:
+    aged = queued(1, 4000, arrival_s=-1000.0, deadline_s=-900.0)
+    first = policy().choose(RoundSnapshot(0.0, (aged, queued(2, 100)), 10_000)).actions[0]
+    assert isinstance(first, ShortBatch)
+
+
+def test_memory_refuses_a_short_so_the_long_goes_on() -> None:
+    started = queued(1, 500, total_tokens=4000, cached_tokens=3500, is_started=True, is_current=True)
+    actions = policy().choose(RoundSnapshot(0.0, (started, queued(2, 200)), 100)).actions
+    assert isinstance(actions[0], LongChunk)
+    assert actions[0].chunk_tokens == 100
+    assert isinstance(actions[1], ShortBatch)
+
+
+def test_a_prompt_larger_than_the_memory_is_offered_all_the_same() -> None:
+    (action,) = policy().choose(RoundSnapshot(0.0, (queued(1, 5000),), 1000)).actions
+    assert isinstance(action, LongChunk)
+    assert action.chunk_tokens <= 1000
+    (action,) = policy().choose(RoundSnapshot(0.0, (queued(1, 100),), 0)).actions
+    assert isinstance(action, ShortBatch)
+
+
+def test_a_short_that_was_chunked_goes_on_as_a_long_one() -> None:
+    started = queued(1, 50, total_tokens=200, cached_tokens=150, is_started=True, is_current=True)
+    (action,) = policy().choose(RoundSnapshot(0.0, (started,), 1000)).actions
+    assert isinstance(action, LongChunk)
+    assert action.chunk_tokens == 50
+
+
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_for_shorts_keeps_longs_for_idle_times_until_they_are_late() -> None:
+    laps = policy(mode=LapsMode.SHORT, truth=GPU, grid=GRID)
+    for index in range(64):
+        laps.note_arrival(-0.064 + 0.001 * index, SHORT, 20, 0)
+    gathering = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 20)), 10_000)
+    plan = laps.choose(gathering)
+    assert plan.actions == ()  # the window is open
+    assert 0 < plan.wake_s <= 0.03
+    late = queued(1, 4000, deadline_s=-1.0)
+    turns = []
+    for _ in range(1000):
+        snapshot = RoundSnapshot(0.05, (late, queued(2, 20)), 10_000)
+        action = laps.choose(snapshot).actions[0]
+        laps.note_dispatch(snapshot, action)
+        turns.append(action)
+    short_s = sum(turn.predicted_s for turn in turns if isinstance(turn, ShortBatch))
+    assert short_s / sum(turn.predicted_s for turn in turns) == pytest.approx(0.6, abs=0.05)
+
+
+def test_an_instance_for_longs_runs_large_chunks_and_never_waits_for_shorts() -> None:
+    laps = policy(mode=LapsMode.LONG, round_ms=20.0)
+    first, chunk = laps.choose(RoundSnapshot(0.0, (queued(1, 8000), queued(2, 100)), 10_000)).actions
+    assert isinstance(first, ShortBatch)
+    assert isinstance(chunk, LongChunk)
+    assert chunk.predicted_s == pytest.approx(0.06, rel=0.01)
+    (alone,) = (
+        policy(mode=LapsMode.LONG, truth=GPU, w_min_ms=20.0)
+        .choose(RoundSnapshot(0.0, (queued(2, 100),), 10_000))
+        .actions
+    )
+    assert isinstance(alone, ShortBatch)
+    assert alone.reason is DispatchReason.ALONE
+
+
+@pytest.mark.parametrize("mode", LapsMode)
+def test_every_mode_serves_everything(mode: LapsMode) -> None:
+    outcome = run_laps(policy(mode=mode), mixed(Random(5), 300, 0.8, CPU), CPU)
+    assert len(outcome.ended) == 300
+
+
+def test_switching_under_load_loses_nothing() -> None:
+    random = Random(6)
+    laps = policy()
+
+    def switch() -> float:
+        laps.switch_mode(random.choice(list(LapsMode)))
+        return 1.0
+
+    outcome = run_laps(laps, mixed(random, 400, 0.8, CPU), CPU, noise=switch)
+    assert len(outcome.ended) == 400
+
+
+# -- classes, deadlines, report --------------------------------------------------------------------------------------
+
+
+def test_the_boundary_is_the_option_or_the_fit_or_256() -> None:
+    assert policy(boundary_tokens=100).classify(101, 0) is LONG
+    assert policy().classify(256, 0) is SHORT
+    assert policy().classify(257, 0) is LONG
+    random = Random(15)
+    laps = policy(kv_bytes_per_token=1_000_000, kv_bandwidth_gb_per_s=50.0)
+    for _ in range(300):
+        new, cached = int(2 ** random.uniform(3, 12)), random.choice([0, int(2 ** random.uniform(4, 12))])
+        laps.note_iteration(IterationSample(float(new * (new + 2 * cached)), new, cached, 1, CPU.chunk_s(new, cached)))
+    limit = laps.report(RoundSnapshot(0.0, (), 1000)).boundary_tokens
+    assert limit != 256
+    compute_s = CPU.alpha_s * limit**2 + (CPU.token_s - 2e-5) * limit
+    assert compute_s == pytest.approx(2e-5 * limit + CPU.kappa_s, rel=0.1)
+    assert laps.classify(limit, 0) is SHORT
+    assert laps.classify(limit + 1, 0) is LONG
+
+
+def test_deadlines() -> None:
+    laps = policy(round_ms=1e6)
+    assert laps.deadline_s(SHORT, 100, 0, 10.0, None) == pytest.approx(10.4)
+    assert laps.deadline_s(LONG, 4000, 100, 10.0, None) == pytest.approx(10 + 5 * CPU.chunk_s(4000, 100))
+    assert laps.deadline_s(LONG, 300, 0, 10.0, None) == pytest.approx(10.4)
+    assert laps.deadline_s(LONG, 4000, 0, 10.0, 0.25) == pytest.approx(10.25)
+    assert policy(batching=Batching.TOKEN_MAX).deadline_s(SHORT, 100, 0, 10.0, None) == inf
+
+
+@pytest.mark.parametrize("slo_s", [0.0, -1.0, float("nan")])
+def test_an_impossible_objective_is_refused(slo_s: float) -> None:
+    with pytest.raises(ValueError, match="TTFT objective of a request must be above 0 s"):
+        policy().deadline_s(SHORT, 100, 0, 0.0, slo_s)
+
+
+def test_limits_that_admit_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="limits of an instance"):
+        policy(limits=LIMITS._replace(max_requests=0))
+
+
+def test_the_report() -> None:
+    laps = policy(round_ms=50.0)
+    laps.note_arrival(0.0, SHORT, 100, 0)
+    laps.note_arrival(0.5, SHORT, 100, 0)
+    laps.note_first_token(0.9, LONG, 0.0, 0.6)
+    laps.note_first_token(0.9, LONG, 0.0, 1.0)
+    snapshot = RoundSnapshot(
+        1.0,
+        (
+            queued(1, 100),
+            queued(2, 100, arrival_s=0.5),
+            queued(3, 3000, total_tokens=4000, cached_tokens=1000, is_started=True, is_current=True),
+            queued(4, 2000, total_tokens=4000, cached_tokens=2000, is_started=True),
+        ),
+        10_000,
+    )
+    report = laps.report(snapshot)
+    assert report.mode is LapsMode.BOTH
+    assert report.parked == 1
+    assert report.depth == 64
+    assert report.short_rate_per_s == pytest.approx(1.0)
+    assert (report.short.requests, report.short.new_tokens) == (2, 200)
+    assert report.short.oldest_wait_s == pytest.approx(1.0)
+    assert report.short.backlog_s == pytest.approx(CPU.iteration_s(20_000.0, 200, 0))
+    assert (report.long.requests, report.long.new_tokens) == (2, 5000)
+    assert report.long.backlog_s > CPU.chunk_s(3000, 1000) + CPU.chunk_s(2000, 2000)
+    assert report.long.late_share == 0.5
+    assert report.long.lateness == pytest.approx(0.25)
+    assert report.short.late_share == 0.0
+    assert report.round_s == 0.05
+    assert report.fit.samples == 0
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 6000), st.integers(0, 5000), st.floats(0, 100), st.booleans(), st.integers(0, 3)),
+        max_size=20,
+    ),
+    free=st.integers(0, 10_000),
+    page=st.sampled_from([1, 16]),
+    mode=st.sampled_from(LapsMode),
+    batching=st.sampled_from(Batching),
+)
+def test_any_snapshot_has_a_sound_plan(
+    requests: list[tuple[int, int, float, bool, int]], free: int, page: int, mode: LapsMode, batching: Batching
+) -> None:
+    queue = []
+    for key, (new, done, arrival_s, is_started, priority) in enumerate(requests):
+        is_started = is_started and done > 0
+        queue.append(
+            queued(
+                key,
+                new,
+                cached_tokens=done,
+                total_tokens=new + done if is_started else new,
+                arrival_s=arrival_s,
+                deadline_s=arrival_s + 1.0 if key % 3 else inf,
+                priority=PriorityClass(priority),
+                is_started=is_started,
+                is_current=is_started and key == 0,
+            )
+        )
+    snapshot = RoundSnapshot(100.0, tuple(queue), free)
+    limits = LIMITS._replace(page_tokens=page)
+    laps = policy(limits=limits, mode=mode, batching=batching)
+    plan = laps.choose(snapshot)
+    check_plan(snapshot, plan, limits)
+    assert bool(plan.actions) == bool(queue)  # everybody has waited beyond any window
+    for action in plan.actions:
+        laps.note_dispatch(snapshot, action)

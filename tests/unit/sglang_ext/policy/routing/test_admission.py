@@ -1,0 +1,194 @@
+"""Order, bounds and bookkeeping of the admission queue."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_ext.policy.routing.admission import Admission, AdmissionQueue
+
+ADMITTED, QUEUED, REFUSED = Admission.ADMITTED, Admission.QUEUED, Admission.REFUSED
+
+
+def full_queue(queue_size: int = 10, queue_timeout_s: float = 60.0) -> AdmissionQueue[str]:
+    queue: AdmissionQueue[str] = AdmissionQueue(1, queue_size, queue_timeout_s)
+    assert queue.offer("running", 0.0) is ADMITTED
+    return queue
+
+
+def test_unlimited_admits_everything() -> None:
+    queue: AdmissionQueue[int] = AdmissionQueue(None, 0, 1.0)
+    assert {queue.offer(number, 0.0) for number in range(10_000)} == {ADMITTED}
+    assert queue.running == 10_000
+    assert queue.release(1.0) == []
+    assert queue.running == 9_999
+
+
+def test_admits_then_queues_then_refuses() -> None:
+    queue: AdmissionQueue[int] = AdmissionQueue(2, 1, 60.0)
+    assert [queue.offer(number, 0.0) for number in range(4)] == [ADMITTED, ADMITTED, QUEUED, REFUSED]
+    assert (queue.running, queue.waiting) == (2, 1)
+    assert (queue.admitted, queue.queued, queue.refused) == (2, 1, 1)
+
+
+def test_earliest_deadline_first_then_first_come() -> None:
+    queue = full_queue()
+    for item, deadline_s in (("none", None), ("late", 30.0), ("soon", 10.0), ("late too", 30.0)):
+        queue.offer(item, 0.0, deadline_s)
+    assert [queue.release(1.0) for _ in range(5)] == [["soon"], ["late"], ["late too"], ["none"], []]
+
+
+def test_a_request_without_deadline_is_not_starved() -> None:
+    """Nobody who comes a queue timeout later passes it, however urgent."""
+    queue = full_queue(queue_timeout_s=5.0)
+    queue.offer("patient", 0.0)
+    queue.offer("urgent", 4.5, 5.5)
+    assert queue.release(4.6) == ["patient"]
+
+
+def test_expiry_is_at_the_timeout_or_the_own_deadline() -> None:
+    queue = full_queue(queue_timeout_s=5.0)
+    queue.offer("timeout", 0.0)
+    queue.offer("deadline", 0.0, 2.0)
+    queue.offer("far deadline", 0.0, 99.0)
+    assert queue.next_expiry_s() == 2.0
+    assert queue.expire(1.9) == []
+    assert queue.expire(2.0) == ["deadline"]
+    assert queue.expire(5.0) == ["timeout", "far deadline"]
+    assert queue.next_expiry_s() is None
+    assert queue.expired == 3
+
+
+def test_what_has_expired_is_not_admitted() -> None:
+    queue = full_queue(queue_timeout_s=5.0)
+    queue.offer("dead", 0.0)
+    queue.offer("alive", 3.0)
+    assert queue.release(6.0) == ["alive"]
+    assert queue.waiting == 1
+    assert queue.expire(6.0) == ["dead"]
+    assert queue.waiting == 0
+
+
+def test_a_removed_item_is_neither_admitted_nor_expired() -> None:
+    queue = full_queue()
+    queue.offer("gone", 0.0)
+    queue.offer("next", 0.0)
+    assert [queue.remove(item) for item in ("gone", "gone", "running")] == [True, False, False]
+    assert queue.release(1.0) == ["next"]
+    assert queue.expire(1000.0) == []
+
+
+def test_the_next_expiry_is_of_somebody_who_still_waits() -> None:
+    queue = full_queue()
+    queue.offer("gone", 0.0, 1.0)
+    queue.offer("waiting", 0.0, 2.0)
+    queue.remove("gone")
+    assert queue.next_expiry_s() == 2.0
+
+
+def test_an_item_that_expired_at_a_release_can_still_be_removed() -> None:
+    queue = full_queue(queue_timeout_s=5.0)
+    queue.offer("dead", 0.0)
+    queue.release(6.0)
+    assert queue.remove("dead")
+    assert queue.expire(7.0) == []
+
+
+def test_an_item_can_come_back() -> None:
+    queue = full_queue()
+    queue.offer("again", 0.0, 50.0)
+    queue.remove("again")
+    queue.offer("again", 1.0, 40.0)
+    assert queue.next_expiry_s() == 40.0
+    with pytest.raises(ValueError, match="already queued: 'again'"):
+        queue.offer("again", 2.0)
+
+
+def test_many_removals_do_not_pile_up() -> None:
+    queue = full_queue(queue_size=10)
+    queue.offer("first", 0.0, 0.5)
+    for number in range(10_000):
+        queue.offer(f"item {number}", 0.0)
+        queue.remove(f"item {number}")
+    assert len(queue._heap) < 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((0, 1, 1.0), "max_concurrent"), ((1, -1, 1.0), "queue_size"), ((1, 1, 0.0), "queue_timeout_s")],
+)
+def test_nonsense_is_refused_by_name(arguments: tuple[int, int, float], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        AdmissionQueue[int](*arguments)
+
+
+class AgainstNaiveModel(RuleBasedStateMachine):
+    """Any history; the model sorts a list."""
+
+    LIMIT, SIZE, TIMEOUT_S = 2, 4, 10.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: AdmissionQueue[int] = AdmissionQueue(self.LIMIT, self.SIZE, self.TIMEOUT_S)
+        self.now_s = 0.0
+        self.next_item = 0
+        self.running = 0
+        self.waiting: list[tuple[float, int]] = []  # effective deadline, item (in order of arrival)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(slack_s=st.none() | st.sampled_from([-1.0, 0.0, 2.0, 50.0]))
+    def offer(self, slack_s: float | None) -> None:
+        item, self.next_item = self.next_item, self.next_item + 1
+        result = self.queue.offer(item, self.now_s, None if slack_s is None else self.now_s + slack_s)
+        if self.running < self.LIMIT:
+            assert result is ADMITTED
+            self.running += 1
+        elif len(self.waiting) < self.SIZE:
+            assert result is QUEUED
+            own_s = self.TIMEOUT_S if slack_s is None else min(slack_s, self.TIMEOUT_S)
+            self.waiting.append((self.now_s + own_s, item))
+        else:
+            assert result is REFUSED
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def release(self) -> None:
+        self.running -= 1
+        alive = sorted(entry for entry in self.waiting if entry[0] > self.now_s)
+        admitted = alive[: self.LIMIT - self.running]
+        assert self.queue.release(self.now_s) == [item for _, item in admitted]
+        self.running += len(admitted)
+        self.waiting = [entry for entry in self.waiting if entry not in admitted]
+
+    @rule()
+    def expire(self) -> None:
+        late = sorted(entry for entry in self.waiting if entry[0] <= self.now_s)
+        assert sorted(self.queue.expire(self.now_s)) == sorted(item for _, item in late)
+        self.waiting = [entry for entry in self.waiting if entry[0] > self.now_s]
+
+    @rule(back=st.integers(1, 6))
+    def remove(self, back: int) -> None:
+        item = self.next_item - back
+        assert self.queue.remove(item) == any(item == waiting for _, waiting in self.waiting)
+        self.waiting = [entry for entry in self.waiting if entry[1] != item]
+
+    @invariant()
+    def counts_agree(self) -> None:
+        queue = self.queue
+        assert queue.running == self.running <= self.LIMIT
+        assert queue.waiting == len(self.waiting) <= self.SIZE
+        assert queue.queued == queue.waiting + queue.expired + queue.removed + (
+            queue.admitted - self.direct_admissions()
+        )
+
+    def direct_admissions(self) -> int:
+        return self.next_item - self.queue.queued - self.queue.refused
+
+
+AgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestAgainstNaiveModel = AgainstNaiveModel.TestCase

@@ -1,0 +1,467 @@
+"""What an exchange does in each situation that has a name, and under random histories with many retries."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_ext.policy.routing.pd_actions import (
+    CREDIT_DECODE,
+    CREDIT_DECODE_AND_FINISH,
+    CREDIT_PREFILL,
+    CREDIT_PREFILL_AND_FINISH,
+    NOTHING,
+    RELAY_DECODE,
+    AbortLeg,
+    Absolve,
+    Actions,
+    Blame,
+    CloseClient,
+    Credit,
+    EmitErrorEvent,
+    Exclude,
+    FailureReason,
+    Finished,
+    Leg,
+    RelayBody,
+    RelayHead,
+    ReplyError,
+    ScheduleRetry,
+    StartLegs,
+)
+from sglang_ext.policy.routing.pd_protocol import (
+    RETRYABLE_STATUS,
+    PDExchange,
+    Phase,
+    RetryPolicy,
+)
+from sglang_ext.types import RequestState
+from support.pd_monitor import Event, Monitor, feed
+
+P, D = Leg.PREFILL, Leg.DECODE
+LOST, CONNECT_FAILED = FailureReason.LEG_LOST, FailureReason.CONNECT_FAILED
+FAILED, FINISHED, ABORTED = RequestState.FAILED, RequestState.FINISHED, RequestState.ABORTED
+
+
+def started(max_retries: int = 5, *, is_stream: bool = True, is_single_sequence: bool = True) -> PDExchange:
+    exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single_sequence)
+    assert exchange.start() == (StartLegs(0),)
+    return exchange
+
+
+def relaying(*, prefill_done: bool = False, is_stream: bool = True, is_single_sequence: bool = True) -> PDExchange:
+    exchange = started(is_stream=is_stream, is_single_sequence=is_single_sequence)
+    if prefill_done:
+        exchange.on_leg_head(P, 0, 200)
+        exchange.on_leg_complete(P, 0)
+    exchange.on_leg_head(D, 0, 200)
+    assert exchange.on_first_body(D, 0) is RELAY_DECODE
+    return exchange
+
+
+def test_by_default_it_is_one_plain_sequence_with_five_retries() -> None:
+    exchange = PDExchange()
+    assert (exchange.max_retries, exchange.is_stream, exchange.is_single_sequence) == (5, False, True)
+    assert exchange.attempt == 0
+
+
+class TestHappyPath:
+    def test_prefill_ends_first(self) -> None:
+        exchange = started()
+        assert exchange.on_leg_head(P, 0, 200) is NOTHING
+        assert exchange.on_first_body(P, 0) is NOTHING
+        assert exchange.on_leg_complete(P, 0) is CREDIT_PREFILL
+        assert exchange.on_leg_head(D, 0, 200) is NOTHING
+        assert exchange.on_first_body(D, 0) is RELAY_DECODE
+        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE_AND_FINISH
+        assert exchange.is_over
+
+    def test_decode_ends_first(self) -> None:
+        exchange = relaying()
+        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE
+        assert exchange.phase is Phase.DRAINING
+        assert exchange.on_client_gone() == NOTHING, "the client has all it asked for"
+        exchange.on_leg_head(P, 0, 200)
+        assert exchange.on_leg_complete(P, 0) is CREDIT_PREFILL_AND_FINISH
+        assert exchange.is_over
+
+    def test_an_empty_reply_is_relayed_too(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(D, 0, 204)
+        assert exchange.on_leg_complete(D, 0) == (*RELAY_DECODE, Credit(D))
+
+    @pytest.mark.parametrize("status", [200, 201, 299])
+    def test_every_2xx_is_a_success(self, status: int) -> None:
+        exchange = started()
+        assert exchange.on_leg_head(D, 0, status) is NOTHING
+        assert exchange.on_first_body(D, 0) is RELAY_DECODE
+
+    def test_a_redirection_is_an_answer(self) -> None:
+        assert RelayHead(D) in started().on_leg_head(D, 0, 300)
+
+    def test_informational_heads_are_not_heads(self) -> None:
+        exchange = started()
+        assert exchange.on_leg_head(D, 0, 100) == NOTHING
+        assert exchange.on_leg_head(D, 0, 200) == NOTHING
+        assert exchange.on_first_body(D, 0) is RELAY_DECODE
+
+
+class TestConnectionFailures:
+    @pytest.mark.parametrize(("leg", "other"), [(P, D), (D, P)])
+    def test_is_retried_elsewhere_and_the_other_leg_aborted_at_once(self, leg: Leg, other: Leg) -> None:
+        exchange = started()
+        assert exchange.on_leg_connect_failed(leg, 0) == (
+            Blame(leg),
+            Exclude(leg),
+            AbortLeg(other),
+            Absolve(other),
+            ScheduleRetry(0),
+        )
+        assert exchange.on_retry_timer(0) == (StartLegs(1),)
+        assert exchange.attempt == 1
+
+    def test_prefill_that_has_ended_is_not_aborted(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(P, 0, 200)
+        exchange.on_leg_complete(P, 0)
+        assert exchange.on_leg_lost(D, 0) == (Blame(D), Exclude(D), ScheduleRetry(0))
+
+    @pytest.mark.parametrize(
+        ("event", "status", "reason"),
+        [("on_leg_lost", 502, LOST), ("on_leg_connect_failed", 503, CONNECT_FAILED)],
+    )
+    def test_no_retry_left(self, event: str, status: int, reason: FailureReason) -> None:
+        exchange = started(max_retries=0)
+        assert getattr(exchange, event)(P, 0) == (
+            Blame(P),
+            AbortLeg(D),
+            Absolve(D),
+            ReplyError(status, reason),
+            Finished(FAILED),
+        )
+
+    def test_all_attempts_are_used(self) -> None:
+        exchange = started(max_retries=5)
+        for attempt in range(5):
+            assert ScheduleRetry(attempt) in exchange.on_leg_lost(D, attempt)
+            assert exchange.on_retry_timer(attempt) == (StartLegs(attempt + 1),)
+        assert exchange.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), Finished(FAILED))
+
+    def test_news_of_an_older_attempt_is_void(self) -> None:
+        exchange = started()
+        exchange.on_leg_lost(P, 0)
+        exchange.on_retry_timer(0)
+        for event in ("on_leg_lost", "on_leg_connect_failed", "on_leg_complete", "on_first_body"):
+            assert getattr(exchange, event)(D, 0) == NOTHING
+        assert exchange.on_leg_head(D, 0, 500) == NOTHING
+        assert exchange.on_retry_timer(0) == NOTHING
+        assert exchange.phase is Phase.OPEN
+
+    def test_no_instance(self) -> None:
+        assert started().on_no_instance(0) == (ReplyError(503, FailureReason.NO_INSTANCE), Finished(FAILED))
+
+
+class TestStatuses:
+    @pytest.mark.parametrize("leg", [P, D])
+    @pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 422, 501])
+    def test_an_answer_is_relayed_from_either_leg_without_blame(self, leg: Leg, status: int) -> None:
+        exchange = started()
+        other = D if leg is P else P
+        assert exchange.on_leg_head(leg, 0, status) == (
+            AbortLeg(other),
+            Absolve(other),
+            RelayHead(leg),
+            RelayBody(leg),
+        )
+        assert exchange.on_first_body(leg, 0) == NOTHING
+        assert exchange.on_leg_complete(leg, 0) == (Absolve(leg), Finished(FAILED))
+
+    @pytest.mark.parametrize("status", [408, 429])
+    def test_a_busy_instance_is_avoided_but_not_blamed(self, status: int) -> None:
+        assert started().on_leg_head(P, 0, status) == (
+            AbortLeg(P),
+            Absolve(P),
+            Exclude(P),
+            AbortLeg(D),
+            Absolve(D),
+            ScheduleRetry(0),
+        )
+
+    def test_the_last_failure_is_relayed(self) -> None:
+        exchange = started(max_retries=0)
+        assert exchange.on_leg_head(P, 0, 503) == (AbortLeg(D), Absolve(D), RelayHead(P), RelayBody(P))
+        assert exchange.on_leg_complete(P, 0) == (Blame(P), Finished(FAILED))
+
+    def test_an_error_reply_that_breaks_off_closes_the_client(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(D, 0, 400)
+        assert exchange.on_leg_lost(D, 0) == (Blame(D), CloseClient(LOST), Finished(FAILED))
+
+    def test_an_error_inside_a_streams_first_event_is_retried(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(D, 0, 200)
+        exchange.on_leg_head(P, 0, 200)
+        exchange.on_leg_complete(P, 0)
+        assert exchange.on_error_event(D, 0, 500) == (AbortLeg(D), Blame(D), Exclude(D), ScheduleRetry(0))
+
+    def test_an_error_inside_a_relayed_stream_only_changes_the_verdict(self) -> None:
+        exchange = relaying(prefill_done=True)
+        assert exchange.on_error_event(D, 0, 503) == NOTHING
+        assert exchange.on_leg_complete(D, 0) == (Blame(D), Finished(FAILED))
+
+    def test_such_an_error_ends_a_prefill_leg_that_still_runs(self) -> None:
+        exchange = relaying()
+        exchange.on_error_event(D, 0, 400)
+        assert exchange.on_leg_complete(D, 0) == (AbortLeg(P), Absolve(P), Absolve(D), Finished(FAILED))
+
+
+class TestWhoIsToBlame:
+    """A 5xx may be the echo of the other leg's failure."""
+
+    @pytest.mark.parametrize(("echo", "culprit"), [(D, P), (P, D)])
+    @pytest.mark.parametrize("is_body_complete", [False, True])
+    def test_5xx_then_loss_of_the_other(self, echo: Leg, culprit: Leg, is_body_complete: bool) -> None:
+        exchange = started()
+        assert exchange.on_leg_head(echo, 0, 500) == (ScheduleRetry(0),)
+        if is_body_complete:
+            assert exchange.on_leg_complete(echo, 0) == NOTHING
+        ending: Actions = (Absolve(echo),) if is_body_complete else (AbortLeg(echo), Absolve(echo))
+        assert exchange.on_leg_lost(culprit, 0) == (Blame(culprit), Exclude(culprit), *ending)
+        assert exchange.on_retry_timer(0) == (StartLegs(1),)
+
+    @pytest.mark.parametrize(("echo", "culprit"), [(D, P), (P, D)])
+    def test_loss_then_5xx_of_the_other(self, echo: Leg, culprit: Leg) -> None:
+        exchange = started()
+        actions = exchange.on_leg_lost(culprit, 0) + exchange.on_leg_head(echo, 0, 500)
+        assert [one for one in actions if isinstance(one, Blame)] == [Blame(culprit)]
+
+    def test_5xx_alone_is_blamed_when_the_back_off_ends(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(D, 0, 500)
+        assert exchange.on_retry_timer(0) == (
+            AbortLeg(P),
+            Absolve(P),
+            AbortLeg(D),
+            Blame(D),
+            Exclude(D),
+            StartLegs(1),
+        )
+
+    def test_5xx_of_decode_is_its_own_once_prefill_has_ended_well(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(D, 0, 500)
+        exchange.on_leg_complete(D, 0)
+        exchange.on_leg_head(P, 0, 200)
+        assert exchange.on_leg_complete(P, 0) == (Credit(P), Blame(D), Exclude(D))
+        assert exchange.phase is Phase.BACKOFF
+
+    def test_5xx_of_prefill_is_its_own_once_decode_answers(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(P, 0, 500)
+        exchange.on_leg_head(D, 0, 200)
+        assert exchange.on_first_body(D, 0) == (AbortLeg(P), Blame(P), AbortLeg(D), Absolve(D), Exclude(P))
+
+    def test_both_5xx_blames_both(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(P, 0, 500)
+        actions = exchange.on_leg_head(D, 0, 500)
+        assert set(actions) == {AbortLeg(P), AbortLeg(D), Blame(P), Blame(D), Exclude(P), Exclude(D)}
+
+    def test_an_answer_outweighs_the_5xx_it_caused(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(D, 0, 500)
+        exchange.on_leg_complete(D, 0)
+        assert exchange.on_leg_head(P, 0, 400) == (Absolve(D), RelayHead(P), RelayBody(P))
+        assert exchange.on_retry_timer(0) == NOTHING
+        assert exchange.on_leg_complete(P, 0) == (Absolve(P), Finished(FAILED))
+
+    def test_a_refusal_outweighs_the_5xx_it_caused(self) -> None:
+        exchange = started()
+        exchange.on_leg_head(D, 0, 500)
+        assert exchange.on_leg_head(P, 0, 429) == (AbortLeg(P), Absolve(P), Exclude(P), AbortLeg(D), Absolve(D))
+        assert exchange.on_retry_timer(0) == (StartLegs(1),)
+
+
+class TestAfterTheFirstByte:
+    def test_decode_lost_in_a_stream(self) -> None:
+        assert relaying(is_stream=True).on_leg_lost(D, 0) == (
+            Blame(D),
+            AbortLeg(P),
+            Absolve(P),
+            EmitErrorEvent(LOST),
+            Finished(FAILED),
+        )
+
+    def test_decode_lost_in_a_plain_reply(self) -> None:
+        exchange = relaying(is_stream=False, prefill_done=True)
+        assert exchange.on_leg_lost(D, 0) == (Blame(D), CloseClient(LOST), Finished(FAILED))
+
+    def test_prefill_lost_harms_a_single_sequence_no_more(self) -> None:
+        exchange = relaying()
+        assert exchange.on_leg_lost(P, 0) == (Blame(P),)
+        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE_AND_FINISH
+
+    @pytest.mark.parametrize(("status", "verdict"), [(500, Blame(P)), (429, Absolve(P)), (400, Absolve(P))])
+    def test_prefill_failing_harms_a_single_sequence_no_more(self, status: int, verdict: Blame | Absolve) -> None:
+        exchange = relaying()
+        assert exchange.on_leg_head(P, 0, status) == (AbortLeg(P), verdict)
+        assert exchange.phase is Phase.RELAYING
+
+    def test_prefill_lost_breaks_several_sequences(self) -> None:
+        exchange = relaying(is_single_sequence=False)
+        assert exchange.on_leg_lost(P, 0) == (
+            Blame(P),
+            AbortLeg(D),
+            Absolve(D),
+            EmitErrorEvent(FailureReason.LEG_FAILED),
+            Finished(FAILED),
+        )
+
+    def test_prefill_lost_after_the_whole_reply(self) -> None:
+        exchange = relaying()
+        exchange.on_leg_complete(D, 0)
+        assert exchange.on_leg_lost(P, 0) == (Blame(P), Finished(FINISHED))
+
+    def test_nothing_is_retried(self) -> None:
+        exchange = relaying()
+        exchange.on_leg_lost(D, 0)
+        assert exchange.on_retry_timer(0) == NOTHING
+
+
+class TestClientAndTime:
+    def test_client_leaves_while_both_legs_run(self) -> None:
+        for exchange in (started(), relaying()):
+            assert exchange.on_client_gone() == (
+                AbortLeg(P),
+                Absolve(P),
+                AbortLeg(D),
+                Absolve(D),
+                Finished(ABORTED),
+            )
+
+    def test_client_leaves_while_queued_or_backing_off(self) -> None:
+        assert PDExchange().on_client_gone() == (Finished(ABORTED),)
+        exchange = started()
+        exchange.on_leg_lost(P, 0)
+        assert exchange.on_client_gone() == (Finished(ABORTED),)
+        assert exchange.on_retry_timer(0) == NOTHING
+
+    def test_timeout_in_the_queue(self) -> None:
+        exchange = PDExchange()
+        assert exchange.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), Finished(FAILED))
+        assert exchange.start() == NOTHING
+
+    def test_timeout_before_the_first_byte(self) -> None:
+        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), Finished(FAILED))
+
+    def test_timeout_ends_a_stream(self) -> None:
+        assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), Finished(FAILED))
+
+    def test_timeout_while_only_prefill_hangs(self) -> None:
+        exchange = relaying()
+        exchange.on_leg_complete(D, 0)
+        assert exchange.on_timeout() == (AbortLeg(P), Absolve(P), Finished(FINISHED))
+
+
+LEGS = st.sampled_from(list(Leg))
+AGES = st.sampled_from([0, 0, 0, 1])
+
+
+class RandomHistories(RuleBasedStateMachine):
+    """Random events, likely ones more often, under the monitor; more retries than can be enumerated."""
+
+    @initialize(max_retries=st.integers(0, 6), is_stream=st.booleans(), is_single=st.booleans())
+    def begin(self, max_retries: int, is_stream: bool, is_single: bool) -> None:
+        self.exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single)
+        self.monitor = Monitor(max_retries, is_stream)
+        self.give(Event("start"))
+
+    def give(self, event: Event) -> None:
+        self.monitor.step(event, feed(self.exchange, event))
+
+    @rule(leg=LEGS, age=AGES, status=st.sampled_from([200, 200, 200, 400, 429, 500, 503]))
+    def head(self, leg: Leg, age: int, status: int) -> None:
+        self.give(Event("on_leg_head", leg, status, age))
+
+    @rule(leg=LEGS, age=AGES, name=st.sampled_from(["on_first_body", "on_leg_complete"]))
+    def progress(self, leg: Leg, age: int, name: str) -> None:
+        self.give(Event(name, leg, None, age))
+
+    @rule(leg=LEGS, age=AGES, name=st.sampled_from(["on_leg_lost", "on_leg_connect_failed"]))
+    def failure(self, leg: Leg, age: int, name: str) -> None:
+        self.give(Event(name, leg, None, age))
+
+    @rule(leg=LEGS, age=AGES, status=st.sampled_from([400, 429, 500]))
+    def error_event(self, leg: Leg, age: int, status: int) -> None:
+        self.give(Event("on_error_event", leg, status, age))
+
+    @rule(age=AGES)
+    def timer(self, age: int) -> None:
+        self.give(Event("on_retry_timer", age=age))
+
+    @precondition(lambda self: self.exchange.attempt > 1)
+    @rule(name=st.sampled_from(["on_client_gone", "on_timeout"]))
+    def end(self, name: str) -> None:
+        self.give(Event(name))
+
+    @invariant()
+    def agrees_on_the_end(self) -> None:
+        assert self.exchange.is_over == (self.monitor.over is not None)
+        assert self.exchange.attempt == self.monitor.attempt
+
+    def teardown(self) -> None:
+        if hasattr(self, "exchange") and not self.exchange.is_over:
+            self.give(Event("on_timeout"))
+            assert self.exchange.is_over
+
+
+RandomHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRandomHistories = RandomHistories.TestCase
+
+
+def test_doubles_up_to_its_maximum() -> None:
+    policy = RetryPolicy(jitter=0.0)
+    times_s = [policy.backoff_s(attempt, 0.5) for attempt in range(9)]
+    assert times_s == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+
+
+@given(attempt=st.integers(0, 10_000), draw=st.floats(0, 1, exclude_max=True))
+def test_jitter_stays_around_the_plain_back_off(attempt: int, draw: float) -> None:
+    plain_s = RetryPolicy(jitter=0.0).backoff_s(attempt, draw)
+    assert 0.8 * plain_s <= RetryPolicy().backoff_s(attempt, draw) <= 1.2 * plain_s
+
+
+def test_jitter_spreads_evenly() -> None:
+    policy = RetryPolicy(jitter=0.5)
+    assert policy.backoff_s(0, 0.0) == pytest.approx(0.025)
+    assert policy.backoff_s(0, 0.5) == pytest.approx(0.05)
+    assert policy.backoff_s(0, 1 - 1e-9) == pytest.approx(0.075)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_retries", -1),
+        ("initial_backoff_s", -0.1),
+        ("max_backoff_s", 0.01),
+        ("backoff_multiplier", 0.5),
+        ("jitter", 1.0),
+        ("jitter", float("nan")),
+        ("max_backoff_s", float("nan")),
+    ],
+)
+def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be"):
+        RetryPolicy(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    RetryPolicy(max_retries=0, initial_backoff_s=0.0, max_backoff_s=0.0, backoff_multiplier=1.0, jitter=0.0)
+    defaults = RetryPolicy()
+    assert (defaults.max_retries, defaults.jitter) == (5, 0.2)
+
+
+def test_retryable_statuses() -> None:
+    assert sorted(RETRYABLE_STATUS) == [408, 429, 500, 502, 503, 504]

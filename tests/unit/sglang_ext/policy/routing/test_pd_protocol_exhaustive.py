@@ -1,0 +1,85 @@
+"""Every state that an exchange can be brought into by any sequence of events, and every event in each of them."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TypeAlias
+
+import pytest
+
+from sglang_ext.policy.routing.pd_actions import Leg
+from sglang_ext.policy.routing.pd_protocol import PDExchange, Phase
+from support.pd_monitor import Event, Monitor, feed
+
+STATUSES = (100, 200, 302, 400, 429, 500)
+LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_leg_lost")
+EVENTS = (
+    *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
+    *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer") for age in (0, 1)),
+    *(Event(name, leg, age=age) for name in LEG_EVENTS for leg in Leg for age in (0, 1)),
+    *(Event("on_leg_head", leg, status) for leg in Leg for status in STATUSES),
+    *(Event("on_error_event", leg, status) for leg in Leg for status in (400, 429, 500)),
+    *(Event("on_leg_head", leg, 500, age=1) for leg in Leg),
+    *(Event("on_error_event", leg, 500, age=1) for leg in Leg),
+)
+
+
+Path: TypeAlias = "tuple[Path, Event] | None"
+
+
+def story(path: Path) -> str:
+    """The events of a path in order."""
+    events: list[Event] = []
+    while path is not None:
+        path, event = path
+        events.append(event)
+    return " → ".join(str(tuple(event)) for event in reversed(events))
+
+
+def clone(exchange: PDExchange) -> PDExchange:
+    twin = copy(exchange)
+    twin._legs = list(exchange._legs)
+    return twin
+
+
+def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, set[Phase]]:
+    """Feed every event in every reachable state; returns how many states there are, and their phases."""
+    exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single)
+    frontier: list[tuple[PDExchange, Monitor, Path]] = [(exchange, Monitor(max_retries, is_stream), None)]
+    seen: set[tuple[object, ...]] = set()
+    phases: set[Phase] = set()
+    while frontier:
+        exchange, monitor, path = frontier.pop()
+        phases.add(exchange.phase)
+        for event in EVENTS:
+            next_exchange, next_monitor = clone(exchange), monitor.copy()
+            try:
+                next_monitor.step(event, feed(next_exchange, event))
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {story((path, event))}") from error
+            assert next_exchange.is_over == (next_monitor.over is not None)
+            key = (
+                next_exchange._phase,
+                next_exchange._attempt,
+                tuple(next_exchange._legs),
+                next_exchange._statuses,
+                next_monitor.key(),
+            )
+            if key not in seen:
+                seen.add(key)
+                frontier.append((next_exchange, next_monitor, (path, event)))
+        if not exchange.is_over:
+            last, last_monitor = clone(exchange), monitor.copy()
+            last_monitor.step(Event("on_timeout"), last.on_timeout())
+            assert last.is_over, "a time limit must always end the exchange"
+    return len(seen), phases
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("max_retries", [0, 1])
+def test_every_reachable_state_keeps_the_promises(max_retries: int, is_stream: bool, is_single: bool) -> None:
+    states, phases = explore(max_retries, is_stream, is_single)
+    expected = set(Phase) if max_retries else set(Phase) - {Phase.SETTLING, Phase.BACKOFF}
+    assert phases == expected
+    assert states > 100

@@ -1,0 +1,241 @@
+"""The index against a naive model: every worker's blocks as a plain list in order of use."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sglang_ext.policy.routing.prefix_index import MAX_BLOCKS, PrefixIndex, block_hashes
+
+CAPACITY_BLOCKS = 7
+
+
+class TestBlockHashes:
+    def test_only_full_blocks_count(self) -> None:
+        assert block_hashes(b"x" * 255) == []
+        assert len(block_hashes(b"x" * 256)) == 1
+        assert len(block_hashes(b"x" * 511)) == 1
+        assert len(block_hashes(b"x" * 512)) == 2
+        assert block_hashes(b"") == []
+
+    @given(st.binary(max_size=64), st.binary(max_size=64), st.integers(1, 8))
+    def test_equal_hashes_mean_equal_prefixes(self, one: bytes, other: bytes, block_bytes: int) -> None:
+        pairs = zip(block_hashes(one, block_bytes), block_hashes(other, block_bytes), strict=False)
+        for position, (left, right) in enumerate(pairs):
+            end = (position + 1) * block_bytes
+            assert (left == right) == (one[:end] == other[:end])
+
+    def test_a_block_is_known_by_what_comes_before_it(self) -> None:
+        same_block_later = block_hashes(b"ab" * 4, 2)
+        assert len(set(same_block_later)) == 4
+
+    @given(st.binary(max_size=200), st.binary(max_size=50))
+    def test_a_longer_prompt_starts_with_the_hashes_of_a_shorter_one(self, prompt: bytes, more: bytes) -> None:
+        hashes = block_hashes(prompt, 16)
+        assert block_hashes(prompt + more, 16)[: len(hashes)] == hashes
+
+    def test_long_prompts_are_cut(self) -> None:
+        assert len(block_hashes(b"x" * 4096, 16, max_blocks=10)) == 10
+        assert len(block_hashes(bytes(256 * (MAX_BLOCKS + 5)))) == MAX_BLOCKS
+
+
+def test_depths_of_all_workers_in_one_walk() -> None:
+    index = PrefixIndex(100)
+    for worker in (10, 20, 30, 40):
+        index.add_worker(worker)
+    prompt = [1, 2, 3, 4]
+    index.record(10, [1, 2, 3, 4, 5])
+    index.record(20, [1, 2, 9])
+    index.record(30, [8])
+    assert index.matched_blocks(prompt) == {10: 4, 20: 2}
+    assert index.matched_blocks([7]) == {}
+    assert index.matched_blocks([]) == {}
+
+
+def test_what_others_build_on_is_dropped_last() -> None:
+    index = PrefixIndex(4)
+    index.add_worker(0)
+    index.record(0, [1, 2, 3, 4])
+    index.record(0, [1, 2, 5])
+    assert index.matched_blocks([1, 2, 3, 4]) == {0: 3}
+    assert index.matched_blocks([1, 2, 5]) == {0: 3}
+
+
+def test_what_was_used_least_recently_is_dropped_first() -> None:
+    index = PrefixIndex(4)
+    index.add_worker(0)
+    index.record(0, [1, 2])
+    index.record(0, [3, 4])
+    index.record(0, [1, 2])
+    index.record(0, [5])
+    assert index.matched_blocks([1, 2]) == {0: 2}
+    assert index.matched_blocks([3, 4]) == {0: 1}
+    assert index.block_count == 4
+
+
+def test_forgetting_corrects_one_worker_downwards() -> None:
+    index = PrefixIndex(10)
+    for worker in (0, 1):
+        index.add_worker(worker)
+        index.record(worker, [1, 2, 3])
+    index.forget(0, [1, 2, 3, 4], from_block=1)
+    assert index.matched_blocks([1, 2, 3]) == {0: 1, 1: 3}
+    index.forget(1, [1, 2, 3], from_block=0)
+    assert index.matched_blocks([1, 2, 3]) == {0: 1}
+    assert index.block_count == 1
+
+
+def test_a_workers_own_capacity_bounds_it_at_once() -> None:
+    index = PrefixIndex(5)
+    index.add_worker(0)
+    index.record(0, [1, 2, 3, 4, 5])
+    index.set_capacity(0, 2)
+    assert index.matched_blocks([1, 2, 3]) == {0: 2}
+    index.set_capacity(0, 100)
+    index.record(0, list(range(1, 9)))
+    assert index.worker_block_count(0) == 5
+    index.set_capacity(7, 1)  # nobody's
+    with pytest.raises(ValueError, match="capacity_blocks must be at least 1"):
+        index.set_capacity(0, 0)
+
+
+def test_a_prompt_longer_than_the_capacity_keeps_its_start() -> None:
+    index = PrefixIndex(3)
+    index.add_worker(0)
+    index.record(0, [1, 2, 3, 4, 5])
+    assert index.matched_blocks([1, 2, 3, 4, 5]) == {0: 3}
+
+
+def test_a_removed_worker_leaves_nothing_to_its_successor() -> None:
+    index = PrefixIndex(10)
+    index.add_worker(0)
+    index.add_worker(1)
+    index.record(0, [1, 2])
+    index.record(1, [1])
+    index.remove_worker(0)
+    index.add_worker(2)
+    assert index.matched_blocks([1, 2]) == {1: 1}
+    index.remove_worker(1)
+    assert index.block_count == 0
+
+
+def test_unknown_workers_are_ignored() -> None:
+    index = PrefixIndex(10)
+    index.record(5, [1])
+    index.forget(5, [1], 0)
+    index.clear(5)
+    index.remove_worker(5)
+    assert index.block_count == 0
+
+
+def test_capacity_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="capacity_blocks must be at least 1"):
+        PrefixIndex(0)
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="measures CPython objects")
+def test_memory_per_block() -> None:
+    tracemalloc.start()
+    try:
+        index = PrefixIndex(20_000)
+        index.add_worker(0)
+        gc.collect()
+        before_bytes = tracemalloc.get_traced_memory()[0]
+        for start in range(0, 80_000, 100):  # four times the capacity
+            index.record(0, list(range((1 << 62) + start, (1 << 62) + start + 100)))
+        gc.collect()
+        used_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
+    finally:
+        tracemalloc.stop()
+    assert index.worker_block_count(0) == index.block_count == 20_000
+    assert used_bytes / 20_000 < 320
+
+
+# Prompts over a tiny alphabet, so that they share prefixes; a block is known by the path to it.
+PROMPTS = st.lists(st.sampled_from("ab"), max_size=CAPACITY_BLOCKS + 2).map(
+    lambda letters: [hash_of("".join(letters[: end + 1])) for end in range(len(letters))]
+)
+WORKERS = st.integers(0, 2)
+
+
+def hash_of(path: str) -> int:
+    return int("1" + path.replace("a", "0").replace("b", "1"), 2)
+
+
+class AgainstNaiveModel(RuleBasedStateMachine):
+    """Any sequence of operations; the model recomputes everything from lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(CAPACITY_BLOCKS)
+        self.model: dict[int, list[int]] = {}  # worker → blocks, oldest use first
+        self.capacity: dict[int, int] = {}
+        for worker in (0, 1):
+            self.add(worker)
+
+    @rule(worker=WORKERS)
+    def add(self, worker: int) -> None:
+        self.index.add_worker(worker)
+        self.model.setdefault(worker, [])
+        self.capacity.setdefault(worker, CAPACITY_BLOCKS)
+
+    @rule(worker=WORKERS)
+    def remove(self, worker: int) -> None:
+        self.index.remove_worker(worker)
+        self.model.pop(worker, None)
+        self.capacity.pop(worker, None)
+
+    @rule(worker=WORKERS, capacity=st.integers(3, CAPACITY_BLOCKS + 1))
+    def set_capacity(self, worker: int, capacity: int) -> None:
+        self.index.set_capacity(worker, capacity)
+        if worker in self.model:
+            self.capacity[worker] = min(capacity, CAPACITY_BLOCKS)
+            self.model[worker] = self.model[worker][-self.capacity[worker] :]
+
+    @rule(worker=WORKERS)
+    def clear(self, worker: int) -> None:
+        self.index.clear(worker)
+        if worker in self.model:
+            self.model[worker] = []
+
+    @rule(worker=WORKERS, prompt=PROMPTS)
+    def record(self, worker: int, prompt: list[int]) -> None:
+        self.index.record(worker, prompt)
+        if worker in self.model:
+            kept = prompt[: self.capacity[worker]]
+            untouched = [block for block in self.model[worker] if block not in kept]
+            self.model[worker] = (untouched + kept[::-1])[-self.capacity[worker] :]
+
+    @rule(worker=WORKERS, prompt=PROMPTS, from_block=st.integers(0, CAPACITY_BLOCKS))
+    def forget(self, worker: int, prompt: list[int], from_block: int) -> None:
+        self.index.forget(worker, prompt, from_block)
+        if worker in self.model:
+            gone = prompt[from_block:]
+            self.model[worker] = [block for block in self.model[worker] if block not in gone]
+
+    @rule(prompt=PROMPTS)
+    def match(self, prompt: list[int]) -> None:
+        expected = {}
+        for worker, blocks in self.model.items():
+            depth = 0
+            while depth < len(prompt) and prompt[depth] in blocks:
+                depth += 1
+            if depth:
+                expected[worker] = depth
+        assert self.index.matched_blocks(prompt) == expected
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        for worker, blocks in self.model.items():
+            assert self.index.worker_block_count(worker) == len(blocks) <= self.capacity[worker]
+        assert self.index.block_count == len({block for blocks in self.model.values() for block in blocks})
+
+
+AgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestAgainstNaiveModel = AgainstNaiveModel.TestCase
