@@ -40,10 +40,16 @@ from sglang_ext.cluster.plan import find_machine
 from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
-from sglang_ext.sequence_parallel.status_client import StatusUnavailableError, read_status
-from sglang_ext.sequence_parallel.timeline import TimelineError, chunks_of, plan_text, timeline_of
-from sglang_ext.sequence_parallel.timeline_picture import PictureError
-from sglang_ext.sequence_parallel.timeline_picture import draw_timeline as draw_pool_timeline
+from sglang_ext.sequence_parallel.timeline import (
+    PictureError,
+    StatusUnavailableError,
+    TimelineError,
+    chunks_of,
+    plan_text,
+    read_status,
+    timeline_of,
+)
+from sglang_ext.sequence_parallel.timeline import draw_timeline as draw_pool_timeline
 
 EXAMPLES = Path(__file__).resolve().parent
 START_TIMEOUT_S = 600.0

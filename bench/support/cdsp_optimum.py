@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.records import CdspRequest, PlannerConfig, PrefillSnapshot, SpCost
+from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
+from sglang_ext.policy.cdsp.sp_cost import SpCost
 
 
 def unrestricted_optimum_s(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, fit_sp_cost
 from support.engines import BenchEngine, EngineStartError, free_port
 
 HANDSHAKE = ("--transfer-backend", "handshake")

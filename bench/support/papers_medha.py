@@ -37,7 +37,7 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates, fitted_cost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid

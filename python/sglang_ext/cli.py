@@ -26,7 +26,7 @@ COMMANDS = {
     "coordinator": Command(
         "sglang_ext.sequence_parallel.coordinator_command", "let several instances of a long pool share long prefills"
     ),
-    "timeline": Command("sglang_ext.sequence_parallel.timeline_command", "draw who computed what when in a long pool"),
+    "timeline": Command("sglang_ext.sequence_parallel.timeline", "draw who computed what when in a long pool"),
     "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
     "run-module": Command(
         "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"

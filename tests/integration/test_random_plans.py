@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sglang_ext.policy.cdsp.sharding import Interleaving
-from sglang_ext.sequence_parallel.pool_records import PrefillEnd, PrefillRecord
+from sglang_ext.sequence_parallel.pool_history import PrefillEnd, PrefillRecord
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineFleet, EngineSpec
 from support.laps import Pair, Prefill

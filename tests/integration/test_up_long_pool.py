@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.sequence_parallel import timeline_command
+from sglang_ext.sequence_parallel import timeline
 from support.reference import greedy_reference, random_prompt
 from support.stand_in_cluster import wait_until_gone
 from support.up_process import Up, up
@@ -106,8 +106,8 @@ def test_two_long_instances_share_prompts(tmp_path: Path, capsys: pytest.Capture
         url = cluster.program("coordinator").url
         arguments = ["--coordinator", url, "--out", str(picture)]
         parser = argparse.ArgumentParser()
-        timeline_command.add_arguments(parser)
-        assert timeline_command.run(parser.parse_args(arguments)) == 0
+        timeline.add_arguments(parser)
+        assert timeline.run(parser.parse_args(arguments)) == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert "3 prompts on 2 instances" in capsys.readouterr().out
 

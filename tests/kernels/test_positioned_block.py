@@ -7,12 +7,7 @@ import torch
 
 from sglang_ext_kernels.attention_block import attention_block_reference
 from sglang_ext_kernels.merge_states import merge_states_
-from sglang_ext_kernels.positioned_block import (
-    BlockSizes,
-    plan_block,
-    positioned_block,
-    positioned_block_reference,
-)
+from sglang_ext_kernels.positioned_block import BlockSizes, plan_block, positioned_block, positioned_block_reference
 
 SMALL = BlockSizes(16, 16)
 SCALE = 0.2

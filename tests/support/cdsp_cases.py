@@ -7,14 +7,8 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.records import (
-    CdspRequest,
-    PlannerConfig,
-    PrefillSnapshot,
-    SpCandidate,
-    SpCost,
-    TabulatedCost,
-)
+from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import LATENCY_S, PROMPT_TOKENS
 
 RATES = (0.0, 1 / 16, 1 / 4, 1 / 2)

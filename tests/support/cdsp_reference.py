@@ -12,7 +12,8 @@ from itertools import combinations, pairwise
 from math import ceil
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.records import CdspRequest, PlannerConfig, PrefillSnapshot, SpCost, TabulatedCost
+from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
+from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
 
 
 class ReferenceChunk(NamedTuple):

@@ -21,8 +21,8 @@ from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import ReceiveRecord
 from sglang_ext.policy.handshake.receive_request import needed
-from sglang_ext.policy.handshake.records import ReceiveRecord
 from sglang_ext.policy.handshake.shards import KVShard
 
 ANSWER_TIMEOUT_S = 60.0

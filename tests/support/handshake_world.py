@@ -11,37 +11,36 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from sglang_ext.policy.handshake.actions import (
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import (
     Allow,
     Failing,
     Fence,
+    Grant,
+    Message,
     Ready,
     Received,
+    ReceiverAbort,
     ReceiverActions,
+    ReceiverClosed,
+    ReceiveRecord,
+    ReceiverReport,
     Released,
     Retire,
     Send,
     SendEnded,
     SenderActions,
+    SenderReport,
+    SenderStopped,
+    SendRecord,
+    TransferOutcome,
     UseGrant,
     WritePart,
 )
-from sglang_ext.policy.handshake.messages import (
-    Grant,
-    Message,
-    ReceiverAbort,
-    ReceiverClosed,
-    ReceiverReport,
-    SenderReport,
-    SenderStopped,
-)
-from sglang_ext.policy.handshake.offered_chunk import Part
-from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import needed
 from sglang_ext.policy.handshake.receiver import Receiver
-from sglang_ext.policy.handshake.records import ReceiveRecord, SendRecord, TransferOutcome
 from sglang_ext.policy.handshake.rooms import Attempt, Room, following
-from sglang_ext.policy.handshake.sender import Sender, SenderPhase
+from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard
 
 DECODE = "decode:1"

@@ -16,14 +16,13 @@ from typing import Protocol
 
 import torch
 
-from sglang_ext.policy.cdsp.coordination import MemberReport
-from sglang_ext.sequence_parallel.exchange_records import Admission, Outgoing
+from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
 from sglang_ext.sequence_parallel.mesh import MeshError, Pending
-from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, OfferMessage, ToMember
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, OfferMessage, Outgoing, ToMember
+from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
+from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
-from sglang_ext.sequence_parallel.replicated_link import ReplicatedLink
 from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
 RECEIVE_TIMEOUT_S = 0.3

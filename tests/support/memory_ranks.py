@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_ext.sequence_parallel.messages import Welcome
-from sglang_ext.sequence_parallel.replicated_link import ReplicatedLink
+from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
 from support.memory_pool import FakeLink, MemoryMember, Wires
 from support.toy_engine import ToyPool
 

@@ -100,7 +100,7 @@ class MemberProcesses:
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["sglang_ext.sequence_parallel.tcp_link"])
+        self._context.set_forkserver_preload(["sglang_ext.sequence_parallel.pool_link"])
         self._processes: list[Any] = []
 
     def __enter__(self) -> MemberProcesses:
@@ -134,11 +134,11 @@ class _Member:
     def __init__(self, pipe: Connection, address: str, spec: MemberSpec) -> None:
         import torch
 
-        from sglang_ext.policy.cdsp.coordination import MemberReport
-        from sglang_ext.sequence_parallel.membership import PoolMembership
-        from sglang_ext.sequence_parallel.mesh_building import connect_mesh
+        from sglang_ext.policy.cdsp.orders import MemberReport
+        from sglang_ext.sequence_parallel.member import PoolMembership
+        from sglang_ext.sequence_parallel.mesh_store import connect_mesh
         from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello
-        from sglang_ext.sequence_parallel.tcp_link import TcpLink
+        from sglang_ext.sequence_parallel.pool_link import TcpLink
         from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
         torch.set_num_threads(1)

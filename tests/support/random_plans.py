@@ -9,23 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, PlannedChunk, PlannerConfig, PrefillSnapshot
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import (
-    CdspRequest,
-    ChunkPlan,
-    PlannedChunk,
-    PlannerConfig,
-    PrefillSnapshot,
-    SpCandidate,
-    SpCost,
-)
 from sglang_ext.policy.cdsp.sharding import Interleaving
-from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, MeshStore
-from sglang_ext.sequence_parallel.exchange_records import Identity
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
+from sglang_ext.sequence_parallel.mesh_store import MeshStore
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_records import PoolStatus
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_history import PoolStatus
+from sglang_ext.sequence_parallel.pool_protocol import Identity, PoolExchange, PoolSettings
 from support.engines import free_port
 
 MOST_CHUNKS = 4

@@ -220,7 +220,7 @@ class _Instance:
         import torch.distributed as dist
 
         from sglang_ext.sequence_parallel.mesh import GlooMesh
-        from sglang_ext.sequence_parallel.step_watch import StepWatch
+        from sglang_ext.sequence_parallel.mesh_store import StepWatch
 
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         place = self._place

@@ -18,16 +18,14 @@ from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.kv_transfer.transport import create_transport
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
 from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room, following
-from sglang_ext.policy.handshake.shards import TokenSpan
-from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.policy.handshake.shards import HeadLayout, TokenSpan
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, Target
 from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
-from sglang_ext.sequence_parallel.messages import OfferMessage
+from sglang_ext.sequence_parallel.messages import Destination, OfferMessage
 from support.memory_pool import MemoryMember, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
 

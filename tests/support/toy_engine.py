@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_ext.sequence_parallel.attention import Attention
+from sglang_ext.sequence_parallel.ring_attention import Attention
 from sglang_ext.sequence_parallel.shard import KvPool, NoRoomError
 from sglang_ext_kernels.paged_kv import gather_kv, scatter_kv_
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 
 FORMAT = "sglang-ext engine profile"

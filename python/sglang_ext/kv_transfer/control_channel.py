@@ -1,19 +1,95 @@
-"""Datagrams between endpoints over ZeroMQ: may be lost when a peer is slow or gone, never wait for it."""
+"""An endpoint's control channel: messages as bytes, datagrams over ZeroMQ, and the one thread that owns them.
+
+A frame is a version, a kind and msgpack of the record, checked against its types on arrival. Frames may be lost when a
+peer is slow or gone, and never wait for it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import select
-from collections import OrderedDict
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
+import msgspec
 import zmq
+
+from sglang_ext.kv_transfer.invitations import Invitation, InvitationSeen
+from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest
+from sglang_ext.policy.handshake.protocol import (
+    ReceiverAbort,
+    ReceiverClosed,
+    ReceiverReport,
+    SenderReport,
+    SenderStopped,
+)
+
+VERSION = 2
+_MAGIC = b"SXHS" + bytes([VERSION])
 
 logger = logging.getLogger(__name__)
 
 _MAX_PEERS = 1024
 _MAX_QUEUED = 10_000  # messages waiting for one peer
 _MAX_FRAME_BYTES = 1 << 28
+
+
+class CodecError(ValueError):
+    """What arrived is no message of this protocol."""
+
+
+ControlMessage: TypeAlias = (
+    SenderReport
+    | SenderStopped
+    | ReceiverReport
+    | ReceiverAbort
+    | ReceiverClosed
+    | LayoutRequest
+    | LayoutReply
+    | Invitation
+    | InvitationSeen
+)
+
+_KINDS: dict[int, type[ControlMessage]] = {
+    1: SenderReport,
+    2: SenderStopped,
+    3: ReceiverReport,
+    4: ReceiverAbort,
+    5: ReceiverClosed,
+    6: LayoutRequest,
+    7: LayoutReply,
+    8: Invitation,
+    9: InvitationSeen,
+}
+_NUMBERS: dict[type[ControlMessage], int] = {kind: number for number, kind in _KINDS.items()}
+_DECODERS = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: ControlMessage) -> bytes:
+    """One frame."""
+    return _MAGIC + bytes([_NUMBERS[type(message)]]) + _ENCODER.encode(message)
+
+
+def decode(frame: bytes) -> ControlMessage:
+    """Parse a frame. Raises CodecError."""
+    if frame[:4] != _MAGIC[:4]:
+        raise CodecError("not a handshake message of sglang-ext")
+    if frame[:5] != _MAGIC:
+        raise CodecError(f"a handshake message of another version than {VERSION}")
+    decoder = _DECODERS.get(frame[5]) if len(frame) > 5 else None
+    if decoder is None:
+        raise CodecError("a handshake message of an unknown kind")
+    try:
+        message: ControlMessage = decoder.decode(frame[6:])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CodecError(f"a malformed handshake message: {error}") from error
+    return message
 
 
 class ControlChannel:
@@ -88,3 +164,89 @@ class ControlChannel:
         self._inbox.close(linger=0)
         self._context.term()
         os.close(self._wake)
+
+
+class ControlLoop:
+    """Calls `on_message` for each message and `on_tick` every `tick_s` unless `is_idle()`, in its thread.
+
+    Listens on `host` from construction on; handles nothing before `start`. `send` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        tick_s: float,
+        *,
+        on_message: Callable[[ControlMessage], None],
+        on_tick: Callable[[], None],
+        is_idle: Callable[[], bool],
+    ) -> None:
+        self._channel = ControlChannel(host)
+        self.address = self._channel.address
+        self.malformed_messages = 0
+        self._tick_s = tick_s
+        self._on_message = on_message
+        self._on_tick = on_tick
+        self._is_idle = is_idle
+        self._outbox: deque[tuple[str, ControlMessage]] = deque()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
+
+    @property
+    def dropped_messages(self) -> int:
+        """Messages that could not be queued for their peer."""
+        return self._channel.dropped_messages
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def send(self, to: str, message: ControlMessage) -> None:
+        """Messages to one peer leave in the order of these calls; they may be lost."""
+        self._outbox.append((to, message))
+        if threading.current_thread() is not self._thread:
+            self._channel.wake()
+
+    def close(self) -> None:
+        """Send what is in the outbox and stop."""
+        self._is_closed = True
+        self._channel.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_tick_s = time.monotonic()
+        while True:
+            for frame in self._channel.receive(self._pause_s()):
+                self._handle(frame)
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + self._tick_s
+                self._guard(self._on_tick)
+            is_closed = self._is_closed
+            while self._outbox:
+                to, message = self._outbox.popleft()
+                self._channel.send(to, encode(message))
+            if is_closed:
+                self._channel.close()
+                return
+
+    def _pause_s(self) -> float | None:
+        if self._outbox or self._is_closed:
+            return 0.0
+        return None if self._is_idle() else self._tick_s
+
+    def _handle(self, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+        except CodecError as error:
+            self.malformed_messages += 1
+            logger.warning("ignored %s", error)
+            return
+        self._guard(partial(self._on_message, message))
+
+    @staticmethod
+    def _guard(handler: Callable[[], None]) -> None:
+        """One request's trouble must not end the transfers of all others."""
+        try:
+            handler()
+        except Exception:
+            logger.exception("a handshake message or timer could not be handled")

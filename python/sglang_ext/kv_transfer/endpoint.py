@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from sglang_ext.bell import Bell
-from sglang_ext.kv_transfer.control_codec import ControlMessage, LayoutReply, LayoutRequest
-from sglang_ext.kv_transfer.control_loop import ControlLoop
+from sglang_ext.kv_transfer.control_channel import ControlLoop, ControlMessage
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.invitations import (
     DecodeRank,
@@ -30,38 +29,37 @@ from sglang_ext.kv_transfer.invitations import (
     SentInvitations,
 )
 from sglang_ext.kv_transfer.outgoing import Outgoing, PartRows, SourceChunk
-from sglang_ext.kv_transfer.peer_layouts import PeerLayouts
+from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
 from sglang_ext.kv_transfer.pool_layout import PoolLayout, Slots
 from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import Transport
-from sglang_ext.policy.handshake.actions import (
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import (
     Allow,
     Failing,
     Fence,
     Ready,
     Received,
+    ReceiverAbort,
     ReceiverActions,
+    ReceiverClosed,
+    ReceiveRecord,
+    ReceiverReport,
     Released,
     Retire,
     Send,
     SendEnded,
     SenderActions,
-    UseGrant,
-    WritePart,
-)
-from sglang_ext.policy.handshake.messages import (
-    ReceiverAbort,
-    ReceiverClosed,
-    ReceiverReport,
     SenderReport,
     SenderStopped,
     ToSender,
+    TransferOutcome,
+    UseGrant,
+    WritePart,
 )
-from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import Need, Phase
 from sglang_ext.policy.handshake.receiver import PERMIT_EPOCH_SHIFT, Receiver
-from sglang_ext.policy.handshake.records import ReceiveRecord, TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.sender import Sender
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
 from sglang_ext.policy.handshake.receive_request import Need
 from sglang_ext.policy.handshake.rooms import Room
-from sglang_ext.policy.handshake.shards import KVShard
+from sglang_ext.policy.handshake.shards import HeadLayout, KVShard
 
 _MAX_ROOMS = 100_000
 

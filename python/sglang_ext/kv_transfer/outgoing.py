@@ -8,10 +8,8 @@ import numpy as np
 
 from sglang_ext.kv_transfer.pool_layout import PoolLayout, RowCopy, Slots, plan_items, plan_rows
 from sglang_ext.kv_transfer.transfer_status import SendResult, Stage, TransferStatus
-from sglang_ext.policy.handshake.messages import Grant
-from sglang_ext.policy.handshake.offered_chunk import Part
-from sglang_ext.policy.handshake.records import TransferOutcome
-from sglang_ext.policy.handshake.sender import Sender, SenderPhase
+from sglang_ext.policy.handshake.protocol import Grant, TransferOutcome
+from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard
 
 

@@ -19,7 +19,7 @@ from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import Slots
 from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
-from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room, following
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 

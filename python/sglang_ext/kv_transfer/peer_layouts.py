@@ -1,12 +1,28 @@
-"""What is known of the pools of receivers: asked once per receiver, asked again after it was restarted."""
+"""Where the pools of receivers lie: asked once per receiver, and again after it was restarted."""
 
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
-from sglang_ext.kv_transfer.control_codec import LayoutReply
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.pool_layout import PoolLayout
+
+
+class LayoutRequest(NamedTuple):
+    """Sender to receiver: where does your pool lie?"""
+
+    sender: str
+
+
+class LayoutReply(NamedTuple):
+    """Receiver to sender. The layout holds as long as permits bear this epoch."""
+
+    receiver: str
+    receiver_epoch: int
+    transport: str
+    transport_address: str
+    layout: PoolLayout
 
 
 class PeerLayouts:

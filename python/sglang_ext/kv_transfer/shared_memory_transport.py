@@ -31,7 +31,7 @@ from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
-from sglang_ext.kv_transfer.socket_io import receive_exactly
+from sglang_ext.kv_transfer.wire import receive_exactly
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from sglang_ext.policy.handshake.records import SendRecord, TransferOutcome
+from sglang_ext.policy.handshake.protocol import SendRecord, TransferOutcome
 
 
 class Stage(StrEnum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,33 +35,24 @@ class Transport(Protocol):
 
 
 TRANSPORTS = ("tcp", "shared_memory")  # what `create_transport` makes
-_ENGINES = {"mooncake": ("mooncake.engine", "pip install mooncake-transfer-engine")}
-_PLANNED = ("nixl", "nccl")
+_WITHOUT_ADAPTER = ("mooncake", "nixl", "nccl")
 
 
 def why_unavailable(name: str) -> str | None:
-    """One line that says why a transport cannot be used here, or None when it can.
-
-    `mooncake` is a `OneSidedTransport` around an engine that the caller makes.
-    """
+    """One line that says why a transport cannot be used here, or None when it can."""
     if name in TRANSPORTS:
         return None
-    if name in _PLANNED:
-        return f"handshake transport {name} has no adapter in this version; choose one of {', '.join(TRANSPORTS)}"
-    if name not in _ENGINES:
-        return f"there is no handshake transport {name!r}; choose one of {', '.join((*TRANSPORTS, *_ENGINES))}"
-    module, package = _ENGINES[name]
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        return f"handshake transport {name} cannot be imported ({str(error).splitlines()[0]}); it needs: {package}"
-    return None
+    choice = f"choose one of {', '.join(TRANSPORTS)}"
+    if name in _WITHOUT_ADAPTER:
+        return f"handshake transport {name} has no adapter in this version; {choice}"
+    return f"there is no handshake transport {name!r}; {choice}"
 
 
 def create_transport(name: str, host: str) -> Transport:
     """One of TRANSPORTS, listening on `host`. Raises ValueError, in one line, for another name."""
-    if name not in TRANSPORTS:
-        raise ValueError(why_unavailable(name) or f"handshake transport {name} needs an engine of its own")
+    problem = why_unavailable(name)
+    if problem is not None:
+        raise ValueError(problem)
     if name == "tcp":
         from sglang_ext.kv_transfer.tcp_transport import TcpTransport
 

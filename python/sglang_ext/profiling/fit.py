@@ -11,8 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from sglang_ext.costs.engine_profile import FrontEnd, IterationCost, features
-from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost
-from sglang_ext.policy.cdsp.records import SpCost
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCost, fit_sp_cost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.nnls import solve_non_negative
 from sglang_ext.policy.pools.instance_pressure import quantile

@@ -13,7 +13,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.records import SpCandidate
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec

@@ -11,7 +11,7 @@ import sys
 from multiprocessing import get_context
 from pathlib import Path
 
-from sglang_ext.policy.cdsp.records import SpCandidate
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.profiling.rates import (
     Objective,
     RateChoice,

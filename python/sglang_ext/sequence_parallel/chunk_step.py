@@ -8,13 +8,11 @@ from typing import Protocol
 import torch
 
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
-from sglang_ext.sequence_parallel.attention import Attention
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
-from sglang_ext.sequence_parallel.ring_attention import Ring
+from sglang_ext.sequence_parallel.ring_attention import Attention, Ring, SteadfastAttention
 from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, NoRoomError, Rebalancing, Shard
-from sglang_ext.sequence_parallel.steadfast_attention import SteadfastAttention
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
 

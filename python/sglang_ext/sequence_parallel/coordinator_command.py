@@ -16,14 +16,13 @@ from aiohttp import web
 
 from sglang_ext.costs.engine_profile import ProfileError, load_profile
 from sglang_ext.costs.improvement_rates import ImprovementRates, RatesFileError, load_improvement_rates
-from sglang_ext.policy.cdsp.records import SpCandidate
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving
-from sglang_ext.sequence_parallel.coordinator_http import make_app
-from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, MeshStore
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, make_app
+from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, UnknownCostError, prior_candidates, profiled_candidates
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +196,7 @@ async def _serve_http(runner: web.AppRunner, host: str, port: int) -> int:
     try:
         await site.start()
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ListenError(f"--host {host} --http-port {port}: {reason}") from None
+        raise ListenError(f"--host {host} --http-port {port}", error) from None
     return int(runner.addresses[0][1])
 
 

@@ -6,31 +6,45 @@ that compute, one per turn, so that the engine's own batches and chunks alternat
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
+from sglang_ext.policy.cdsp.orders import (
+    BuildMesh,
+    Collect,
+    Decline,
+    DeclineReason,
+    Drop,
+    MemberReport,
+    RollBack,
+    RunChunk,
+)
 from sglang_ext.sequence_parallel.chunk_step import STEP_ERRORS, Engine, run_chunk, run_collect
-from sglang_ext.sequence_parallel.kv_streams import KvStreams, Reading, Target
+from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
     ChunkOrder,
-    FromMember,
+    Destination,
     MeshBuilt,
     MeshFailed,
     OfferMessage,
+    Report,
     StepDone,
     StepFailed,
     Streamed,
     ToMember,
+    Transferred,
+    Welcome,
 )
+from sglang_ext.sequence_parallel.pool_link import PoolLink
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
 from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
@@ -39,18 +53,8 @@ logger = logging.getLogger(__name__)
 
 _NEARLY_CONNECTED_S = 1.0
 
-
-class Link(Protocol):
-    """The connection to the coordinator; never blocks."""
-
-    def receive(self) -> Sequence[ToMember]:
-        """Orders that have come since the last call."""
-
-    def send(self, message: FromMember) -> None:
-        """Send when possible; a message to a coordinator that has gone is lost with it."""
-
-    def wake(self) -> None:
-        """Let an engine loop that sleeps on the link take a turn; from any thread."""
+REPORT_INTERVAL_S = 0.2
+_REQUESTS_OF_AN_INSTANCE = 2**32
 
 
 class Declined(NamedTuple):
@@ -79,7 +83,7 @@ class Member:
         self,
         engine: Engine,
         instance: int,
-        link: Link,
+        link: PoolLink,
         connect: Callable[[int, tuple[int, ...]], Mesh],
         streams: KvStreams | None = None,
         ranks: Ranks = SINGLE_RANK,
@@ -276,3 +280,115 @@ class Member:
 
 def _of(step: ChunkOrder | Collect) -> RunChunk | Collect:
     return step.chunk if isinstance(step, ChunkOrder) else step
+
+
+Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
+
+
+class PoolMembership:
+    """Belongs to the thread of the engine's loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        link: PoolLink,
+        connect: Connect,
+        open_target: OpenTarget | None = None,
+        ranks: Ranks = SINGLE_RANK,
+    ) -> None:
+        """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
+
+        `open_target`: see `KvStreams`. Of several `ranks` each has a membership; all of them call the same methods in
+        the same order.
+        """
+        self._engine = engine
+        # What is being sent goes on when the coordinator does not.
+        self._streams = KvStreams(engine.pool, open_target, ranks)
+        self._link = link
+        self._connect = connect
+        self.ranks = ranks
+        self._session: Welcome | None = None
+        self._member: Member | None = None
+        self._count = itertools.count(1)
+        self._reported_s = float("-inf")
+
+    @property
+    def wake_descriptor(self) -> int | None:
+        return self._link.wake_descriptor
+
+    @property
+    def is_joined(self) -> bool:
+        return self._member is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it holds KV for anybody, has a chunk to compute, or sends what it has computed."""
+        return self._streams.is_sending or (self._member is not None and self._member.is_busy)
+
+    @property
+    def held_tokens(self) -> int:
+        return self._streams.pool.condemned_tokens if self._member is None else self._member.held_tokens
+
+    def turn(self) -> list[Outcome]:
+        """See `Member.turn`; joins and leaves with the connection."""
+        outcomes: list[Outcome] = []
+        session = self._link.session()
+        if session is not self._session:
+            if self._member is not None:
+                outcomes += self._member.abandon()
+            self._session, self._member = session, None
+            if session is not None:
+                connect = self._connector(session)
+                self._member = Member(self._engine, session.instance, self._link, connect, self._streams, self.ranks)
+        if self._member is not None:
+            outcomes += self._member.turn()
+        else:
+            self._streams.settle()
+        return outcomes
+
+    def offer(
+        self,
+        token_ids: tuple[int, ...],
+        cached_tokens: int,
+        prefix_slots: torch.Tensor,
+        *,
+        waited_s: float,
+        slack_s: float | None,
+        destinations: tuple[Destination, ...] = (),
+        targets: Sequence[Target] = (),
+    ) -> int:
+        """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
+
+        `destinations`: where members send what they compute, `targets` the same for this member.
+        """
+        if self._member is None or self._session is None:
+            raise RuntimeError("offered without a coordinator")
+        number = self._session.instance * _REQUESTS_OF_AN_INSTANCE + next(self._count)
+        message = OfferMessage(number, token_ids, cached_tokens, waited_s, slack_s, destinations)
+        self._member.offer(message, prefix_slots, targets)
+        return number
+
+    def withdraw(self, request: int) -> None:
+        """See `Member.withdraw`."""
+        if self._member is not None:
+            self._member.withdraw(request)
+
+    def transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
+        """All KV of a request that was offered is at decode; see `Transferred`."""
+        session = self._session
+        # A coordinator that has given this instance another number since knows nothing of it.
+        if session is not None and request // _REQUESTS_OF_AN_INSTANCE == session.instance:
+            self._link.send(Transferred(request, transfer_s, exposed_s))
+
+    def is_report_due(self, now_s: float, silence_s: float = 0.0) -> bool:
+        """Whether the coordinator should hear of this instance again: once an interval, and before a longer silence."""
+        if self._member is None or now_s + silence_s < self._reported_s + REPORT_INTERVAL_S:
+            return False
+        self._reported_s = now_s
+        return True
+
+    def report(self, report: MemberReport) -> None:
+        self._link.send(Report(report))
+
+    def _connector(self, session: Welcome) -> Callable[[int, tuple[int, ...]], Mesh]:
+        return lambda epoch, members: self._connect(session, epoch, members)

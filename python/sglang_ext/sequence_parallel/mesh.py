@@ -143,6 +143,6 @@ class _GlooCall:
             raise self._mesh.fail(self._what, error) from None
 
 
-def first_line(error: RuntimeError) -> str:
+def first_line(error: Exception) -> str:
     """What it says, without the stack that torch.distributed adds."""
     return str(error).partition("\n")[0]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sglang_ext.policy.cdsp.coordination import (
+from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
     Decline,
@@ -22,11 +22,27 @@ from sglang_ext.policy.cdsp.coordination import (
     RunChunk,
 )
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
-from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 PROTOCOL_VERSION = 3
+
+
+class Destination(NamedTuple):
+    """A decode rank that waits for it."""
+
+    room: int
+    receiver: str  # address of its endpoint
+    rank: int
+    heads: HeadLayout  # how its instance spreads them over ranks
+    first_token: int  # what comes before is cached there
+
+
+class Outgoing(NamedTuple):
+    """A message to a member."""
+
+    instance: int
+    message: ToMember
 
 
 class MessageError(ValueError):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from sglang_ext.costs.engine_profile import EngineProfile
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import fitted_cost
 
 # Both describe Table 1 of Tetris (SP 1 to 16) within a third.

@@ -7,13 +7,21 @@ not depend on the order in which blocks arrive but for rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from sglang_ext.policy.cdsp.sharding import Positions, count_tokens
-from sglang_ext.sequence_parallel.mesh import Mesh, Pending
+from sglang_ext.sequence_parallel.mesh import Mesh, MeshError, Pending
 from sglang_ext.sequence_parallel.positioned_attention import attend_
 from sglang_ext.sequence_parallel.step_clock import StepClock
+
+
+class Attention(Protocol):
+    """Attention over all that a group holds of a request."""
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of q [rows, H, D]; K and V of the same rows are in the pool already. Float32 [rows, H, D]."""
 
 
 class Ring:
@@ -79,3 +87,24 @@ class Ring:
             if following.numel():
                 calls.append(self._mesh.receive(following, self._previous, tag))
         return following, calls
+
+
+class SteadfastAttention:
+    """See `attention.Attention`."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+        self._failure: str | None = None  # the error itself would hold all that the step has used
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        if self._failure is None:
+            try:
+                return self._attention.attend(layer, q, scale)
+            except MeshError as error:
+                self._failure = str(error)
+        return torch.zeros_like(q, dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raises MeshError where the ring is broken."""
+        if self._failure is not None:
+            raise MeshError(self._failure)

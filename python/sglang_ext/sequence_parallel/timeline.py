@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple
+
+_TIMEOUT_S = 10.0
 
 
 class TimelineError(ValueError):
@@ -20,6 +29,19 @@ class Activity(StrEnum):
     IDLE = "idle"  # had not begun its part of the step, or had done it before the others
     COLLECT = "collect"  # all KV to the prompt's own instance
     FAILED = "failed"  # a step that came to nothing
+
+
+_LEGEND_REQUESTS = 8
+_HATCHES = {Activity.REBALANCE: "////", Activity.COLLECT: "\\\\\\\\", Activity.FAILED: "xxxx"}
+_SHADES = {Activity.RING: 0.45, Activity.IDLE: 0.15, Activity.COLLECT: 0.6, Activity.REBALANCE: 0.8}
+_LABELS = {
+    Activity.COMPUTE: "computes",
+    Activity.REBALANCE: "moves earlier KV",
+    Activity.RING: "waits in the ring",
+    Activity.IDLE: "ordered, not at it",
+    Activity.COLLECT: "all KV to its own instance",
+    Activity.FAILED: "came to nothing",
+}
 
 
 class Bar(NamedTuple):
@@ -146,3 +168,120 @@ def _split(
 
 def _name(names: Mapping[int, str], instance: object) -> str:
     return names.get(int(instance), f"instance {instance}")  # type: ignore[call-overload]
+
+
+class PictureError(RuntimeError):
+    """No picture can be drawn; the text is one line for the user."""
+
+
+def draw_timeline(timeline: Timeline, path: Path, name_of: Callable[[str], str] = str) -> None:
+    """Write a picture in the format of the file's ending; `name_of` says what people call an instance. PictureError."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise PictureError("matplotlib is not installed: pip install matplotlib") from None
+    rows = {instance: row for row, instance in enumerate(timeline.instances)}
+    figure = Figure(figsize=(11, 2.2 + 0.7 * max(1, len(rows))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for bar in timeline.bars:
+        axes.barh(
+            rows[bar.instance],
+            bar.end_s - bar.start_s,
+            left=bar.start_s,
+            height=0.62,
+            alpha=_SHADES.get(bar.activity, 1.0),
+            **_style(bar.activity, _colour(bar.request)),
+        )
+    for instance, lost_s in timeline.losses:
+        axes.plot(lost_s, rows[instance], marker="x", color="black", markersize=9, zorder=3)
+    axes.set_yticks(range(len(rows)), [name_of(instance) for instance in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds since the first of these prompts was offered")
+    axes.set_title("Long prompts on the instances of the pool", loc="left", fontsize=11, fontweight="bold")
+    axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    used = {bar.activity for bar in timeline.bars}
+    handles: list[Any] = [
+        Patch(color=_colour(position), label=f"{one.tokens:,} tokens: {one.plan or one.outcome or 'under way'}")
+        for position, one in enumerate(timeline.requests[:_LEGEND_REQUESTS])
+    ]
+    handles += [
+        Patch(alpha=_SHADES.get(activity, 1.0), label=_LABELS[activity], **_style(activity, "#6b6b6b"))
+        for activity in Activity
+        if activity in used
+    ]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise PictureError(f"{path} cannot be written: {reason}") from None
+
+
+def _colour(request: int) -> str:
+    return f"C{request % 10}"
+
+
+def _style(activity: Activity, colour: str) -> dict[str, Any]:
+    hatch = _HATCHES.get(activity)
+    if activity is Activity.FAILED:
+        return {"facecolor": "white", "edgecolor": colour, "hatch": hatch, "linewidth": 0.5}
+    return {"facecolor": colour, "edgecolor": "white", "hatch": hatch, "linewidth": 0.0 if hatch is None else 0.3}
+
+
+class StatusUnavailableError(RuntimeError):
+    """The coordinator does not answer; the text is one line for the user."""
+
+
+def read_status(url: str) -> Any:
+    """The coordinator's /status, parsed. StatusUnavailableError."""
+    address = url if "://" in url else f"http://{url}"
+    if not address.startswith("http://"):
+        raise StatusUnavailableError("is not an http:// address")
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/status", timeout=_TIMEOUT_S) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise StatusUnavailableError(f"/status answered {error.code}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise StatusUnavailableError(f"does not answer ({reason})") from None
+    except ValueError:
+        raise StatusUnavailableError("/status is not JSON") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `sglang-ext timeline`."""
+    add = parser.add_argument
+    add("--coordinator", metavar="URL", default="http://127.0.0.1:8991", help="HTTP address of the coordinator")
+    add("--out", type=Path, metavar="FILE", default=Path("timeline.png"), help="picture to write: .png, .svg or .pdf")
+    add("--requests", type=int, metavar="N", default=20, help="how many of the latest prompts")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw it; the exit status."""
+    if arguments.requests < 1:
+        return _fail(f"--requests must be at least 1, got {arguments.requests}", 2)
+    try:
+        timeline = timeline_of(read_status(arguments.coordinator), arguments.requests)
+        if not timeline.requests:
+            return _fail(f"--coordinator {arguments.coordinator}: no prompt has been shared yet", 1)
+        draw_timeline(timeline, arguments.out)
+    except (StatusUnavailableError, TimelineError) as error:
+        return _fail(f"--coordinator {arguments.coordinator}: {error}", 1)
+    except PictureError as error:
+        return _fail(f"--out: {error}", 1)
+    print(f"{len(timeline.requests)} prompts on {len(timeline.instances)} instances: {arguments.out}")
+    return 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"sglang-ext timeline: {message}", file=sys.stderr)
+    return status

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.utils.network import get_local_ip_auto
 
-from sglang_ext.kv_transfer.tcp_engine import Block, TcpTransferEngine, TransferError
+from sglang_ext.kv_transfer.tcp_transport import Block, TcpTransferEngine, TransferError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_ext.policy.cdsp.records import CdspRequest, ChunkPlan, NoPlan, PlannedChunk, PrefillSnapshot
+from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PlannedChunk, PrefillSnapshot
 from sglang_ext.simulation.cluster_policies import ClusterPolicy
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest

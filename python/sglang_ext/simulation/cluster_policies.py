@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from sglang_ext.policy.cdsp.improvement_rate import FixedImprovementRate, ImprovementRateSource
-from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import (
+from sglang_ext.policy.cdsp.plan import (
     CdspRequest,
     ChunkPlan,
     NoPlan,
@@ -19,8 +18,9 @@ from sglang_ext.policy.cdsp.records import (
     PlannedChunk,
     PlannerConfig,
     PrefillSnapshot,
-    SpCandidate,
 )
+from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 
 GREEDY_RATE = 0.0
 

@@ -13,7 +13,7 @@ from sglang_ext.costs.engine_profile import (
     ProfileError,
     load_profile,
 )
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.operator_engine import OPERATOR_MODELS, OPERATOR_PREFIX

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from sglang_ext.policy.cdsp.records import CdspRequest, NoPlan, PrefillSnapshot, SpCandidate
+from sglang_ext.policy.cdsp.plan import CdspRequest, NoPlan, PrefillSnapshot
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.cluster_policies import greedy_esp
 from sglang_ext.simulation.event_loop import EventLoop

@@ -23,8 +23,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost
-from sglang_ext.policy.cdsp.records import SpCandidate
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCandidate, fit_sp_cost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.h200_operators import (
     GATHER_MS,

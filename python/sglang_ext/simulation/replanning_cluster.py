@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateSource
+from sglang_ext.policy.cdsp.plan import ChunkPlan, NoPlan, PlannedChunk, PlannerConfig, PrefillSnapshot
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import ChunkPlan, NoPlan, PlannedChunk, PlannerConfig, PrefillSnapshot, SpCandidate
 from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, replan, tokens_within
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.event_loop import EventLoop
 from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest

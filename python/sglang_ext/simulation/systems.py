@@ -12,8 +12,8 @@ from sglang_ext.policy.cdsp.improvement_rate import (
     ImprovementRateTable,
     ProfiledImprovementRate,
 )
-from sglang_ext.policy.cdsp.records import SpCandidate
 from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.cluster import ClusterSpec, PlannedCluster
 from sglang_ext.simulation.cluster_policies import CdspPolicy, ClusterPolicy, FixedSp, greedy_esp
 from sglang_ext.simulation.event_loop import EventLoop

@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 
-from sglang_ext.policy.cdsp.records import ChunkPlan, PlannedChunk
+from sglang_ext.policy.cdsp.plan import ChunkPlan, PlannedChunk
 
 SOURCE_DIGEST: str
 

@@ -5,7 +5,7 @@ Importing this module without its C++ core raises ImportError with one line that
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.records import (
+from sglang_ext.policy.cdsp.plan import (
     CdspRequest,
     ChunkPlan,
     NoPlan,
@@ -13,9 +13,8 @@ from sglang_ext.policy.cdsp.records import (
     PlannedChunk,
     PlannerConfig,
     PrefillSnapshot,
-    SpCost,
-    TabulatedCost,
 )
+from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
 
 try:
     from sglang_ext.policy.cdsp._core import Planner

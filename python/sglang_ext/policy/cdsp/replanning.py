@@ -13,16 +13,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PrefillSnapshot, queue_delays_after
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import (
-    CdspRequest,
-    ChunkPlan,
-    NoPlan,
-    PrefillSnapshot,
-    SpCost,
-    TabulatedCost,
-    queue_delays_after,
-)
+from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
 from sglang_ext.policy.laps.slack import relative_slack
 
 

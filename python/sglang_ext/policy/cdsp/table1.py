@@ -6,8 +6,7 @@ Source: "Optimizing Long-context LLM Serving via Fine-grained Sequence Paralleli
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCandidate, SpCost, fit_sp_cost
 
 PROMPT_TOKENS = tuple(4096 << step for step in range(7))  # 4k to 256k
 LATENCY_S = {

@@ -6,8 +6,7 @@ from array import array
 from enum import Enum
 from typing import NamedTuple
 
-from sglang_ext.policy.handshake.messages import Grant, ReceiverReport, SenderReport
-from sglang_ext.policy.handshake.records import ReceiveRecord, TransferOutcome
+from sglang_ext.policy.handshake.protocol import Grant, ReceiveRecord, ReceiverReport, SenderReport, TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan, why_unwanted
 

@@ -30,29 +30,27 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-from sglang_ext.policy.handshake.actions import (
+from sglang_ext.policy.handshake.backend_pool import BackendPool
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import (
     Allow,
     Failing,
     Fence,
     Ready,
     Received,
+    ReceiverAbort,
     ReceiverAction,
     ReceiverActions,
+    ReceiverClosed,
+    ReceiverReport,
     Released,
     Retire,
     Send,
-)
-from sglang_ext.policy.handshake.backend_pool import BackendPool
-from sglang_ext.policy.handshake.messages import (
-    ReceiverAbort,
-    ReceiverClosed,
-    ReceiverReport,
     SenderReport,
     SenderStopped,
+    TransferOutcome,
 )
-from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import Need, Phase, ReceiveRequest, SenderState
-from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room
 
 PERMIT_EPOCH_SHIFT = 32  # permit = epoch << this | number: one of an earlier incarnation never holds

@@ -12,27 +12,26 @@ range of tokens) is written as soon as it is ready and the chunk is granted. A c
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
-from sglang_ext.policy.handshake.actions import (
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import (
     ChunkStored,
-    Send,
-    SendEnded,
-    SenderAction,
-    SenderActions,
-    UseGrant,
-    WritePart,
-)
-from sglang_ext.policy.handshake.messages import (
     Grant,
     ReceiverAbort,
     ReceiverClosed,
     ReceiverReport,
+    Send,
+    SendEnded,
+    SenderAction,
+    SenderActions,
     SenderReport,
     SenderStopped,
+    SendRecord,
+    TransferOutcome,
+    UseGrant,
+    WritePart,
 )
-from sglang_ext.policy.handshake.offered_chunk import OfferedChunk, Part
-from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.records import SendRecord, TransferOutcome
 from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard, why_malformed
 
@@ -401,3 +400,39 @@ class Sender:
     def _flush(self) -> SenderActions:
         actions, self._out = tuple(self._out), []
         return actions
+
+
+class Part(NamedTuple):
+    """A piece of a chunk that is written at once. `cells` is 0 for metadata alone."""
+
+    cells: int
+    has_aux: bool = False
+
+
+class OfferedChunk:
+    """A chunk offered."""
+
+    __slots__ = (
+        "cells_ready",
+        "cells_written",
+        "grant",
+        "is_aux_ready",
+        "is_aux_written",
+        "offered_s",
+        "parts",
+        "ready_s",
+        "shard",
+    )
+
+    def __init__(self, shard: KVShard, now_s: float) -> None:
+        self.shard = shard
+        self.offered_s = now_s
+        self.ready_s: float | None = None
+        self.parts: list[Part] = []
+        self.cells_ready = self.cells_written = 0
+        self.is_aux_ready = self.is_aux_written = False
+        self.grant: Grant | None = None
+
+    @property
+    def is_written(self) -> bool:
+        return self.cells_written == self.shard.cells and self.is_aux_written == self.shard.has_aux

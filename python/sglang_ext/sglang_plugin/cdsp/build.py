@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.policy.cdsp.coordination import MemberReport
-from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import OpenTarget, Target
-from sglang_ext.sequence_parallel.membership import PoolLink, PoolMembership
+from sglang_ext.sequence_parallel.member import PoolMembership
 from sglang_ext.sequence_parallel.mesh import Mesh
-from sglang_ext.sequence_parallel.mesh_building import connect_mesh
-from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello, Welcome
+from sglang_ext.sequence_parallel.mesh_store import connect_mesh
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Destination, Hello, Welcome
+from sglang_ext.sequence_parallel.pool_link import PoolLink, ReplicatedLink, TcpLink
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks, Ranks
-from sglang_ext.sequence_parallel.replicated_link import ReplicatedLink
-from sglang_ext.sequence_parallel.tcp_link import TcpLink
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
-from sglang_ext.sglang_plugin.cdsp.prefix_attention import use_prefix_attention
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext.sglang_plugin.handshake.rank_pairing import shares_of
 
@@ -25,7 +22,6 @@ def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
     """Connects in the background. Raises UnsupportedModelError, naming the model or what of it does not fit."""
     ranks = _ranks(scheduler)
     engine = SchedulerEngine(scheduler, ranks)
-    use_prefix_attention(scheduler.tp_worker.model_runner.attn_backend)
     open_target, how = _opener(scheduler)
     model = engine.description + how
 

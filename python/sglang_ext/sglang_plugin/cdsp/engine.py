@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_ext.sequence_parallel.attention import Attention
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
+from sglang_ext.sequence_parallel.ring_attention import Attention
 from sglang_ext.sequence_parallel.shard import NoRoomError
 from sglang_ext.sglang_plugin.cdsp.compatibility import model_conflict
 from sglang_ext_kernels.paged_kv import gather_kv, scatter_kv_

@@ -24,11 +24,10 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_ext.policy.cdsp.coordination import MemberReport
-from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Outcome
-from sglang_ext.sequence_parallel.membership import PoolMembership
+from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMembership
+from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.cdsp.build import build_membership
 from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance

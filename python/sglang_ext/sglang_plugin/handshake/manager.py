@@ -20,9 +20,9 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
 from sglang_ext.kv_transfer.transport import create_transport
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.rooms import Attempt
+from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
 from sglang_ext.sglang_plugin.handshake.compatibility import model_conflict
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing

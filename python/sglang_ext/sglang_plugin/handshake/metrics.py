@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult
-from sglang_ext.policy.handshake.records import ReceiveRecord
+from sglang_ext.policy.handshake.protocol import ReceiveRecord
 
 _INTERVAL_S = 1.0
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

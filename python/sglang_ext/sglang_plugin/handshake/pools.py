@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, Slots
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
+from sglang_ext.policy.handshake.shards import HeadLayout
 
 
 class PoolArguments(Protocol):

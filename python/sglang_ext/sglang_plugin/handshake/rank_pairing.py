@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from sglang_ext.policy.handshake.head_mapping import HeadLayout, plan_head_moves
+from sglang_ext.policy.handshake.shards import HeadLayout, plan_head_moves
 
 
 class Share(NamedTuple):

@@ -16,8 +16,8 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.kv_transfer.transfer_status import Stage
+from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.policy.handshake.rooms import Attempt, Room, following
 from sglang_ext.sglang_plugin.handshake.pools import token_slots
 

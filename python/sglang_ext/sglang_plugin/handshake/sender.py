@@ -23,8 +23,8 @@ from sglang_ext.kv_transfer.invitations import Invitation
 from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.rooms import attempts_of, following
-from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.kv_streams import Target
+from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.handshake.pools import token_slots
 from sglang_ext.sglang_plugin.handshake.rank_pairing import Share, shares_of
 

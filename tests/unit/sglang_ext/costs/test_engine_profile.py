@@ -17,7 +17,7 @@ from sglang_ext.costs.engine_profile import (
     sp_entry,
     write_profile,
 )
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 
 SP = {"size": 1, "a_s": 0.03, "b_s_per_token": 5e-5, "c_s_per_token2": 2e-9, "d_s_per_token2": 1e-9}

@@ -16,8 +16,8 @@ from sglang_ext.kv_transfer.pool_layout import PoolLayout
 from sglang_ext.kv_transfer.transfer_status import SendResult, Stage
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import ReceiveRecord, TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.records import ReceiveRecord, TransferOutcome
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from support.handshake_process import Pool, PoolShape, is_stage, wait_until
 

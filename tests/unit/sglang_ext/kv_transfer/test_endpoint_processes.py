@@ -13,10 +13,9 @@ import pytest
 
 from sglang_ext.kv_transfer.outgoing import PartRows
 from sglang_ext.kv_transfer.transfer_status import Stage
-from sglang_ext.policy.handshake.head_mapping import HeadLayout, plan_head_moves
 from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.records import TransferOutcome
-from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from sglang_ext.policy.handshake.protocol import TransferOutcome
+from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan, plan_head_moves
 from support.handshake_process import Pool, PoolShape, RankProcess, is_stage, wait_until
 
 OPTIONS = HandshakeOptions(

@@ -11,9 +11,8 @@ from sglang_ext.kv_transfer.invitations import (
     ReceivedInvitations,
     SentInvitations,
 )
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan
 
 WHOLE = KVShard((TokenSpan(8, 10),), 0, 2, 0, 3)
 RANK = DecodeRank(1, HeadLayout(kv_heads=3, tp_size=2, stored_kv_heads=4))

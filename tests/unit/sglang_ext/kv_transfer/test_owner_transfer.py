@@ -19,8 +19,8 @@ from sglang_ext.kv_transfer.pool_layout import plan_rows
 from sglang_ext.kv_transfer.tcp_transport import TcpTransport
 from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
 from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.policy.handshake.rooms import Attempt, Room
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from support.handshake_process import Pool, PoolShape, wait_until

@@ -11,11 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.one_sided_transport import OneSidedTransport
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
 from sglang_ext.kv_transfer.shared_memory_transport import SharedMemoryTransport
-from sglang_ext.kv_transfer.tcp_engine import Block, EngineOptions, TcpTransferEngine
-from sglang_ext.kv_transfer.tcp_transport import TcpTransport
+from sglang_ext.kv_transfer.tcp_transport import EngineOptions, TcpTransport
 from sglang_ext.kv_transfer.transport import Transport, create_transport, why_unavailable
 
 ROWS, WIDTH = 64, 48
@@ -141,77 +139,12 @@ def test_a_row_larger_than_the_staging_memory_is_refused() -> None:
     receiver.close()
 
 
-class BareEngine:
-    """The TCP engine without permits, called as SGLang calls mooncake's engine."""
-
-    def __init__(self) -> None:
-        self.engine = TcpTransferEngine("127.0.0.1", EngineOptions(connect_timeout_s=1.0, io_timeout_s=2.0))
-
-    def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
-        for address, length_bytes in zip(ptrs, lengths, strict=True):
-            if not length_bytes:
-                return -1
-            self.engine.register(address, length_bytes)
-        return 0
-
-    def batch_deregister(self, ptrs: list[int]) -> int:
-        for address in ptrs:
-            self.engine.unregister(address)
-        return 0
-
-    def batch_transfer_sync(
-        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
-    ) -> int:
-        try:
-            self.engine.write(
-                session_id, [Block(*block) for block in zip(buffers, peer_buffer_addresses, lengths, strict=True)]
-            )
-        except TransferError:
-            return -1
-        return 0
-
-    def get_session_id(self) -> str:
-        return self.engine.session_id
-
-
-@pytest.fixture
-def engines() -> Iterator[tuple[BareEngine, BareEngine]]:
-    pair = BareEngine(), BareEngine()
-    yield pair
-    for bare in pair:
-        bare.engine.close()
-
-
-def test_rows_arrive_over_a_one_sided_engine(engines: tuple[BareEngine, BareEngine]) -> None:
-    sender, receiver = (OneSidedTransport("mooncake", engine) for engine in engines)
-    source, target = memory(sender, 1), memory(receiver, 2)
-    expected = target.copy()
-    slots = [5, 6, 7, 1]
-    expected[slots[::-1], 8:28] = source[slots, 8:28]
-    receiver.allow(7)
-    receiver.revoke(7)
-    assert not receiver.can_fence
-    assert sender.write(receiver.address, 7, [copy(source, target, slots)]) == 80
-    assert sender.write(receiver.address, 7, []) == 0
-    np.testing.assert_array_equal(target, expected)
-    with pytest.raises(TransferError, match=f"KV write to {receiver.address} over mooncake failed"):
-        sender.write(receiver.address, 7, [copy(source, target, [ROWS])])
-    with pytest.raises(TransferError, match="cannot register"):
-        sender.register([ItemBuffer(source.ctypes.data, 0, 1)])
-    sender.close()
-    sender.close()
-    with pytest.raises(TransferError):
-        sender.write(receiver.address, 7, [copy(source, target, slots)])
-
-
 def test_names_of_transports() -> None:
     for name in ("tcp", "shared_memory"):
         transport = create_transport(name, "127.0.0.1")
         assert transport.name == name
         transport.close()
-    with pytest.raises(
-        ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory, mooncake"
-    ):
+    with pytest.raises(ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory"):
         create_transport("carrier pigeon", "127.0.0.1")
 
 

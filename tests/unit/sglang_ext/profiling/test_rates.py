@@ -11,7 +11,7 @@ import pytest
 
 from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_rates
 from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable, ProfiledRate
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 from sglang_ext.profiling import rates_command
 from sglang_ext.profiling.rates import (

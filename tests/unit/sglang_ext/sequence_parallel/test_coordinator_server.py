@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from sglang_ext.policy.cdsp.coordination import BuildMesh, MemberReport
-from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, MeshStore
+from sglang_ext.policy.cdsp.orders import BuildMesh, MemberReport
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
+from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -25,8 +26,7 @@ from sglang_ext.sequence_parallel.messages import (
     encode,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
 
 SILENCE_S = 1.0
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
-from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.protocol import TransferOutcome
+from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.chunk_step import StreamError
-from sglang_ext.sequence_parallel.destination import Destination
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Target
+from sglang_ext.sequence_parallel.messages import Destination
 from support.memory_ranks import Meeting, MemoryRanks
 from support.toy_engine import ToyPool
 

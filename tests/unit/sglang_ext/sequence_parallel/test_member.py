@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from sglang_ext.policy.cdsp.coordination import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, Lot, gather, lay_out
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.member import Collected, Declined
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
@@ -23,8 +23,7 @@ from sglang_ext.sequence_parallel.messages import (
     StepFailed,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
 from support.memory_pool import FakeLink, MemoryMember, MemoryPool, Wires
 from support.toy_engine import ToyPool, kv_of
 

@@ -9,15 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sglang_ext.policy.cdsp.coordination import BuildMesh
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.orders import BuildMesh
 from sglang_ext.policy.cdsp.sharding import Interleaving
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.member import Collected
 from sglang_ext.sequence_parallel.messages import Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
-from sglang_ext.sequence_parallel.replicated_link import ReplicatedLink
+from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
+from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
 from support.memory_pool import MemoryPool, Wires
 from support.memory_ranks import FakePoolLink, Meeting, MemoryRanks, RankedMember
 from support.toy_engine import kv_of

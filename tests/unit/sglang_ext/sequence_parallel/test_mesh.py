@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from sglang_ext.sequence_parallel.mesh import GlooMesh, MeshError
-from sglang_ext.sequence_parallel.mesh_building import connect_mesh
+from sglang_ext.sequence_parallel.mesh_store import connect_mesh, give_up
 from sglang_ext.sequence_parallel.messages import Welcome
-from sglang_ext.sequence_parallel.step_watch import give_up
 from support.memory_ranks import Meeting, MemoryRanks
 
 # Far longer than any test may take: what ends sooner was not ended by it.

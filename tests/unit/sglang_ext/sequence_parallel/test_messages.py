@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.coordination import (
+from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
     Decline,
@@ -19,12 +19,12 @@ from sglang_ext.policy.cdsp.coordination import (
     RunChunk,
 )
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
-from sglang_ext.sequence_parallel.destination import Destination
+from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     CancelMessage,
     ChunkOrder,
+    Destination,
     Heartbeat,
     Hello,
     MeshBuilt,

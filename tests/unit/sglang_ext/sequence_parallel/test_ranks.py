@@ -11,7 +11,7 @@ import torch
 
 from sglang_ext.sequence_parallel.mesh import MeshError
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, together
-from sglang_ext.sequence_parallel.steadfast_attention import SteadfastAttention
+from sglang_ext.sequence_parallel.ring_attention import SteadfastAttention
 from support.group_ranks import ROUNDS, run_ranks, value_of
 
 

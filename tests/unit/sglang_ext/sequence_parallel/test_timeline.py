@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.sequence_parallel.coordinator_http import describe_status
+from sglang_ext.sequence_parallel.coordinator_server import describe_status
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_exchange import PoolExchange
-from sglang_ext.sequence_parallel.pool_records import (
+from sglang_ext.sequence_parallel.pool_history import (
     FormerMember,
     MemberStatus,
     PoolStatus,
@@ -25,11 +24,19 @@ from sglang_ext.sequence_parallel.pool_records import (
     StepKind,
     StepRecord,
 )
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
-from sglang_ext.sequence_parallel.timeline import Activity, Bar, ShownRequest, TimelineError, timeline_of
-from sglang_ext.sequence_parallel.timeline_command import add_arguments, run
-from sglang_ext.sequence_parallel.timeline_picture import PictureError, draw_timeline
+from sglang_ext.sequence_parallel.timeline import (
+    Activity,
+    Bar,
+    PictureError,
+    ShownRequest,
+    TimelineError,
+    add_arguments,
+    draw_timeline,
+    run,
+    timeline_of,
+)
 
 
 def status(**changes: object) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult
-from sglang_ext.policy.handshake.records import ReceiveRecord, SendRecord, TransferOutcome
+from sglang_ext.policy.handshake.protocol import ReceiveRecord, SendRecord, TransferOutcome
 from sglang_ext.sglang_plugin.handshake.metrics import TransferMetrics
 
 TOTALS = EndpointTotals(1000, 5, 1, 2, 3, 4, 5, 6, 7, 8)

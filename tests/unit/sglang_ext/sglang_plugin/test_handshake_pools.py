@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
+from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sglang_plugin.handshake.pools import pool_layout, token_slots
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.handshake.head_mapping import HeadLayout
+from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sglang_plugin.handshake.rank_pairing import Share, cpu_head_layout, shares_of
 
 sizes = st.integers(1, 8)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.improvement_rate import FixedImprovementRate
-from sglang_ext.policy.cdsp.records import CdspRequest, ChunkPlan, NoPlan, PrefillSnapshot, SpCandidate, SpCost
+from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PrefillSnapshot
 from sglang_ext.policy.cdsp.replanning import ideal_prefill_s
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.cluster_policies import CdspPolicy, FixedSp, greedy_esp

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.fit import relative_error
+from sglang_ext.policy.cdsp.sp_cost import relative_error
 from sglang_ext.simulation.engines import EngineError, load_engine
 from sglang_ext.simulation.h200_operators import PROMPT_TOKENS, ROWS, SHAPES
 from sglang_ext.simulation.operator_engine import FITTED_PROMPT_TOKENS, OPERATOR_MODELS, OperatorModel

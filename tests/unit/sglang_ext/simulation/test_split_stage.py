@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.policy.cdsp.records import SpCandidate, SpCost
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.event_loop import EventLoop

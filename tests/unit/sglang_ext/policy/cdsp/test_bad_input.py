@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import (
-    CdspRequest,
-    PlannerConfig,
-    PrefillSnapshot,
-    SpCandidate,
-    SpCost,
-    TabulatedCost,
-)
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 
 GOOD = PrefillSnapshot((0, 0), (0.0, 1.0), (10**6, 10**6))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, PlannerConfig, PrefillSnapshot, queue_delays_after
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import CdspRequest, ChunkPlan, PlannerConfig, PrefillSnapshot, queue_delays_after
 from support.cdsp_cases import tabulated_candidates
 
 K = 1024

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import (
+from sglang_ext.policy.cdsp.plan import (
     CdspRequest,
     ChunkPlan,
     NoPlan,
@@ -18,6 +17,7 @@ from sglang_ext.policy.cdsp.records import (
     PrefillSnapshot,
     queue_delays_after,
 )
+from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 from support.cdsp_cases import Case, cases, scaling_cases
 from support.cdsp_reference import Reference

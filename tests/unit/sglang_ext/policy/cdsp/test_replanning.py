@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.records import (
+from sglang_ext.policy.cdsp.plan import (
     CdspRequest,
     ChunkPlan,
     NoPlan,
     NoPlanReason,
     PlannerConfig,
     PrefillSnapshot,
-    SpCost,
     queue_delays_after,
 )
+from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.replanning import (
     PendingPrefill,
     ReplanMode,
@@ -27,6 +26,7 @@ from sglang_ext.policy.cdsp.replanning import (
     replan,
     tokens_within,
 )
+from sglang_ext.policy.cdsp.sp_cost import SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 
 CANDIDATES = fitted_candidates()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.cdsp.fit import ChunkSample, fit_sp_cost, relative_error
-from sglang_ext.policy.cdsp.records import SpCost
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCost, fit_sp_cost, relative_error
 from sglang_ext.policy.cdsp.table1 import LATENCY_S, fitted_cost, samples
 from support.cdsp_cases import tabulated_candidates
 

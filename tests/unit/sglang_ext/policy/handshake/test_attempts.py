@@ -6,22 +6,24 @@ from array import array
 
 import pytest
 
-from sglang_ext.policy.handshake.actions import Failing, Released, Send, SendEnded
-from sglang_ext.policy.handshake.messages import (
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import (
+    Failing,
     Grant,
     ReceiverAbort,
     ReceiverClosed,
     ReceiverReport,
+    Released,
+    Send,
+    SendEnded,
     SenderReport,
     SenderStopped,
+    TransferOutcome,
 )
-from sglang_ext.policy.handshake.offered_chunk import Part
-from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.receiver import Receiver
-from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.policy.handshake.rooms import MAX_ATTEMPTS, Attempt, Room, attempts_of, following
-from sglang_ext.policy.handshake.sender import Sender, SenderPhase
+from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
 OPTIONS = HandshakeOptions(retry_s=0.1, heartbeat_s=1.0, lease_s=5.0)

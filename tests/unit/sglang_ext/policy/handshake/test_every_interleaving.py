@@ -20,7 +20,7 @@ from random import Random
 
 import pytest
 
-from sglang_ext.policy.handshake.messages import Message, ReceiverReport
+from sglang_ext.policy.handshake.protocol import Message, ReceiverReport
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from support.handshake_world import World, quick_options
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_ext.policy.handshake.records import TransferOutcome
+from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from support.handshake_world import Cell, World, WriteKey, quick_options
 

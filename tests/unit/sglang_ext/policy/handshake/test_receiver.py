@@ -6,29 +6,27 @@ from array import array
 
 import pytest
 
-from sglang_ext.policy.handshake.actions import (
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import (
     Allow,
     Failing,
     Fence,
     Ready,
     Received,
+    ReceiverAbort,
     ReceiverAction,
     ReceiverActions,
+    ReceiverClosed,
+    ReceiverReport,
     Released,
     Retire,
     Send,
-)
-from sglang_ext.policy.handshake.messages import (
-    ReceiverAbort,
-    ReceiverClosed,
-    ReceiverReport,
     SenderReport,
     SenderStopped,
+    TransferOutcome,
 )
-from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.receiver import Receiver
-from sglang_ext.policy.handshake.records import TransferOutcome
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
 OPTIONS = HandshakeOptions(

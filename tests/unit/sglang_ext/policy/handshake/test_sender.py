@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.handshake.actions import ChunkStored, Send, SendEnded, SenderActions, UseGrant, WritePart
-from sglang_ext.policy.handshake.messages import (
+from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.protocol import (
+    ChunkStored,
     Grant,
     ReceiverAbort,
     ReceiverClosed,
     ReceiverReport,
+    Send,
+    SendEnded,
+    SenderActions,
     SenderReport,
     SenderStopped,
+    SendRecord,
+    TransferOutcome,
+    UseGrant,
+    WritePart,
 )
-from sglang_ext.policy.handshake.offered_chunk import Part
-from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.records import SendRecord, TransferOutcome
-from sglang_ext.policy.handshake.sender import Sender, SenderPhase
+from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
 OPTIONS = HandshakeOptions(retry_s=0.2, heartbeat_s=1.0, lease_s=10.0)

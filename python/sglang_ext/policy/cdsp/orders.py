@@ -1,0 +1,91 @@
+"""What a long pool's coordinator is told by instances, and what it orders from them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move
+
+
+class Offer(NamedTuple):
+    """A long prefill that an instance would like to share."""
+
+    request: int  # unique
+    owner: int  # the instance that it came to: holds the cached prefix, and will have all its KV
+    tokens: int  # of the prompt that are to be in memory when the request is handed back
+    cached_tokens: int
+    arrival_s: float
+    deadline_s: float  # absolute; infinity where there is none
+
+
+class MemberReport(NamedTuple):
+    """What an instance says of itself."""
+
+    backlog_s: float  # ordinary work there: queued, and what was begun as this was said
+    free_kv_tokens: int
+
+
+class DeclineReason(StrEnum):
+    """Why a request is computed by its own instance. Bounded: these are metric labels."""
+
+    ALONE_IS_BEST = "alone_is_best"
+    NO_PLAN = "no_plan"
+    FAILURES = "failures"
+    MESH_DOWN = "mesh_down"
+    NOT_A_MEMBER = "not_a_member"
+
+
+class BuildMesh(NamedTuple):
+    """To every member: connect to the others."""
+
+    epoch: int
+    members: tuple[int, ...]
+
+
+class RunChunk(NamedTuple):
+    """To every member of the group: take part in this chunk, over the mesh of this epoch."""
+
+    sequence: int  # unique, rising
+    epoch: int
+    request: int
+    layout: ChunkLayout
+    first_tag: int
+
+
+class Collect(NamedTuple):
+    """To every holder: all KV goes to the owner, which then goes on with the request."""
+
+    sequence: int
+    epoch: int
+    request: int
+    owner: int
+    members: tuple[int, ...]
+    moves: tuple[Move, ...]
+    first_tag: int
+
+
+class RollBack(NamedTuple):
+    """To these members, who have done a chunk that others have not: be as before it."""
+
+    sequence: int
+    request: int
+    members: tuple[int, ...]
+
+
+class Drop(NamedTuple):
+    """To these members: forget the request and free what it holds."""
+
+    request: int
+    members: tuple[int, ...]
+
+
+class Decline(NamedTuple):
+    """To the owner: compute the request alone, with whatever of it is in the cache."""
+
+    request: int
+    owner: int
+    reason: DeclineReason
+
+
+Order = BuildMesh | RunChunk | Collect | RollBack | Drop | Decline

@@ -1,0 +1,247 @@
+"""What a coordinator remembers of its pool for people: members, requests with their steps, and how they ended."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sglang_ext.policy.cdsp.orders import Collect, DeclineReason, RunChunk
+from sglang_ext.policy.cdsp.sharding import count_tokens
+from sglang_ext.sequence_parallel.step_clock import StepTimes
+
+_REMEMBERED = 100  # requests that have ended, and members that have gone
+
+
+class StepKind(StrEnum):
+    """What is done together."""
+
+    CHUNK = "chunk"
+    COLLECT = "collect"
+
+
+class PrefillEnd(StrEnum):
+    """How a request's time in the pool has ended, where it was not declined."""
+
+    COLLECTED = "collected"  # its owner has the KV
+    CANCELLED = "cancelled"
+    OWNER_LOST = "owner_lost"
+
+
+Outcome = PrefillEnd | DeclineReason
+
+
+@dataclass(frozen=True, slots=True)
+class MemberTimes:
+    """Where one member's time in a step went, s; see `StepTimes`. Of its beginning and end the network is a part."""
+
+    instance: int
+    began_s: float  # on the coordinator's clock
+    ended_s: float
+    compute_s: float
+    ring_s: float
+    rebalance_s: float
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step of a request; times are seconds on the coordinator's clock."""
+
+    kind: StepKind
+    members: tuple[int, ...]
+    new_tokens: int  # computed
+    moved_tokens: int  # of earlier KV, between instances
+    ordered_s: float
+    ended_s: float | None = None
+    has_failed: bool = False
+    member_times: list[MemberTimes] = field(default_factory=list)  # of those that have done their part, in that order
+
+    def note_times(self, instance: int, times: StepTimes, now_s: float) -> None:
+        """A member has done its part."""
+        began_s = max(self.ordered_s, now_s - times.total_s)
+        self.member_times.append(
+            MemberTimes(instance, began_s, now_s, times.compute_s, times.ring_s, times.rebalance_s)
+        )
+
+    @property
+    def took_s(self) -> float:
+        """From the order to the last answer; 0 while it runs."""
+        return 0.0 if self.ended_s is None else self.ended_s - self.ordered_s
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Where a request's time in the pool went, s. Of members that work at the same time the mean counts."""
+
+    wait_s: float | None  # from the offer to its first step; None while it has none
+    compute_s: float
+    ring_s: float
+    rebalance_s: float  # between its chunks, as far as computing did not hide it
+    collect_s: float  # until its own instance had all KV
+    failed_s: float  # in steps that came to nothing
+    transfer_s: float | None = None  # from the offer until all KV was at decode; None before, and where nobody says
+    exposed_transfer_s: float | None = None  # of that, after its last token had been computed
+
+
+@dataclass(slots=True)
+class PrefillRecord:
+    """A request that was offered."""
+
+    request: int
+    owner: int
+    tokens: int
+    cached_tokens: int
+    offered_s: float
+    steps: list[StepRecord] = field(default_factory=list)
+    is_cancelled: bool = False
+    ended_s: float | None = None
+    outcome: Outcome | None = None
+    transfer_s: float | None = None
+    exposed_transfer_s: float | None = None
+
+    @property
+    def chunks(self) -> list[StepRecord]:
+        """Those that were computed."""
+        return [step for step in self.steps if step.kind is StepKind.CHUNK and not step.has_failed]
+
+    @property
+    def times(self) -> PrefillTimes:
+        """Of the steps so far."""
+        done = [step for step in self.steps if step.ended_s is not None and not step.has_failed]
+        chunks = [step for step in done if step.kind is StepKind.CHUNK]
+        return PrefillTimes(
+            self.steps[0].ordered_s - self.offered_s if self.steps else None,
+            sum(_mean([one.compute_s for one in step.member_times]) for step in chunks),
+            sum(_mean([one.ring_s for one in step.member_times]) for step in chunks),
+            sum(_mean([one.rebalance_s for one in step.member_times]) for step in chunks),
+            sum(step.took_s for step in done if step.kind is StepKind.COLLECT),
+            sum(step.took_s for step in self.steps if step.has_failed),
+            self.transfer_s,
+            self.exposed_transfer_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """An instance, now."""
+
+    instance: int
+    name: str
+    node: str
+    backlog_s: float
+    free_kv_tokens: int
+    held_tokens: int
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FormerMember:
+    """An instance that has gone; one that comes again has another number."""
+
+    instance: int
+    name: str
+    lost_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """The pool, now."""
+
+    now_s: float  # on the coordinator's clock, as all times
+    model: str | None  # None while there is no member
+    epoch: int
+    is_connected: bool
+    members: tuple[MemberStatus, ...]
+    requests: tuple[PrefillRecord, ...]  # that have not ended
+    recent: tuple[PrefillRecord, ...]  # that have ended, latest last
+    requests_collected: int
+    requests_declined: int
+    members_lost: int
+    cost_scale: float
+    improvement_rate: float
+    arrivals_per_s: float | None  # of offers, when the improvement rate was last looked up; None where it is fixed
+    former_members: tuple[FormerMember, ...]  # latest last
+
+
+class PoolHistory:
+    """Requests under way, the last ones that have ended, and counts of all."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, PrefillRecord] = {}
+        self.ended: deque[PrefillRecord] = deque(maxlen=_REMEMBERED)
+        self.outcomes: Counter[Outcome] = Counter()
+        self.chunks: Counter[int] = Counter()  # computed, by SP size
+        self.steps_failed = 0
+        self.tokens_computed = 0
+        self.prefill_s = 0.0  # of requests that were collected, from the offer on
+        self.first_wait_s = 0.0  # of requests with a step that have ended, from the offer to the first one
+        self.first_waits = 0
+        self.member_s = {"compute": 0.0, "ring": 0.0, "rebalance": 0.0}  # of members in chunks
+        self.collect_s = 0.0
+        self.transfers = 0
+        self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
+        self.members_lost = 0
+        self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
+        self.meshes_ordered = 0
+
+    def note_lost(self, instance: int, name: str, reason: str, now_s: float) -> None:
+        """A member has gone."""
+        self.members_lost += 1
+        self.former_members.append(FormerMember(instance, name, now_s, reason))
+
+    def note_order(self, order: RunChunk | Collect, now_s: float) -> StepRecord:
+        """A step has been ordered."""
+        if isinstance(order, RunChunk):
+            layout = order.layout
+            moved = sum(move.tokens for move in layout.moves)
+            step = StepRecord(StepKind.CHUNK, layout.group, sum(map(count_tokens, layout.new)), moved, now_s)
+        else:
+            moved = sum(move.tokens for move in order.moves)
+            step = StepRecord(StepKind.COLLECT, order.members, 0, moved, now_s)
+        if order.request in self.running:
+            self.running[order.request].steps.append(step)
+        return step
+
+    def note_step_end(self, step: StepRecord) -> None:
+        """Everybody has answered for a step."""
+        if step.has_failed:
+            self.steps_failed += 1
+        elif step.kind is StepKind.CHUNK:
+            self.chunks[len(step.members)] += 1
+            self.tokens_computed += step.new_tokens
+            for one in step.member_times:
+                self.member_s["compute"] += one.compute_s
+                self.member_s["ring"] += one.ring_s
+                self.member_s["rebalance"] += one.rebalance_s
+        else:
+            self.collect_s += step.took_s
+
+    def note_end(self, request: int, outcome: Outcome, now_s: float) -> PrefillRecord:
+        """A request has left the pool."""
+        record = self.running.pop(request)
+        record.ended_s, record.outcome = now_s, outcome
+        self.ended.append(record)
+        self.outcomes[outcome] += 1
+        wait_s = record.times.wait_s
+        if wait_s is not None:
+            self.first_wait_s += wait_s
+            self.first_waits += 1
+        if outcome is PrefillEnd.COLLECTED:
+            self.prefill_s += now_s - record.offered_s
+        return record
+
+    def note_transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
+        """KV of a request that has left the pool is at decode."""
+        self.transfers += 1
+        self.transfer_s["hidden"] += max(0.0, transfer_s - exposed_s)
+        self.transfer_s["exposed"] += exposed_s
+        for record in reversed(self.ended):
+            if record.request == request:
+                record.transfer_s, record.exposed_transfer_s = transfer_s, exposed_s
+                return
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,296 @@
+"""A member's connection to its coordinator: one that is made anew whenever it ends, and what each rank sees of it.
+
+Threads do what blocks: one connects, reads, and connects again when the connection has ended; one writes. The engine's
+loop only takes from and puts into queues, and may sleep on a descriptor that becomes readable.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from io import BufferedReader
+from typing import NamedTuple, Protocol
+
+from sglang_ext.bell import Bell
+from sglang_ext.sequence_parallel.messages import (
+    FromMember,
+    Heartbeat,
+    Hello,
+    MessageError,
+    Refusal,
+    Report,
+    ToMember,
+    Welcome,
+    decode,
+    encode,
+)
+from sglang_ext.sequence_parallel.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+_FIRST_RETRY_S = 0.2
+_LAST_RETRY_S = 5.0
+_BEATS = 4  # signs of life per tolerated silence
+_WELCOME_MAX_BYTES = 2**16
+
+
+class PoolLink(Protocol):
+    """A connection to the coordinator that is made anew whenever it ends; nothing here blocks."""
+
+    @property
+    def wake_descriptor(self) -> int | None:
+        """Readable when there is something to receive, or the connection has ended; None where another rank listens."""
+
+    def session(self) -> Welcome | None:
+        """The coordinator's answer to the present connection's hello; None while there is no connection."""
+
+    def receive(self) -> Sequence[ToMember]:
+        """Orders that have come since the last call."""
+
+    def send(self, message: FromMember) -> None:
+        """Send when possible; a message to a coordinator that has gone is lost with it."""
+
+    def wake(self) -> None:
+        """Let an engine loop that sleeps on the link take a turn; from any thread."""
+
+
+class _JoinError(Exception):
+    """Not joined this time; the text is one line."""
+
+
+class TcpLink:
+    """See `PoolLink`. A session lasts as long as one connection; its messages are of no other session."""
+
+    def __init__(self, host: str, port: int, hello: Callable[[], Hello]) -> None:
+        """Connects in the background, for ever; `hello` is called there, once for each attempt."""
+        self._host = host
+        self._port = port
+        self._hello = hello
+        self._bell = Bell()
+        # Readable when there is something to receive, or a session has begun or ended.
+        self.wake_descriptor = self._bell.descriptor
+        self._is_closed = threading.Event()
+        self._live: _Session | None = None  # what the threads have
+        self._seen: _Session | None = None  # what the engine's loop has been told of
+        self._thread = threading.Thread(target=self._run, name="cdsp-link", daemon=True)
+        self._thread.start()
+
+    def session(self) -> Welcome | None:
+        """The coordinator's answer to the present session's hello; None while there is none.
+
+        `receive` and `send` belong to the session of which this has told last. Call it first in every turn: from here
+        on the descriptor says what is new.
+        """
+        self._bell.silence()
+        live = self._live
+        self._seen = live if live is not None and live.is_up else None
+        return None if self._seen is None else self._seen.welcome
+
+    def receive(self) -> list[ToMember]:
+        """Orders that have come since the last call; none once the session has ended."""
+        seen = self._seen
+        return [] if seen is None or not seen.is_up else seen.take()
+
+    def send(self, message: FromMember) -> None:
+        """Send soon; never blocks. What cannot be sent is lost, with the session."""
+        if self._seen is not None:
+            self._seen.put(message)
+
+    def wake(self) -> None:
+        """Make the descriptor readable; from any thread."""
+        self._bell.ring()
+
+    def close(self) -> None:
+        """Leave the pool, for good."""
+        self._is_closed.set()
+        live = self._live
+        if live is not None:
+            live.end("closed")
+        self._thread.join(CONNECT_TIMEOUT_S)
+        self._bell.close()
+
+    def _run(self) -> None:
+        said, retry_s = "", _FIRST_RETRY_S
+        while not self._is_closed.is_set():
+            try:
+                session = self._join()
+            except _JoinError as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("cdsp: not in the pool of %s:%d: %s", self._host, self._port, said)
+                self._is_closed.wait(retry_s)
+                retry_s = min(_LAST_RETRY_S, 2 * retry_s)
+                continue
+            said, retry_s = "", _FIRST_RETRY_S
+            logger.info("cdsp: instance %d in the pool of %s:%d", session.welcome.instance, self._host, self._port)
+            self._live = session
+            if self._is_closed.is_set():
+                session.end("closed")
+            self._bell.ring()
+            reason = session.run()
+            self._live = None
+            self._bell.ring()
+            if not self._is_closed.is_set():
+                logger.warning("cdsp: out of the pool of %s:%d: %s", self._host, self._port, reason)
+                self._is_closed.wait(_FIRST_RETRY_S)
+
+    def _join(self) -> _Session:
+        hello = self._hello()
+        try:
+            sock = socket.create_connection((self._host, self._port), CONNECT_TIMEOUT_S)
+        except OSError as error:
+            raise _JoinError(_reason(error)) from None
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(encode(hello))
+            lines = sock.makefile("rb")
+            answer = decode(lines.readline(_WELCOME_MAX_BYTES))
+        except (OSError, MessageError) as error:
+            sock.close()
+            raise _JoinError(_reason(error)) from None
+        if not isinstance(answer, Welcome):
+            sock.close()
+            raise _JoinError(answer.reason if isinstance(answer, Refusal) else f"{answer!r} instead of a welcome")
+        return _Session(_Connection(sock, lines), answer, hello, self._bell)
+
+
+class _Connection(NamedTuple):
+    socket: socket.socket
+    lines: BufferedReader
+
+
+class _Session:
+    """One connection, from its welcome to its end."""
+
+    def __init__(self, connection: _Connection, welcome: Welcome, hello: Hello, bell: Bell) -> None:
+        self.welcome = welcome
+        self._connection = connection
+        self._bell = bell
+        self._report = Report(hello.report)
+        self._inbox: deque[ToMember] = deque()
+        self._outbox: queue.SimpleQueue[FromMember | None] = queue.SimpleQueue()
+        self._reason: str | None = None
+        self._writer = threading.Thread(target=self._write, name="cdsp-link-writer", daemon=True)
+        connection.socket.settimeout(welcome.silence_s)
+
+    @property
+    def is_up(self) -> bool:
+        return self._reason is None
+
+    def take(self) -> list[ToMember]:
+        taken = []
+        while self._inbox:
+            taken.append(self._inbox.popleft())
+        return taken
+
+    def put(self, message: FromMember) -> None:
+        self._outbox.put(message)
+
+    def run(self) -> str:
+        """Read until the session ends; why it has."""
+        self._writer.start()
+        try:
+            while line := self._connection.lines.readline():
+                message = decode(line)
+                if not isinstance(message, Heartbeat):
+                    self._inbox.append(message)  # type: ignore[arg-type]  # decoded from a coordinator
+                    self._bell.ring()
+            self.end("the coordinator has closed the connection")
+        except (OSError, MessageError) as error:
+            self.end(_reason(error))
+        self._writer.join()
+        self._connection.lines.close()
+        self._connection.socket.close()
+        return self._reason or ""
+
+    def end(self, reason: str) -> None:
+        """End the session; the first reason counts."""
+        if self._reason is None:
+            self._reason = reason
+        self._outbox.put(None)
+        try:
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was faster
+
+    def _write(self) -> None:
+        """Write what is put; the last report again when there is nothing else to say for a while."""
+        while True:
+            try:
+                message = self._outbox.get(timeout=self.welcome.silence_s / _BEATS)
+            except queue.Empty:
+                message = self._report
+            if message is None or not self.is_up:
+                return
+            if isinstance(message, Report):
+                self._report = message
+            try:
+                self._connection.socket.sendall(encode(message))
+            except OSError as error:
+                self.end(_reason(error))
+                return
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "the coordinator does not answer"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+class _News(NamedTuple):
+    """What the first rank has heard since the last turn."""
+
+    session: Welcome | None
+    is_new_session: bool
+    orders: Sequence[ToMember]
+
+
+_NOTHING = _News(None, False, ())
+
+
+class ReplicatedLink:
+    """See `PoolLink`. Every turn has to ask for the session exactly once: that is when news travels."""
+
+    def __init__(self, ranks: Ranks, link: PoolLink | None) -> None:
+        """`link` is the first rank's; the others have none."""
+        self._ranks = ranks
+        self._link = link
+        self._session: Welcome | None = None
+        self._heard: Welcome | None = None  # on the first rank: the session that all have been told of
+        self._orders: list[ToMember] = []
+        self.wake_descriptor = None if link is None else link.wake_descriptor
+
+    def session(self) -> Welcome | None:
+        news = self._ranks.share(self._hear)
+        if news.is_new_session:
+            # What came before belongs to a session that has ended.
+            self._session, self._orders = news.session, []
+        self._orders += news.orders
+        return self._session
+
+    def receive(self) -> list[ToMember]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def send(self, message: FromMember) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def wake(self) -> None:
+        if self._link is not None:
+            self._link.wake()
+
+    def _hear(self) -> _News:
+        assert self._link is not None, "only the first rank is asked, and it has a link"
+        session = self._link.session()
+        # Two sessions may be equal: after a restart the coordinator counts anew.
+        is_new, self._heard = session is not self._heard, session
+        orders = self._link.receive()
+        if not is_new and not orders:
+            return _NOTHING
+        return _News(session if is_new else None, is_new, tuple(orders))

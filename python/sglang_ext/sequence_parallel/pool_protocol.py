@@ -1,0 +1,448 @@
+"""A long pool's side of the conversation, without I/O: messages in, messages out, and who has to be given up.
+
+Between the members' messages and the coordinator's events and orders: names become numbers, a chunk gets the ids of
+its tokens, silence and stuck steps become lost members, and meshes are not ordered faster than they can be built.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_ext.costs.improvement_rates import ImprovementRates
+from sglang_ext.policy.cdsp.coordinator import Coordinator, CoordinatorSettings
+from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Offer, Order, RunChunk
+from sglang_ext.policy.cdsp.plan import PlannerConfig
+from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
+from sglang_ext.sequence_parallel.messages import (
+    CancelMessage,
+    ChunkOrder,
+    Heartbeat,
+    Hello,
+    MeshBuilt,
+    MeshFailed,
+    Message,
+    OfferMessage,
+    Outgoing,
+    Refusal,
+    Report,
+    StepDone,
+    StepFailed,
+    Transferred,
+)
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts
+from sglang_ext.sequence_parallel.pool_history import (
+    MemberStatus,
+    Outcome,
+    PoolHistory,
+    PoolStatus,
+    PrefillEnd,
+    PrefillRecord,
+)
+from sglang_ext.sequence_parallel.pool_progress import OpenStep, OpenSteps, StreamLedger
+from sglang_ext.sequence_parallel.step_clock import StepTimes
+
+# Members build a mesh in about so long; after failures they would otherwise be told to build one all the time.
+MESH_INTERVAL_S = 0.5
+_REQUESTS_OF_AN_INSTANCE = 2**32
+
+
+@dataclass(slots=True)
+class _Pool:
+    """From the first member to the last one: all serve the same model."""
+
+    identity: Identity
+    coordinator: Coordinator
+
+
+class PoolExchange:
+    """One long pool. Methods take what has happened and return what is to be sent, in order; see also `events`."""
+
+    def __init__(self, settings: PoolSettings, costs: PoolCosts, rates: ImprovementRates | None = None) -> None:
+        """`rates`: where there is a table, it gives the improvement rate; else the settings do."""
+        self._settings = settings
+        self._costs = costs
+        self.improvement_rates = rates or ImprovementRates()
+        self._pool: _Pool | None = None
+        self._epoch = 0  # the last one of any pool
+        self._peers: dict[int, Peer] = {}
+        self._nodes: dict[str, int] = {}
+        self._token_ids: dict[int, array[int]] = {}  # by request
+        self._steps = OpenSteps()
+        self._streams = StreamLedger()
+        self._next_instance = 0
+        self._mesh_due: BuildMesh | None = None
+        self._mesh_ordered_s = -math.inf
+        self._beat_s = -math.inf
+        self._events = Events()
+        self.history = PoolHistory()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers of all that belong to the pool: a connection of anybody else has to end."""
+        return tuple(self._peers)
+
+    @property
+    def improvement_rate(self) -> float:
+        """What plans are made with, now."""
+        source = self.improvement_rates.source
+        return self._settings.improvement_rate if source is None else source.current
+
+    def take_events(self) -> Events:
+        """What has happened since the last call."""
+        events, self._events = self._events, Events()
+        return events
+
+    # -- members -----------------------------------------------------------------------------------------------------
+
+    def greet(self, hello: Hello) -> Admission | Refusal:
+        """The number of a new member, or why it cannot be one; changes nothing but the next number."""
+        identity = Identity(hello.model, hello.layers, hello.page_tokens)
+        if self._pool is not None and self._others(hello.name) and identity != self._pool.identity:
+            return Refusal(f"the pool serves {self._pool.identity}, {hello.name} serves {identity}")
+        self._next_instance += 1
+        return Admission(self._next_instance - 1)
+
+    def join(self, instance: int, hello: Hello, now_s: float) -> list[Outgoing]:
+        """A member has been welcomed. Whoever was there under its name has gone."""
+        out: list[Outgoing] = []
+        for other in [other for other, peer in self._peers.items() if peer.hello.name == hello.name]:
+            out += self.lose(other, "has come again", now_s)
+        if self._pool is None:
+            identity = Identity(hello.model, hello.layers, hello.page_tokens)
+            self._pool = _Pool(identity, self._new_coordinator(identity))
+        self._peers[instance] = Peer(hello, now_s)
+        node = self._nodes.setdefault(hello.node, len(self._nodes))
+        return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report), now_s)]
+
+    def lose(self, instance: int, reason: str, now_s: float) -> list[Outgoing]:
+        """A member's connection has ended, or has to."""
+        pool = self._pool
+        peer = self._peers.pop(instance, None)
+        if peer is None or pool is None:
+            return []
+        self._events.lost.append(Lost(instance, reason))
+        self.history.note_lost(instance, peer.hello.name, reason, now_s)
+        self._streams.lost(instance)
+        for step in self._steps.lose(instance, now_s):
+            self._note_step(step, now_s)
+            if step.waiting:
+                self._events.given_up.append(GivenUp(step.order.epoch, step.order.sequence))
+        out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
+        if not self._peers:
+            self._epoch, self._pool, self._mesh_due = pool.coordinator.epoch, None, None
+        return out
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def take(self, instance: int, message: Message, now_s: float) -> list[Outgoing]:
+        """A member has said something. ProtocolError where that makes no sense."""
+        peer, pool = self._peers.get(instance), self._pool
+        if peer is None or pool is None:
+            return []
+        peer.heard_s = now_s
+        return self._carry_out(self._event(pool.coordinator, instance, message, now_s), now_s)
+
+    def _event(self, core: Coordinator, instance: int, message: Message, now_s: float) -> list[Order]:
+        match message:
+            case Report(report):
+                self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
+                core.report(instance, report, now_s)
+                return []
+            case OfferMessage():
+                return self._offer(core, instance, message, now_s)
+            case CancelMessage(request):
+                self._check_owner(request, instance)
+                if request in self.history.running:
+                    self.history.running[request].is_cancelled = True
+                return core.cancel(request, now_s)
+            case StepDone(sequence, times):
+                self._answered(sequence, instance, now_s, times)
+                return core.done(instance, sequence, now_s)
+            case StepFailed(sequence):
+                self._answered(sequence, instance, now_s, None)
+                return core.failed(instance, sequence, now_s)
+            case Transferred(request, transfer_s, exposed_s):
+                self._check_owner(request, instance)
+                self.history.note_transferred(request, transfer_s, exposed_s)
+                return []
+            case MeshBuilt(epoch):
+                return core.mesh_built(instance, epoch, now_s)
+            case MeshFailed(epoch):
+                return core.mesh_failed(instance, epoch)
+        raise ProtocolError(f"{type(message).__name__} is nothing that a member says")
+
+    def _offer(self, core: Coordinator, instance: int, message: OfferMessage, now_s: float) -> list[Order]:
+        self._check_owner(message.request, instance)
+        if message.request in self._token_ids:
+            raise ProtocolError(f"request {message.request} is offered twice")
+        arrival_s = now_s - message.waited_s
+        deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
+        tokens = len(message.token_ids)
+        offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s)
+        if self.improvement_rates.source is not None:
+            self.improvement_rates.source.note_arrival(now_s)
+        core.use_improvement_rate(self.improvement_rate)
+        try:
+            self._token_ids[message.request] = array("i", message.token_ids)
+            orders = core.offer(offer, now_s)
+        except (ValueError, OverflowError) as error:
+            self._token_ids.pop(message.request, None)
+            raise ProtocolError(str(error)) from None
+        record = PrefillRecord(message.request, instance, tokens, message.cached_tokens, now_s)
+        self.history.running[message.request] = record
+        self._streams.offered(instance, message)
+        return orders
+
+    def _check_owner(self, request: int, instance: int) -> None:
+        if request // _REQUESTS_OF_AN_INSTANCE != instance:
+            raise ProtocolError(f"request {request} is none of instance {instance}")
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> list[Outgoing]:
+        """Time has passed; call it about ten times a second."""
+        out: list[Outgoing] = []
+        for instance, reason in self._overdue(now_s):
+            out += self.lose(instance, reason, now_s)
+        pool = self._pool
+        if pool is None:
+            return out
+        if pool.coordinator.requests:
+            pool.coordinator.use_improvement_rate(self.improvement_rate)
+            out += self._carry_out(pool.coordinator.plan(now_s), now_s)
+        if self._mesh_due is not None and now_s >= self._mesh_ordered_s + MESH_INTERVAL_S:
+            out += self._order_mesh(self._mesh_due, now_s)
+        if now_s >= self._beat_s + self._settings.silence_s / 4:
+            self._beat_s = now_s
+            out += [Outgoing(instance, Heartbeat()) for instance in self._peers]
+        return out
+
+    def _overdue(self, now_s: float) -> list[Lost]:
+        settings = self._settings
+        silent = [
+            Lost(instance, f"has said nothing for {settings.silence_s:g} s")
+            for instance, peer in self._peers.items()
+            if now_s > peer.heard_s + settings.silence_s
+        ]
+        stuck = [
+            Lost(instance, f"has not answered for a step that failed {settings.stuck_s:g} s ago")
+            for instance in self._steps.stuck(now_s - settings.stuck_s)
+        ]
+        return [*silent, *stuck]
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, orders: Sequence[Order], now_s: float) -> list[Outgoing]:
+        out: list[Outgoing] = []
+        declined: dict[int, Outcome] = {}
+        for order in orders:
+            if isinstance(order, BuildMesh):
+                out += self._order_mesh(order, now_s)
+                continue
+            if isinstance(order, RunChunk | Collect):
+                record = self.history.note_order(order, now_s)
+                self._steps.begin(order, record)
+            if isinstance(order, RunChunk):
+                out += self._chunk_orders(order)
+            elif isinstance(order, Decline):
+                declined[order.request] = order.reason
+                out.append(Outgoing(order.owner, order))
+            else:
+                out += [Outgoing(instance, order) for instance in order.members]
+        self._note_ends(declined, now_s)
+        return [one for one in (*self._streams.take_messages(), *out) if one.instance in self._peers]
+
+    def _chunk_orders(self, order: RunChunk) -> list[Outgoing]:
+        ids, destinations = self._token_ids[order.request], self._streams.ordered(order)
+        is_overlapped = self._settings.overlaps_rebalancing
+        return [
+            Outgoing(instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped))
+            for instance, positions in zip(order.layout.group, order.layout.new, strict=True)
+        ]
+
+    def _order_mesh(self, order: BuildMesh, now_s: float) -> list[Outgoing]:
+        """Only the newest one matters; nothing is computed over it before all have it."""
+        if now_s < self._mesh_ordered_s + MESH_INTERVAL_S:
+            self._mesh_due = order
+            return []
+        self._mesh_due, self._mesh_ordered_s = None, now_s
+        self.history.meshes_ordered += 1
+        return [Outgoing(instance, order) for instance in order.members]
+
+    def _answered(self, sequence: int, instance: int, now_s: float, times: StepTimes | None) -> None:
+        """A member has answered for a step; without times it has failed."""
+        is_done = times is not None
+        step = self._steps.answer(sequence, instance, now_s, is_done=is_done)
+        if step is None:
+            return
+        if times is not None:
+            step.record.note_times(instance, times, now_s)
+        order = step.order
+        if times is None and isinstance(order, RunChunk):
+            self._streams.broken(order.request)
+        is_collected = isinstance(order, Collect) and order.owner == instance and is_done
+        record = self.history.running.get(order.request)
+        if is_collected and record is not None:
+            outcome = PrefillEnd.CANCELLED if record.is_cancelled else PrefillEnd.COLLECTED
+            self._end(order.request, outcome, now_s)
+        self._note_step(step, now_s)
+
+    def _note_step(self, step: OpenStep, now_s: float) -> None:
+        record, order = step.record, step.order
+        if record.ended_s is None:
+            return
+        self.history.note_step_end(record)
+        if isinstance(order, Collect) or record.has_failed or self._pool is None:
+            return
+        cached_tokens = sum(map(count_tokens, order.layout.history))
+        took_s = now_s - record.ordered_s
+        if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, took_s):
+            self._pool.coordinator.use_planner(self._planner(self._pool.identity))
+
+    def _note_ends(self, declined: dict[int, Outcome], now_s: float) -> None:
+        """Requests that the coordinator knows no more."""
+        known = set(self._pool.coordinator.requests) if self._pool is not None else set()
+        for request in [request for request in self._token_ids if request not in known]:
+            del self._token_ids[request]
+            record = self.history.running.get(request)
+            if record is not None:
+                is_lost = record.owner not in self._peers
+                gone = PrefillEnd.OWNER_LOST if is_lost else PrefillEnd.CANCELLED
+                self._end(request, declined.get(request, gone), now_s)
+
+    def _end(self, request: int, outcome: Outcome, now_s: float) -> None:
+        self._streams.ended(request)
+        self._events.ended.append(self.history.note_end(request, outcome, now_s))
+
+    # -- what is so --------------------------------------------------------------------------------------------------
+
+    def status(self, now_s: float) -> PoolStatus:
+        """The pool, for people."""
+        core = self._pool.coordinator if self._pool is not None else None
+        history = self.history
+        members = tuple(
+            MemberStatus(
+                instance,
+                peer.hello.name,
+                peer.hello.node,
+                peer.hello.report.backlog_s,
+                peer.hello.report.free_kv_tokens,
+                core.held_by(instance) if core is not None else 0,
+                now_s - peer.heard_s,
+            )
+            for instance, peer in self._peers.items()
+        )
+        source = self.improvement_rates.source
+        return PoolStatus(
+            now_s,
+            str(self._pool.identity) if self._pool is not None else None,
+            core.epoch if core is not None else self._epoch,
+            core is not None and core.is_connected,
+            members,
+            tuple(history.running.values()),
+            tuple(history.ended),
+            history.outcomes[PrefillEnd.COLLECTED],
+            sum(count for outcome, count in history.outcomes.items() if not isinstance(outcome, PrefillEnd)),
+            history.members_lost,
+            self._costs.scale,
+            self.improvement_rate,
+            None if source is None else source.arrivals_per_s,
+            tuple(history.former_members),
+        )
+
+    def _others(self, name: str) -> bool:
+        return any(peer.hello.name != name for peer in self._peers.values())
+
+    def _new_coordinator(self, identity: Identity) -> Coordinator:
+        settings = CoordinatorSettings(
+            layers=identity.layers,
+            page_tokens=identity.page_tokens,
+            interleaving=self._settings.interleaving,
+            mode=self._settings.mode,
+            improvement_rate=self._settings.improvement_rate,
+            patience_s=self._settings.patience_s,
+        )
+        return Coordinator(self._planner(identity), settings, self._epoch)
+
+    def _planner(self, identity: Identity) -> CdspPlanner:
+        return CdspPlanner(PlannerConfig(self._costs.candidates, self._settings.min_chunk_tokens, identity.page_tokens))
+
+
+def _of_positions(token_ids: array[int], positions: Positions) -> tuple[int, ...]:
+    return tuple(token for part in positions for token in token_ids[part.start : part.stop : part.step])
+
+
+class ProtocolError(ValueError):
+    """A member has said what it cannot mean: its connection has to end."""
+
+
+class Lost(NamedTuple):
+    """A member that has been given up."""
+
+    instance: int
+    reason: str
+
+
+class GivenUp(NamedTuple):
+    """A step that has come to nothing."""
+
+    epoch: int
+    sequence: int
+
+
+class Admission(NamedTuple):
+    """A member's number."""
+
+    instance: int
+
+
+class Identity(NamedTuple):
+    """What is the same in all members."""
+
+    model: str
+    layers: int
+    page_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
+
+
+@dataclass(slots=True)
+class Peer:
+    """A member as it described itself, lately."""
+
+    hello: Hello
+    heard_s: float
+
+
+@dataclass(slots=True)
+class Events:
+    """What a caller logs."""
+
+    lost: list[Lost] = field(default_factory=list)
+    ended: list[PrefillRecord] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)  # steps that a lost member was in, for all who still compute
+
+
+class PoolSettings(NamedTuple):
+    """One pool's settings."""
+
+    interleaving: Interleaving = Interleaving.ZIGZAG
+    mode: ReplanMode = ReplanMode.LARS
+    improvement_rate: float = 0.05
+    min_chunk_tokens: int = 512
+    patience_s: float = 5.0
+    step_timeout_s: float = 30.0
+    silence_s: float = 5.0
+    overlaps_rebalancing: bool = True
+
+    @property
+    def stuck_s(self) -> float:
+        """From the first failure in a step on: everybody else has waited in vain, too, by then."""
+        return 2 * self.step_timeout_s + self.silence_s

@@ -1,0 +1,131 @@
+"""`sglang-ext coordinator`: options that make no sense are named, and what Prometheus and people read is there."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from sglang_ext.policy.cdsp.improvement_rate import table_from_json
+from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.sharding import Interleaving
+from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_arguments, options_from, run
+from sglang_ext.sequence_parallel.coordinator_server import make_app
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
+from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    options = options_from(parse())
+    assert options.settings == PoolSettings()
+    assert [candidate.size for candidate in options.candidates] == [1, 2, 4]
+
+
+def test_what_is_said_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    cost = {"size": 1, "a_s": 0.5, "b_s_per_token": 1e-3, "c_s_per_token2": 0.0, "d_s_per_token2": 0.0}
+    path.write_text(json.dumps({"format": "sglang-ext engine profile", "version": 1, "model": "m", "sp": [cost]}))
+    options = options_from(
+        parse(
+            *("--sp-sizes", "3,1,3", "--profile", str(path), "--interleaving", "striped", "--replanning", "fcfs"),
+            *("--improvement-rate", "0", "--min-chunk-tokens", "7", "--patience-ms", "0"),
+            *("--step-timeout-ms", "1500", "--member-timeout-ms", "250"),
+        )
+    )
+    assert [candidate.size for candidate in options.candidates] == [1, 3]
+    assert options.candidates[0].cost.predict_s(0, 0) == 0.5
+    assert options.settings == PoolSettings(Interleaving.STRIPED, ReplanMode.FCFS, 0.0, 7, 0.0, 1.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "70000"), "--port must be a port, got 70000"),
+        (("--store-port", "-1"), "--store-port must be a port"),
+        (("--sp-sizes", "1,x"), "--sp-sizes must be numbers"),
+        (("--sp-sizes", "0,1"), "--sp-sizes must be at least 1"),
+        (("--improvement-rate", "1"), "--improvement-rate must be from 0 to below 1"),
+        (("--improvement-rate", "nan"), "--improvement-rate must be"),
+        (("--min-chunk-tokens", "0"), "--min-chunk-tokens must be at least 1"),
+        (("--patience-ms", "-1"), "--patience-ms must be at least 0"),
+        (("--member-timeout-ms", "inf"), "--member-timeout-ms must be at least 100"),
+        (("--profile", "/does/not/exist"), "--profile /does/not/exist cannot be read"),
+        (("--improvement-rates", "/does/not/exist"), "--improvement-rates: /does/not/exist cannot be read"),
+    ],
+)
+def test_one_line_that_names_the_option(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        options_from(parse(*arguments))
+    assert str(caught.value).startswith(message)
+    assert run(parse(*arguments)) == 2
+    assert capsys.readouterr().err == f"sglang-ext coordinator: {caught.value}\n"
+
+
+def test_a_table_and_a_fixed_rate_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--improvement-rate", "0.3", "--improvement-rates", "rates.json")
+    assert "--improvement-rates: not allowed with argument --improvement-rate" in capsys.readouterr().err
+
+
+TABLE = {"version": 1, "rates": [{"arrivals_per_s": 0.5, "improvement_rate": 0.1}]}
+OTHER = {"version": 1, "rates": [{"arrivals_per_s": 1.0, "improvement_rate": 0.6}]}
+
+
+def test_a_table_is_given_at_the_start_and_replaced_while_serving(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(TABLE))
+    options = options_from(parse("--improvement-rates", str(path)))
+
+    async def talk() -> None:
+        exchange = PoolExchange(options.settings, PoolCosts(options.candidates), options.rates)
+        async with TestClient(TestServer(make_app(exchange, lambda: exchange.status(0.0)))) as client:
+            given = await (await client.get("/improvement_rates")).json()
+            assert (given["origin"], given["improvement_rate"], given["rates"]) == (str(path), 0.1, TABLE["rates"])
+            for wrong, message in (
+                (b"{", "the body is not JSON"),
+                (b"\xff", "the body is not JSON"),
+                (json.dumps({"version": 2, "rates": []}).encode(), "version 2 is not known, 1 is needed"),
+            ):
+                answer = await client.put("/improvement_rates", data=wrong)
+                assert (answer.status, (await answer.json())["error"]["message"]) == (400, message)
+            assert await (await client.get("/improvement_rates")).json() == given
+            answer = await client.put("/improvement_rates", json=OTHER)
+            assert (answer.status, (await answer.json())["origin"]) == (200, "PUT /improvement_rates")
+            assert (await (await client.get("/status")).json())["improvement_rate"] == 0.6
+            assert "sglang_ext:cdsp_improvement_rate 0.6" in await (await client.get("/metrics")).text()
+
+    asyncio.run(talk())
+
+
+def test_without_a_table_the_option_holds_until_one_comes() -> None:
+    exchange = PoolExchange(PoolSettings(improvement_rate=0.25), PoolCosts(prior_candidates((1, 2))))
+    assert exchange.status(0.0).improvement_rate == 0.25
+    exchange.improvement_rates.put(table_from_json(OTHER), "here", 0.0)
+    assert exchange.status(0.0).improvement_rate == 0.6
+
+
+def test_status_and_metrics() -> None:
+    async def read() -> tuple[dict[str, object], str]:
+        exchange = PoolExchange(PoolSettings(), PoolCosts(prior_candidates((1, 2))))
+        app = make_app(exchange, lambda: exchange.status(0.0))
+        async with TestClient(TestServer(app)) as client:
+            status = await (await client.get("/status")).json()
+            assert (await client.get("/health")).status == 200
+            return status, await (await client.get("/metrics")).text()
+
+    status, metrics = asyncio.run(read())
+    assert (status["members"], status["is_connected"], status["requests_collected"]) == ([], False, 0)
+    assert 'sglang_ext:cdsp_requests_ended_total{outcome="collected"} 0.0' in metrics
+    assert "sglang_ext:cdsp_members 0.0" in metrics

@@ -1,0 +1,225 @@
+"""The link against a coordinator that is played here: joins, loses, joins anew, never blocks, never mixes sessions."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from io import BufferedReader
+
+import pytest
+
+from sglang_ext.policy.cdsp.orders import BuildMesh, MemberReport
+from sglang_ext.sequence_parallel.mesh import MeshError
+from sglang_ext.sequence_parallel.mesh_store import connect_mesh
+from sglang_ext.sequence_parallel.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    MeshBuilt,
+    Message,
+    Refusal,
+    Report,
+    ToMember,
+    Welcome,
+    decode,
+    encode,
+)
+from sglang_ext.sequence_parallel.pool_link import TcpLink
+
+HELLO = Hello(PROTOCOL_VERSION, "a", "node", "model", 2, 1, MemberReport(0.0, 10))
+SILENCE_S = 1.0
+
+
+class Peer:
+    """The other end of one connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(10)
+        self.socket = connection
+        self._lines: BufferedReader = connection.makefile("rb")
+
+    def read(self) -> Message:
+        return decode(self._lines.readline())
+
+    def write(self, *messages: ToMember) -> None:
+        self.socket.sendall(b"".join(map(encode, messages)))
+
+    def welcome(self, instance: int) -> Welcome:
+        assert self.read() == HELLO
+        answer = Welcome(instance, "127.0.0.1", 1, SILENCE_S)
+        self.write(answer)
+        return answer
+
+    def close(self) -> None:
+        self._lines.close()
+        self.socket.close()
+
+
+class Played:
+    """A coordinator's port, and the link to it."""
+
+    def __init__(self) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.listening.settimeout(10)
+        self.peers: list[Peer] = []
+        self.link = TcpLink("127.0.0.1", self.listening.getsockname()[1], lambda: HELLO)
+
+    def accept(self) -> Peer:
+        self.peers.append(Peer(self.listening.accept()[0]))
+        return self.peers[-1]
+
+    def join(self, instance: int = 0) -> tuple[Peer, Welcome]:
+        peer = self.accept()
+        answer = peer.welcome(instance)
+        wait_for(lambda: self.link.session() == answer)
+        return peer, answer
+
+    def close(self) -> None:
+        self.link.close()
+        for peer in self.peers:
+            peer.close()
+        self.listening.close()
+
+
+@pytest.fixture
+def played() -> Iterator[Played]:
+    one = Played()
+    yield one
+    one.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_readable(link: TcpLink, timeout_s: float) -> bool:
+    return bool(select.select([link.wake_descriptor], [], [], timeout_s)[0])
+
+
+def test_orders_wake_and_come_in_order(played: Played) -> None:
+    peer, _ = played.join()
+    played.link.session()
+    assert not is_readable(played.link, 0.0)
+    orders = [BuildMesh(epoch, (0,)) for epoch in range(3)]
+    peer.write(orders[0], Heartbeat(), orders[1])
+    peer.write(orders[2])
+    assert is_readable(played.link, 5.0)
+    got: list[ToMember] = []
+
+    def take() -> bool:
+        played.link.session()
+        got.extend(played.link.receive())
+        return len(got) == 3
+
+    wait_for(take)
+    assert got == orders
+    assert not is_readable(played.link, 0.0)
+
+
+def test_the_last_report_is_repeated_as_a_sign_of_life(played: Played) -> None:
+    peer, _ = played.join()
+    assert peer.read() == Report(HELLO.report)
+    report = Report(MemberReport(1.5, 3))
+    played.link.send(report)
+    assert [peer.read(), peer.read()] == [report, report]
+
+
+def test_what_the_engine_sends_is_sent(played: Played) -> None:
+    peer, _ = played.join()
+    for epoch in range(100):
+        played.link.send(MeshBuilt(epoch))
+    sent = [one for one in (peer.read() for _ in range(100)) if isinstance(one, MeshBuilt)]
+    assert [one.epoch for one in sent] == list(range(len(sent)))
+    assert len(sent) >= 95
+
+
+def test_sending_never_blocks(played: Played) -> None:
+    played.join()
+    began_s = time.monotonic()
+    for _ in range(20):
+        played.link.send(Report(MemberReport(0.0, 10**300)))
+    large = MeshBuilt(int("9" * 3_000))
+    for _ in range(3_000):
+        played.link.send(large)
+    assert time.monotonic() - began_s < 1.0
+
+
+def test_a_coordinator_that_goes_is_noticed_and_joined_anew(played: Played) -> None:
+    peer, _ = played.join(3)
+    peer.close()
+    assert is_readable(played.link, 5.0)
+    wait_for(lambda: played.link.session() is None)
+    assert played.link.receive() == []
+    _, answer = played.join(4)
+    assert answer.instance == 4
+
+
+def test_silence_is_an_end(played: Played) -> None:
+    peer, _ = played.join()
+    began_s = time.monotonic()
+    for _ in range(8):
+        time.sleep(SILENCE_S / 5)
+        peer.write(Heartbeat())
+    assert played.link.session() is not None
+    wait_for(lambda: played.link.session() is None)
+    assert SILENCE_S * 2 < time.monotonic() - began_s < SILENCE_S * 6
+
+
+def test_noise_is_an_end(played: Played) -> None:
+    peer, _ = played.join()
+    peer.socket.sendall(b"GET / HTTP/1.1\r\n")
+    wait_for(lambda: played.link.session() is None)
+
+
+def test_orders_of_another_session_are_not_received(played: Played) -> None:
+    """The engine's loop has not been told of the new session yet."""
+    peer, _ = played.join()
+    peer.write(BuildMesh(1, (0,)))
+    assert is_readable(played.link, 5.0)
+    peer.close()
+    second = played.accept()
+    answer = second.welcome(1)
+    second.write(BuildMesh(9, (1,)))
+    time.sleep(0.3)
+    assert played.link.receive() == []
+    played.link.send(MeshBuilt(1))
+    assert played.link.session() == answer
+    assert played.link.receive() == [BuildMesh(9, (1,))]
+    assert second.read() == Report(HELLO.report)
+
+
+def test_refused_and_tried_again(played: Played, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        peer = played.accept()
+        assert peer.read() == HELLO
+        peer.write(Refusal("another model"))
+        peer.close()
+    assert played.link.session() is None
+    played.join()
+    assert [record.message for record in caplog.records if "another model" in record.message] == [
+        f"cdsp: not in the pool of 127.0.0.1:{played.listening.getsockname()[1]}: another model"
+    ]
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    link = TcpLink("127.0.0.1", port, lambda: HELLO)
+    time.sleep(0.2)
+    assert link.session() is None
+    link.send(MeshBuilt(1))
+    link.wake()
+    assert is_readable(link, 0.0)
+    link.close()
+
+
+def test_no_store_is_no_mesh() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(MeshError, match="mesh 7"):
+        connect_mesh(Welcome(0, "127.0.0.1", port, 1.0), 7, (0, 1), 1.0)

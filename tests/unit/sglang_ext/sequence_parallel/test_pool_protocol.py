@@ -1,0 +1,346 @@
+"""The conversation without I/O: numbers, refusals, ids of a chunk's tokens, silence, stuck steps, slow rebuilding."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_ext.policy.cdsp.improvement_rate import table_from_json
+from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
+from sglang_ext.sequence_parallel.messages import (
+    PROTOCOL_VERSION,
+    CancelMessage,
+    ChunkOrder,
+    Heartbeat,
+    Hello,
+    MeshBuilt,
+    MeshFailed,
+    Message,
+    OfferMessage,
+    Outgoing,
+    Refusal,
+    Report,
+    StepDone,
+    StepFailed,
+    Transferred,
+    Welcome,
+)
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts
+from sglang_ext.sequence_parallel.pool_history import FormerMember, PrefillEnd, PrefillTimes
+from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange, PoolSettings, ProtocolError
+from sglang_ext.sequence_parallel.step_clock import StepTimes
+
+SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, silence_s=1.0)
+TIMES = StepTimes(1.0, 0.2, 0.1)
+IDS = tuple(range(1000, 1400))
+
+
+def hello(name: str = "a", **changes: object) -> Hello:
+    one = Hello(PROTOCOL_VERSION, name, "node", "model", 3, 1, MemberReport(0.0, 100_000))
+    return one._replace(**changes)  # type: ignore[arg-type]
+
+
+class Pool:
+    """An exchange and its clock."""
+
+    def __init__(self, *names: str) -> None:
+        costs = PoolCosts([SpCandidate(size, SpCost(0.05 * (size - 1), 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
+        self.exchange = PoolExchange(SETTINGS, costs)
+        self.now_s = 100.0
+        for name in names:
+            self.join(hello(name))
+
+    def join(self, one: Hello) -> list[Outgoing]:
+        answer = self.exchange.greet(one)
+        assert isinstance(answer, Admission)
+        return self.exchange.join(answer.instance, one, self.now_s)
+
+    def say(self, instance: int, message: Message) -> list[Outgoing]:
+        return self.exchange.take(instance, message, self.now_s)
+
+    def wait(self, seconds: float) -> list[Outgoing]:
+        """Time passes, and everybody says so."""
+        self.now_s += seconds
+        for instance in self.exchange.members:
+            self.exchange.take(instance, Report(MemberReport(0.0, 100_000)), self.now_s)
+        return self.exchange.tick(self.now_s)
+
+    def connect(self) -> None:
+        """All members build the mesh."""
+        meshes = [one.message for one in self.wait(0.6) if isinstance(one.message, BuildMesh)]
+        epoch = meshes[-1].epoch if meshes else self.exchange.status(self.now_s).epoch
+        for instance in self.exchange.members:
+            self.say(instance, MeshBuilt(epoch))
+        assert self.exchange.status(self.now_s).is_connected
+
+    def offer(self, request: int = 1, owner: int = 0) -> list[Outgoing]:
+        return self.say(owner, OfferMessage(owner * 2**32 + request, IDS, 0, 0.0, None))
+
+
+def connected(*names: str) -> Pool:
+    pool = Pool(*names)
+    pool.connect()
+    return pool
+
+
+def of_kind(out: list[Outgoing], kind: type) -> list[Outgoing]:
+    return [one for one in out if isinstance(one.message, kind)]
+
+
+def without_beats(out: list[Outgoing]) -> list[Outgoing]:
+    return [one for one in out if not isinstance(one.message, Heartbeat)]
+
+
+def test_a_prompt_from_offer_to_end() -> None:
+    pool = connected("a", "b")
+    chunks = pool.offer()
+    assert [one.instance for one in chunks] == [0, 1]
+    seen: list[int] = []
+    for place, (_, order) in enumerate(chunks):
+        assert isinstance(order, ChunkOrder)
+        positions = [p for part in order.chunk.layout.new[place] for p in part]
+        assert order.token_ids == tuple(IDS[p] for p in positions)
+        seen += positions
+        sequence = order.chunk.sequence
+    assert sorted(seen) == list(range(400))
+    assert pool.say(0, StepDone(sequence, TIMES)) == []
+    collects = pool.say(1, StepDone(sequence, TIMES))
+    assert [type(one.message) for one in collects] == [Collect, Collect]
+    pool.say(1, StepDone(sequence + 1, TIMES))
+    assert [type(one.message) for one in pool.say(0, StepDone(sequence + 1, TIMES))] == [Drop, Drop]
+    (record,) = pool.exchange.take_events().ended
+    assert record.outcome is PrefillEnd.COLLECTED
+    assert [chunk.new_tokens for chunk in record.chunks] == [400]
+    assert pool.exchange.status(pool.now_s).requests_collected == 1
+
+
+def test_where_the_time_of_a_prompt_went() -> None:
+    pool = connected("a", "b")
+    pool.now_s += 2.0
+    pool.offer()
+    pool.now_s += 1.5
+    pool.say(0, StepDone(1, StepTimes(1.25, 0.25, 0.0)))
+    pool.say(1, StepDone(1, StepTimes(1.5, 0.25, 0.75)))
+    assert pool.exchange.status(pool.now_s).requests[0].times.collect_s == 0.0, "it has begun and not ended"
+    pool.now_s += 0.5
+    pool.say(1, StepDone(2, TIMES))
+    pool.say(0, StepDone(2, TIMES))
+    (record,) = pool.exchange.status(pool.now_s).recent
+    assert record.times == PrefillTimes(
+        wait_s=0.0, compute_s=0.75, ring_s=0.25, rebalance_s=0.375, collect_s=0.5, failed_s=0.0
+    )
+    assert pool.say(0, Transferred(record.request, 3.5, 0.25)) == []
+    times = pool.exchange.status(pool.now_s).recent[-1].times
+    assert (times.transfer_s, times.exposed_transfer_s) == (3.5, 0.25)
+    history = pool.exchange.history
+    assert (history.transfers, history.transfer_s) == (1, {"hidden": 3.25, "exposed": 0.25})
+    with pytest.raises(ProtocolError, match="none of instance 1"):
+        pool.say(1, Transferred(record.request, 3.5, 0.25))
+    assert pool.say(0, Transferred(record.request + 5, 3.5, 0.25)) == [], "forgotten long ago"
+    assert history.member_s == {"compute": 1.5, "ring": 0.5, "rebalance": 0.75}
+    assert (history.collect_s, history.first_waits, history.first_wait_s) == (0.5, 1, 0.0)
+
+
+def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
+    pool = connected("a", "b")
+    pool.offer(1, owner=0)
+    pool.offer(2, owner=1)
+    pool.now_s += 3.0
+    assert [one.times.wait_s for one in pool.exchange.status(pool.now_s).requests] == [0.0, None]
+    pool.say(0, StepDone(1, TIMES))
+    pool.say(1, StepFailed(1, "no room"))
+    first = pool.exchange.status(pool.now_s).requests[0]
+    assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
+
+
+def test_the_improvement_rate_follows_the_load() -> None:
+    """Two instances save nearly half: worth it at a rate of 0.05, not at 0.9."""
+    pool = connected("a", "b")
+    table = {
+        "version": 1,
+        "rates": [{"arrivals_per_s": 0.0, "improvement_rate": 0.05}, {"arrivals_per_s": 1.0, "improvement_rate": 0.9}],
+    }
+    pool.exchange.improvement_rates.put(table_from_json(table), "a test", 0.0)
+    assert len(of_kind(pool.offer(1), ChunkOrder)) == 2
+    source = pool.exchange.improvement_rates.source
+    assert source is not None
+    for number in range(2, 40):  # one a second
+        pool.wait(1.0)
+        pool.offer(number)
+        pool.say(0, CancelMessage(number))
+    assert (source.arrivals_per_s, source.current) == (pytest.approx(1.0, rel=0.1), 0.9)
+    for instance in (0, 1):
+        pool.say(instance, StepDone(1, TIMES))
+    for instance in (0, 1):
+        pool.say(instance, StepDone(2, TIMES))
+    assert of_kind(pool.offer(50), Decline), "it is computed alone"
+
+
+def test_who_has_gone_is_still_known_by_name() -> None:
+    pool = connected("a", "b")
+    pool.exchange.lose(1, "was killed", 7.0)
+    assert pool.exchange.status(8.0).former_members == (FormerMember(1, "b", 7.0, "was killed"),)
+
+
+@pytest.mark.parametrize("change", [{"model": "other"}, {"layers": 4}, {"page_tokens": 16}])
+def test_others_are_refused_while_somebody_is_there(change: dict[str, object]) -> None:
+    pool = Pool("a")
+    refusal = pool.exchange.greet(hello("b", **change))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.startswith("the pool serves model (3 layers, pages of 1), b serves ")
+    # Who comes again has gone, so it may be another one by now.
+    assert isinstance(pool.exchange.greet(hello("a", **change)), Admission)
+    pool.exchange.lose(0, "test", pool.now_s)
+    assert isinstance(pool.exchange.greet(hello("b", **change)), Admission)
+
+
+def test_epochs_of_a_new_pool_are_new() -> None:
+    pool = connected("a", "b")
+    epoch = pool.exchange.status(pool.now_s).epoch
+    for instance in (0, 1):
+        pool.exchange.lose(instance, "test", pool.now_s)
+    pool.wait(1.0)
+    (mesh,) = of_kind(pool.join(hello("c", model="other")), BuildMesh)
+    assert isinstance(mesh.message, BuildMesh)
+    assert mesh.message.epoch > epoch
+
+
+def test_who_comes_again_is_somebody_else() -> None:
+    pool = connected("a", "b")
+    pool.offer(owner=1)
+    pool.join(hello("a"))
+    assert pool.exchange.members == (1, 2)
+    (lost,) = pool.exchange.take_events().lost
+    assert lost == (0, "has come again")
+
+
+def test_silence_is_loss_and_a_beat_is_not_silence() -> None:
+    pool = connected("a", "b")
+    for _ in range(20):
+        pool.now_s += 0.1
+        pool.say(0, Report(MemberReport(0.5, 7)))
+        pool.exchange.tick(pool.now_s)
+    assert pool.exchange.members == (0,)
+    (lost,) = pool.exchange.take_events().lost
+    assert lost == (1, "has said nothing for 1 s")
+    (status,) = pool.exchange.status(pool.now_s).members
+    assert (status.backlog_s, status.free_kv_tokens) == (0.5, 7)
+
+
+def test_members_hear_that_the_coordinator_is_there() -> None:
+    pool = connected("a", "b")
+    beats = sum(len(of_kind(pool.wait(0.1), Heartbeat)) for _ in range(30))
+    assert 2 * 3 / 0.3 - 2 <= beats <= 2 * 3 / 0.25
+
+
+def test_who_never_answers_for_a_failed_step_is_lost() -> None:
+    pool = connected("a", "b")
+    pool.offer()
+    pool.wait(60.0)
+    assert pool.exchange.members == (0, 1), "a long step is no failure"
+    pool.say(0, StepFailed(1, "no room"))
+    pool.wait(4.9)
+    assert pool.exchange.members == (0, 1)
+    pool.wait(0.2)
+    assert pool.exchange.members == (0,)
+
+
+def test_meshes_are_not_ordered_faster_than_they_are_built() -> None:
+    pool = Pool("a")
+    assert pool.join(hello("b")) == [], "the second one waits"
+    assert without_beats(pool.wait(0.4)) == []
+    (first, second) = without_beats(pool.wait(0.2))
+    assert first.message == second.message == BuildMesh(2, (0, 1))
+    assert without_beats(pool.wait(5.0)) == []
+    # After a while the next one is ordered at once.
+    assert len(of_kind(pool.say(0, MeshFailed(2, "test")), BuildMesh)) == 2
+    assert pool.say(0, MeshFailed(3, "test")) == []
+    assert len(of_kind(pool.wait(0.5), BuildMesh)) == 2
+
+
+def test_a_lost_member_in_a_step() -> None:
+    pool = connected("a", "b")
+    pool.offer()
+    pool.say(0, StepDone(1, TIMES))
+    out = pool.exchange.lose(1, "test", pool.now_s)
+    assert RollBack(1, 1, (0,)) in [one.message for one in out]
+    assert all(one.instance == 0 for one in out)
+    assert [one.reason for one in pool.exchange.take_events().lost] == ["test"]
+
+
+def test_a_lost_owner_ends_its_requests() -> None:
+    pool = connected("a", "b")
+    pool.offer()
+    pool.exchange.lose(0, "test", pool.now_s)
+    pool.say(1, StepDone(1, TIMES))
+    (record,) = pool.exchange.take_events().ended
+    assert record.outcome is PrefillEnd.OWNER_LOST
+
+
+def test_cancelled_and_declined() -> None:
+    pool = connected("a", "b")
+    pool.offer(1)
+    pool.say(0, CancelMessage(1))
+    pool.say(0, StepDone(1, TIMES))
+    out = pool.say(1, StepDone(1, TIMES))
+    assert Drop(1, (0, 1)) in [one.message for one in out]
+    short = pool.say(1, OfferMessage(2**32 + 2, IDS[:4], 3, 0.0, None))
+    assert len(of_kind(short, Decline)) == 1
+    outcomes = [record.outcome for record in pool.exchange.take_events().ended]
+    assert outcomes == [PrefillEnd.CANCELLED, "alone_is_best"]
+
+
+def test_cancelled_while_it_is_collected() -> None:
+    pool = connected("a", "b")
+    pool.offer()
+    for instance in (0, 1):
+        pool.say(instance, StepDone(1, TIMES))
+    pool.say(0, CancelMessage(1))
+    for instance in (0, 1):
+        pool.say(instance, StepDone(2, TIMES))
+    (record,) = pool.exchange.take_events().ended
+    assert record.outcome is PrefillEnd.CANCELLED
+    assert pool.exchange.status(pool.now_s).requests_collected == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        OfferMessage(2**32 + 1, IDS, 0, 0.0, None),
+        OfferMessage(1, IDS, 400, 0.0, None),
+        OfferMessage(1, (), 0, 0.0, None),
+        OfferMessage(1, (2**40, 1), 0, 0.0, None),
+        OfferMessage(77, IDS, 0, 0.0, None),
+        CancelMessage(2**32 + 5),
+        Welcome(1, "host", 1, 1.0),
+        hello(),
+    ],
+)
+def test_what_makes_no_sense_is_its_senders_fault_alone(message: Message) -> None:
+    pool = connected("a", "b")
+    pool.say(0, OfferMessage(77, IDS, 0, 0.0, None))
+    with pytest.raises(ProtocolError):
+        pool.say(0, message)
+    assert pool.exchange.members == (0, 1)
+    assert [one.request for one in pool.exchange.status(pool.now_s).requests] == [77]
+
+
+def test_strangers_and_late_answers() -> None:
+    pool = connected("a", "b")
+    assert pool.say(9, StepDone(1, TIMES)) == []
+    assert pool.say(0, StepDone(1, TIMES)) == []
+    assert pool.exchange.lose(9, "test", pool.now_s) == []
+
+
+def test_costs_follow_what_chunks_take() -> None:
+    pool = connected("a", "b")
+    for request in range(1, 4):
+        (first, _) = pool.offer(request)
+        assert isinstance(first.message, ChunkOrder)
+        sequence = first.message.chunk.sequence
+        pool.wait(4.0)
+        for instance in (0, 1):
+            pool.say(instance, StepDone(sequence, TIMES))
+        for instance in (1, 0):
+            pool.say(instance, StepDone(sequence + 1, TIMES))
+    assert pool.exchange.status(pool.now_s).cost_scale == pytest.approx(4.0 / 2.05)
