@@ -72,7 +72,7 @@ class ConnectionLimits:
     keep_alive_timeout_s: float
 
 
-class _Refusal(NamedTuple):
+class _ParseRefusal(NamedTuple):
     """A reply to what could not be parsed, which waits for the replies before it."""
 
     status: int
@@ -101,7 +101,7 @@ class ClientConnection(asyncio.Protocol):
         self._limits = limits
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
-        self._pending: deque[Request | _Refusal] = deque()
+        self._pending: deque[Request | _ParseRefusal] = deque()
         self._pending_bytes = 0
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -306,7 +306,7 @@ class ClientConnection(asyncio.Protocol):
         if self.request is not None or not self._pending or self._is_write_paused or self.transport.is_closing():
             return
         request = self._pending.popleft()
-        if isinstance(request, _Refusal):
+        if isinstance(request, _ParseRefusal):
             self._write_refusal(request)
             return
         self._pending_bytes -= len(request.body)
@@ -328,13 +328,13 @@ class ClientConnection(asyncio.Protocol):
         self._stopped = True
         self._in_message = False
         self._since_s = 0.0
-        refusal = _Refusal(status, message)
+        refusal = _ParseRefusal(status, message)
         if self.request is not None or self._pending:
             self._pending.append(refusal)
         else:
             self._write_refusal(refusal)
 
-    def _write_refusal(self, refusal: _Refusal) -> None:
+    def _write_refusal(self, refusal: _ParseRefusal) -> None:
         body = replies.error_json(refusal.status, refusal.message)
         self.write(replies.complete(refusal.status, body, b"application/json", b"", False, True))
         # Closing while the client still sends would reset the connection, and the reply be lost with it.

@@ -13,7 +13,7 @@ from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_
 from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable, ProfiledRate
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
-from sglang_ext.profiling import rates_command
+from sglang_ext.profiling import profile_rates
 from sglang_ext.profiling.rates import (
     Objective,
     RatesSearch,
@@ -24,10 +24,10 @@ from sglang_ext.profiling.rates import (
     choose_rate,
     run_trial,
 )
-from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.run import RunOptions, simulate
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.simulation.workload import drawn_requests
 
 LENGTHS = "num_prefill_tokens,num_decode_tokens\n4000,20\n200,5\n30000,50\n"
 # Alone 1,000 tokens take 1 s, two together 0.6 s.
@@ -57,8 +57,8 @@ def lengths(tmp_path: Path) -> Path:
 
 def command(*arguments: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    rates_command.add_arguments(parser)
-    return rates_command.run(parser.parse_args([str(one) for one in arguments]))
+    profile_rates.add_arguments(parser)
+    return profile_rates.run(parser.parse_args([str(one) for one in arguments]))
 
 
 # ---- the search ----
@@ -188,7 +188,7 @@ def test_an_interrupted_search_goes_on(
     out = tmp_path / "rates.json"
     arguments = ("--workload", lengths, "--arrival-rates", "0.5", "1", *FEW)
     assert command(*arguments, "--out", tmp_path / "whole.json") == 0
-    monkeypatch.setattr(rates_command, "write_rates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(profile_rates, "write_rates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert command(*arguments, "--out", out) == 130
     assert "the same command goes on from here" in capsys.readouterr().err
     monkeypatch.undo()

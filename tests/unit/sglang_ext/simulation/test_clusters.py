@@ -13,10 +13,8 @@ from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PrefillS
 from sglang_ext.policy.cdsp.replanning import ideal_prefill_s
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
-from sglang_ext.simulation.cluster import ClusterSpec, Failure
-from sglang_ext.simulation.cluster_policies import CdspPolicy, FixedSp, greedy_esp
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.records import SimRequest
+from sglang_ext.simulation.cluster import CdspPolicy, ClusterSpec, Failure, FixedSp, greedy_esp
+from sglang_ext.simulation.events import EventLoop, SimRequest
 from sglang_ext.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from support.cdsp_cases import tabulated_candidates
