@@ -68,7 +68,7 @@ unit: env $(KERNELS)
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
 
 chaos: env
-	@$(BIN)/python -m pytest tests/chaos --every-stage $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/chaos --full $(PYTEST_ARGS)
 
 format: env
 	@$(BIN)/ruff check --quiet --fix .

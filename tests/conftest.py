@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext_router.compiled import describe
+from sglang_ext_router.main import describe_compiled
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Refuse to test compiled modules that are older than their sources."""
-    is_stale, message = describe()
+    is_stale, message = describe_compiled()
     if is_stale:
         pytest.exit(message, returncode=2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--every-stage`: also the cases that `make chaos` runs and `make test` does not."""
-    parser.addoption("--every-stage", action="store_true", help="run tests that are marked every_stage, too")
+    """`--full`: also the cases that `make chaos` runs and `make test` does not."""
+    parser.addoption("--full", action="store_true", help="run tests that are marked full, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--every-stage`, leave those out."""
-    if config.getoption("--every-stage"):
+    """Without `--full`, leave those out."""
+    if config.getoption("--full"):
         return
-    kept = [item for item in items if item.get_closest_marker("every_stage") is None]
+    kept = [item for item in items if item.get_closest_marker("full") is None]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,9 @@ class BenchEngine:
         *,
         worker_options: Sequence[str] = (),
         engine_arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> BenchEngine:
-        """Start an instance; `wait_ready` returns when it serves."""
+        """Start an instance, with `environment` added to its own; `wait_ready` returns when it serves."""
         port, bootstrap_port = free_port(), free_port()
         log_path = scratch / f"{role}-{port}.log"
         command = [
@@ -66,6 +67,7 @@ class BenchEngine:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **(environment or {})},
             )
         return cls(f"http://127.0.0.1:{port}", port, bootstrap_port, process, log_path)
 

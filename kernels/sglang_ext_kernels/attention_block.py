@@ -47,11 +47,48 @@ def attention_block(
     """
     if q.is_cuda:
         return _on_cuda(q, k, v, scale, is_causal, mask)
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads != kv_heads:
-        k, v = _repeated(k, heads // kv_heads), _repeated(v, heads // kv_heads)
+    tokens, heads, size = q.shape
+    kv_heads = k.shape[1]
+    if is_causal or mask is not None or heads == kv_heads:
+        out, lse = _fused_on_cpu(q.transpose(0, 1), k, v, scale, is_causal, mask)
+        return out.transpose(0, 1).float(), lse.transpose(0, 1).float()
+    # Heads that read the same keys become rows of one product: keys are read once, and the product is larger.
+    group = heads // kv_heads
+    grouped = q.view(tokens, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * tokens, size)
+    out, lse = _fused_on_cpu(grouped, k, v, scale)
+    out = out.view(kv_heads, group, tokens, -1).permute(2, 0, 1, 3)
+    lse = lse.view(kv_heads, group, tokens).permute(2, 0, 1)
+    return out.reshape(tokens, heads, -1).float(), lse.reshape(tokens, heads).float()
+
+
+def attention_behind_prefix_(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> None:
+    """Write to `out` [T, H, D] what the last T tokens of one prompt see of all of it, on a CPU.
+
+    `q` [T, H, D] is of these tokens, `k` and `v` [P + T, Hkv, D] are of the prefix and of these tokens. It costs
+    T (P + T/2) products where attention over the whole prompt costs (P + T)²/2: the prefix is seen whole, so only the
+    new tokens' own square is causal, and the two are joined by their log-sum-exp.
+    """
+    prefix = k.shape[0] - q.shape[0]
+    new_out, new_lse = attention_block(q, k[prefix:], v[prefix:], scale, is_causal=True)
+    if prefix:
+        seen_out, seen_lse = attention_block(q, k[:prefix], v[:prefix], scale)
+        new_out.lerp_(seen_out, torch.sigmoid(seen_lse - new_lse)[..., None])
+    out.copy_(new_out)
+
+
+def _fused_on_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's own kernel, which also gives the log-sum-exp: `q` [H, Tq, D]; returns [H, Tq, Dv] and [H, Tq]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(0, 1)[None],
+        q[None],
         k.transpose(0, 1)[None],
         v.transpose(0, 1)[None],
         0.0,
@@ -59,7 +96,7 @@ def attention_block(
         attn_mask=None if mask is None else mask[None, None],
         scale=scale,
     )
-    return out[0].transpose(0, 1).float(), lse[0].transpose(0, 1).float()
+    return out[0], lse[0]
 
 
 def _on_cuda(
@@ -75,8 +112,3 @@ def _on_cuda(
     keys = torch.arange(k.shape[0], device=q.device)
     queries = keys if is_causal else torch.full((q.shape[0],), k.shape[0], device=q.device)
     return positioned_block(q, k, v, plan_block(queries, keys, default_sizes(q.shape[-1], q.dtype)), scale)
-
-
-def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    tokens, heads, size = x.shape
-    return x[:, :, None].expand(tokens, heads, times, size).reshape(tokens, heads * times, size)

@@ -80,7 +80,7 @@ ONCE_PER_ROLE = {
     Loss(Victim.COORDINATOR, Stage.CHUNK, signal.SIGKILL),
 }
 LOSSES = [
-    pytest.param(loss, id=str(loss), marks=() if loss in ONCE_PER_ROLE else pytest.mark.every_stage)
+    pytest.param(loss, id=str(loss), marks=() if loss in ONCE_PER_ROLE else pytest.mark.full)
     for loss in (
         Loss(victim, stage, number)
         for victim, stages in STAGES.items()

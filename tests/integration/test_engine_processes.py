@@ -17,6 +17,7 @@ from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
 from support.pd import greedy, with_room
 from support.reference import greedy_reference, random_prompt
+from support.stand_in_cluster import is_alive, wait_until_gone
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -35,22 +36,6 @@ def victim(decode: Engine) -> Iterator[Engine]:
     (engine,) = FLEET.get(VICTIM)
     yield engine
     engine.stop()
-
-
-def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
-    """Those of `pids` that are still alive after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while pids and time.monotonic() < deadline:
-        time.sleep(0.1)
-        pids = [pid for pid in pids if is_running(pid)]
-    return pids
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_decode_recovers_from_a_killed_prefill(decode: Engine, victim: Engine) -> None:
@@ -83,7 +68,8 @@ def test_decode_recovers_from_a_killed_prefill(decode: Engine, victim: Engine) -
 
 def test_engine_killed_while_it_starts_leaves_nothing() -> None:
     """Its children have not yet reached the point where SGLang binds them to their parent."""
-    engine = Engine.start(EngineSpec(Role.SHORT, name="stillborn"))
+    spawn = ("--start-method", "spawn")
+    engine = Engine.start(EngineSpec(Role.SHORT, worker_options=spawn, has_own_imports=True))
     try:
         deadline = time.monotonic() + 60
         # Main process, resource tracker, scheduler, detokenizer; the last two are importing SGLang then.
@@ -112,7 +98,7 @@ def test_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert parent.stdout is not None
     engine_pid = int(parent.stdout.readline())
     time.sleep(2)
-    assert is_running(engine_pid)
+    assert is_alive(engine_pid)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

@@ -1,27 +1,59 @@
-"""Attention of a CPU engine's new tokens behind a cached prefix, against SGLang's own."""
+"""Every engine on a CPU computes its chunks at the cost of the new tokens, and gives the tokens of Hugging Face."""
 
 from __future__ import annotations
 
-from support.prefix_attention import Batch, differences
+from concurrent.futures import ThreadPoolExecutor
 
-PREFIXED = [
-    Batch(((63, 1),), 4, 4),
-    Batch(((40, 24), (0, 7), (5, 1)), 6, 2),
-    Batch(((1, 30), (100, 3)), 9, 3),
-]
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+from support.pd import greedy
+from support.reference import greedy_reference, random_prompt
+
+pytestmark = pytest.mark.integration
+
+PAGES = ("--page-size", "16")
+# Grouped-query attention in all of them. SGLang's own scheduler, two ranks, chunks of four pages.
+STOCK_SCHEDULER = EngineSpec(
+    Role.BOTH,
+    arguments=("--tp", "2", *PAGES, "--chunked-prefill-size", "64"),
+    worker_options=("--laps-mode", "off"),
+)
+LAPS = EngineSpec(Role.SHORT)
+PAIRS = {
+    "stock scheduler, tp 2, page 16": (STOCK_SCHEDULER, EngineSpec(Role.DECODE, arguments=PAGES)),
+    "laps, tp 1, page 1": (LAPS, EngineSpec(Role.DECODE)),
+}
+NEW_TOKENS = 8
 
 
-def test_it_is_what_sglang_computes() -> None:
-    found = differences(PREFIXED)
-    assert [one.was_asked for one in found] == [False] * len(PREFIXED)
-    assert max(one.largest for one in found) < 1e-5
+@pytest.fixture(params=PAIRS.values(), ids=list(PAIRS), scope="module")
+def pair(request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
+    prefill, decode = FLEET.get(*request.param)
+    return prefill, decode
 
 
-def test_half_precision_is_rounded_once() -> None:
-    (found,) = differences([PREFIXED[1]._replace(dtype="bfloat16")])
-    assert found.largest < 2e-2
+def test_the_hook_is_in_force_whatever_the_scheduler(pair: tuple[Engine, Engine]) -> None:
+    for engine in pair:
+        assert "prefix-attention" in engine.get("/server_info").body["sglang_ext"]["hooks"]
 
 
-def test_prompts_without_a_prefix_are_sglangs() -> None:
-    (found,) = differences([Batch(((0, 20), (0, 3)), 4, 2)])
-    assert found == (0.0, True)
+@pytest.mark.parametrize("tokens", [63, 64, 65, 129, 700])
+def test_chunks_behind_their_prefix(pair: tuple[Engine, Engine], tokens: int) -> None:
+    prompt = random_prompt(tokens, seed=30_000 + tokens)
+    assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS)
+
+
+def test_requests_with_and_without_a_cached_prefix_at_once(pair: tuple[Engine, Engine]) -> None:
+    cached = [random_prompt(tokens, seed=31_000 + tokens) for tokens in (16, 100, 250)]
+    for prompt in cached:
+        assert greedy(*pair, prompt, 1) == greedy_reference(prompt, 1)
+    prompts = [
+        prefix + random_prompt(5 + 11 * number, seed=31_500 + number) for number, prefix in enumerate(cached * 2)
+    ]
+    prompts += [random_prompt(tokens, seed=32_000 + tokens) for tokens in (3, 30, 90)]
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        answers = list(clients.map(lambda prompt: greedy(*pair, prompt, NEW_TOKENS), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == greedy_reference(prompt, NEW_TOKENS), len(prompt)

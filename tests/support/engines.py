@@ -2,8 +2,9 @@
 
     pair = FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.DECODE))
 
-An engine takes about 20 s and 1.4 GB, so tests ask the fleet for a specification and get the engine that
-already runs with it. The fleet keeps few alive, replaces dead ones, and ends with the test process.
+Engines are forked from a process that has their imports, 3 s each instead of 20; tests ask the fleet for a
+specification and get the engine that already runs with it. The fleet keeps few alive, replaces dead ones, and ends
+with the test process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -22,16 +22,19 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedProcess
 from sglang_ext.cluster.ports import pick_free_ports
+from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
 READY_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
-MAX_ALIVE = 5
+MAX_ALIVE = 8
 LOG_TAIL_LINES = 40
 _PORTS: set[int] = set()  # handed out by this process
 
@@ -50,6 +53,7 @@ class EngineSpec:
     worker_options: tuple[str, ...] = ()  # for sglang-ext worker
     environment: tuple[tuple[str, str], ...] = ()  # beside that of the tests
     name: str = ""  # tells apart engines that are otherwise equal
+    has_own_imports: bool = False  # started as users start it, not forked
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Engine:
     port: int
     bootstrap_port: int
     log_path: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     last_used: float = field(default_factory=time.monotonic)
     has_failed: bool = False
 
@@ -75,23 +79,29 @@ class Engine:
         """Start an engine on given ports (its own, its bootstrap server's) or on free ones."""
         port, bootstrap_port = ports or (free_port(), free_port())
         descriptor, log_name = tempfile.mkstemp(prefix=f"engine-{spec.role}-{spec.name}-", suffix=".log")
-        command = [
-            *(sys.executable, "-m", "sglang_ext.cli", "worker", "--role", spec.role.value),
-            *("--model-path", str(tiny_model(spec.shape)), "--port", str(port)),
+        arguments = [
+            *("--role", spec.role.value, "--model-path", str(tiny_model(spec.shape)), "--port", str(port)),
             *("--bootstrap-port", str(bootstrap_port), "--exit-with-parent", "--threads", "1"),
             *spec.worker_options,
             "--",
             *spec.arguments,
         ]
+        environment = {**os.environ, **dict(spec.environment)}
+        process: subprocess.Popen[bytes] | ForkedProcess
         with os.fdopen(descriptor, "wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **dict(spec.environment)},
-                start_new_session=True,
-            )
+            if spec.has_own_imports:
+                process = subprocess.Popen(
+                    [*WORKER_COMMAND, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+            else:
+                process = _fork_client().start(
+                    arguments, output=log.fileno(), environment=environment, cores=os.sched_getaffinity(0)
+                )
         return cls(spec, port, bootstrap_port, Path(log_name), process)
 
     @property
@@ -252,6 +262,14 @@ class EngineFleet:
         )
         while len(self._engines) + len(missing) > self._max_alive:
             self._engines.pop(spare.pop(0)).stop()
+
+
+@cache
+def _fork_client() -> ForkClient:
+    log = Path(tempfile.mkstemp(prefix="fork-server-", suffix=".log")[1])
+    client = ForkClient(log, {**os.environ, **shared_cpu_environment(is_offline=True)})
+    atexit.register(client.close)
+    return client
 
 
 FLEET = EngineFleet()

@@ -171,8 +171,16 @@ class StartSettings:
         metadata=_help("instances that start at a time; left out: twice the cores, or 1 where instances share a GPU"),
         default=None,
     )
+    method: str = field(
+        metadata=_help(
+            "fork: CPU instances are forked from one process that has imported SGLang, in seconds; "
+            "spawn: each imports it anew"
+        ),
+        default="fork",
+    )
 
     def __post_init__(self) -> None:
+        check_choice("method", self.method, ("fork", "spawn"))
         check_positive("timeout_s", self.timeout_s)
         if self.parallel is not None:
             check_at_least("parallel", self.parallel, 1)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from sglang_ext.cluster.checks import ConfigError, parse_id_set
 from sglang_ext.cluster.config import ClusterConfig, PoolConfig
+from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
 from sglang_ext.sglang_plugin.device import cuda_device_count, torch_has_cuda
+from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
 
 ROUTER_NAME = "router"
@@ -51,6 +53,8 @@ class ClusterPlan:
     admin_key: str
     model_name: str
     coordinator: Program | None = None  # None: long instances compute alone
+    # What the instances have in common, where they are forked from one process; None: each imports SGLang anew.
+    fork_environment: Mapping[str, str] | None = None
 
     @property
     def backends(self) -> tuple[Program, ...]:
@@ -182,7 +186,14 @@ def make_plan(
         start_parallel=config.start.parallel or default_parallel,
         admin_key=admin_key,
         model_name=model_name,
+        fork_environment=_fork_environment(config, model) if device == "cpu" else None,
     )
+
+
+def _fork_environment(config: ClusterConfig, model: PreparedModel) -> dict[str, str] | None:
+    if config.start.method != "fork":
+        return None
+    return {**shared_cpu_environment(is_offline=os.path.isdir(model.path)), **config.env}
 
 
 def _worker_command(
@@ -197,12 +208,14 @@ def _worker_command(
     bootstrap_port: int | None,
     pool_options: tuple[str, ...],
 ) -> tuple[str, ...]:
-    command = [sys.executable, "-m", "sglang_ext.cli", "worker", "--role", str(role)]
+    command = [*WORKER_COMMAND, "--role", str(role)]
     command += ["--model-path", model_path, "--host", config.host, "--port", str(port), "--device", device]
     if bootstrap_port is not None:
         command += ["--bootstrap-port", str(bootstrap_port)]
     if device == "cpu":
         command += ["--threads", str(threads)]
+        if config.start.method == "spawn":
+            command += ["--start-method", "spawn"]
     command += [*pool_options, *config.worker_args, *pool.worker_args]
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:

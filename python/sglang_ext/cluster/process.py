@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
+from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedProcess, ForkServerError
 from sglang_ext.cluster.plan import Program
 from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, end_processes, send_signal, session_processes
 
@@ -18,12 +20,17 @@ PROBE_TIMEOUT_S = 5.0
 class RunningProgram:
     """A program that was started; it leads a session that its descendants share."""
 
-    def __init__(self, program: Program, log: Path, cluster_id: str) -> None:
-        """Start it, appending to `log`. Raises OSError when it cannot be executed."""
+    def __init__(self, program: Program, log: Path, cluster_id: str, forks: ForkClient | None = None) -> None:
+        """Start it, appending to `log`; an instance by forking where there is a client for that.
+
+        Raises OSError when it cannot be executed.
+        """
         self.program = program
         environment = {**os.environ, **program.env, CLUSTER_ID_VARIABLE: cluster_id}
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process: ForkedProcess | subprocess.Popen[bytes] = self._fork(
+                forks, output, environment
+            ) or subprocess.Popen(
                 program.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -33,6 +40,20 @@ class RunningProgram:
             )
         if program.cores is not None:
             os.sched_setaffinity(self._process.pid, program.cores)
+
+    def _fork(self, forks: ForkClient | None, output: IO[bytes], environment: dict[str, str]) -> ForkedProcess | None:
+        command = self.program.command
+        if forks is None or command[: len(WORKER_COMMAND)] != WORKER_COMMAND:
+            return None
+        cores = self.program.cores or os.sched_getaffinity(0)
+        try:
+            return forks.start(
+                command[len(WORKER_COMMAND) :], output=output.fileno(), environment=environment, cores=cores
+            )
+        except ForkServerError as error:
+            output.write(f"sglang-ext: not forked: {error}\n".encode())
+            output.flush()
+            return None
 
     @property
     def pid(self) -> int:

@@ -6,6 +6,7 @@ connection waiting.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from sglang_ext.cluster.fork_client import ForkClient
 from sglang_ext.cluster.plan import ClusterPlan, Program
 from sglang_ext.cluster.process import RunningProgram, answers_ok, describe_exit, log_tail
-from sglang_ext.cluster.process_tree import cluster_processes, end_processes
+from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, cluster_processes, end_processes
 from sglang_ext.cluster.restart import RestartRecord
 from sglang_ext.cluster.watchdog import Watchdog
 
@@ -99,10 +101,14 @@ class Supervisor:
         self._is_cancelled = is_cancelled
         self._cluster_id = uuid.uuid4().hex
         self._watchdog = Watchdog(self._cluster_id)
+        self._forks: ForkClient | None = None
+        self._fork_environment = plan.fork_environment
         self._probes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="health")
         logs.mkdir(parents=True, exist_ok=True)
         for member in self.members:
             member.log.unlink(missing_ok=True)  # one log is one run
+        self._fork_log = logs / "fork-server.log"
+        self._fork_log.unlink(missing_ok=True)
 
     @property
     def members(self) -> list[Member]:
@@ -114,13 +120,16 @@ class Supervisor:
 
         Raises StartError as soon as one dies or takes too long; the caller then calls `stop`.
         """
+        if self._fork_environment is not None:
+            environment = {**os.environ, **self._fork_environment, CLUSTER_ID_VARIABLE: self._cluster_id}
+            self._forks = ForkClient(self._fork_log, environment)
         while not self._all_ready():
             if self._is_cancelled():
                 return False
             now_s = time.monotonic()
             starting = sum(member.phase is Phase.STARTING for member in self.backends)
             for member in self.backends:
-                if member.phase is Phase.WAITING and starting < self._start_parallel:
+                if member.phase is Phase.WAITING and starting < self._start_parallel and self._can_launch(member):
                     self._launch(member, now_s)
                     starting += 1
             if self.router.phase is Phase.WAITING and all(m.phase is Phase.READY for m in self.backends):
@@ -149,15 +158,21 @@ class Supervisor:
         """End everything: the router drains, then the instances end. Once `hurry` is true, kill at once."""
         self._end([self.router], self._drain_s, hurry)
         self._end(self.backends, self._grace_s, hurry)
+        if self._forks is not None:
+            self._forks.close()
         end_processes(lambda: cluster_processes(self._cluster_id, ()), grace_s=0.0)
         self._watchdog.close()
         self._probes.shutdown(wait=False, cancel_futures=True)
+
+    def _can_launch(self, member: Member) -> bool:
+        """Whether starting it now does not wait for the fork server's imports."""
+        return member.program.role is None or self._forks is None or self._forks.is_ready or not self._forks.is_alive
 
     def _all_ready(self) -> bool:
         return all(member.phase is Phase.READY for member in self.members)
 
     def _launch(self, member: Member, now_s: float) -> None:
-        member.running = RunningProgram(member.program, member.log, self._cluster_id)
+        member.running = RunningProgram(member.program, member.log, self._cluster_id, self._forks)
         member.started_s = now_s
         member.ready_s = None
         member.next_probe_s = now_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.versions import SglangVersion
 
@@ -45,6 +46,7 @@ class Hook:
     needs_laps: bool = False  # registered only where LAPS is on
     needs_graphs: bool = False  # registered only where prefill graphs are wanted
     is_for_pools: bool | None = None  # registered only where the instance is a member of a long pool, or is not
+    device: Device | None = None  # registered only in engines on this device
 
     def is_wanted(self, options: ExtensionOptions) -> bool:
         """Whether an engine with these options has this hook."""
@@ -52,7 +54,7 @@ class Hook:
         has_needs = (options.laps is not None or not self.needs_laps) and (
             options.graphs is not None or not self.needs_graphs
         )
-        return has_needs and self.is_for_pools in {None, is_member}
+        return has_needs and self.is_for_pools in {None, is_member} and self.device in {None, options.device}
 
     def target_in(self, installed: SglangVersion) -> str | None:
         """Where the hook goes in an installed SGLang; None where it does without.
@@ -143,6 +145,16 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.AFTER,
         implementation=f"{_HOOKS}.idle_wait:wait_a_little",
         targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler.on_idle"),
+    ),
+    Hook(
+        name="prefix-attention",
+        why="SGLang's attention for CPUs computes a chunk as if its whole prefix were new; only the new tokens",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.cpu_platform.prefix_attention:run_extend",
+        targets=_same_in_all(
+            "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
+        ),
+        device=Device.CPU,
     ),
     Hook(
         name="laps-scheduler",

@@ -22,8 +22,12 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     cpu_platform.install()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Serve until the server ends. Returns the exit status of the process."""
+def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
+    """Serve until the server ends. Returns the exit status of the process.
+
+    `has_imports`: this process was forked from one that has SGLang imported.
+    """
+    from sglang_ext.sglang_plugin.launch_plan import START_METHOD_VARIABLE, StartMethod
     from sglang_ext.sglang_plugin.options import InvalidOptionsError, options_from_environment
     from sglang_ext.sglang_plugin.verification import HookNotInForceError, verify_hooks
 
@@ -33,6 +37,12 @@ def main(argv: Sequence[str]) -> int:
             return _refuse("start this engine with `sglang-ext worker`, which sets its options")
     except InvalidOptionsError as error:
         return _refuse(str(error))
+    can_fork = os.environ.get(START_METHOD_VARIABLE) == StartMethod.FORK
+    if can_fork:
+        from sglang_ext.sglang_plugin import preload
+
+        if not has_imports:
+            preload.preload()
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -66,6 +76,12 @@ def main(argv: Sequence[str]) -> int:
         if problem is not None:
             return _refuse(problem)
         add_routes(app)
+    if can_fork:
+        reason = preload.why_spawn(server_args)
+        if reason is None:
+            preload.fork_instead_of_spawn()
+        else:
+            print(f"sglang-ext: processes are spawned: {reason}", file=sys.stderr)
     try:
         run_server(server_args)
     finally:
@@ -79,4 +95,8 @@ def _refuse(reason: str) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--fork-server"]:
+        from sglang_ext.sglang_plugin import fork_server
+
+        sys.exit(fork_server.run(int(sys.argv[2]), lambda flags: main(flags, has_imports=True)))
     sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
@@ -19,6 +20,7 @@ from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE, default_backend
 from sglang_ext.sglang_plugin.versions import SglangVersion
 from sglang_ext.types import Role
 
+START_METHOD_VARIABLE = "SGLANG_EXT_START_METHOD"
 LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
 TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
@@ -30,6 +32,13 @@ MAX_KV_TOKENS = 65536
 UNKNOWN_MODEL_KV_TOKENS = 8192
 KV_RELEASE_TIMEOUT_S = 5
 HANDSHAKE_KV_RELEASE_TIMEOUT_S = 86400
+
+
+class StartMethod(StrEnum):
+    """How the processes of an engine start."""
+
+    FORK = "fork"  # from one that has imported SGLang; CPU only
+    SPAWN = "spawn"  # as SGLang does it: each imports anew
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class WorkerOptions:
     advertise_host: str | None = None  # None: the host, or what SGLang finds for a wildcard host
     threads: int | None = None  # None chooses by machine
     kv_memory_mib: int = 512
+    start_method: StartMethod | None = None  # None: fork on a CPU, spawn elsewhere
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
     cdsp: CdspOptions | None = None  # None: it computes its prefills alone
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
@@ -86,6 +96,8 @@ def build_launch(
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
     options = ExtensionOptions(worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer, worker.graphs)
     environment = options.to_environment()
+    by_device = StartMethod.FORK if machine.device is Device.CPU else StartMethod.SPAWN
+    environment[START_METHOD_VARIABLE] = worker.start_method or by_device
     defaults = _common_environment(worker)
     if machine.device is Device.CPU:
         argv += _cpu_flags(worker, model, sglang)
@@ -153,18 +165,27 @@ def _common_environment(worker: WorkerOptions) -> dict[str, str]:
     return environment
 
 
+_CPU_ENVIRONMENT = {
+    # Several engines share the cores: a thread that waits must not spin.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    # SGLang compiles a few small functions whatever the flags: without this, each engine with tensor parallelism
+    # needs a C++ compiler and a minute of start-up.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def shared_cpu_environment(*, is_offline: bool) -> dict[str, str]:
+    """What CPU engines have in common: the environment of a process that they are forked from."""
+    offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
+    return {**_CPU_ENVIRONMENT, **offline, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+
+
 def _cpu_environment(worker: WorkerOptions, machine: Machine, ranks: int) -> dict[str, str]:
     threads = worker.threads or max(1, len(machine.core_ids) // 2 // ranks)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        # Several engines share the cores: a thread that waits must not spin.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if TORCH_COMPILE_FLAG not in worker.engine_arguments:
-        # SGLang compiles a few small functions whatever the flags: without this, each engine with tensor
-        # parallelism needs a C++ compiler and a minute of start-up.
-        environment["TORCHDYNAMO_DISABLE"] = "1"
+    environment = {**_CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    if TORCH_COMPILE_FLAG in worker.engine_arguments:
+        del environment["TORCHDYNAMO_DISABLE"]
     if worker.transfer_backend == "mooncake":
         environment |= {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
     if ranks > 1:

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.sglang_plugin.cdsp.arguments import add_cdsp_arguments, cdsp_options
@@ -15,7 +16,7 @@ from sglang_ext.sglang_plugin.graphs.arguments import add_graph_arguments, graph
 from sglang_ext.sglang_plugin.handshake.arguments import add_transfer_arguments, transfer_options
 from sglang_ext.sglang_plugin.hook_table import V23
 from sglang_ext.sglang_plugin.laps.arguments import add_laps_arguments, laps_options
-from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, WorkerOptions, build_launch
+from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, StartMethod, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import read_architecture, read_model_facts
 from sglang_ext.sglang_plugin.process_lifetime import end_with_parent
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
@@ -61,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end this instance when the process that started it ends, however that happens (Linux)",
     )
+    parser.add_argument(
+        "--start-method",
+        choices=["auto", *StartMethod],
+        default="auto",
+        help="how the processes of the engine start: forked from one that has imported SGLang, or spawned, each with "
+        "imports of its own; auto: fork on a CPU",
+    )
     add_laps_arguments(parser)
     add_graph_arguments(parser)
     add_cdsp_arguments(parser)
@@ -74,10 +82,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Become the engine: this process is replaced, so signals reach SGLang directly.
+def replace_process(command: LaunchCommand) -> int:
+    """Replace this process by the command, so that signals reach SGLang directly. Does not return."""
+    sys.stdout.flush()
+    os.execve(command.argv[0], list(command.argv), command.full_environment(os.environ))
 
-    Returns only when it does not start (2: wrong usage) or for --dry-run (0).
+
+def run(
+    arguments: argparse.Namespace,
+    become: Callable[[LaunchCommand], int] = replace_process,
+    parent_pid: int | None = None,
+) -> int:
+    """Become the engine, by `become`. Returns what that returns, 2 for wrong usage, 0 for --dry-run.
+
+    `parent_pid` is the process that --exit-with-parent means; None: the one that is the parent now. Raises
+    OrphanError when that has ended.
     """
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
@@ -95,8 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(command)
         return 0
     if arguments.exit_with_parent:
-        end_with_parent(os.getppid(), signal.SIGTERM)
-    return _become(command)
+        end_with_parent(parent_pid or os.getppid(), signal.SIGTERM)
+    return become(command)
 
 
 def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
@@ -118,6 +137,7 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         advertise_host=arguments.advertise_host,
         threads=arguments.threads,
         kv_memory_mib=arguments.kv_memory_mib,
+        start_method=None if arguments.start_method == "auto" else StartMethod(arguments.start_method),
         laps=laps,
         cdsp=cdsp,
         transfer=transfer_options(arguments, arguments.role),
@@ -132,6 +152,8 @@ def _problem(options: WorkerOptions, machine: Machine) -> str | None:
         return "SGLang is not installed; `sglang-ext doctor` tells how to get it"
     if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
         return f"--model-path {options.model_path}: there is no such folder"
+    if options.start_method is StartMethod.FORK and machine.device is not Device.CPU:
+        return f"--start-method fork: not on {machine.device}, where importing SGLang initialises the device"
     if options.cdsp is not None and machine.device is not Device.CPU:
         return f"--cdsp-coordinator: chunks are computed and sent by CPU engines only so far, not on {machine.device}"
     if options.cdsp is not None and options.model_is_local:
@@ -139,12 +161,6 @@ def _problem(options: WorkerOptions, machine: Machine) -> str | None:
         if problem is not None:
             return problem
     return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)
-
-
-def _become(command: LaunchCommand) -> int:
-    """Replace this process by the command. Does not return."""
-    sys.stdout.flush()
-    os.execve(command.argv[0], list(command.argv), command.full_environment(os.environ))
 
 
 def _refuse(problem: str) -> int:

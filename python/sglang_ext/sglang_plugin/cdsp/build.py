@@ -14,7 +14,6 @@ from sglang_ext.sequence_parallel.pool_link import PoolLink, ReplicatedLink, Tcp
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks, Ranks
 from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
 from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
-from sglang_ext.sglang_plugin.cdsp.prefix_attention import use_prefix_attention
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext.sglang_plugin.handshake.rank_pairing import shares_of
 
@@ -23,7 +22,6 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
     """Connects in the background. Raises UnsupportedModelError, naming the model or what of it does not fit."""
     ranks = _ranks(scheduler)
     engine = SchedulerEngine(scheduler, ranks)
-    use_prefix_attention(scheduler.tp_worker.model_runner.attn_backend)
     open_target, how = _opener(scheduler)
     model = engine.description + how
 

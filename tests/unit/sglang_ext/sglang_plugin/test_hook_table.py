@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE, V17, V23, Hook, HookKind, UnsupportedVersionError
+from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.versions import SglangVersion, parse_version
+from sglang_ext.types import Role
 
 EXAMPLE = Hook("example", "why", HookKind.AFTER, "m:f", {V17: None, V23: "sglang.new.place"})
 
@@ -35,6 +39,14 @@ def test_latest_column_that_is_not_newer_counts(installed: tuple[int, int, int],
 def test_what_the_oldest_version_does_without() -> None:
     missing = {hook.name for hook in HOOK_TABLE if hook.target_in(V17) is None}
     assert missing == {"prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler"}
+
+
+def test_attention_for_cpus_is_hooked_on_cpus_alone_and_with_any_scheduler() -> None:
+    (hook,) = [hook for hook in HOOK_TABLE if hook.name == "prefix-attention"]
+    for role in Role:
+        assert hook.is_wanted(ExtensionOptions(role, Device.CPU))
+        assert hook.is_wanted(ExtensionOptions(role, Device.CPU, LapsOptions()))
+        assert not hook.is_wanted(ExtensionOptions(role, Device.CUDA))
 
 
 def test_older_than_every_column_is_refused() -> None:

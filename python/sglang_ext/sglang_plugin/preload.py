@@ -1,0 +1,167 @@
+"""An engine's imports, made once in a process that its own processes, or whole engines, are forked from.
+
+SGLang spawns a scheduler per rank and a detokenizer, and each of them imports torch and SGLang anew: on a CPU that
+is most of an engine's start. Here they are forked instead. That is sound while the process that forks has one
+thread, has run no torch operation on several threads, and has imported nothing that read a setting which the child
+has otherwise; all three are checked. A GPU engine is never forked: its imports initialise CUDA.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import context, resource_tracker, util
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.sglang_plugin.process_lifetime import join_process_tree
+
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.model_loader.loader",
+    "sglang.srt.models.registry",
+    "sglang.srt.models.llama",
+)
+# Looks at PROMETHEUS_MULTIPROC_DIR, which is an engine's own, once, when it is imported.
+NOT_BEFORE_THE_ENGINE = ("prometheus_client",)
+# What C libraries read once, when they are loaded; what Python code reads is recorded.
+READ_BY_LIBRARIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "ATEN_")
+# Put right after the fork where they differ.
+SET_AFTER_FORK = frozenset({"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"})
+# Marks of who started a process; no import depends on them.
+NOT_SETTINGS = frozenset({"SGLANG_EXT_PARENT_PID", "SGLANG_EXT_CLUSTER_ID"})
+
+
+class CannotForkError(RuntimeError):
+    """This process must not be forked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Imports:
+    """What the imports saw of the environment."""
+
+    read_variables: frozenset[str]
+    environment: Mapping[str, str]
+
+    def conflicts(self, wanted: Mapping[str, str]) -> list[str]:
+        """Variables that the imports read and that `wanted` has otherwise: such an engine needs its own imports."""
+        by_libraries = {name for name in {*wanted, *self.environment} if name.startswith(READ_BY_LIBRARIES)}
+        relevant = (self.read_variables | by_libraries) - SET_AFTER_FORK - NOT_SETTINGS
+        return sorted(name for name in relevant if wanted.get(name) != self.environment.get(name))
+
+
+def preload() -> Imports:
+    """Import all that an engine's processes need. Call once, before any thread is started.
+
+    Raises CannotForkError when something started a thread, or was imported too early.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's starts its threads when it is imported
+    seen = dict(os.environ)
+    with _recorded_reads() as names, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in MODULES:
+            importlib.import_module(module)
+    early = [name for name in NOT_BEFORE_THE_ENGINE if name in sys.modules]
+    if early:
+        raise CannotForkError(f"{', '.join(early)} was imported, and it has read an engine's own settings then")
+    _require_one_thread()
+    gc.collect()
+    gc.freeze()  # collections in the children do not touch, and so do not copy, what is shared
+    return Imports(frozenset(names), seen)
+
+
+def become_engine(environment: Mapping[str, str]) -> None:
+    """Take over an engine's environment in a process that was forked from one with its imports."""
+    import numpy as np
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))  # Python's own generator sees to this by itself
+    threads = environment.get("OMP_NUM_THREADS")
+    if threads is not None:
+        torch.set_num_threads(int(threads))  # the OpenMP library read the variable when it was loaded
+    gc.enable()
+
+
+def fork_instead_of_spawn() -> None:
+    """From now on SGLang's processes, for which it asks to be spawned, are forked from this one.
+
+    What a spawned child does by running the main module again is done after the fork. Each start raises
+    CannotForkError when this process runs more than one thread then.
+    """
+    set_start_method = multiprocessing.set_start_method
+    forking: Any = context.ForkProcess
+    fork = forking._Popen
+
+    def choose(method: str | None, force: bool = False) -> None:
+        resource_tracker.ensure_running()  # one for all processes of the engine, as with spawn
+        set_start_method("fork" if method == "spawn" else method, force=force)
+
+    def start(process: BaseProcess) -> Any:
+        _require_one_thread()
+        return fork(process)
+
+    multiprocessing.set_start_method = choose
+    forking._Popen = staticmethod(start)
+    util.register_after_fork(choose, _enter_child)
+
+
+def why_spawn(server_args: Any) -> str | None:
+    """Why an engine with these arguments has to spawn its processes, None when they can be forked."""
+    if server_args.dp_size > 1:
+        return "--dp-size above 1 starts its schedulers from threads"
+    if server_args.tokenizer_worker_num > 1:
+        return "--tokenizer-worker-num above 1 starts processes of its own"
+    return None
+
+
+def _enter_child(_: object) -> None:
+    join_process_tree(os.environ, is_child=True)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the parent's handler ends the whole engine
+
+
+def _require_one_thread() -> None:
+    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    if len(tasks) > 1:
+        raise CannotForkError(f"threads {', '.join(sorted(tasks))} run, which a fork would lose")
+
+
+@contextmanager
+def _recorded_reads() -> Iterator[set[str]]:
+    """Names that Python code asks os.environ for; a copy of all of it does not count."""
+    kind: Any = type(os.environ)
+    names: set[str] = set()
+    walked: set[str] = set()
+    read, walk = kind.__getitem__, kind.__iter__
+
+    def recording_read(self: Any, name: str) -> Any:
+        if name in walked:
+            walked.remove(name)
+        else:
+            walked.clear()
+            names.add(name)
+        return read(self, name)
+
+    def noting_walk(self: Any) -> Iterator[str]:
+        for name in walk(self):
+            walked.add(name)
+            yield name
+
+    kind.__getitem__, kind.__iter__ = recording_read, noting_walk
+    try:
+        yield names
+    finally:
+        kind.__getitem__, kind.__iter__ = read, walk

@@ -1,0 +1,154 @@
+"""Engines that are forked from a process with their imports behave as those that are executed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.cluster.fork_client import ForkClient, ForkServerError
+from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.types import Role
+from support.engines import FLEET, EngineSpec, free_port
+from support.pd import greedy
+from support.reference import greedy_reference, random_prompt
+from support.stand_in_cluster import is_alive, wait_until_gone
+from support.tiny_model import tiny_model
+
+pytestmark = pytest.mark.integration
+
+OWN_IMPORTS = "sglang-ext: imports anew, for another "
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[ForkClient]:
+    """A fork server of the test's own."""
+    with ForkClient(tmp_path / "server.log", {**os.environ, **shared_cpu_environment(is_offline=True)}) as client:
+        yield client
+
+
+def worker_arguments(*options: str) -> list[str]:
+    port, bootstrap_port = free_port(), free_port()
+    return [
+        *("--role", "short", "--model-path", str(tiny_model()), "--port", str(port)),
+        *("--bootstrap-port", str(bootstrap_port), "--threads", "1", *options),
+    ]
+
+
+def refused(client: ForkClient, log: Path, arguments: list[str], **environment: str) -> tuple[int, str]:
+    """Exit status and output of an engine that does not start."""
+    with log.open("wb") as output:
+        process = client.start(
+            arguments, output=output.fileno(), environment={**os.environ, **environment}, cores=os.sched_getaffinity(0)
+        )
+        return process.wait(60), log.read_text()
+
+
+def test_an_engine_is_a_child_of_its_client_and_says_what_it_is() -> None:
+    (engine,) = FLEET.get(EngineSpec(Role.SHORT, name="forked"))
+    stat = Path(f"/proc/{engine.process.pid}/stat").read_text().rpartition(")")[2].split()
+    assert (int(stat[1]), int(stat[3])) == (os.getpid(), engine.process.pid)  # parent, session
+    assert len(engine.process_ids("sglang_ext.sglang_plugin.launch --model-path")) == 1
+    assert len(engine.process_ids("sglang::scheduler")) == 1
+    assert len(engine.process_ids("sglang::detokenizer")) == 1
+    assert OWN_IMPORTS not in engine.log_path.read_text()
+    pids = engine.process_ids()
+    engine.process.terminate()
+    assert engine.process.wait(20) == 0
+    assert wait_until_gone(pids, 5) == []
+
+
+def test_kill_9_takes_its_children_along_and_is_reported() -> None:
+    (engine,) = FLEET.get(EngineSpec(Role.SHORT, name="forked"))
+    pids = engine.process_ids()
+    assert len(pids) >= 3
+    engine.process.kill()
+    assert engine.process.wait(10) == -signal.SIGKILL
+    assert wait_until_gone(pids, 5) == []
+
+
+def test_what_refuses_to_start_says_so_and_sets_the_exit_status(client: ForkClient, tmp_path: Path) -> None:
+    status, output = refused(client, tmp_path / "usage.log", ["--role", "short", "--port", "0"])
+    assert (status, "sglang-ext worker: error:" in output) == (2, True)
+    status, output = refused(client, tmp_path / "hooks.log", worker_arguments(), SGLANG_PLUGINS="another")
+    assert status == 3
+    assert output.strip().splitlines()[-1].startswith("sglang-ext: refusing to start, because not every hook")
+
+
+def test_the_end_of_the_fork_server_touches_no_engine_and_starts_no_more(client: ForkClient, tmp_path: Path) -> None:
+    with (tmp_path / "engine.log").open("wb") as output:
+        arguments = [*worker_arguments("--exit-with-parent")]
+        cores = {min(os.sched_getaffinity(0))}
+        process = client.start(arguments, output=output.fileno(), environment=os.environ, cores=cores)
+        client.process.kill()
+        client.process.wait()
+        with pytest.raises(ForkServerError):
+            client.start(arguments, output=output.fileno(), environment=os.environ, cores=cores)
+    assert os.sched_getaffinity(process.pid) == cores
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+
+
+CLIENT = """
+import os, sys, time
+from pathlib import Path
+from sglang_ext.cluster.fork_client import ForkClient
+from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+folder = Path(sys.argv[1])
+client = ForkClient(folder / "server.log", {**os.environ, **shared_cpu_environment(is_offline=True)})
+with (folder / "engine.log").open("wb") as output:
+    process = client.start(sys.argv[2:], output=output.fileno(), environment=os.environ, cores={0})
+print(process.pid, client.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.chaos
+def test_exit_with_parent_follows_the_client(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLIENT, str(tmp_path), *worker_arguments("--exit-with-parent")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert all(is_alive(pid) for pid in pids)
+        process.kill()
+    assert wait_until_gone(pids, 10) == []
+
+
+@pytest.mark.full
+def test_an_engine_with_settings_that_imports_read_makes_its_own() -> None:
+    """Under the same process id, so that whoever started it need not know."""
+    spec = EngineSpec(Role.SHORT, environment=(("OMP_WAIT_POLICY", "ACTIVE"),), name="own")
+    engine, decode = FLEET.get(spec, EngineSpec(Role.DECODE))
+    assert f"{OWN_IMPORTS}OMP_WAIT_POLICY" in engine.log_path.read_text()
+    prompt = random_prompt(40, seed=3)
+    assert greedy(engine, decode, prompt, 8) == greedy_reference(prompt, 8)
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param("fork", marks=pytest.mark.full), pytest.param("spawn", marks=pytest.mark.full)]
+)
+def test_a_worker_that_is_executed_serves(method: str) -> None:
+    """As a user starts it: with one import where its processes are forked, with three where they are spawned."""
+    spec = EngineSpec(Role.SHORT, worker_options=("--start-method", method), has_own_imports=True)
+    engine, decode = FLEET.get(spec, EngineSpec(Role.DECODE))
+    spawned = [pid for pid in engine.process_ids("spawn_main") if pid != engine.process.pid]
+    titled = engine.process_ids("sglang::")
+    assert len(titled) == 2, engine.process_ids()
+    assert spawned == []  # a spawned process has its title by now
+    prompt = random_prompt(40, seed=4)
+    assert greedy(engine, decode, prompt, 8) == greedy_reference(prompt, 8)
+
+
+def test_engines_do_not_draw_the_same_random_numbers() -> None:
+    """Two engines forked from one process, sampled at a temperature, differ."""
+    engines = FLEET.get(EngineSpec(Role.SHORT, name="draw-0"), EngineSpec(Role.SHORT, name="draw-1"))
+    seeds = {engine.get("/server_info").body["random_seed"] for engine in engines}
+    assert len(seeds) == 2
