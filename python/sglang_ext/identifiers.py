@@ -3,7 +3,7 @@
 | name | given by | names |
 |---|---|---|
 | bootstrap room | the router | a request at its prefill and its decode instance, as SGLang has it |
-| transfer id | follows from the room | one attempt to bring a request's KV to decode: the room, or an `Attempt` |
+| transfer id | follows from the room | one attempt to bring a request's KV to decode: the room, or an `TransferAttempt` |
 | pool request | a member of a long pool | a request that was offered to the pool, unique there |
 
 A request whose KV comes from several instances may have to be sent anew when one of them fails. Each attempt is a
@@ -21,7 +21,7 @@ BootstrapRoom: TypeAlias = int
 PoolRequest: TypeAlias = int
 
 
-class Attempt(NamedTuple):
+class TransferAttempt(NamedTuple):
     """A later attempt; the first one is named by the room alone."""
 
     room: BootstrapRoom
@@ -31,18 +31,18 @@ class Attempt(NamedTuple):
         return f"{self.room} (attempt {self.number + 1})"
 
 
-TransferId: TypeAlias = BootstrapRoom | Attempt
+TransferId: TypeAlias = BootstrapRoom | TransferAttempt
 
 
 def attempts_of(room: BootstrapRoom) -> tuple[TransferId, ...]:
     """All that there can be."""
-    return (room, *(Attempt(room, number) for number in range(1, MAX_ATTEMPTS)))
+    return (room, *(TransferAttempt(room, number) for number in range(1, MAX_ATTEMPTS)))
 
 
-def next_attempt(transfer_id: TransferId) -> Attempt | None:
+def next_attempt(transfer_id: TransferId) -> TransferAttempt | None:
     """The attempt after this one; None where there have been enough."""
-    room, number = transfer_id if isinstance(transfer_id, Attempt) else (transfer_id, 0)
-    return Attempt(room, number + 1) if number + 1 < MAX_ATTEMPTS else None
+    room, number = transfer_id if isinstance(transfer_id, TransferAttempt) else (transfer_id, 0)
+    return TransferAttempt(room, number + 1) if number + 1 < MAX_ATTEMPTS else None
 
 
 def pool_request(instance: int, count: int) -> PoolRequest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from sglang_ext.identifiers import Attempt, TransferId, next_attempt
+from sglang_ext.identifiers import TransferAttempt, TransferId, next_attempt
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import (
     Allow,
@@ -174,7 +174,7 @@ class SimulatedCluster:
         machine = Sender(
             *(transfer_id, address, DECODE, epoch, self.options, self.now_s, count),
             is_helper=is_helper,
-            may_have_helpers=address == state.owner and not isinstance(transfer_id, Attempt),
+            may_have_helpers=address == state.owner and not isinstance(transfer_id, TransferAttempt),
         )
         self.machines[address, transfer_id] = machine
         self._carry_out_sender(machine, machine.start(self.now_s))
@@ -239,19 +239,19 @@ class SimulatedCluster:
         if self.transfers[transfer_id].slots is None and self.transfers[transfer_id].outcome is None:
             self.transfers[transfer_id].outcome = "released"
 
-    def can_begin_again(self) -> list[Attempt]:
+    def can_begin_again(self) -> list[TransferAttempt]:
         """Attempts that decode waits for and whose owner, as far as it lives, has not begun them."""
         return [
             transfer_id
             for transfer_id, state in self.transfers.items()
-            if isinstance(transfer_id, Attempt)
+            if isinstance(transfer_id, TransferAttempt)
             and state.outcome is None
             and state.owner is not None
             and (state.owner, transfer_id) not in self.plans
             and state.owner not in self.crashed
         ]
 
-    def begin_again(self, transfer_id: Attempt, epoch: int) -> None:
+    def begin_again(self, transfer_id: TransferAttempt, epoch: int) -> None:
         """The owner has received the invitation."""
         state = self.transfers[transfer_id]
         assert state.owner is not None
@@ -535,7 +535,7 @@ class SimulatedCluster:
 
 
 def _aux_slot(transfer_id: TransferId) -> int:
-    return transfer_id.room if isinstance(transfer_id, Attempt) else transfer_id
+    return transfer_id.room if isinstance(transfer_id, TransferAttempt) else transfer_id
 
 
 def outcomes(cluster: SimulatedCluster) -> list[TransferOutcome]:

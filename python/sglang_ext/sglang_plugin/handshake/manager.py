@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_ext.identifiers import Attempt
+from sglang_ext.identifiers import TransferAttempt
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
 from sglang_ext.kv_transfer.transport import create_transport
@@ -52,7 +52,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         if problem is not None:
             raise ValueError(problem)
         self._kv_heads = _kv_heads(server_args)
-        self.attempts: dict[int, Attempt] = {}  # decode: of rooms that are being received anew
+        self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received anew
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._open_endpoint()

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_ext.identifiers import Attempt, TransferId, next_attempt
+from sglang_ext.identifiers import TransferAttempt, TransferId, next_attempt
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
@@ -78,7 +78,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
     @property
     def _room(self) -> TransferId:
         room: int = self.bootstrap_room
-        attempt: Attempt | None = self.kv_mgr.attempts.get(room)
+        attempt: TransferAttempt | None = self.kv_mgr.attempts.get(room)
         return room if attempt is None else attempt
 
     def _expect(self) -> bool:

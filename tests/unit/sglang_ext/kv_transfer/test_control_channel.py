@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.identifiers import Attempt
+from sglang_ext.identifiers import TransferAttempt
 from sglang_ext.kv_transfer.control_channel import CodecError, ControlMessage, decode, encode
 from sglang_ext.kv_transfer.invitations import DecodeRank, Invitation, InvitationSeen
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest
@@ -24,7 +24,7 @@ from sglang_ext.policy.handshake.protocol import (
 from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan
 
 numbers = st.integers(0, (1 << 63) - 1)
-transfers = numbers | st.builds(Attempt, numbers, st.integers(1, 9))
+transfers = numbers | st.builds(TransferAttempt, numbers, st.integers(1, 9))
 texts = st.text(max_size=8)
 shards = st.builds(
     KVShard,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.identifiers import Attempt, TransferId
+from sglang_ext.identifiers import TransferAttempt, TransferId
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
@@ -116,12 +116,12 @@ def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side,
     assert status_of(decode, 1).outcome is TransferOutcome.RESTARTED
     wait_until(lambda: transfer.handle.status.outcome is TransferOutcome.RESTARTED)
     assert transfer.poll().stage is Stage.TRANSFERRING
-    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
     if not has_sent:
         transfer.offer_rest([range(4, 9)])  # what was agreed upon before does not count
         transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
-    assert transfer.transfer_id == Attempt(1, 1)
+    assert transfer.transfer_id == TransferAttempt(1, 1)
     check_arrived(prefill, decode)
 
 
@@ -137,7 +137,7 @@ def test_a_late_writer_does_not_write_into_the_next_attempt(sides: tuple[Side, S
     old = permits[0]
     transfer.restart("a test")
     wait_until(lambda: status_of(decode, 1).is_released)
-    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
     transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
     # A helper that was stopped all the time goes on with what it was about to do.
@@ -166,8 +166,8 @@ def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side])
     transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1)
     transfer.restart("a test")
     wait_until(lambda: status_of(decode, 1).is_released)
-    decode.endpoint.cancel(Attempt(1, 1), "not wanted")
-    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    decode.endpoint.cancel(TransferAttempt(1, 1), "not wanted")
+    decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
     wait_until(lambda: transfer.poll().stage is Stage.FAILED)
     assert "not wanted" in transfer.poll().reason
 

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from sglang_ext.identifiers import MAX_ATTEMPTS, Attempt, TransferId, attempts_of, next_attempt
+from sglang_ext.identifiers import MAX_ATTEMPTS, TransferAttempt, TransferId, attempts_of, next_attempt
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import (
     Failing,
@@ -55,10 +55,10 @@ def report(sender: str, *chunks: KVShard, is_helper: bool, stored: int = 0) -> S
 
 def test_a_room_has_a_bounded_number_of_attempts() -> None:
     assert len(attempts_of(5)) == MAX_ATTEMPTS
-    assert attempts_of(5)[:2] == (5, Attempt(5, 1))
-    assert next_attempt(5) == Attempt(5, 1)
-    assert next_attempt(Attempt(5, MAX_ATTEMPTS - 1)) is None
-    assert str(Attempt(5, 1)) == "5 (attempt 2)"
+    assert attempts_of(5)[:2] == (5, TransferAttempt(5, 1))
+    assert next_attempt(5) == TransferAttempt(5, 1)
+    assert next_attempt(TransferAttempt(5, MAX_ATTEMPTS - 1)) is None
+    assert str(TransferAttempt(5, 1)) == "5 (attempt 2)"
 
 
 def test_a_lost_helper_is_no_lost_owner() -> None:
@@ -89,7 +89,7 @@ def test_a_sender_says_whether_the_request_is_sent_anew(restarts: bool) -> None:
     actions = machine.on_stopped(SenderStopped(1, "owner", 9, "told to", restarts), 1.1)
     assert any(isinstance(action, Released) for action in actions)
     if restarts:
-        machine.expect(need(Attempt(1, 1)), 1.2)
+        machine.expect(need(TransferAttempt(1, 1)), 1.2)
         late = machine.on_report(report("helper", OTHER_HALF, is_helper=True), 1.3)
         assert [action.message for action in late if isinstance(action, Send)] == [
             ReceiverAbort(1, "d", 1, 9, "helper has stopped: enough", True)
