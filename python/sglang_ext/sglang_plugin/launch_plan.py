@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions
 from sglang_ext.sglang_plugin.device import Device, Machine
-from sglang_ext.sglang_plugin.graphs.arguments import GraphOptions
-from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
+from sglang_ext.sglang_plugin.graphs.graph_options import GraphOptions
+from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions
 from sglang_ext.sglang_plugin.hook_table import V23
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import ExtensionOptions

@@ -25,8 +25,7 @@ from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.rooms import attempts_of, following
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.messages import Destination
-from sglang_ext.sglang_plugin.handshake.pools import token_slots
-from sglang_ext.sglang_plugin.handshake.rank_pairing import Share, shares_of
+from sglang_ext.sglang_plugin.handshake.layout import Share, shares_of, token_slots
 
 _GIVEN_UP = "the request was given up on the prefill instance"
 _ABORTED = "the request was aborted on the prefill instance"
