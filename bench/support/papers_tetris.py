@@ -14,14 +14,18 @@ from statistics import fmean
 from typing import NamedTuple
 
 from sglang_ext.policy.pools.instance_pressure import quantile
-from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.engines import SimEngine, load_engine
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.metrics import Collector, CriticalLoad
-from sglang_ext.simulation.records import PrefillListener, ServedPrefill, SimRequest, feed
+from sglang_ext.simulation.events import (
+    EventLoop,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+    feed,
+)
+from sglang_ext.simulation.run import Collector, CriticalLoad
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
-from sglang_ext.simulation.workload import load_workload
+from sglang_ext.simulation.workload import drawn_requests, load_workload
 
 INSTANCES = 16
 LIMIT_FACTOR = 25.0

@@ -27,9 +27,9 @@ from sglang_ext.policy.pools.instance_pressure import (
 )
 from sglang_ext.policy.pools.pool_move import (
     AwaitDrain,
-    Finished,
     HoldBack,
     MoveActions,
+    MoveFinished,
     MoveOutcome,
     MovePlan,
     PoolMove,
@@ -40,8 +40,7 @@ from sglang_ext.policy.pools.pool_move import (
 )
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.laps_monitor import LapsMonitor, NoReportError, NotServedError
-from sglang_ext_router.laps_report import MODE_PATH
+from sglang_ext_router.laps_monitor import MODE_PATH, LapsMonitor, NoReportError, NotServedError
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
@@ -270,7 +269,7 @@ class PoolController:
             finished = await self._carry_out(PoolMove(plan), worker)
         except Exception as error:  # an instance must not stay held back
             logger.exception("the move of %s failed", record.url)
-            finished = Finished(MoveOutcome.NOT_UNDONE, f"the router failed: {error!r}")
+            finished = MoveFinished(MoveOutcome.NOT_UNDONE, f"the router failed: {error!r}")
         finally:
             self._hold_back(worker, False)
             self.current = None
@@ -281,7 +280,7 @@ class PoolController:
         self.move_counts[key] = self.move_counts.get(key, 0) + 1
         self._learn(worker, record, finished)
 
-    def _learn(self, worker: Worker, record: MoveRecord, finished: Finished) -> None:
+    def _learn(self, worker: Worker, record: MoveRecord, finished: MoveFinished) -> None:
         now_s = self._loop.time()
         self._said = None  # what is decided after a move is news
         if finished.outcome is MoveOutcome.MOVED:
@@ -297,7 +296,7 @@ class PoolController:
             "%s stays in the %s pool (%s): %s", *(record.url, record.source, finished.outcome, finished.detail)
         )
 
-    async def _carry_out(self, machine: PoolMove, worker: Worker) -> Finished:
+    async def _carry_out(self, machine: PoolMove, worker: Worker) -> MoveFinished:
         """Do what the state machine says until it says that it is over."""
         actions = deque(machine.start())
         while True:
@@ -309,7 +308,7 @@ class PoolController:
                     self._hold_back(worker, False)
                 case Relabel():
                     self._relabel(worker, action.pool)
-                case Finished():
+                case MoveFinished():
                     return action
                 case AwaitDrain() | ReadMode() | PostMode():
                     answer = await self._ask(machine, worker, action)

@@ -10,22 +10,22 @@ from typing import NamedTuple
 
 from sglang_ext.policy.routing.pd_actions import (
     AbortLeg,
-    Absolve,
     Actions,
-    Blame,
     CloseClient,
-    Credit,
     EmitErrorEvent,
     Exclude,
-    Finished,
     Leg,
+    RecordFailure,
+    RecordSuccess,
     RelayBody,
     RelayHead,
+    ReleaseTrial,
     ReplyError,
+    RequestFinished,
     ScheduleRetry,
     StartLegs,
 )
-from sglang_ext.policy.routing.pd_protocol import PDExchange
+from sglang_ext.policy.routing.pd_protocol import PDProtocol
 from sglang_ext.types import RequestState
 
 FAULTS = (500, 502, 503, 504)
@@ -44,7 +44,7 @@ class Event(NamedTuple):
 _GLOBAL = ("start", "on_client_gone", "on_timeout")
 
 
-def feed(exchange: PDExchange, event: Event) -> Actions:
+def feed(exchange: PDProtocol, event: Event) -> Actions:
     """Carry an event to the exchange."""
     method = getattr(exchange, event.name)
     if event.name in _GLOBAL:
@@ -116,7 +116,7 @@ class Monitor:
         self._note(event)
         finished_at = None
         for position, action in enumerate(actions):
-            assert finished_at is None, "an action after Finished"
+            assert finished_at is None, "an action after RequestFinished"
             match action:
                 case StartLegs(attempt):
                     assert attempt == self.attempt + 1 <= self.max_retries
@@ -133,15 +133,15 @@ class Monitor:
                     key = (self.attempt, leg)
                     self.total_aborts[key] = self.total_aborts.get(key, 0) + 1
                     assert self.total_aborts[key] == 1
-                case Credit(leg):
+                case RecordSuccess(leg):
                     record = self._judge(leg)
                     assert record.is_completed
                     assert record.is_fine
-                case Blame(leg):
+                case RecordFailure(leg):
                     record = self._judge(leg)
                     assert record.is_lost or record.is_failed_inside or record.status in FAULTS
                     assert record.is_lost or record.status not in BUSY
-                case Absolve(leg):
+                case ReleaseTrial(leg):
                     record = self._judge(leg)
                     assert not record.is_lost
                     assert self.relayed is not leg or record.status not in FAULTS, "a shown 5xx without blame"
@@ -178,7 +178,7 @@ class Monitor:
                     assert not self.broken
                     assert not isinstance(action, EmitErrorEvent) or self.is_stream
                     self.broken = True
-                case Finished(state):
+                case RequestFinished(state):
                     finished_at = position
                     self.over = state
                     self._check_end(event, state)

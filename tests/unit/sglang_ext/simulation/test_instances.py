@@ -15,9 +15,9 @@ from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.simulation.cluster import Failure
+from sglang_ext.simulation.events import SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.records import SimRequest
 from sglang_ext.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.types import Role
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker, CircuitState, choose_usable
+from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
 
 
 def fail_in_sequence(breaker: CircuitBreaker, count: int, start_s: float = 0.0) -> float:
@@ -180,14 +180,6 @@ def test_defaults() -> None:
 def test_nonsense_is_refused_by_name(field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} must be"):
         CircuitBreaker(**{field: 0})
-
-
-@pytest.mark.parametrize(
-    ("flags", "usable"),
-    [([], []), ([True, False, True], [0, 2]), ([False, False], [0, 1]), ([True], [0])],
-)
-def test_a_pool_without_a_closed_circuit_is_tried_anyway(flags: list[bool], usable: list[int]) -> None:
-    assert choose_usable(flags) == usable
 
 
 class AnyHistory(RuleBasedStateMachine):

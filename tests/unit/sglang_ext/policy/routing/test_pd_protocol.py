@@ -8,33 +8,33 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_ext.policy.routing.pd_actions import (
-    CREDIT_DECODE,
-    CREDIT_DECODE_AND_FINISH,
-    CREDIT_PREFILL,
-    CREDIT_PREFILL_AND_FINISH,
+    DECODE_SUCCEEDED,
+    DECODE_SUCCEEDED_AND_FINISHED,
     NOTHING,
+    PREFILL_SUCCEEDED,
+    PREFILL_SUCCEEDED_AND_FINISHED,
     RELAY_DECODE,
     AbortLeg,
-    Absolve,
     Actions,
-    Blame,
     CloseClient,
-    Credit,
     EmitErrorEvent,
     Exclude,
     FailureReason,
-    Finished,
     Leg,
+    RecordFailure,
+    RecordSuccess,
     RelayBody,
     RelayHead,
+    ReleaseTrial,
     ReplyError,
+    RequestFinished,
     ScheduleRetry,
     StartLegs,
 )
 from sglang_ext.policy.routing.pd_protocol import (
     RETRYABLE_STATUS,
-    PDExchange,
-    Phase,
+    PDProtocol,
+    RequestPhase,
     RetryPolicy,
 )
 from sglang_ext.types import RequestState
@@ -45,13 +45,13 @@ LOST, CONNECT_FAILED = FailureReason.LEG_LOST, FailureReason.CONNECT_FAILED
 FAILED, FINISHED, ABORTED = RequestState.FAILED, RequestState.FINISHED, RequestState.ABORTED
 
 
-def started(max_retries: int = 5, *, is_stream: bool = True, is_single_sequence: bool = True) -> PDExchange:
-    exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single_sequence)
+def started(max_retries: int = 5, *, is_stream: bool = True, is_single_sequence: bool = True) -> PDProtocol:
+    exchange = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single_sequence)
     assert exchange.start() == (StartLegs(0),)
     return exchange
 
 
-def relaying(*, prefill_done: bool = False, is_stream: bool = True, is_single_sequence: bool = True) -> PDExchange:
+def relaying(*, prefill_done: bool = False, is_stream: bool = True, is_single_sequence: bool = True) -> PDProtocol:
     exchange = started(is_stream=is_stream, is_single_sequence=is_single_sequence)
     if prefill_done:
         exchange.on_leg_head(P, 0, 200)
@@ -62,7 +62,7 @@ def relaying(*, prefill_done: bool = False, is_stream: bool = True, is_single_se
 
 
 def test_by_default_it_is_one_plain_sequence_with_five_retries() -> None:
-    exchange = PDExchange()
+    exchange = PDProtocol()
     assert (exchange.max_retries, exchange.is_stream, exchange.is_single_sequence) == (5, False, True)
     assert exchange.attempt == 0
 
@@ -72,25 +72,25 @@ class TestHappyPath:
         exchange = started()
         assert exchange.on_leg_head(P, 0, 200) is NOTHING
         assert exchange.on_first_body(P, 0) is NOTHING
-        assert exchange.on_leg_complete(P, 0) is CREDIT_PREFILL
+        assert exchange.on_leg_complete(P, 0) is PREFILL_SUCCEEDED
         assert exchange.on_leg_head(D, 0, 200) is NOTHING
         assert exchange.on_first_body(D, 0) is RELAY_DECODE
-        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE_AND_FINISH
+        assert exchange.on_leg_complete(D, 0) is DECODE_SUCCEEDED_AND_FINISHED
         assert exchange.is_over
 
     def test_decode_ends_first(self) -> None:
         exchange = relaying()
-        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE
-        assert exchange.phase is Phase.DRAINING
+        assert exchange.on_leg_complete(D, 0) is DECODE_SUCCEEDED
+        assert exchange.phase is RequestPhase.DRAINING
         assert exchange.on_client_gone() == NOTHING, "the client has all it asked for"
         exchange.on_leg_head(P, 0, 200)
-        assert exchange.on_leg_complete(P, 0) is CREDIT_PREFILL_AND_FINISH
+        assert exchange.on_leg_complete(P, 0) is PREFILL_SUCCEEDED_AND_FINISHED
         assert exchange.is_over
 
     def test_an_empty_reply_is_relayed_too(self) -> None:
         exchange = started()
         exchange.on_leg_head(D, 0, 204)
-        assert exchange.on_leg_complete(D, 0) == (*RELAY_DECODE, Credit(D))
+        assert exchange.on_leg_complete(D, 0) == (*RELAY_DECODE, RecordSuccess(D))
 
     @pytest.mark.parametrize("status", [200, 201, 299])
     def test_every_2xx_is_a_success(self, status: int) -> None:
@@ -113,10 +113,10 @@ class TestConnectionFailures:
     def test_is_retried_elsewhere_and_the_other_leg_aborted_at_once(self, leg: Leg, other: Leg) -> None:
         exchange = started()
         assert exchange.on_leg_connect_failed(leg, 0) == (
-            Blame(leg),
+            RecordFailure(leg),
             Exclude(leg),
             AbortLeg(other),
-            Absolve(other),
+            ReleaseTrial(other),
             ScheduleRetry(0),
         )
         assert exchange.on_retry_timer(0) == (StartLegs(1),)
@@ -126,7 +126,7 @@ class TestConnectionFailures:
         exchange = started()
         exchange.on_leg_head(P, 0, 200)
         exchange.on_leg_complete(P, 0)
-        assert exchange.on_leg_lost(D, 0) == (Blame(D), Exclude(D), ScheduleRetry(0))
+        assert exchange.on_leg_lost(D, 0) == (RecordFailure(D), Exclude(D), ScheduleRetry(0))
 
     @pytest.mark.parametrize(
         ("event", "status", "reason"),
@@ -135,11 +135,11 @@ class TestConnectionFailures:
     def test_no_retry_left(self, event: str, status: int, reason: FailureReason) -> None:
         exchange = started(max_retries=0)
         assert getattr(exchange, event)(P, 0) == (
-            Blame(P),
+            RecordFailure(P),
             AbortLeg(D),
-            Absolve(D),
+            ReleaseTrial(D),
             ReplyError(status, reason),
-            Finished(FAILED),
+            RequestFinished(FAILED),
         )
 
     def test_all_attempts_are_used(self) -> None:
@@ -147,7 +147,7 @@ class TestConnectionFailures:
         for attempt in range(5):
             assert ScheduleRetry(attempt) in exchange.on_leg_lost(D, attempt)
             assert exchange.on_retry_timer(attempt) == (StartLegs(attempt + 1),)
-        assert exchange.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), Finished(FAILED))
+        assert exchange.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
 
     def test_news_of_an_older_attempt_is_void(self) -> None:
         exchange = started()
@@ -157,10 +157,10 @@ class TestConnectionFailures:
             assert getattr(exchange, event)(D, 0) == NOTHING
         assert exchange.on_leg_head(D, 0, 500) == NOTHING
         assert exchange.on_retry_timer(0) == NOTHING
-        assert exchange.phase is Phase.OPEN
+        assert exchange.phase is RequestPhase.OPEN
 
     def test_no_instance(self) -> None:
-        assert started().on_no_instance(0) == (ReplyError(503, FailureReason.NO_INSTANCE), Finished(FAILED))
+        assert started().on_no_instance(0) == (ReplyError(503, FailureReason.NO_INSTANCE), RequestFinished(FAILED))
 
 
 class TestStatuses:
@@ -171,50 +171,55 @@ class TestStatuses:
         other = D if leg is P else P
         assert exchange.on_leg_head(leg, 0, status) == (
             AbortLeg(other),
-            Absolve(other),
+            ReleaseTrial(other),
             RelayHead(leg),
             RelayBody(leg),
         )
         assert exchange.on_first_body(leg, 0) == NOTHING
-        assert exchange.on_leg_complete(leg, 0) == (Absolve(leg), Finished(FAILED))
+        assert exchange.on_leg_complete(leg, 0) == (ReleaseTrial(leg), RequestFinished(FAILED))
 
     @pytest.mark.parametrize("status", [408, 429])
     def test_a_busy_instance_is_avoided_but_not_blamed(self, status: int) -> None:
         assert started().on_leg_head(P, 0, status) == (
             AbortLeg(P),
-            Absolve(P),
+            ReleaseTrial(P),
             Exclude(P),
             AbortLeg(D),
-            Absolve(D),
+            ReleaseTrial(D),
             ScheduleRetry(0),
         )
 
     def test_the_last_failure_is_relayed(self) -> None:
         exchange = started(max_retries=0)
-        assert exchange.on_leg_head(P, 0, 503) == (AbortLeg(D), Absolve(D), RelayHead(P), RelayBody(P))
-        assert exchange.on_leg_complete(P, 0) == (Blame(P), Finished(FAILED))
+        assert exchange.on_leg_head(P, 0, 503) == (AbortLeg(D), ReleaseTrial(D), RelayHead(P), RelayBody(P))
+        assert exchange.on_leg_complete(P, 0) == (RecordFailure(P), RequestFinished(FAILED))
 
     def test_an_error_reply_that_breaks_off_closes_the_client(self) -> None:
         exchange = started()
         exchange.on_leg_head(D, 0, 400)
-        assert exchange.on_leg_lost(D, 0) == (Blame(D), CloseClient(LOST), Finished(FAILED))
+        assert exchange.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished(FAILED))
 
     def test_an_error_inside_a_streams_first_event_is_retried(self) -> None:
         exchange = started()
         exchange.on_leg_head(D, 0, 200)
         exchange.on_leg_head(P, 0, 200)
         exchange.on_leg_complete(P, 0)
-        assert exchange.on_error_event(D, 0, 500) == (AbortLeg(D), Blame(D), Exclude(D), ScheduleRetry(0))
+        assert exchange.on_error_event(D, 0, 500) == (AbortLeg(D), RecordFailure(D), Exclude(D), ScheduleRetry(0))
 
     def test_an_error_inside_a_relayed_stream_only_changes_the_verdict(self) -> None:
         exchange = relaying(prefill_done=True)
         assert exchange.on_error_event(D, 0, 503) == NOTHING
-        assert exchange.on_leg_complete(D, 0) == (Blame(D), Finished(FAILED))
+        assert exchange.on_leg_complete(D, 0) == (RecordFailure(D), RequestFinished(FAILED))
 
     def test_such_an_error_ends_a_prefill_leg_that_still_runs(self) -> None:
         exchange = relaying()
         exchange.on_error_event(D, 0, 400)
-        assert exchange.on_leg_complete(D, 0) == (AbortLeg(P), Absolve(P), Absolve(D), Finished(FAILED))
+        assert exchange.on_leg_complete(D, 0) == (
+            AbortLeg(P),
+            ReleaseTrial(P),
+            ReleaseTrial(D),
+            RequestFinished(FAILED),
+        )
 
 
 class TestWhoIsToBlame:
@@ -227,24 +232,24 @@ class TestWhoIsToBlame:
         assert exchange.on_leg_head(echo, 0, 500) == (ScheduleRetry(0),)
         if is_body_complete:
             assert exchange.on_leg_complete(echo, 0) == NOTHING
-        ending: Actions = (Absolve(echo),) if is_body_complete else (AbortLeg(echo), Absolve(echo))
-        assert exchange.on_leg_lost(culprit, 0) == (Blame(culprit), Exclude(culprit), *ending)
+        ending: Actions = (ReleaseTrial(echo),) if is_body_complete else (AbortLeg(echo), ReleaseTrial(echo))
+        assert exchange.on_leg_lost(culprit, 0) == (RecordFailure(culprit), Exclude(culprit), *ending)
         assert exchange.on_retry_timer(0) == (StartLegs(1),)
 
     @pytest.mark.parametrize(("echo", "culprit"), [(D, P), (P, D)])
     def test_loss_then_5xx_of_the_other(self, echo: Leg, culprit: Leg) -> None:
         exchange = started()
         actions = exchange.on_leg_lost(culprit, 0) + exchange.on_leg_head(echo, 0, 500)
-        assert [one for one in actions if isinstance(one, Blame)] == [Blame(culprit)]
+        assert [one for one in actions if isinstance(one, RecordFailure)] == [RecordFailure(culprit)]
 
     def test_5xx_alone_is_blamed_when_the_back_off_ends(self) -> None:
         exchange = started()
         exchange.on_leg_head(D, 0, 500)
         assert exchange.on_retry_timer(0) == (
             AbortLeg(P),
-            Absolve(P),
+            ReleaseTrial(P),
             AbortLeg(D),
-            Blame(D),
+            RecordFailure(D),
             Exclude(D),
             StartLegs(1),
         )
@@ -254,75 +259,85 @@ class TestWhoIsToBlame:
         exchange.on_leg_head(D, 0, 500)
         exchange.on_leg_complete(D, 0)
         exchange.on_leg_head(P, 0, 200)
-        assert exchange.on_leg_complete(P, 0) == (Credit(P), Blame(D), Exclude(D))
-        assert exchange.phase is Phase.BACKOFF
+        assert exchange.on_leg_complete(P, 0) == (RecordSuccess(P), RecordFailure(D), Exclude(D))
+        assert exchange.phase is RequestPhase.BACKOFF
 
     def test_5xx_of_prefill_is_its_own_once_decode_answers(self) -> None:
         exchange = started()
         exchange.on_leg_head(P, 0, 500)
         exchange.on_leg_head(D, 0, 200)
-        assert exchange.on_first_body(D, 0) == (AbortLeg(P), Blame(P), AbortLeg(D), Absolve(D), Exclude(P))
+        assert exchange.on_first_body(D, 0) == (AbortLeg(P), RecordFailure(P), AbortLeg(D), ReleaseTrial(D), Exclude(P))
 
     def test_both_5xx_blames_both(self) -> None:
         exchange = started()
         exchange.on_leg_head(P, 0, 500)
         actions = exchange.on_leg_head(D, 0, 500)
-        assert set(actions) == {AbortLeg(P), AbortLeg(D), Blame(P), Blame(D), Exclude(P), Exclude(D)}
+        assert set(actions) == {AbortLeg(P), AbortLeg(D), RecordFailure(P), RecordFailure(D), Exclude(P), Exclude(D)}
 
     def test_an_answer_outweighs_the_5xx_it_caused(self) -> None:
         exchange = started()
         exchange.on_leg_head(D, 0, 500)
         exchange.on_leg_complete(D, 0)
-        assert exchange.on_leg_head(P, 0, 400) == (Absolve(D), RelayHead(P), RelayBody(P))
+        assert exchange.on_leg_head(P, 0, 400) == (ReleaseTrial(D), RelayHead(P), RelayBody(P))
         assert exchange.on_retry_timer(0) == NOTHING
-        assert exchange.on_leg_complete(P, 0) == (Absolve(P), Finished(FAILED))
+        assert exchange.on_leg_complete(P, 0) == (ReleaseTrial(P), RequestFinished(FAILED))
 
     def test_a_refusal_outweighs_the_5xx_it_caused(self) -> None:
         exchange = started()
         exchange.on_leg_head(D, 0, 500)
-        assert exchange.on_leg_head(P, 0, 429) == (AbortLeg(P), Absolve(P), Exclude(P), AbortLeg(D), Absolve(D))
+        assert exchange.on_leg_head(P, 0, 429) == (
+            AbortLeg(P),
+            ReleaseTrial(P),
+            Exclude(P),
+            AbortLeg(D),
+            ReleaseTrial(D),
+        )
         assert exchange.on_retry_timer(0) == (StartLegs(1),)
 
 
 class TestAfterTheFirstByte:
     def test_decode_lost_in_a_stream(self) -> None:
         assert relaying(is_stream=True).on_leg_lost(D, 0) == (
-            Blame(D),
+            RecordFailure(D),
             AbortLeg(P),
-            Absolve(P),
+            ReleaseTrial(P),
             EmitErrorEvent(LOST),
-            Finished(FAILED),
+            RequestFinished(FAILED),
         )
 
     def test_decode_lost_in_a_plain_reply(self) -> None:
         exchange = relaying(is_stream=False, prefill_done=True)
-        assert exchange.on_leg_lost(D, 0) == (Blame(D), CloseClient(LOST), Finished(FAILED))
+        assert exchange.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished(FAILED))
 
     def test_prefill_lost_harms_a_single_sequence_no_more(self) -> None:
         exchange = relaying()
-        assert exchange.on_leg_lost(P, 0) == (Blame(P),)
-        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE_AND_FINISH
+        assert exchange.on_leg_lost(P, 0) == (RecordFailure(P),)
+        assert exchange.on_leg_complete(D, 0) is DECODE_SUCCEEDED_AND_FINISHED
 
-    @pytest.mark.parametrize(("status", "verdict"), [(500, Blame(P)), (429, Absolve(P)), (400, Absolve(P))])
-    def test_prefill_failing_harms_a_single_sequence_no_more(self, status: int, verdict: Blame | Absolve) -> None:
+    @pytest.mark.parametrize(
+        ("status", "verdict"), [(500, RecordFailure(P)), (429, ReleaseTrial(P)), (400, ReleaseTrial(P))]
+    )
+    def test_prefill_failing_harms_a_single_sequence_no_more(
+        self, status: int, verdict: RecordFailure | ReleaseTrial
+    ) -> None:
         exchange = relaying()
         assert exchange.on_leg_head(P, 0, status) == (AbortLeg(P), verdict)
-        assert exchange.phase is Phase.RELAYING
+        assert exchange.phase is RequestPhase.RELAYING
 
     def test_prefill_lost_breaks_several_sequences(self) -> None:
         exchange = relaying(is_single_sequence=False)
         assert exchange.on_leg_lost(P, 0) == (
-            Blame(P),
+            RecordFailure(P),
             AbortLeg(D),
-            Absolve(D),
+            ReleaseTrial(D),
             EmitErrorEvent(FailureReason.LEG_FAILED),
-            Finished(FAILED),
+            RequestFinished(FAILED),
         )
 
     def test_prefill_lost_after_the_whole_reply(self) -> None:
         exchange = relaying()
         exchange.on_leg_complete(D, 0)
-        assert exchange.on_leg_lost(P, 0) == (Blame(P), Finished(FINISHED))
+        assert exchange.on_leg_lost(P, 0) == (RecordFailure(P), RequestFinished(FINISHED))
 
     def test_nothing_is_retried(self) -> None:
         exchange = relaying()
@@ -335,34 +350,34 @@ class TestClientAndTime:
         for exchange in (started(), relaying()):
             assert exchange.on_client_gone() == (
                 AbortLeg(P),
-                Absolve(P),
+                ReleaseTrial(P),
                 AbortLeg(D),
-                Absolve(D),
-                Finished(ABORTED),
+                ReleaseTrial(D),
+                RequestFinished(ABORTED),
             )
 
     def test_client_leaves_while_queued_or_backing_off(self) -> None:
-        assert PDExchange().on_client_gone() == (Finished(ABORTED),)
+        assert PDProtocol().on_client_gone() == (RequestFinished(ABORTED),)
         exchange = started()
         exchange.on_leg_lost(P, 0)
-        assert exchange.on_client_gone() == (Finished(ABORTED),)
+        assert exchange.on_client_gone() == (RequestFinished(ABORTED),)
         assert exchange.on_retry_timer(0) == NOTHING
 
     def test_timeout_in_the_queue(self) -> None:
-        exchange = PDExchange()
-        assert exchange.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), Finished(FAILED))
+        exchange = PDProtocol()
+        assert exchange.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), RequestFinished(FAILED))
         assert exchange.start() == NOTHING
 
     def test_timeout_before_the_first_byte(self) -> None:
-        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), Finished(FAILED))
+        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), RequestFinished(FAILED))
 
     def test_timeout_ends_a_stream(self) -> None:
-        assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), Finished(FAILED))
+        assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), RequestFinished(FAILED))
 
     def test_timeout_while_only_prefill_hangs(self) -> None:
         exchange = relaying()
         exchange.on_leg_complete(D, 0)
-        assert exchange.on_timeout() == (AbortLeg(P), Absolve(P), Finished(FINISHED))
+        assert exchange.on_timeout() == (AbortLeg(P), ReleaseTrial(P), RequestFinished(FINISHED))
 
 
 LEGS = st.sampled_from(list(Leg))
@@ -374,7 +389,7 @@ class RandomHistories(RuleBasedStateMachine):
 
     @initialize(max_retries=st.integers(0, 6), is_stream=st.booleans(), is_single=st.booleans())
     def begin(self, max_retries: int, is_stream: bool, is_single: bool) -> None:
-        self.exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single)
+        self.exchange = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single)
         self.monitor = Monitor(max_retries, is_stream)
         self.give(Event("start"))
 

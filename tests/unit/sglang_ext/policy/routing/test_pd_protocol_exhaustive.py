@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 
 from sglang_ext.policy.routing.pd_actions import Leg
-from sglang_ext.policy.routing.pd_protocol import PDExchange, Phase
+from sglang_ext.policy.routing.pd_protocol import PDProtocol, RequestPhase
 from support.pd_monitor import Event, Monitor, feed
 
 STATUSES = (100, 200, 302, 400, 429, 500)
@@ -36,18 +36,18 @@ def story(path: Path) -> str:
     return " → ".join(str(tuple(event)) for event in reversed(events))
 
 
-def clone(exchange: PDExchange) -> PDExchange:
+def clone(exchange: PDProtocol) -> PDProtocol:
     twin = copy(exchange)
     twin._legs = list(exchange._legs)
     return twin
 
 
-def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, set[Phase]]:
+def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, set[RequestPhase]]:
     """Feed every event in every reachable state; returns how many states there are, and their phases."""
-    exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single)
-    frontier: list[tuple[PDExchange, Monitor, Path]] = [(exchange, Monitor(max_retries, is_stream), None)]
+    exchange = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single)
+    frontier: list[tuple[PDProtocol, Monitor, Path]] = [(exchange, Monitor(max_retries, is_stream), None)]
     seen: set[tuple[object, ...]] = set()
-    phases: set[Phase] = set()
+    phases: set[RequestPhase] = set()
     while frontier:
         exchange, monitor, path = frontier.pop()
         phases.add(exchange.phase)
@@ -80,6 +80,6 @@ def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, se
 @pytest.mark.parametrize("max_retries", [0, 1])
 def test_every_reachable_state_keeps_the_promises(max_retries: int, is_stream: bool, is_single: bool) -> None:
     states, phases = explore(max_retries, is_stream, is_single)
-    expected = set(Phase) if max_retries else set(Phase) - {Phase.SETTLING, Phase.BACKOFF}
+    expected = set(RequestPhase) if max_retries else set(RequestPhase) - {RequestPhase.SETTLING, RequestPhase.BACKOFF}
     assert phases == expected
     assert states > 100

@@ -23,7 +23,7 @@ from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
 from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRankAgreement
 from sglang_ext.sglang_plugin.laps.status import MODES, mode_number, status_of
 from sglang_ext.types import LengthClass
-from sglang_ext_router.laps_report import read_report
+from sglang_ext_router.laps_monitor import read_report
 from support.prefill_loop import policy
 
 

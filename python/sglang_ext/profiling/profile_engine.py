@@ -16,12 +16,10 @@ from sglang_ext.costs.engine_profile import sp_entry, write_profile
 from sglang_ext.profiling.facts import InstanceFacts
 from sglang_ext.profiling.fit import Fit, FitError, FormFit, bad_forms, fit_measurements
 from sglang_ext.profiling.http_client import InstanceError, is_this_machine
-from sglang_ext.profiling.instance import Instance
+from sglang_ext.profiling.instance import HttpInstance
+from sglang_ext.profiling.measured_points import MeasuredPoint, Measurements, Notes, NotesError, partial_path
 from sglang_ext.profiling.measurement import busy_request_s, gap_s, measure
-from sglang_ext.profiling.notes import Notes, NotesError, partial_path
-from sglang_ext.profiling.picture import PictureError, check_picture, draw_profile
 from sglang_ext.profiling.points import AskedPoints, Point, PointError, choose_points
-from sglang_ext.profiling.records import MeasuredPoint, Measurements
 
 API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"
 DEFAULT_MAX_ERROR = 0.2
@@ -70,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write. Progress goes to standard error; 2 for what cannot be done, 1 for a bad fit."""
     try:
         return _run(args)
-    except (InstanceError, PointError, NotesError, FitError, PictureError) as error:
+    except (InstanceError, PointError, NotesError, FitError, ProfilePictureError) as error:
         _clear_bar()
         print(f"sglang-ext profile engine: error: {error}", file=sys.stderr)
         return 2
@@ -88,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     _check(args)
     if args.plot is not None:
         check_picture()
-    instance = Instance.connect(
+    instance = HttpInstance.connect(
         args.url,
         model=args.model,
         decode_url=args.decode,
@@ -236,7 +234,7 @@ def _draw(args: argparse.Namespace, facts: InstanceFacts, points: Sequence[Measu
     path = args.plot or args.out.with_suffix(".png")
     try:
         check_picture()
-    except PictureError as error:
+    except ProfilePictureError as error:
         return f", no picture: {error}"
     draw_profile(points, fit, f"{facts.model} on {args.device_name or _device_name(args.url, facts)}", path)
     return f" and {path}"
@@ -288,3 +286,55 @@ def _bar() -> Callable[[int, int], None]:
 def _clear_bar() -> None:
     if sys.stderr.isatty():
         print(f"\r{' ' * (_BAR + 24)}\r", end="", file=sys.stderr)
+
+
+class ProfilePictureError(RuntimeError):
+    """The picture cannot be drawn; the text is one line for the user."""
+
+
+def check_picture() -> None:
+    """ProfilePictureError where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ProfilePictureError("matplotlib is not installed: pip install matplotlib") from None
+
+
+def draw_profile(points: Sequence[MeasuredPoint], fit: Fit, title: str, path: Path) -> None:
+    """Left: lone chunks by cached tokens; middle: batches by length; right: errors. Dots measured, lines fitted."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    chunks, batches, errors = figure.subplots(1, 3)
+    figure.suptitle(title)
+    lone = [one for one in points if one.point.requests == 1]
+    for number, cached_tokens in enumerate(sorted({one.point.cached_tokens for one in lone})):
+        row = sorted((one.point.new_tokens, one) for one in lone if one.point.cached_tokens == cached_tokens)
+        label = f"after {cached_tokens} cached tokens"
+        _dots_and_line(chunks, row, fit, f"C{number % 10}", label)
+    for number, new_tokens in enumerate(sorted({one.point.new_tokens for one in points if one.point.requests > 1})):
+        row = sorted(
+            (one.point.requests, one)
+            for one in points
+            if one.point.new_tokens == new_tokens and one.point.cached_tokens == 0
+        )
+        _dots_and_line(batches, row, fit, f"C{number % 10}", f"prompts of {new_tokens} tokens")
+    for number, form in enumerate(fit.forms):
+        ordered = sorted(abs(error) for error in form.errors.values())
+        shares = [(position + 1) / len(ordered) for position in range(len(ordered))]
+        errors.step(ordered, shares, where="post", color=f"C{number}", label=form.name)
+    for axes, across in ((chunks, "new tokens of a chunk"), (batches, "requests of a batch")):
+        axes.set(xlabel=across, ylabel="time of the iteration (s)", xscale="log", yscale="log")
+    errors.set(xlabel="relative error", ylabel="share of points", ylim=(0, 1))
+    for axes in (chunks, batches, errors):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def _dots_and_line(axes, row, fit: Fit, color: str, label: str) -> None:  # type: ignore[no-untyped-def]  # matplotlib
+    across = [value for value, _ in row]
+    axes.plot(across, [one.duration_s for _, one in row], "o", color=color, markersize=4)
+    axes.plot(across, [fit.iteration.iteration_s(one.point.lengths) for _, one in row], "-", color=color, label=label)

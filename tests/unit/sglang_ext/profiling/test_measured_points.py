@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.profiling.facts import Scalar
-from sglang_ext.profiling.notes import Notes, NotesError, partial_path
+from sglang_ext.profiling.measured_points import (
+    MeasuredHandOver,
+    MeasuredPoint,
+    Notes,
+    NotesError,
+    SkippedPoint,
+    partial_path,
+)
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import MeasuredHandOver, MeasuredPoint, SkippedPoint
 
 IDENTITY: dict[str, Scalar] = {"model": "llama", "dtype": "bfloat16", "tp_size": 1}
 ONE = MeasuredPoint(Point(256, 8), (0.01, 0.0101), (0.001, 0.001), (0.002, 0.002))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext_router.prompt import ROUTER_FIELDS, BadRequestError, clean_body
-from sglang_ext_router.request_hints import PRIORITIES, RequestHints
+from sglang_ext_router.prompt import BadRequestError
+from sglang_ext_router.request_body import PRIORITIES, ROUTER_FIELDS, RequestHints, clean_body
 from support.router_process import cluster
 from support.scripted_engine import hang, status
 

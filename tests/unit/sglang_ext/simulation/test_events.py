@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.events import EventLoop
 
 
 @given(st.lists(st.floats(0, 10, allow_nan=False)))

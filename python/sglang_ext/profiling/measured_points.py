@@ -1,7 +1,6 @@
-"""The partial file of a measurement: what an interrupted `profile engine` has already measured.
+"""What was measured of an instance: points, the hand-over to decode, busy runs; and the notes from which it goes on.
 
-JSON lines beside the profile: the identity of what is measured, then one line for each finished point or hand-over,
-written when it is finished. A last line that was cut off by an interruption is measured again.
+An interrupted measurement leaves its notes, one JSON line each, and the same command goes on from them.
 """
 
 from __future__ import annotations
@@ -9,13 +8,74 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from sglang_ext.profiling.facts import Scalar
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, MeasuredPoint, SkippedPoint
 
 _FORMAT = "sglang-ext engine measurements"
 _VERSION = 1
+
+
+class MeasuredPoint(NamedTuple):
+    """All runs of a point but the first, which warms up."""
+
+    point: Point
+    durations_s: tuple[float, ...]
+    before_s: tuple[float, ...]
+    after_s: tuple[float, ...]
+
+    @property
+    def duration_s(self) -> float:
+        return median(self.durations_s)
+
+    @property
+    def spread(self) -> float:
+        return spread(self.durations_s)
+
+
+class MeasuredHandOver(NamedTuple):
+    """Runs of a prompt without cached tokens over prefill and decode, as `MeasuredPoint` has them around iterations.
+
+    The instances agree on a place for the KV before its first iteration; the KV and the first token travel after the
+    last one.
+    """
+
+    prompt_tokens: int
+    before_s: tuple[float, ...]
+    after_s: tuple[float, ...]
+
+
+class BusyRun(NamedTuple):
+    """Short prompts that were sent over prefill and decode all at once."""
+
+    prompt_tokens: int
+    batches: tuple[int, ...]  # prompts in each iteration
+    span_s: float  # from the start of the first iteration to the end of the last one
+
+
+class SkippedPoint(NamedTuple):
+    """A point of the defaults that the instance does not run in one iteration."""
+
+    point: Point
+    reason: str
+
+
+class Measurements(NamedTuple):
+    """Everything that a profile is made from."""
+
+    points: tuple[MeasuredPoint, ...]
+    hand_overs: tuple[MeasuredHandOver, ...]  # empty without a decode instance
+    gaps_s: tuple[float, ...]  # between iterations while work waits
+    skipped: tuple[SkippedPoint, ...]
+    busy: tuple[BusyRun, ...] = ()  # empty without a decode instance
+
+
+def spread(values: tuple[float, ...]) -> float:
+    """A robust relative standard deviation: 1.48 times the median distance from the median, over the median."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values) / middle if middle > 0 else 0.0
 
 
 class NotesError(RuntimeError):

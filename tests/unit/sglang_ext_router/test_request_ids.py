@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext_router.rooms import COUNTER_BITS, ROOM_BITS, RoomAllocator
+from sglang_ext_router.request_ids import COUNTER_BITS, ROOM_BITS, RoomAllocator
 
 DRAWS = st.integers(0, (1 << 31) - 1)
 

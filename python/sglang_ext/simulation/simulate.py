@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
-from sglang_ext.simulation.front_end import simulate_for_clients
+from sglang_ext.simulation.events import ServedPrefill, SimRequest
 from sglang_ext.simulation.instances import LEAST_LOADED, ROUTERS
 from sglang_ext.simulation.pictures import (
     PicturesError,
@@ -22,8 +22,8 @@ from sglang_ext.simulation.pictures import (
     draw_timeline,
     draw_ttft,
 )
-from sglang_ext.simulation.records import ServedPrefill, SimRequest
-from sglang_ext.simulation.report import Report, as_json, make_report, table
+from sglang_ext.simulation.report import LoadReport, as_json, make_report, table
+from sglang_ext.simulation.run import simulate_for_clients
 from sglang_ext.simulation.scenario import (
     POLICIES,
     ScenarioError,
@@ -161,7 +161,7 @@ def _run(args: argparse.Namespace) -> int:
     for doubt in engine_doubts(args.policy, engine):
         print(f"sglang-ext simulate: {doubt}", file=sys.stderr)
     workload = load_workload(args.workload)
-    runs: list[tuple[Report, list[ServedPrefill]]] = []
+    runs: list[tuple[LoadReport, list[ServedPrefill]]] = []
     for rate in rates:
         requests = make_requests(workload, args, rate)
         builder = stage_builder(args, engine, is_recorded=args.pictures is not None)

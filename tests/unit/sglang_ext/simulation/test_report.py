@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.simulation.metrics import Collector, CriticalLoad, by_class, summarise
-from sglang_ext.simulation.records import ServedPrefill, SimRequest
+from sglang_ext.simulation.events import ServedPrefill, SimRequest
+from sglang_ext.simulation.report import by_class, summarise
+from sglang_ext.simulation.run import Collector, CriticalLoad
 
 
 def served(key: int, ttft_s: float, tokens: int = 10) -> ServedPrefill:

@@ -14,17 +14,20 @@ from pathlib import Path
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.profiling.rates import (
     Objective,
+    Provenance,
     RateChoice,
     RatesSearch,
     Trial,
     TrialError,
+    TrialNotes,
+    TrialNotesError,
     TrialTtft,
     carrying_rate_per_s,
     choose_rate,
+    file_digest,
     run_trial,
+    write_rates,
 )
-from sglang_ext.profiling.rates_notes import NotesError, TrialNotes
-from sglang_ext.profiling.rates_output import Provenance, file_digest, write_rates
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.simulation.systems import ClusterSystem
@@ -83,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     """Search and write the table; progress goes to standard error, the table in short to standard output."""
     try:
         return _run(args)
-    except (RatesError, WorkloadError, EngineError, NotesError, TrialError) as error:
-        option = {WorkloadError: "--workload: ", EngineError: "--engine: ", NotesError: "--out: "}
+    except (RatesError, WorkloadError, EngineError, TrialNotesError, TrialError) as error:
+        option = {WorkloadError: "--workload: ", EngineError: "--engine: ", TrialNotesError: "--out: "}
         print(f"sglang-ext profile rates: error: {option.get(type(error), '')}{error}", file=sys.stderr)
         return 2
     except OSError as error:
