@@ -15,7 +15,7 @@ from importlib import metadata
 from sglang_ext import __version__
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin import cpu_platform
-from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin.device import Device, MachineFacts, inspect_machine
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE
 from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if can_serve else 1
 
 
-def examine(machine: Machine) -> list[Finding]:
+def examine(machine: MachineFacts) -> list[Finding]:
     """Everything that serving depends on, in the order in which to repair it."""
     findings = [_machine_finding(machine), _python_finding()]
     packages = [_package_finding(name, machine.device) for name in ("torch", "sglang", "transformers")]
@@ -96,7 +96,7 @@ def render(findings: Sequence[Finding], can_serve: bool) -> str:
     return "\n".join(lines)
 
 
-def _machine_finding(machine: Machine) -> Finding:
+def _machine_finding(machine: MachineFacts) -> Finding:
     gib = machine.memory_bytes / 2**30
     return Finding(
         "machine",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.sglang_plugin.cdsp.cdsp_options import add_cdsp_arguments, architecture_conflict, cdsp_options
-from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin.device import Device, MachineFacts, inspect_machine
 from sglang_ext.sglang_plugin.graphs.graph_options import add_graph_arguments, graph_options
 from sglang_ext.sglang_plugin.handshake.transfer_options import add_transfer_arguments, transfer_options
 from sglang_ext.sglang_plugin.hook_table import V23
@@ -145,7 +145,7 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
     )
 
 
-def _problem(options: WorkerOptions, machine: Machine) -> str | None:
+def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     """Why this worker cannot start on this machine, found before SGLang's slow imports."""
     if installed_sglang() is None:
         return "SGLang is not installed; `sglang-ext doctor` tells how to get it"

@@ -16,8 +16,7 @@ import torch
 from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
 from sglang_ext.sglang_plugin.options import options_from_environment
-from sglang_ext_cuda_graphs.capture_plan import plan_captures
-from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
+from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import Recorder
 

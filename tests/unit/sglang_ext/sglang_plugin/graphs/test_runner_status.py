@@ -8,7 +8,7 @@ import torch
 
 from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner, graph_status
-from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
+from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DirectRecorder
 

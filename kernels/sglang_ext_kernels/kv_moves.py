@@ -1,6 +1,8 @@
-"""KV heads from tensor parallelism n to m: a rank's heads to one contiguous piece per receiver, and back.
+"""KV from where it lies to a block that can be sent, and back: tokens of a paged pool, runs of a rank's heads.
 
-Which heads go where is decided elsewhere (`sglang_ext.policy.handshake.head_mapping`); here pieces are runs of heads.
+Rebalancing sends blocks of tokens from one instance's pool to another's, one layer at a time. Between tensor
+parallelism n and m a rank's heads become one contiguous piece per receiver; which heads go where is decided elsewhere
+(`sglang_ext.policy.handshake.shards`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,54 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext_kernels import triton_support
+
+
+def gather_kv(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Copy the tokens at `slots` [T] out of a layer's pool, `keys` and `values` [pool slots, H, D]: [2, T, H, D].
+
+    Raises ValueError when keys and values differ in shape.
+    """
+    _check_pool(keys, values)
+    packed = torch.empty((2, slots.numel(), *keys.shape[1:]), dtype=keys.dtype, device=keys.device)
+    if slots.numel() and _has_contiguous_slots(keys, values):
+        from sglang_ext_kernels.on_gpu import moving_kernels as kernel
+
+        kernel.move_kv(keys, values, slots, packed, is_gather=True)
+    else:
+        torch.index_select(keys, 0, slots, out=packed[0])
+        torch.index_select(values, 0, slots, out=packed[1])
+    return packed
+
+
+def scatter_kv_(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    """Write `packed` [2, T, H, D] to the distinct `slots` [T] of a layer's pool, which is changed in place.
+
+    Raises ValueError when the shapes do not fit.
+    """
+    _check_pool(keys, values)
+    if packed.shape != (2, slots.numel(), *keys.shape[1:]):
+        raise ValueError(
+            f"{tuple(packed.shape)} is not KV of {slots.numel()} tokens of a pool of {tuple(keys.shape[1:])}"
+        )
+    if slots.numel() and _has_contiguous_slots(keys, values):
+        from sglang_ext_kernels.on_gpu import moving_kernels as kernel
+
+        kernel.move_kv(keys, values, slots, packed.contiguous(), is_gather=False)
+    else:
+        keys.index_copy_(0, slots, packed[0])
+        values.index_copy_(0, slots, packed[1])
+
+
+def _check_pool(keys: torch.Tensor, values: torch.Tensor) -> None:
+    if keys.shape != values.shape or keys.dim() != 3:
+        raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not of one pool [slots, H, D]")
+
+
+def _has_contiguous_slots(*pools: torch.Tensor) -> bool:
+    """Whether a slot's heads are contiguous, as the kernel wants them."""
+    return all(
+        triton_support.runs_on(pool) and pool.stride(2) == 1 and pool.stride(1) == pool.shape[2] for pool in pools
+    )
 
 
 class HeadPiece(NamedTuple):
@@ -25,12 +75,12 @@ def split_heads(kv: torch.Tensor, pieces: Sequence[HeadPiece]) -> list[torch.Ten
 
     A head may be in several pieces. Raises ValueError for a piece that is not in `kv`.
     """
-    _check(kv, pieces)
+    _check_pieces(kv, pieces)
     tokens, _, size = kv.shape
     flat = torch.empty(tokens * size * sum(piece.head_count for piece in pieces), dtype=kv.dtype, device=kv.device)
     views = _views(flat, tokens, size, pieces)
     if flat.numel() and triton_support.runs_on(kv) and kv.stride(2) == 1:
-        from sglang_ext_kernels.on_gpu import head_reshard as kernel
+        from sglang_ext_kernels.on_gpu import moving_kernels as kernel
 
         kernel.move_heads(kv, flat, _table(pieces, kv.device), is_split=True)
     else:
@@ -44,7 +94,7 @@ def join_heads_(kv: torch.Tensor, flat: torch.Tensor, pieces: Sequence[HeadPiece
 
     Raises ValueError for a piece that is not in `kv`, for a head in two pieces and for a `flat` of another size.
     """
-    _check(kv, pieces)
+    _check_pieces(kv, pieces)
     tokens, _, size = kv.shape
     heads = [head for piece in pieces for head in range(piece.first_head, piece.first_head + piece.head_count)]
     if len(set(heads)) != len(heads):
@@ -52,7 +102,7 @@ def join_heads_(kv: torch.Tensor, flat: torch.Tensor, pieces: Sequence[HeadPiece
     if flat.numel() != tokens * size * len(heads):
         raise ValueError(f"{flat.numel()} elements are not {len(heads)} heads of {size} for {tokens} tokens")
     if flat.numel() and triton_support.runs_on(kv) and kv.stride(2) == 1:
-        from sglang_ext_kernels.on_gpu import head_reshard as kernel
+        from sglang_ext_kernels.on_gpu import moving_kernels as kernel
 
         kernel.move_heads(kv, flat.contiguous(), _table(pieces, kv.device), is_split=False)
     else:
@@ -60,7 +110,7 @@ def join_heads_(kv: torch.Tensor, flat: torch.Tensor, pieces: Sequence[HeadPiece
             kv[:, piece.first_head : piece.first_head + piece.head_count] = view
 
 
-def _check(kv: torch.Tensor, pieces: Sequence[HeadPiece]) -> None:
+def _check_pieces(kv: torch.Tensor, pieces: Sequence[HeadPiece]) -> None:
     for piece in pieces:
         if piece.first_head < 0 or piece.head_count < 1 or piece.first_head + piece.head_count > kv.shape[1]:
             raise ValueError(f"{piece} is not in a rank with {kv.shape[1]} KV heads")

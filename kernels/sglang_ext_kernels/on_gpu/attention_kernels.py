@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: N803 (capitals are Triton's compile-time constants)
-"""Attention of one shard's queries over another's keys, causal by explicit positions, with its log-sum-exp.
+"""Triton kernels of attention: one shard's queries over another's keys by explicit positions, and the joining of parts.
 
-The usual online softmax, twice: over the key blocks that all queries of a block see, without a mask, and over those
-that some see. Scores are in units of log2, as exp2 is what the hardware has.
+Attention is the usual online softmax, twice: over the key blocks that all queries of a block see, without a mask, and
+over those that some see. Scores are in units of log2, as exp2 is what the hardware has. Joining reads both parts in one
+pass and writes one.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def positioned_block(
     queries_per_block: int,
     keys_per_block: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `sglang_ext_kernels.positioned_block`; the last dimension of q, k and v must be contiguous."""
+    """See `sglang_ext_kernels.block_attention`; the last dimension of q, k and v must be contiguous."""
     tokens, heads, size = q.shape
     v_size = v.shape[-1]
     out = torch.empty((tokens, heads, v_size), dtype=torch.float32, device=q.device)
@@ -191,3 +192,38 @@ def positioned_block(
         num_stages=2 if q.dtype == torch.float32 else 3,
     )
     return out, lse
+
+
+_ROWS = 8
+
+
+@triton.jit
+def _merge_states(
+    out, lse, other_out, other_lse, rows, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_row = row < rows
+    dims = tl.arange(0, SIZE_BLOCK)
+    a = tl.load(lse + row, mask=in_row, other=float("-inf"))
+    b = tl.load(other_lse + row, mask=in_row, other=float("-inf"))
+    highest = tl.maximum(a, b)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    a_weight = tl.exp(a - safe)
+    b_weight = tl.exp(b - safe)
+    total = a_weight + b_weight
+    divisor = tl.where(total > 0, total, 1.0)
+    at = row[:, None] * SIZE + dims[None, :]
+    inside = in_row[:, None] & (dims[None, :] < SIZE)
+    joined = tl.load(out + at, mask=inside, other=0.0) * (a_weight / divisor)[:, None]
+    joined += tl.load(other_out + at, mask=inside, other=0.0) * (b_weight / divisor)[:, None]
+    tl.store(out + at, joined, mask=inside)
+    tl.store(lse + row, tl.where(total > 0, safe + tl.log(divisor), float("-inf")), mask=in_row)
+
+
+def merge_states_(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """See `sglang_ext_kernels.block_attention`; all contiguous."""
+    rows, size = lse.numel(), out.shape[-1]
+    if rows:
+        _merge_states[(triton.cdiv(rows, _ROWS),)](
+            out, lse, other_out, other_lse, rows, SIZE=size, SIZE_BLOCK=triton.next_power_of_2(size), ROWS=_ROWS
+        )

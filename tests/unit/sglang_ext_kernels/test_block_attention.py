@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_ext_kernels.attention_block import attention_block, attention_block_reference
-from sglang_ext_kernels.merge_states import merge_states_
+from sglang_ext_kernels.block_attention import attention_block, attention_block_reference, merge_states_
 
 
 def tensors(q_tokens: int, k_tokens: int, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

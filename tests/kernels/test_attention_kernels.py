@@ -1,13 +1,19 @@
-"""Blocks between zigzag, striped and disordered shards; lengths that fill no block; GQA; log-sum-exp; merging."""
+"""The Triton kernels of attention: blocks between zigzag, striped and disordered shards, GQA, and the fused merge."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sglang_ext_kernels.attention_block import attention_block_reference
-from sglang_ext_kernels.merge_states import merge_states_
-from sglang_ext_kernels.positioned_block import BlockSizes, plan_block, positioned_block, positioned_block_reference
+from sglang_ext_kernels.block_attention import (
+    BlockSizes,
+    attention_block_reference,
+    merge_states_,
+    merge_states_reference_,
+    plan_block,
+    positioned_block,
+    positioned_block_reference,
+)
 
 SMALL = BlockSizes(16, 16)
 SCALE = 0.2
@@ -119,3 +125,28 @@ def test_the_plan_counts_whole_blocks_only() -> None:
 def test_an_empty_block_is_refused() -> None:
     with pytest.raises(ValueError, match="needs queries and keys, got 0 and 3"):
         plan_block(torch.empty(0), torch.arange(3), SMALL)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 16), (13, 3, 64), (9, 2, 80)])
+def test_the_merge_is_its_reference(generator: torch.Generator, tokens: int, heads: int, size: int) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=generator.device)
+
+    out, lse = draw(tokens, heads, size), 5 * draw(tokens, heads)
+    other, other_lse = draw(tokens, heads, size), 5 * draw(tokens, heads)
+    lse[::2] = float("-inf")
+    out[::2] = 0
+    other_lse[::3] = float("-inf")
+    other[::3] = 0
+    wanted, wanted_lse = out.clone(), lse.clone()
+    merge_states_reference_(wanted, wanted_lse, other, other_lse)
+    merge_states_(out, lse, other, other_lse)
+    torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-6, rtol=1e-6)
+
+
+def test_far_apart_sums_do_not_overflow(generator: torch.Generator) -> None:
+    out, lse = torch.ones(1, 1, 16, device=generator.device), torch.full((1, 1), 1e4, device=generator.device)
+    merge_states_(out, lse, torch.zeros_like(out), -lse)
+    assert torch.equal(out, torch.ones_like(out))
+    assert torch.equal(lse, torch.full_like(lse, 1e4))
