@@ -3,7 +3,7 @@
 | name | given by | names |
 |---|---|---|
 | bootstrap room | the router | a request at its prefill and its decode instance, as SGLang has it |
-| transfer id | follows from the room | one attempt to bring a request's KV to decode: the room, or an `TransferAttempt` |
+| transfer id | follows from the room | one attempt to bring KV to decode: the room, or a `TransferAttempt` |
 | pool request | a member of a long pool | a request that was offered to the pool, unique there |
 
 A request whose KV comes from several instances may have to be sent anew when one of them fails. Each attempt is a
