@@ -43,7 +43,7 @@ PATH = (
     "prefill predicted_wait",
     "decode freeness",
     "record prefix",
-    "exchange",
+    "protocol",
     "observe tokens",
 )
 
@@ -64,13 +64,13 @@ def fixed_decisions() -> dict[str, Decision]:
         queue.release(1.0)
 
     def serve() -> None:
-        exchange = PDProtocol(5, is_stream=True)
-        exchange.start()
-        exchange.on_leg_head(Leg.PREFILL, 0, 200)
-        exchange.on_leg_complete(Leg.PREFILL, 0)
-        exchange.on_leg_head(Leg.DECODE, 0, 200)
-        exchange.on_first_body(Leg.DECODE, 0)
-        exchange.on_leg_complete(Leg.DECODE, 0)
+        protocol = PDProtocol(5, is_stream=True)
+        protocol.start()
+        protocol.on_leg_head(Leg.PREFILL, 0, 200)
+        protocol.on_leg_complete(Leg.PREFILL, 0)
+        protocol.on_leg_head(Leg.DECODE, 0, 200)
+        protocol.on_first_body(Leg.DECODE, 0)
+        protocol.on_leg_complete(Leg.DECODE, 0)
 
     return {
         "hash prompt": lambda: block_hashes(prompt),
@@ -79,7 +79,7 @@ def fixed_decisions() -> dict[str, Decision]:
         "observe tokens": lambda: estimator.observe(PROMPT_BYTES, 140),
         "in doubt": lambda: is_in_doubt(100, 150, 0, boundary),
         "admission": admit_and_release,
-        "exchange": serve,
+        "protocol": serve,
     }
 
 

@@ -91,8 +91,8 @@ def carry_out(run: Run) -> Figures:
     seconds = time.perf_counter() - started_s
     processor_seconds = time.process_time() - processor_started_s
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    everyone = report.classes[0]
-    return Figures(seconds, processor_seconds, peak_mib, everyone.requests, report.events, everyone.mean_s or 0.0)
+    overall = report.classes[0]
+    return Figures(seconds, processor_seconds, peak_mib, overall.requests, report.events, overall.mean_s or 0.0)
 
 
 def main() -> int:

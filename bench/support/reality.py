@@ -163,7 +163,7 @@ class SpeedProbe:
 
 @contextmanager
 def busy_core(core: int) -> Iterator[None]:
-    """Fill what nobody else wants of a core."""
+    """Fill what no other process wants of a core."""
     program = (
         f"import os; os.sched_setaffinity(0, {{{core}}}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
     )

@@ -101,7 +101,7 @@ class PoolController:
         self.decision_counts: dict[tuple[str, str], int] = {}  # (result, reason) → count
         self._joined_s: dict[int, float] = {}
         self._failures: dict[int, tuple[int, float]] = {}  # worker id → failed moves in a row, left alone until
-        self._said: tuple[DecisionReason, LengthClass | None] | None = None
+        self._reported: tuple[DecisionReason, LengthClass | None] | None = None
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -204,10 +204,10 @@ class PoolController:
 
     def _say(self, decision: Decision, worker: Worker | None) -> None:
         """Log a decision: as news if it is another one than before."""
-        said = (decision.reason, decision.wanted)
-        is_news = said != self._said and decision.reason is not DecisionReason.UNCONFIRMED
+        reported = (decision.reason, decision.wanted)
+        is_news = reported != self._reported and decision.reason is not DecisionReason.UNCONFIRMED
         if is_news:
-            self._said = said
+            self._reported = reported
         if worker is not None and decision.proposal is not None:
             verb = "moves" if self.is_on else "would move"
             what = f"{verb} {worker.url} from {decision.proposal.source} to {decision.proposal.target}"
@@ -282,7 +282,7 @@ class PoolController:
 
     def _learn(self, worker: Worker, record: MoveRecord, finished: MoveFinished) -> None:
         now_s = self._loop.time()
-        self._said = None  # what is decided after a move is news
+        self._reported = None  # what is decided after a move is news
         if finished.outcome is MoveOutcome.MOVED:
             self.state = self.state.after_move(record.target, now_s)
             self._failures.pop(worker.id, None)
@@ -337,8 +337,8 @@ class PoolController:
                     return machine.on_switch_unanswered(self._loop.time())
                 if status == 200:
                     return machine.on_switched(self._loop.time())
-                said = answer.decode("utf-8", "replace")[:200]
-                return machine.on_switch_failed(f"{MODE_PATH} answered {status} {said}", self._loop.time())
+                text = answer.decode("utf-8", "replace")[:200]
+                return machine.on_switch_failed(f"{MODE_PATH} answered {status} {text}", self._loop.time())
 
     async def _drain(self, worker: Worker) -> bool:
         """Wait for what is in flight there; whether it has ended."""

@@ -28,8 +28,8 @@ class ReportedClass(NamedTuple):
     tokens: int
     backlog_s: float  # predicted time to prefill them
     oldest_wait_s: float
-    late_share: float  # of the prefills that ended lately, after their deadline
-    lateness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
+    slo_violation_rate: float  # of the prefills that ended lately, after their deadline
+    tardiness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
     utilisation: float  # share of the last seconds that this class kept the instance busy
 
 
@@ -49,8 +49,8 @@ class InstanceReport(NamedTuple):
         return InstanceSignals(
             self.short.backlog_s,
             self.long.backlog_s,
-            own.late_share,
-            own.lateness,
+            own.slo_violation_rate,
+            own.tardiness,
             self.utilisation,
             min(stray.utilisation, self.utilisation),
         )
@@ -77,7 +77,10 @@ def _read_class(fields: Mapping[str, object], name: str) -> ReportedClass:
     return ReportedClass(
         _count(one, "requests"),
         _count(one, "tokens"),
-        *(_number(one, field) for field in ("backlog_s", "oldest_wait_s", "late_share", "lateness", "utilisation")),
+        *(
+            _number(one, field)
+            for field in ("backlog_s", "oldest_wait_s", "slo_violation_rate", "tardiness", "utilisation")
+        ),
     )
 
 
@@ -134,7 +137,7 @@ class LapsMonitor:
             raise NoReportError(str(error) or type(error).__name__) from None
 
     async def refresh(self) -> None:
-        """Ask all at once. What an instance that does not answer said before is forgotten."""
+        """Ask all at once. The last report of an instance that does not answer is forgotten."""
         workers = [worker for worker in self._registry if worker.role.is_prefill and worker.is_healthy]
         known = {worker.id for worker in workers}
         for gone in self.reports.keys() - known:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/generate"})
 SWEEP_INTERVAL_S = 0.25
 DRAIN_POLL_S = 0.02
-LAST_WORDS_S = 1.0  # for aborts and error replies when the grace period is over
+DRAIN_FLUSH_S = 1.0  # for aborts and error replies when the grace period is over
 
 
 class Router:
@@ -131,7 +131,7 @@ class Router:
             logger.warning("%d requests were still running after %g s", len(self.running), grace_s)
         for request in tuple(self.running):
             request.on_timeout()
-        await self._wait_drained(LAST_WORDS_S)
+        await self._wait_drained(DRAIN_FLUSH_S)
 
     async def stop(self) -> None:
         """Free everything."""
@@ -189,7 +189,7 @@ class Router:
     async def _wait_drained(self, limit_s: float) -> None:
         """Until every connection has closed, which it does behind its last reply, and every abort is sent."""
         end_s = self.loop.time() + limit_s
-        while self.loop.time() < end_s and self._is_busy:  # noqa: ASYNC110 - nobody knows of all of it
+        while self.loop.time() < end_s and self._is_busy:  # noqa: ASYNC110 - there is no one event for all of it
             await asyncio.sleep(DRAIN_POLL_S)
 
     @property

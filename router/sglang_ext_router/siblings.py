@@ -133,29 +133,29 @@ class NoSiblings:
     shares_prefixes = False
 
     async def start(self, router: LinkedRouter) -> None:
-        """Nobody to meet."""
+        """There is nothing to start."""
 
     async def stop(self) -> None:
-        """Nobody to leave."""
+        """There is nothing to stop."""
 
     def tell_added(self, address: WorkerAddress) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def tell_removed(self, url: str) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def tell_draining(self, url: str, is_draining: bool) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
         return ()
 
 
 class _SiblingState(NamedTuple):
-    heard_s: float
+    received_s: float
     loads: dict[str, tuple[int, int]]  # url → requests under way, tokens promised
     metrics: dict[str, Any] | None
 
@@ -278,7 +278,7 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         """Add up what the living siblings have under way on each instance."""
         now_s = self._router.loop.time()
         for index, state in tuple(self._states.items()):
-            if now_s - state.heard_s > FORGET_AFTER_S:
+            if now_s - state.received_s > FORGET_AFTER_S:
                 # Its counters stay in the metrics; its requests are gone.
                 self._states[index] = state._replace(loads={})
         for worker in self._router.registry:

@@ -77,11 +77,11 @@ class Worker:
         # Load: the router's own view, exact for what it sent, and the instance's last report
         self.in_flight = 0
         self.pending_tokens = 0
-        self.foreign_tokens = 0  # waiting there, sent by somebody else
+        self.foreign_tokens = 0  # waiting there, sent by another client of the instance
         self.reported_running = 0
         self.reported_free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
         self.reserved_tokens = 0  # decode: KV of prompts that were sent there and whose first token has not come
-        self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, whoever has sent it
+        self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, wherever it comes from
         self.sibling_in_flight = 0  # sent by the router's other processes
         self.sibling_tokens = 0
         self._bind()
@@ -147,7 +147,7 @@ class Worker:
         """KV on its way to a decode instance, from dispatch to first token (Tetris, "Decode choice").
 
         What the routers have sent and what the instance says that it waits for are mostly the same transfers, so the
-        larger one counts: dispatches since the report, or transfers of somebody else.
+        larger one counts: dispatches since the report, or transfers that another router has started.
         """
         sent_tokens = self.reserved_tokens + self.sibling_tokens
         return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens

@@ -1,6 +1,6 @@
-"""Watches one prefill-decode exchange from outside and fails at the first action that breaks a promise.
+"""Watches one prefill-decode protocol from outside and fails at the first action that breaks a promise.
 
-It knows what was fed and what came out, nothing of the exchange's inner state.
+It knows what was fed and what came out, nothing of the protocol's inner state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUSY = (408, 429)
 
 
 class Event(NamedTuple):
-    """A call of a method of the exchange; `leg` and `status` where it takes them, `age` attempts too late."""
+    """A call of a method of the protocol; `leg` and `status` where it takes them, `age` attempts too late."""
 
     name: str
     leg: Leg | None = None
@@ -44,17 +44,17 @@ class Event(NamedTuple):
 _GLOBAL = ("start", "on_client_gone", "on_timeout")
 
 
-def feed(exchange: PDProtocol, event: Event) -> Actions:
-    """Carry an event to the exchange."""
-    method = getattr(exchange, event.name)
+def feed(protocol: PDProtocol, event: Event) -> Actions:
+    """Carry an event to the protocol."""
+    method = getattr(protocol, event.name)
     if event.name in _GLOBAL:
         actions: Actions = method()
     elif event.leg is None:
-        actions = method(exchange.attempt - event.age)
+        actions = method(protocol.attempt - event.age)
     elif event.status is None:
-        actions = method(event.leg, exchange.attempt - event.age)
+        actions = method(event.leg, protocol.attempt - event.age)
     else:
-        actions = method(event.leg, exchange.attempt - event.age, event.status)
+        actions = method(event.leg, protocol.attempt - event.age, event.status)
     return actions
 
 
@@ -76,7 +76,7 @@ class LegRecord:
 
 @dataclass
 class Monitor:
-    """Everything that may be known of an exchange without looking into it."""
+    """Everything that may be known of an protocol without looking into it."""
 
     max_retries: int
     is_stream: bool
@@ -144,7 +144,9 @@ class Monitor:
                 case ReleaseTrial(leg):
                     record = self._judge(leg)
                     assert not record.is_lost
-                    assert self.relayed is not leg or record.status not in FAULTS, "a shown 5xx without blame"
+                    assert self.relayed is not leg or record.status not in FAULTS, (
+                        "a shown 5xx without a recorded failure"
+                    )
                 case Exclude(leg):
                     record = self._leg(leg)
                     assert record.is_lost or not record.is_fine

@@ -50,7 +50,7 @@ class _Stamps(NamedTuple):
 
 
 class HttpInstance:
-    """A running instance that serves nobody else meanwhile."""
+    """A running instance that serves no other client meanwhile."""
 
     def __init__(self, client: HttpClient, facts: InstanceFacts, decode: HttpClient | None, seed: int) -> None:
         self.facts = facts

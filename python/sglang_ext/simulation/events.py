@@ -58,7 +58,7 @@ class SimRequest(NamedTuple):
     prompt_tokens: int  # at least 1
     output_tokens: int  # at least 1
     cached_tokens: int = 0  # of the prompt, in a prefix cache; below prompt_tokens
-    prefix: Prefix | None = None  # None: shared with nobody
+    prefix: Prefix | None = None  # None: shared with no other prompt
 
     @property
     def new_tokens(self) -> int:
@@ -91,7 +91,7 @@ class BusyInterval(NamedTuple):
 
 
 class PrefillListener(Protocol):
-    """Whoever wants to know what a prefill stage does. A stage calls it at the time of the event."""
+    """Is told what a prefill stage does, at the time of the event."""
 
     def on_first_token(self, served: ServedPrefill) -> None: ...
 
@@ -101,7 +101,7 @@ class PrefillListener(Protocol):
 
 
 class PrefillStage(Protocol):
-    """Prefill instances and who decides over them."""
+    """Prefill instances, and the policy that decides over them."""
 
     def arrive(self, request: SimRequest) -> None: ...
 

@@ -90,7 +90,7 @@ class InstancesSpec:
             raise ValueError("roles: one prefill role for each instance is needed, and at least one instance")
         for length_class in LengthClass:
             if not any(role.serves(length_class) for role in self.roles):
-                raise ValueError(f"roles: nobody serves {length_class} prompts")
+                raise ValueError(f"roles: no instance serves {length_class} prompts")
 
 
 class InstancePool:
@@ -116,7 +116,7 @@ class InstancePool:
         self.instances = [
             SimulatedInstance(number, policy(role), role, spec.kv_tokens) for number, role in enumerate(spec.roles)
         ]
-        self._stranded: dict[int, SimRequest] = {}  # nobody is there for them
+        self._stranded: dict[int, SimRequest] = {}  # no instance is there for them
         self._tokens_per_s = _RATE_PROBE_TOKENS / spec.coefficients.chunk_s(_RATE_PROBE_TOKENS, 0)
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []

@@ -84,7 +84,7 @@ class SimulatedController:
         utilisation = min(1.0, max(0.0, (busy_s - self._busy_s[instance.number]) / PERIOD_S))
         self._busy_s[instance.number] = busy_s
         signals = InstanceSignals(
-            report.short.backlog_s, report.long.backlog_s, own.late_share, own.lateness, utilisation
+            report.short.backlog_s, report.long.backlog_s, own.slo_violation_rate, own.tardiness, utilisation
         )
         joined_s = self._joined_s[instance.number]
         return PoolInstance(instance.number, pool, True, signals, True, len(instance.items), joined_s)

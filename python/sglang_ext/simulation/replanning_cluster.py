@@ -96,7 +96,7 @@ class ReplanningCluster:
         self._progress: dict[int, _Progress] = {}
         self._starts: list[_Start] = []  # planned, latest first
         self._generation = 0
-        self._is_blocked = False  # somebody has no plan
+        self._is_blocked = False  # a request has no plan
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
 

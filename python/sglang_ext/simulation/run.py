@@ -207,7 +207,7 @@ class Collector:
 
 
 class CriticalLoad:
-    """A PrefillListener for one question: is the load below the critical one (P99 within the limit, nobody above 3x)?
+    """A PrefillListener for one question: is the load below the critical one (P99 within the limit, none above 3x)?
 
     `give_up` is called as soon as it is not: one request above 3 times the limit decides it, or more than 1% of all
     that count above the limit.
@@ -222,7 +222,7 @@ class CriticalLoad:
         self._most_late = self.LATE_SHARE * (requests - from_key)
         self._give_up = give_up
         self.late = 0
-        self.is_hopeless = False
+        self.is_above = False
 
     def on_first_token(self, served: ServedPrefill) -> None:
         if served.request.key < self.from_key:
@@ -237,5 +237,5 @@ class CriticalLoad:
         self._fail()
 
     def _fail(self) -> None:
-        self.is_hopeless = True
+        self.is_above = True
         self._give_up()

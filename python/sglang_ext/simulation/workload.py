@@ -115,7 +115,7 @@ def _mooncake_rows(path: Path, lines: list[str]) -> Iterator[_Row]:
 
 
 def _hashed_prefix(path: Path, line: int, hash_ids: object, prompt_tokens: int) -> Prefix | None:
-    """The full blocks among them; a last block that is not full is nobody else's."""
+    """The full blocks among them; a last block that is not full is shared with no other prompt."""
     if hash_ids is None:
         return None
     if not isinstance(hash_ids, list) or not all(type(one) is int for one in hash_ids):

@@ -259,7 +259,7 @@ def view(table: MembershipTable) -> dict[str, tuple[WorkerAddress | None, Any]]:
 
 
 @given(steps=st.lists(st.one_of(CHANGES, MESSAGES), max_size=25))
-def test_once_all_have_heard_all_they_agree(steps: list[tuple[Any, ...]]) -> None:
+def test_once_all_have_received_all_they_agree(steps: list[tuple[Any, ...]]) -> None:
     """Lost, doubled and reordered messages included: each only ever carries the sender's state of that moment."""
     tables = [MembershipTable(index, INITIAL) for index in range(3)]
     for step in steps:
@@ -275,7 +275,7 @@ def test_once_all_have_heard_all_they_agree(steps: list[tuple[Any, ...]]) -> Non
 
 
 @given(steps=st.lists(CHANGES, max_size=10))
-def test_a_message_heard_twice_changes_nothing(steps: list[tuple[int, str, str]]) -> None:
+def test_a_message_received_twice_changes_nothing(steps: list[tuple[int, str, str]]) -> None:
     sender, receiver = MembershipTable(0, INITIAL), MembershipTable(1, INITIAL)
     for _, url, what in steps:
         change(sender, url, what)

@@ -44,7 +44,7 @@ class MovePlan(NamedTuple):
 
     source: LengthClass
     target: LengthClass
-    can_drain: bool  # False where nobody else serves the old class: it goes on serving until it is switched
+    can_drain: bool  # False where no other instance serves the old class: it goes on serving until it is switched
     verify_timeout_s: float
 
 

@@ -1,7 +1,7 @@
 """How many requests may be under way, and in which order the others wait: earliest effective deadline first.
 
 A request's effective deadline is the earlier of its own and its arrival plus the queue's timeout. Requests
-without a deadline therefore age: nobody who arrives later than a queue timeout after them can pass them.
+without a deadline therefore age: none that arrives later than a queue timeout after them can pass them.
 """
 
 from __future__ import annotations

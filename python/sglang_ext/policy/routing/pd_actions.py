@@ -1,4 +1,4 @@
-"""What a prefill-decode exchange tells its driver to do: small frozen records, shared where possible."""
+"""What the prefill-decode protocol tells its driver to do: small frozen records, shared where possible."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RecordSuccess:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTrial:
-    """Verdict on a leg: it says nothing about its instance (a breaker's trial is given back)."""
+    """Verdict on a leg: it says nothing about its instance (a breaker's trial is released)."""
 
     leg: Leg
 
@@ -114,7 +114,7 @@ class Exclude:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The exchange is over: both legs have ended and no further action will come."""
+    """The request is over: both legs have ended and no further action will come."""
 
     state: RequestState
 

@@ -16,7 +16,7 @@ void.
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
   what the other leg has to say: an answer there outweighs a loss, a loss a 408 or 429, and those a 5xx.
 * Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
-  ends completed, lost or aborted; each exchange ends with exactly one `RequestFinished`, and nothing comes after it.
+  ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RetryPolicy:
 
 
 class RequestPhase(Enum):
-    """Where an exchange stands."""
+    """Where a request stands."""
 
     NEW = "new"
     OPEN = "open"  # both legs sent, nothing relayed
@@ -141,11 +141,11 @@ _START_FIRST: Actions = (StartLegs(0),)
 
 
 class PDProtocol:
-    """The exchange of one client request; see the module's text for its rules.
+    """The protocol of one client request; see the module's text for its rules.
 
     `max_retries` bounds the attempts after the first. `is_stream` says whether a failure after the first byte
     can be told as an SSE event. `is_single_sequence` says that the request makes one sequence: then decode's
-    first body byte proves that all KV has arrived, and a prefill leg failing after it harms nobody.
+    first body byte proves that all KV has arrived, and a prefill leg failing after it does no harm.
     """
 
     __slots__ = ("_attempt", "_legs", "_phase", "_statuses", "is_single_sequence", "is_stream", "max_retries")
@@ -173,7 +173,7 @@ class PDProtocol:
         """Whether `RequestFinished` has come out."""
         return self._phase is _OVER
 
-    # ---- events: each mutates the exchange and returns what to do, in order ----
+    # ---- events: each mutates the protocol's state and returns what to do, in order ----
 
     def start(self) -> Actions:
         """The request may be sent now. Ignored unless it is the first event."""
@@ -263,7 +263,7 @@ class PDProtocol:
         return self._finish(self._end_both(), RequestState.ABORTED)
 
     def on_timeout(self) -> Actions:
-        """The time allowed for the whole exchange is over, whatever its phase."""
+        """The time allowed for the whole request is over, whatever its phase."""
         phase = self._phase
         if phase is _OVER:
             return NOTHING
@@ -392,7 +392,7 @@ class PDProtocol:
         return [action for leg in (_PREFILL, _DECODE) for action in self._end(leg, is_failure=self._is_faulty(leg))]
 
     def _end_faulty(self) -> list[Action]:
-        """End the attempt; whoever answered 5xx is blamed and avoided."""
+        """End the attempt; the instance that answered 5xx has failed and is avoided."""
         faulty = [leg for leg in (_PREFILL, _DECODE) if self._is_faulty(leg)]
         return self._end_both() + [_EXCLUDE[leg] for leg in faulty]
 

@@ -21,7 +21,10 @@ STOCK_ATTENTION_VARIABLE = "SGLANG_EXT_STOCK_CPU_ATTENTION"
 
 
 def is_stock_wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the user leaves attention to SGLang. Read at each call: an engine may be forked from a preloaded process."""
+    """Whether the user leaves attention to SGLang.
+
+    Asked at each call, not once: an engine may be forked from a process that had another environment.
+    """
     return environment.get(STOCK_ATTENTION_VARIABLE) == "1"
 
 
@@ -47,8 +50,8 @@ def run_extend(
     """Write to `output` [new tokens, heads, size], and return it, what the queries of a batch attend to.
 
     `query` is shaped as `output`, `k_cache` and `v_cache` [slots, KV heads, size] hold the new tokens already;
-    `req_to_token` [rows, tokens] has the slots of request i in row `req_pool_indices[i]`. Of its `seq_lens[i]` tokens the
-    last `extend_seq_lens[i]` are new. `scaling` None: one over the square root of the head size.
+    `req_to_token` [rows, tokens] has the slots of request i in row `req_pool_indices[i]`. Of its `seq_lens[i]` tokens
+    the last `extend_seq_lens[i]` are new. `scaling` None: one over the square root of the head size.
     """
     is_plain = causal and not is_cross_attn and encoder_lens is None and sliding_window_size is None
     is_one_size = query.shape[-1] == k_cache.shape[-1] == v_cache.shape[-1]

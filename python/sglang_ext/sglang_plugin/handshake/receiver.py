@@ -1,6 +1,7 @@
 """The decode side of one request: tells where its KV shall go, invites the prefill ranks, and waits for all of it.
 
-Where one of several senders fails, an attempt ends; when no sender writes any more, the next one begins in the same slots.
+Where one of several senders fails, an attempt ends; when no sender writes any more, the next one begins in the same
+slots.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def _class_status(report: ClassReport, utilisation: float) -> dict[str, Any]:
         "tokens": report.new_tokens,
         "backlog_s": report.backlog_s,
         "oldest_wait_s": report.oldest_wait_s,
-        "late_share": report.late_share,
-        "lateness": report.lateness,
+        "slo_violation_rate": report.slo_violation_rate,
+        "tardiness": report.tardiness,
         "utilisation": utilisation,
     }
 

@@ -70,12 +70,12 @@ def test_the_rate_that_the_instances_can_carry() -> None:
 
 
 def test_a_trial_is_one_simulation() -> None:
-    # Nobody waits at one arrival in 1,000 s: the second instance is worth 40%, more than 10% and less than 50%.
+    # No prompt waits at one arrival in 1,000 s: the second instance is worth 40%, more than 10% and less than 50%.
     assert run_trial(search(), Trial(0.001, 0.1, 0)) == pytest.approx((0.6, 0.6, 0.6))
     assert run_trial(search(), Trial(0.001, 0.5, 0)) == pytest.approx((1.0, 1.0, 1.0))
 
 
-def test_what_cannot_be_served_is_said() -> None:
+def test_what_cannot_be_served_is_reported() -> None:
     with pytest.raises(TrialError, match="a prompt of 1000 tokens cannot be served by these instances"):
         run_trial(search(cluster=ClusterSpec(2, kv_tokens=100)), Trial(0.001, 0.1, 0))
 

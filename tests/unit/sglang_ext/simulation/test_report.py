@@ -61,15 +61,15 @@ def test_the_critical_load_is_decided_by_one_percent_or_by_one_request() -> None
     load = fresh()
     for key in (0, 30, 40):  # of 200, two may be late; the first is warm-up
         load.on_first_token(served(key, 1.5))
-    assert not load.is_hopeless
+    assert not load.is_above
     load.on_first_token(served(50, 1.5))
-    assert load.is_hopeless
+    assert load.is_above
     assert gave_up
     load = fresh()
     load.on_first_token(served(30, 3.0))
-    assert not load.is_hopeless
+    assert not load.is_above
     load.on_first_token(served(31, 3.1))
-    assert load.is_hopeless
+    assert load.is_above
     load = fresh()
     load.on_refused(SimRequest(30, 0.0, 1, 1))
-    assert load.is_hopeless
+    assert load.is_above

@@ -34,7 +34,7 @@ def split(loop: EventLoop, listener: PrefillListener) -> SplitStage:
     )
 
 
-def test_each_pool_serves_its_class_and_waits_for_nobody_of_the_other() -> None:
+def test_each_pool_serves_its_class_and_does_not_wait_for_the_other() -> None:
     requests = [SimRequest(0, 0.0, 10_000, 1), SimRequest(1, 0.0, 101, 1), SimRequest(2, 0.0, 100, 1)]
     requests.append(SimRequest(3, 0.01, 5_000, 1, cached_tokens=4_950))
     outcome = simulate(requests, split)

@@ -41,7 +41,7 @@ def test_earliest_deadline_first_then_first_come() -> None:
 
 
 def test_a_request_without_deadline_is_not_starved() -> None:
-    """Nobody who comes a queue timeout later passes it, however urgent."""
+    """None that comes a queue timeout later passes it, however urgent."""
     queue = full_queue(queue_timeout_s=5.0)
     queue.offer("patient", 0.0)
     queue.offer("urgent", 4.5, 5.5)

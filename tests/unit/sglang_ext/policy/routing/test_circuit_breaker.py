@@ -109,7 +109,7 @@ class TestHalfOpen:
         breaker.on_abandoned()
         assert breaker.can_try(130.1)
 
-    def test_a_trial_that_is_never_heard_of_again_is_replaced(self) -> None:
+    def test_a_trial_without_an_outcome_is_replaced(self) -> None:
         breaker = self.opened()
         breaker.on_start(130.0)
         assert not breaker.can_try(159.9)

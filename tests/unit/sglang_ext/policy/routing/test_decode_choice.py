@@ -78,7 +78,7 @@ class TestFreeness:
         assert counts == {1: 100, 3: 100}
 
     @given(loads=LOADS, draw=DRAWS)
-    def test_nobody_is_freer(self, loads: list[DecodeLoad], draw: float) -> None:
+    def test_no_instance_is_freer(self, loads: list[DecodeLoad], draw: float) -> None:
         chosen = loads[self.choose(loads, draw)]
         assert freeness(chosen) == max(map(freeness, loads))
         equals = [one for one in loads if freeness(one) == freeness(chosen)]

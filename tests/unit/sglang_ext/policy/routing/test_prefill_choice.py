@@ -94,7 +94,7 @@ class TestPredictedWait:
         assert self.choose([load(rate=0.0, in_flight=3), load(rate=0.0, in_flight=2)], 10, 0.0) == 1
 
     @given(loads=LOADS, prompt=st.integers(1, 10**6), draw=DRAWS)
-    def test_nobody_would_end_earlier(self, loads: list[PrefillLoad], prompt: int, draw: float) -> None:
+    def test_no_instance_would_end_earlier(self, loads: list[PrefillLoad], prompt: int, draw: float) -> None:
         def key(one: PrefillLoad) -> tuple[float, int]:
             tokens = one.pending_tokens + max(1, prompt - one.cached_tokens)
             end_s = tokens / one.tokens_per_s if one.tokens_per_s else float("inf")
@@ -116,7 +116,7 @@ class TestRoundRobin:
         assert taken == {1: 25, 2: 25, 3: 25, 4: 25}
 
     @given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=60))
-    def test_nobody_is_passed_over_twice_for_the_same_one(self, sets: list[set[int]]) -> None:
+    def test_no_instance_is_passed_over_twice_for_the_same_one(self, sets: list[set[int]]) -> None:
         policy = PrefillRoundRobin()
         waiting: dict[int, set[int]] = {}  # who was taken while this one was present and not taken
         for present in sets:
