@@ -20,8 +20,8 @@ from pathlib import Path, PurePosixPath
 ROOTS = ("python", "router", "kernels", "cuda_graphs")
 FULL_LINES = 80
 VAGUE_NAMES = frozenset({"records.py", "arguments.py", "command.py"})
-# Modules that something other than an import reaches: an entry point, `python -m`, a file path.
-REACHED_OTHERWISE = frozenset({"sglang_ext.sglang_plugin.entry_point"})
+# Modules that something other than an import reaches: an entry point, a command of the CLI, a file path.
+REACHED_OTHERWISE = frozenset({"sglang_ext.sglang_plugin.entry_point", "sglang_ext.sglang_plugin.run_module"})
 
 WORDS = {
     r"bells?|ears?|clappers?": "waker",

@@ -25,7 +25,7 @@ def new_store() -> dist.TCPStore:
 
 
 def send_and_receive(mesh: Mesh, instance: int, others: list[int], device: torch.device) -> None:
-    """Rounds of computing, sending what was computed, and computing with what has come."""
+    """Rounds of computing, sending and receiving what was computed, and computing with what has come."""
     for number in range(20):
         ours = torch.full((ROWS,), float(instance), device=device) + number
         theirs = [torch.empty_like(ours) for _ in others]
@@ -77,7 +77,7 @@ def test_nccl_between_two() -> None:
         for pipe in pipes:
             assert pipe.poll(120)
             assert pipe.recv() == "done"
-        # One goes; the other one, in the middle of a round, does not wait for it for ever.
+        # One goes; the other one, in the middle of a transfer, does not wait for it for ever.
         processes[1].kill()
         pipes[0].send("again")
         assert pipes[0].poll(120)

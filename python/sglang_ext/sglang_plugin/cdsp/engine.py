@@ -32,7 +32,7 @@ from sglang_ext.sglang_plugin.handshake.layout import shares_of
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
 
-# SGLang's padding slot: written by rows that mean nothing, read by nobody.
+# SGLang's padding slot: written by rows that mean nothing, never read.
 _PADDING_SLOT = 0
 
 

@@ -79,10 +79,10 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                 self._resume(outcome)
             self._withdraw_failed(member)
         plan = super().get_new_batch_prefill(running_batch)
-        self._let_go()
+        self._release_locks()
         if member is not None:
-            self._tell(member, plan.batch_to_run)
-            self._tell_transferred(member)
+            self._report_load(member, plan.batch_to_run)
+            self._report_transferred(member)
         return plan
 
     def _classify_arrivals(self, laps: LapsInstance) -> None:
@@ -167,7 +167,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     priority=request.priority or 0,
                 )
             )
-            # The cache frees slots of what it has already, whoever reads them.
+            # The cache frees slots of what it has already, even while members still read them.
             is_taken_twice = inserted.prefix_len > shared.cached_tokens
         if isinstance(request.disagg_kv_sender, HandshakeKVSender):
             self._sending[outcome.request] = request.disagg_kv_sender
@@ -182,7 +182,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             entry.length_class = laps.policy.classify(*prefill_tokens(request))
         self.waiting_queue.insert(0, request)
 
-    def _let_go(self) -> None:
+    def _release_locks(self) -> None:
         """Requests that wait no more are locked by SGLang, or have ended."""
         if self._resumed:
             waiting = set(map(id, self.waiting_queue))
@@ -191,7 +191,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     self.tree_cache.unlock(lock)
             self._resumed = [one for one in self._resumed if id(one[0]) in waiting]
 
-    def _tell_transferred(self, member: PoolMember) -> None:
+    def _report_transferred(self, member: PoolMember) -> None:
         for number, sender in list(self._sending.items()):
             if sender.conclude_state is not None:
                 del self._sending[number]
@@ -219,8 +219,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     sender.go_on_alone(())
         return super().run_batch(batch, *args, **kwargs)
 
-    def _tell(self, member: PoolMember, batch: Any) -> None:
-        """What is queued, and what of `batch` is not: it is about to run, and nothing is said meanwhile."""
+    def _report_load(self, member: PoolMember, batch: Any) -> None:
+        """What is queued, and what of `batch` is not: it is about to run, and no report is sent meanwhile."""
         laps = self._laps
         if laps is None:
             return

@@ -35,7 +35,7 @@ from sglang_ext.sglang_plugin.options import options_from_environment
 class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is untyped
     """Raises ValueError, in one line, for a model whose KV it does not transfer."""
 
-    # Slots of a failed request are released when the endpoint says that nobody writes to them.
+    # Slots of a failed request are released when the endpoint reports that no prefill rank writes to them.
     supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
 
@@ -88,7 +88,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         self.forget_attempt(bootstrap_room)
 
     def forget_attempt(self, room: int) -> None:
-        """Forget how a request that has ended fared, once nobody can write to its slots."""
+        """Forget how a request that has ended fared, once no prefill rank can write to its slots."""
         attempt = self.attempts.get(room, room)
         self.endpoint.forget(attempt)
         if self.endpoint.receive_status(attempt) is None:
@@ -172,7 +172,7 @@ class RefusedRooms:
             self._rooms[room] = _Refusal(reason, self._clock() + self._keep_s)
             while len(self._rooms) > _MAX_ROOMS:
                 del self._rooms[next(iter(self._rooms))]
-        self._tell(room, reason)
+        self._notify(room, reason)
         self._is_wanted.set()
 
     def forget(self, room: TransferId) -> None:
@@ -180,7 +180,7 @@ class RefusedRooms:
         with self._lock:
             self._rooms.pop(room, None)
 
-    def _tell(self, room: TransferId, reason: str) -> None:
+    def _notify(self, room: TransferId, reason: str) -> None:
         for invitation in self._endpoint.invitations(room):
             if invitation.withdrawn is None:
                 try:
@@ -202,5 +202,5 @@ class RefusedRooms:
                 if not rooms:
                     self._is_wanted.clear()
             for room, refusal in rooms:
-                self._tell(room, refusal.reason)
+                self._notify(room, refusal.reason)
             time.sleep(_LOOK_EVERY_S)

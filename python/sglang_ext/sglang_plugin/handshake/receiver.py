@@ -1,6 +1,7 @@
-"""The decode side of one request: says where its KV shall go, invites the prefill ranks, and waits for all of it.
+"""The decode side of one request: tells where its KV shall go, invites the prefill ranks, and waits for all of it.
 
-Where one of several senders fails, an attempt ends; when nobody writes any more, the next one begins in the same slots.
+Where one of several senders fails, an attempt ends; when no sender writes any more, the next one begins in the same
+slots.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         if self._is_expected and self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
             self._give_up()
         super().clear()
-        # While somebody may still write to its slots, the attempt is what tells so: see `is_abort_release_safe`.
+        # While a sender may still write to its slots, the attempt is what tells so: see `is_abort_release_safe`.
         self.kv_mgr.forget_attempt(self.bootstrap_room)
 
     # ---- called by the common class ----
@@ -106,7 +107,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
 
     def _refuse(self, room: TransferId) -> None:
         """Prefill waits for an invitation: it gets one together with its withdrawal. A room that has been used before
-        is refused, and nobody waits for it."""
+        is refused, and no prefill rank waits for it."""
         endpoint = self.kv_mgr.endpoint
         with suppress(ValueError):
             endpoint.expect(self._need(array("I"), 0, None)._replace(transfer_id=room), self._prefill_endpoints())
