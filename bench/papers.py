@@ -6,7 +6,7 @@
 
 tetris: 16 prefill instances on 2 nodes, Table 1 fit, 20,000 Poisson arrivals of prompts drawn from the `tetris_like`
 lengths (resampled from other traces to the published means: synthetic), the first 10% dropped, seeds 0 to 2. Critical
-rate per system: the highest at which the P99 TTFT is at most 25 times the mean light-load time and nobody is above
+rate per system: the highest at which the P99 TTFT is at most 25 times the mean light-load time and none is above
 three times that, bisected to 1%. Light load is no queue and the best SP size. The improvement rate is chosen per
 system, trace and load on other arrivals (a seed of its own). Without --full that choice is among 5 rates on 4,000
 arrivals, with it among 15 on 20,000; nothing else is reduced.

@@ -20,7 +20,7 @@ from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES, decode_policy
 from sglang_ext.policy.routing.pd_actions import Leg
-from sglang_ext.policy.routing.pd_protocol import PDExchange
+from sglang_ext.policy.routing.pd_protocol import PDProtocol
 from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES, prefill_policy
 from sglang_ext.policy.routing.prefix_index import PrefixIndex, block_hashes
@@ -43,7 +43,7 @@ PATH = (
     "prefill predicted_wait",
     "decode freeness",
     "record prefix",
-    "exchange",
+    "protocol",
     "observe tokens",
 )
 
@@ -64,13 +64,13 @@ def fixed_decisions() -> dict[str, Decision]:
         queue.release(1.0)
 
     def serve() -> None:
-        exchange = PDExchange(5, is_stream=True)
-        exchange.start()
-        exchange.on_leg_head(Leg.PREFILL, 0, 200)
-        exchange.on_leg_complete(Leg.PREFILL, 0)
-        exchange.on_leg_head(Leg.DECODE, 0, 200)
-        exchange.on_first_body(Leg.DECODE, 0)
-        exchange.on_leg_complete(Leg.DECODE, 0)
+        protocol = PDProtocol(5, is_stream=True)
+        protocol.start()
+        protocol.on_leg_head(Leg.PREFILL, 0, 200)
+        protocol.on_leg_complete(Leg.PREFILL, 0)
+        protocol.on_leg_head(Leg.DECODE, 0, 200)
+        protocol.on_first_body(Leg.DECODE, 0)
+        protocol.on_leg_complete(Leg.DECODE, 0)
 
     return {
         "hash prompt": lambda: block_hashes(prompt),
@@ -79,7 +79,7 @@ def fixed_decisions() -> dict[str, Decision]:
         "observe tokens": lambda: estimator.observe(PROMPT_BYTES, 140),
         "in doubt": lambda: is_in_doubt(100, 150, 0, boundary),
         "admission": admit_and_release,
-        "exchange": serve,
+        "protocol": serve,
     }
 
 

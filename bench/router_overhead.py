@@ -54,7 +54,7 @@ class Bench:
         self.folder = folder
         self.seconds = seconds
         self.samples: Samples = defaultdict(lambda: defaultdict(list))
-        # Every other port is left to bootstrap servers, which nobody contacts here.
+        # Every other port is left to bootstrap servers, which no request reaches here.
         ports = iter(pick_free_ports("127.0.0.1", 12, draw=random.SystemRandom()))
         self.whole = Upstreams([next(ports), next(ports)], [next(ports), next(ports)], [next(ports), next(ports)])
         self.streaming = self.whole._replace(decode=[next(ports), next(ports)])
@@ -82,7 +82,7 @@ class Bench:
         """Add samples of whole answers; both legs of every request must reach their instances."""
         with self.router(name, self.whole) as router:
             content = json.loads(router.ask(stream=False))["choices"][0]["message"]["content"]
-            if content != "hello world":
+            if content != "hello there":
                 raise RouterError(f"{name} does not pass the decode instance's answer on: {content!r}")
             run_wrk(router.port, concurrency=WARM_UP_CONCURRENCY, duration_s=WARM_UP_S, stream=False)
             before = static.served()
@@ -150,7 +150,7 @@ def main() -> None:
         try:
             with bench.upstreams() as static:
                 for repeat in range(arguments.repeats):
-                    # Nobody is always first, nor always after the same one.
+                    # None is always first, nor always after the same one.
                     order = names[repeat % len(names) :] + names[: repeat % len(names)]
                     for name in order:
                         elapsed_s = time.monotonic() - began_s

@@ -27,14 +27,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from sglang_ext.profiling.rates import carrying_rate_per_s
-from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.decode import DecodeSpec
 from sglang_ext.simulation.engines import load_engine
 from sglang_ext.simulation.report import make_report
 from sglang_ext.simulation.run import RunOptions, simulate
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
-from sglang_ext.simulation.workload import WorkloadError, load_workload
+from sglang_ext.simulation.workload import WorkloadError, drawn_requests, load_workload
 from support.result import give_up, machine, print_result, progress, versions
 
 TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "mooncake" / "conversation_trace.jsonl"
@@ -92,8 +91,8 @@ def carry_out(run: Run) -> Figures:
     seconds = time.perf_counter() - started_s
     processor_seconds = time.process_time() - processor_started_s
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    everyone = report.classes[0]
-    return Figures(seconds, processor_seconds, peak_mib, everyone.requests, report.events, everyone.mean_s or 0.0)
+    overall = report.classes[0]
+    return Figures(seconds, processor_seconds, peak_mib, overall.requests, report.events, overall.mean_s or 0.0)
 
 
 def main() -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext_router.compiled import describe
+from sglang_ext_router.main import describe_compiled
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Refuse to test compiled modules that are older than their sources."""
-    is_stale, message = describe()
+    is_stale, message = describe_compiled()
     if is_stale:
         pytest.exit(message, returncode=2)
 

@@ -31,8 +31,8 @@ HOT_MODULES = (
         *("pool_choice", "prefill_choice", "prefix_index", "token_estimate"),
     )),
     *(f"sglang_ext_router/{name}.py" for name in (
-        *("account", "aborting", "client_headers", "exchange", "http1", "metrics", "prompt", "relaying"),
-        *("replies", "rooms", "routing", "services", "upstream", "workers"),
+        *("aborting", "admitted_request", "attempt", "http1", "metrics", "prepared_request", "prompt", "relay"),
+        *("replies", "request_body", "request_ids", "routing", "services", "upstream", "waiting_request", "workers"),
     )),
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"

@@ -39,7 +39,7 @@ def positioned(dtype: str, queries: int, keys: int, size: int) -> Variant:
     types = {**pointers, **positions, **outputs, **dict.fromkeys(names, "i32")}
     is_wide = queries >= 128
     return Variant(
-        "positioned_block", "_positioned_block", types, constants, 8 if is_wide else 4, 2 if dtype == "fp32" else 3
+        "attention_kernels", "_positioned_block", types, constants, 8 if is_wide else 4, 2 if dtype == "fp32" else 3
     )
 
 
@@ -47,6 +47,7 @@ def variants() -> list[Variant]:
     merge = {"out": "*fp32", "lse": "*fp32", "other_out": "*fp32", "other_lse": "*fp32", "rows": "i32"}
     paged = dict.fromkeys(("keys", "values", "packed_keys", "packed_values"), "*bf16")
     paged |= {"slots": "*i64", "tokens": "i32", "key_stride": "i32", "value_stride": "i32"}
+    rows = {"WIDTH": 512, "WIDTH_BLOCK": 512, "ROWS": 8}
     heads = {"kv": "*bf16", "flat": "*bf16", "table": "*i32"}
     heads |= dict.fromkeys(("tokens", "token_stride", "head_stride"), "i32")
     tokens = ("ids", "positions", "cache_slots", "static_ids", "static_positions", "static_cache_slots")
@@ -58,28 +59,26 @@ def variants() -> list[Variant]:
     return [
         *(positioned("bf16", *sizes) for sizes in ((128, 64, 128), (128, 128, 128), (64, 64, 128), (128, 64, 64))),
         positioned("fp32", 32, 32, 128),
-        Variant("merge_states", "_merge", merge, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 8}),
+        Variant("attention_kernels", "_merge_states", merge, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 8}),
         *(
-            Variant(
-                "paged_kv", "_move", paged, {"WIDTH": 512, "WIDTH_BLOCK": 512, "ROWS": 8, "IS_GATHER": is_gather}, 8
-            )
+            Variant("moving_kernels", "_move_kv", paged, {**rows, "IS_GATHER": is_gather}, num_warps=8)
             for is_gather in (True, False)
         ),
-        Variant("head_reshard", "_move_heads", heads, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 32, "IS_SPLIT": True}),
+        Variant("moving_kernels", "_move_heads", heads, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 32, "IS_SPLIT": True}),
         Variant(
-            "padded_batch",
+            "moving_kernels",
             "_pad_tokens",
             {**dict.fromkeys(tokens, "*i64"), "tokens": "i32", "padded": "i32"},
             {"BLOCK": 1024},
         ),
         Variant(
-            "padded_batch",
+            "moving_kernels",
             "_pad_requests",
             {**dict.fromkeys(requests, "*i64"), "kv_indptr": "*i32", "requests": "i32", "padded": "i32"},
             {"BLOCK": 64},
             num_warps=1,
         ),
-        Variant("padded_batch", "_prefix_indices", {**prefix, "kv_indices": "*i64"}, {"BLOCK": 1024}),
+        Variant("moving_kernels", "_prefix_indices", {**prefix, "kv_indices": "*i64"}, {"BLOCK": 1024}),
     ]
 
 
@@ -108,7 +107,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     )
     ptx = compiled.asm["ptx"]
     return {
-        "kernel": f"{variant.module}.{variant.kernel}",
+        "kernel": variant.kernel.removeprefix("_"),
         "constants": variant.constants,
         "shared_bytes": compiled.metadata.shared,
         "has_wgmma": "wgmma" in ptx,

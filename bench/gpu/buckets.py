@@ -194,9 +194,8 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
     """A runner with all shapes captured, and what that took."""
     import torch
 
-    from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
-    from sglang_ext.sglang_plugin.graphs.build import build_graphs
-    from sglang_ext.sglang_plugin.graphs.compatibility import conflict
+    from sglang_ext.sglang_plugin.graphs.capture import build_graphs
+    from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
     from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
     from sglang_ext_cuda_graphs.recorders import CudaRecorder, DirectRecorder
 

@@ -26,7 +26,7 @@ import aiohttp
 from gpu import figure6
 from gpu.model_shapes import write_model
 from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
+from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
 
 WINDOWS_MS = (0.0, 5.0, 15.0, 30.0)
 ADAPTIVE = "adaptive"

@@ -37,7 +37,7 @@ from gpu.model_shapes import write_model
 from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device
-from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
+from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
 from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
 from sglang_ext.types import Role

@@ -20,10 +20,15 @@ import torch
 
 from gpu.ceilings import measure, median_s
 from sglang_ext_kernels import flashinfer_block, triton_support
-from sglang_ext_kernels.attention_block import attention_block_reference
-from sglang_ext_kernels.merge_states import merge_states_
-from sglang_ext_kernels.paged_kv import gather_kv, scatter_kv_
-from sglang_ext_kernels.positioned_block import BlockSizes, default_sizes, plan_block, positioned_block
+from sglang_ext_kernels.block_attention import (
+    BlockSizes,
+    attention_block_reference,
+    default_sizes,
+    merge_states_,
+    plan_block,
+    positioned_block,
+)
+from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
 
 HEADS, KV_HEADS, SIZE = 28, 4, 128
 SCALE = SIZE**-0.5

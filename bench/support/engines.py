@@ -128,7 +128,7 @@ class BenchEngine:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now, that no connection is given by the system, and that was not asked for."""
+    """A TCP port on which nothing listens, that the system gives to no connection, and that was not asked for."""
     (port,) = pick_free_ports("127.0.0.1", 1, avoid=_PORTS, draw=random.SystemRandom())
     _PORTS.add(port)
     return port

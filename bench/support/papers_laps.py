@@ -24,11 +24,10 @@ from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits
-from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
 from sglang_ext.simulation.run import RunOptions, simulate
-from sglang_ext.simulation.workload import WorkloadError, load_workload
+from sglang_ext.simulation.workload import WorkloadError, drawn_requests, load_workload
 from sglang_ext.types import Role
 from support.papers_tetris import bisect_rate
 from support.result import give_up, progress

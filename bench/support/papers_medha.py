@@ -45,16 +45,14 @@ from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
 from sglang_ext.policy.pools.instance_pressure import quantile
-from sglang_ext.simulation.arrivals import poisson_s
 from sglang_ext.simulation.cluster import ClusterSpec
-from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
 from sglang_ext.simulation.iteration_policies import IterationPolicy, LapsPolicy
-from sglang_ext.simulation.records import PrefillListener, SimRequest
 from sglang_ext.simulation.run import RecordedStage, RunOptions, simulate
-from sglang_ext.simulation.split_stage import SplitStage
+from sglang_ext.simulation.scenario import SplitStage
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
-from sglang_ext.simulation.workload import WorkloadError, load_workload
+from sglang_ext.simulation.workload import WorkloadError, load_workload, poisson_s
 from sglang_ext.types import Role
 from support.result import give_up, progress
 

@@ -1,7 +1,7 @@
 """Tetris's experiment: the critical rate of each system, and times to first token at the best baseline's.
 
 Light-load time: no queue, best SP size. Limit: 25 times its mean. Critical rate: the highest at which the P99 TTFT is
-within the limit and nobody is above three times the limit, bisected to 1%.
+within the limit and none is above three times the limit, bisected to 1%.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from statistics import fmean
 from typing import NamedTuple
 
 from sglang_ext.policy.pools.instance_pressure import quantile
-from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.engines import SimEngine, load_engine
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.metrics import Collector, CriticalLoad
-from sglang_ext.simulation.records import PrefillListener, ServedPrefill, SimRequest, feed
+from sglang_ext.simulation.events import (
+    EventLoop,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+    feed,
+)
+from sglang_ext.simulation.run import Collector, CriticalLoad
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
-from sglang_ext.simulation.workload import load_workload
+from sglang_ext.simulation.workload import drawn_requests, load_workload
 
 INSTANCES = 16
 LIMIT_FACTOR = 25.0
@@ -112,7 +116,7 @@ def run_fluid(engine: SimEngine, requests: Iterable[SimRequest], listener: Prefi
         start_s = max(end_s, request.arrival_s)
         end_s = start_s + _cheapest_s(engine, request.new_tokens) / INSTANCES
         listener.on_first_token(ServedPrefill(request, start_s, end_s))
-        if isinstance(listener, CriticalLoad) and listener.is_hopeless:
+        if isinstance(listener, CriticalLoad) and listener.is_above:
             return
 
 
@@ -127,7 +131,7 @@ def is_below_critical(
         run_fluid(engine, workload, listener)
     else:
         run_system(options, engine, workload, loop, listener)
-    return not listener.is_hopeless
+    return not listener.is_above
 
 
 def bisect_rate(holds: Callable[[float], bool], low_per_s: float, high_per_s: float, precision: float) -> float:

@@ -17,15 +17,13 @@ from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
-from sglang_ext.profiling.instance import Instance
+from sglang_ext.profiling.instance import HttpInstance
 from sglang_ext.profiling.points import Point
 from sglang_ext.simulation.engines import SimEngine, load_engine
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.front_end import simulate_for_clients
+from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import LEAST_LOADED, InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.records import PrefillListener, SimRequest
-from sglang_ext.simulation.run import RunOptions
+from sglang_ext.simulation.run import RunOptions, simulate_for_clients
 from sglang_ext.types import Role
 from support.engines import BenchEngine
 from support.mixed_load import Arrival, Outcome, percentile
@@ -151,7 +149,7 @@ class SpeedProbe:
         return median(now_s / first_s for now_s, first_s in zip(self._times_s(), self._first_s, strict=True))
 
     def _times_s(self) -> list[float]:
-        instance = Instance.connect(self._url, decode_url=self._decode_url)
+        instance = HttpInstance.connect(self._url, decode_url=self._decode_url)
         times_s = []
         try:
             for point in _PROBE_POINTS:
@@ -165,7 +163,7 @@ class SpeedProbe:
 
 @contextmanager
 def busy_core(core: int) -> Iterator[None]:
-    """Fill what nobody else wants of a core."""
+    """Fill what no other process wants of a core."""
     program = (
         f"import os; os.sched_setaffinity(0, {{{core}}}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
     )

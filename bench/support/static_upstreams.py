@@ -21,7 +21,7 @@ CHAT_REPLY = {
     "object": "chat.completion",
     "created": 1,
     "model": "m",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello world"}, "finish_reason": "length"}],
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello there"}, "finish_reason": "length"}],
     "usage": {"prompt_tokens": 64, "completion_tokens": 1, "total_tokens": 65},
 }
 

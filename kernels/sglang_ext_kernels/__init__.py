@@ -1,1 +1,1 @@
-"""GPU kernels, one operation per file, a plain reference beside each."""
+"""GPU kernels by what they work on, a plain reference beside each operation."""

@@ -8,17 +8,29 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sglang_ext import __version__
 
 
 class Command(NamedTuple):
+    """One command: its module, or commands of its own."""
+
     module: str
     summary: str
+    kinds: Mapping[str, Command] = MappingProxyType({})  # `sglang-ext COMMAND KIND`
 
 
+_PROFILES = {
+    "engine": Command(
+        "sglang_ext.profiling.profile_engine", "measure a running instance and fit what its prefills cost"
+    ),
+    "rates": Command(
+        "sglang_ext.profiling.profile_rates", "find the planner's best improvement rate for each load, by simulation"
+    ),
+}
 COMMANDS = {
     "up": Command("sglang_ext.cluster.command", "start a whole cluster (pools and router) and keep it healthy"),
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
@@ -31,9 +43,9 @@ COMMANDS = {
     "run-module": Command(
         "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"
     ),
-    "model": Command("sglang_ext.models.command", "fetch and convert the small demonstration model"),
-    "profile": Command("sglang_ext.profiling.command", "measure what the simulator and the planner reckon with"),
-    "simulate": Command("sglang_ext.simulation.command", "simulate a workload on any number of instances"),
+    "model": Command("sglang_ext.models.smollm2", "fetch and convert the small demonstration model"),
+    "profile": Command("", "measure what the simulator and the planner reckon with", _PROFILES),
+    "simulate": Command("sglang_ext.simulation.simulate", "simulate a workload on any number of instances"),
 }
 
 
@@ -73,14 +85,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"sglang-ext: unknown command {name!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(command.module)
     parser = argparse.ArgumentParser(
-        prog=f"sglang-ext {name}",
-        description=command.summary[0].upper() + command.summary[1:] + ".",
-        formatter_class=_HelpFormatter,
+        prog=f"sglang-ext {name}", description=_description(command), formatter_class=_HelpFormatter
     )
+    if command.kinds:
+        kinds = parser.add_subparsers(metavar="WHAT", required=True)
+        for kind, its in command.kinds.items():
+            _fill(
+                kinds.add_parser(kind, help=its.summary, description=_description(its), formatter_class=_HelpFormatter),
+                its,
+            )
+    else:
+        _fill(parser, command)
+    parsed = parser.parse_args(rest)
+    return int(parsed.run_command(parsed) or 0)
+
+
+def _fill(parser: argparse.ArgumentParser, command: Command) -> None:
+    module = importlib.import_module(command.module)
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(rest)) or 0)
+    parser.set_defaults(run_command=module.run)
+
+
+def _description(command: Command) -> str:
+    return command.summary[0].upper() + command.summary[1:] + "."
 
 
 if __name__ == "__main__":

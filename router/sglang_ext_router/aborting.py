@@ -1,4 +1,4 @@
-"""Tells instances to drop requests that nobody waits for any more.
+"""Tells instances to drop requests whose client or other leg has gone.
 
 Closing a leg's connection is not enough: SGLang looks for closed connections only every few seconds, and a
 decode instance would keep waiting for KV that never comes.
@@ -26,7 +26,7 @@ class Aborter:
         self._pools = pools
         self._authorization = authorization
         self._loop = loop
-        self._nobody = _Nobody()
+        self._calls = _AbortCalls()
 
     def abort(self, worker: Worker, request_ids: Sequence[str]) -> None:
         """Abort these requests on an instance, now and once more a little later."""
@@ -40,16 +40,16 @@ class Aborter:
             body = orjson.dumps({"rid": request_id})
             head = worker.request_head(b"/abort_request")
             request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, self._authorization, len(body), body)
-            self._nobody.open_requests += 1
-            self._pools.start(worker, self._nobody, Leg.PREFILL, 0, request)
+            self._calls.open_requests += 1
+            self._pools.start(worker, self._calls, Leg.PREFILL, 0, request)
 
     @property
     def is_busy(self) -> bool:
         """Whether an abort is on its way."""
-        return self._nobody.open_requests > 0
+        return self._calls.open_requests > 0
 
 
-class _Nobody:
+class _AbortCalls:
     """Owner of requests whose answers are of no interest."""
 
     def __init__(self) -> None:

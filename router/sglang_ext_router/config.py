@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_rates
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
 from sglang_ext.types import Role
 
 
-class ConfigError(ValueError):
+class RouterConfigError(ValueError):
     """An option that cannot be used; the message is one line and names the option."""
 
 
@@ -54,9 +53,6 @@ class RouterConfig:
         True, "serve a request in the other prefill pool while its own has no instance that can be used"
     )
     prefix_index_blocks: int = _option(65536, "prefix-cache blocks remembered per prefill instance")
-    improvement_rates: str = _option(
-        "", "table of `sglang-ext profile rates`: improvement rates of sequence-parallel plans, by load"
-    )
     coordinator_url: str = _option("", "HTTP address of the long pool's coordinator, whose state GET /pools then shows")
     tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
     # Admission
@@ -125,63 +121,53 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             if not getattr(self, name) >= 1:  # NaN included
-                raise ConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
+                raise RouterConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
-                raise ConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
+                raise RouterConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name.endswith("_secs") and not value > 0:
-                raise ConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
+                raise RouterConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
-                raise ConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
+                raise RouterConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
         for name in ("api_key", "admin_api_key"):
             if any(not character.isprintable() for character in getattr(self, name)):
-                raise ConfigError(f"{_flag(name)} holds a character that cannot be in a header")
+                raise RouterConfigError(f"{_flag(name)} holds a character that cannot be in a header")
         if self.port > 65535:
-            raise ConfigError(f"--port must be at most 65535, not {self.port}")
+            raise RouterConfigError(f"--port must be at most 65535, not {self.port}")
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
-            raise ConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
+            raise RouterConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
         if self.coordinator_url:
             parse_worker_url(self.coordinator_url, "--coordinator-url")
-        if self.improvement_rates:
-            self._check_improvement_rates()
         if self.max_header_size < 1024:
-            raise ConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
+            raise RouterConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
-            raise ConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
+            raise RouterConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
         self._check_controller()
         urls = [worker.url for worker in self.workers]
         for url in urls:
             if urls.count(url) > 1:
-                raise ConfigError(f"the worker {url} is given twice")
-
-    def _check_improvement_rates(self) -> None:
-        if self.processes > 1:
-            raise ConfigError(f"--improvement-rates needs --processes 1, not {self.processes}")
-        try:
-            load_improvement_rates(Path(self.improvement_rates))
-        except RatesFileError as error:
-            raise ConfigError(f"--improvement-rates: {error}") from None
+                raise RouterConfigError(f"the worker {url} is given twice")
 
     def _check_controller(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name.startswith("controller_") and not math.isfinite(value):
-                raise ConfigError(f"{_flag(entry.name)} must be a finite number, not {value}")
+                raise RouterConfigError(f"{_flag(entry.name)} must be a finite number, not {value}")
         if not self.controller_hysteresis > 0:
-            raise ConfigError(f"--controller-hysteresis must be greater than 0, not {self.controller_hysteresis}")
+            raise RouterConfigError(f"--controller-hysteresis must be greater than 0, not {self.controller_hysteresis}")
         weights = (self.controller_backlog_weight, self.controller_sla_weight, self.controller_utilisation_weight)
         if not any(weights):
-            raise ConfigError(
+            raise RouterConfigError(
                 "--controller-backlog-weight, --controller-sla-weight and --controller-utilisation-weight "
                 "must not all be 0"
             )
         if self.controller_cooldown_secs < self.controller_interval_secs:
-            raise ConfigError("--controller-cooldown-secs must not be less than --controller-interval-secs")
+            raise RouterConfigError("--controller-cooldown-secs must not be less than --controller-interval-secs")
         if self.controller != "off" and self.processes > 1:
-            raise ConfigError(f"--controller {self.controller} needs --processes 1, not {self.processes}")
+            raise RouterConfigError(f"--controller {self.controller} needs --processes 1, not {self.processes}")
 
     @property
     def effective_admin_key(self) -> str:
@@ -227,17 +213,17 @@ def _is_host(name: str) -> bool:
 
 
 def parse_worker_url(text: str, option: str) -> str:
-    """Normalise `http://host:port`; ConfigError names the option otherwise."""
+    """Normalise `http://host:port`; RouterConfigError names the option otherwise."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError:
-        raise ConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
+        raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
     if parts.scheme != "http":
-        raise ConfigError(f"{option}: {text!r} must be an http:// URL (workers are reached without TLS)")
+        raise RouterConfigError(f"{option}: {text!r} must be an http:// URL (workers are reached without TLS)")
     extra = parts.query or parts.fragment or parts.username or parts.password
     if not parts.hostname or not port or parts.path not in {"", "/"} or extra or not _is_host(parts.hostname):
-        raise ConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
+        raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{port}"
 
@@ -292,12 +278,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
-    """Resolve parsed arguments; ConfigError when they contradict each other."""
+    """Resolve parsed arguments; RouterConfigError when they contradict each other."""
     workers: list[WorkerAddress] = []
     for option, role, _ in _PREFILL_OPTIONS:
         for values in getattr(arguments, f"prefill_{role}"):
             if len(values) > 2:
-                raise ConfigError(f"{option} takes a URL and at most one port, not {' '.join(values)!r}")
+                raise RouterConfigError(f"{option} takes a URL and at most one port, not {' '.join(values)!r}")
             url = parse_worker_url(values[0], option)
             workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
     workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
@@ -317,5 +303,5 @@ def _bootstrap_port(text: str, option: str) -> int | None:
     if text.lower() == "none":  # as sglang_router spells it
         return None
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise ConfigError(f"{option}: {text!r} is not a port")
+        raise RouterConfigError(f"{option}: {text!r} is not a port")
     return int(text)

@@ -14,12 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from sglang_ext import __version__
-from sglang_ext.costs.improvement_rates import ImprovementRates
 from sglang_ext.types import Role
 from sglang_ext_router import replies
-from sglang_ext_router.config import ConfigError, RouterConfig, WorkerAddress, parse_worker_url
+from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
-from sglang_ext_router.improvement_rates import add_improvement_rate_routes
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
@@ -36,7 +34,6 @@ class ControlTarget(Protocol):
     registry: WorkerRegistry
     prober: Prober
     controller: PoolController
-    improvement_rates: ImprovementRates
     long_pool: LongPoolMonitor | None
 
     @property
@@ -253,7 +250,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         """Add an instance; it takes requests once it is healthy."""
         try:
             url = parse_worker_url(new.url, "url")
-        except ConfigError as error:
+        except RouterConfigError as error:
             raise HTTPException(400, str(error)) from None
         if new.role is Role.DECODE and new.bootstrap_port is not None:
             raise HTTPException(400, "bootstrap_port: a decode instance has none")
@@ -287,7 +284,6 @@ def build_app(router: ControlTarget) -> FastAPI:
         return describe_worker(worker, now())
 
     add_pool_routes(app, router, client, admin)
-    add_improvement_rate_routes(app, router, client, admin)
     return app
 
 

@@ -27,9 +27,9 @@ from sglang_ext.policy.pools.instance_pressure import (
 )
 from sglang_ext.policy.pools.pool_move import (
     AwaitDrain,
-    Finished,
     HoldBack,
     MoveActions,
+    MoveFinished,
     MoveOutcome,
     MovePlan,
     PoolMove,
@@ -40,8 +40,7 @@ from sglang_ext.policy.pools.pool_move import (
 )
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.laps_monitor import LapsMonitor, NoReportError, NotServedError
-from sglang_ext_router.laps_report import MODE_PATH
+from sglang_ext_router.laps_monitor import MODE_PATH, LapsMonitor, NoReportError, NotServedError
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
@@ -102,7 +101,7 @@ class PoolController:
         self.decision_counts: dict[tuple[str, str], int] = {}  # (result, reason) → count
         self._joined_s: dict[int, float] = {}
         self._failures: dict[int, tuple[int, float]] = {}  # worker id → failed moves in a row, left alone until
-        self._said: tuple[DecisionReason, LengthClass | None] | None = None
+        self._reported: tuple[DecisionReason, LengthClass | None] | None = None
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -205,10 +204,10 @@ class PoolController:
 
     def _say(self, decision: Decision, worker: Worker | None) -> None:
         """Log a decision: as news if it is another one than before."""
-        said = (decision.reason, decision.wanted)
-        is_news = said != self._said and decision.reason is not DecisionReason.UNCONFIRMED
+        reported = (decision.reason, decision.wanted)
+        is_news = reported != self._reported and decision.reason is not DecisionReason.UNCONFIRMED
         if is_news:
-            self._said = said
+            self._reported = reported
         if worker is not None and decision.proposal is not None:
             verb = "moves" if self.is_on else "would move"
             what = f"{verb} {worker.url} from {decision.proposal.source} to {decision.proposal.target}"
@@ -270,7 +269,7 @@ class PoolController:
             finished = await self._carry_out(PoolMove(plan), worker)
         except Exception as error:  # an instance must not stay held back
             logger.exception("the move of %s failed", record.url)
-            finished = Finished(MoveOutcome.NOT_UNDONE, f"the router failed: {error!r}")
+            finished = MoveFinished(MoveOutcome.NOT_UNDONE, f"the router failed: {error!r}")
         finally:
             self._hold_back(worker, False)
             self.current = None
@@ -281,9 +280,9 @@ class PoolController:
         self.move_counts[key] = self.move_counts.get(key, 0) + 1
         self._learn(worker, record, finished)
 
-    def _learn(self, worker: Worker, record: MoveRecord, finished: Finished) -> None:
+    def _learn(self, worker: Worker, record: MoveRecord, finished: MoveFinished) -> None:
         now_s = self._loop.time()
-        self._said = None  # what is decided after a move is news
+        self._reported = None  # what is decided after a move is news
         if finished.outcome is MoveOutcome.MOVED:
             self.state = self.state.after_move(record.target, now_s)
             self._failures.pop(worker.id, None)
@@ -297,7 +296,7 @@ class PoolController:
             "%s stays in the %s pool (%s): %s", *(record.url, record.source, finished.outcome, finished.detail)
         )
 
-    async def _carry_out(self, machine: PoolMove, worker: Worker) -> Finished:
+    async def _carry_out(self, machine: PoolMove, worker: Worker) -> MoveFinished:
         """Do what the state machine says until it says that it is over."""
         actions = deque(machine.start())
         while True:
@@ -309,7 +308,7 @@ class PoolController:
                     self._hold_back(worker, False)
                 case Relabel():
                     self._relabel(worker, action.pool)
-                case Finished():
+                case MoveFinished():
                     return action
                 case AwaitDrain() | ReadMode() | PostMode():
                     answer = await self._ask(machine, worker, action)
@@ -338,8 +337,8 @@ class PoolController:
                     return machine.on_switch_unanswered(self._loop.time())
                 if status == 200:
                     return machine.on_switched(self._loop.time())
-                said = answer.decode("utf-8", "replace")[:200]
-                return machine.on_switch_failed(f"{MODE_PATH} answered {status} {said}", self._loop.time())
+                text = answer.decode("utf-8", "replace")[:200]
+                return machine.on_switch_failed(f"{MODE_PATH} answered {status} {text}", self._loop.time())
 
     async def _drain(self, worker: Worker) -> bool:
         """Wait for what is in flight there; whether it has ended."""

@@ -72,7 +72,7 @@ class ConnectionLimits:
     keep_alive_timeout_s: float
 
 
-class _Refusal(NamedTuple):
+class _ParseRefusal(NamedTuple):
     """A reply to what could not be parsed, which waits for the replies before it."""
 
     status: int
@@ -84,11 +84,14 @@ class _RefusedError(Exception):
 
 
 class ClientConnection(asyncio.Protocol):
-    """Parses, queues pipelined requests, hands one at a time to `dispatch`, which returns its Call."""
+    """Parses, queues pipelined requests, hands one at a time to `dispatch`.
+
+    That one answers at once, or puts what serves the request into `call`, which may hand it on.
+    """
 
     def __init__(
         self,
-        dispatch: Callable[[ClientConnection, Request], Call | None],
+        dispatch: Callable[[ClientConnection, Request], None],
         connections: set[ClientConnection],
         limits: ConnectionLimits,
         loop: asyncio.AbstractEventLoop,
@@ -98,7 +101,7 @@ class ClientConnection(asyncio.Protocol):
         self._limits = limits
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
-        self._pending: deque[Request | _Refusal] = deque()
+        self._pending: deque[Request | _ParseRefusal] = deque()
         self._pending_bytes = 0
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -272,12 +275,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve(self, request: Request) -> None:
         self.request = request
-        call = self._dispatch(self, request)
-        if self._serves(request):  # not answered at once
-            self.call = call
-
-    def _serves(self, request: Request) -> bool:
-        return self.request is request
+        self._dispatch(self, request)
 
     def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: bytes = b"") -> None:
         """Answer the current request whole and go on to the next."""
@@ -308,7 +306,7 @@ class ClientConnection(asyncio.Protocol):
         if self.request is not None or not self._pending or self._is_write_paused or self.transport.is_closing():
             return
         request = self._pending.popleft()
-        if isinstance(request, _Refusal):
+        if isinstance(request, _ParseRefusal):
             self._write_refusal(request)
             return
         self._pending_bytes -= len(request.body)
@@ -330,13 +328,13 @@ class ClientConnection(asyncio.Protocol):
         self._stopped = True
         self._in_message = False
         self._since_s = 0.0
-        refusal = _Refusal(status, message)
+        refusal = _ParseRefusal(status, message)
         if self.request is not None or self._pending:
             self._pending.append(refusal)
         else:
             self._write_refusal(refusal)
 
-    def _write_refusal(self, refusal: _Refusal) -> None:
+    def _write_refusal(self, refusal: _ParseRefusal) -> None:
         body = replies.error_json(refusal.status, refusal.message)
         self.write(replies.complete(refusal.status, body, b"application/json", b"", False, True))
         # Closing while the client still sends would reset the connection, and the reply be lost with it.

@@ -36,7 +36,7 @@ class LongPoolMonitor:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._status: dict[str, Any] | None = None
-        self._heard_s: float | None = None
+        self._read_s: float | None = None
         self._problem: str | None = "not asked yet"
 
     def start(self) -> None:
@@ -51,7 +51,7 @@ class LongPoolMonitor:
 
     def describe(self) -> dict[str, Any]:
         """The long pool as JSON; `problem` is null while it answers, else the rest is its last word."""
-        age_s = None if self._heard_s is None else round(self._clock() - self._heard_s, 1)
+        age_s = None if self._read_s is None else round(self._clock() - self._read_s, 1)
         head = {"coordinator": self.url, "problem": self._problem, "age_s": age_s}
         return head | (self._status or dict.fromkeys(_NOTHING))
 
@@ -76,7 +76,7 @@ class LongPoolMonitor:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             problem = (str(error) or type(error).__name__).partition("\n")[0]
         if problem is None:
-            self._heard_s = self._clock()
+            self._read_s = self._clock()
         if (problem is None) != (self._problem is None):
             logger.info("coordinator %s %s", self.url, "answers" if problem is None else f"is away: {problem}")
         self._problem = problem

@@ -1,30 +1,33 @@
-"""`sglang-ext router`: options, event loop, signals."""
+"""`sglang-ext router`: one process or several on one port, from its options to its end; logs, and what is compiled."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import gc
+import hashlib
+import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Coroutine
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from sglang_ext_router.compiled import describe as describe_compiled
-from sglang_ext_router.config import ConfigError, RouterConfig, add_arguments, config_from_arguments
-from sglang_ext_router.logs import set_up_logging
+from sglang_ext_router.config import RouterConfig, RouterConfigError, add_arguments, config_from_arguments
 from sglang_ext_router.router import Router
 from sglang_ext_router.siblings import DatagramSiblings, SiblingLink
 from sglang_ext_router.supervisor import child_place, is_child, supervise
 
+WITNESS = "sglang_ext_router.admitted_request"
+# Written by `tools/compile_hot_path.py`: source (package/module.py) → SHA-256. A wheel has none.
+MANIFEST = Path(__file__).with_name("compiled_sources.json")
 __all__ = ["add_arguments", "run", "serve"]
-
 logger = logging.getLogger(__name__)
-
 LISTEN_BACKLOG = 4096
 
 
@@ -36,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             listen(config).close()  # say now, and once, that the address cannot be had
         else:
             sock = listen(config, reuse_port=is_child())
-    except ConfigError as error:
+    except RouterConfigError as error:
         print(f"sglang-ext router: {error}", file=sys.stderr)
         return 2
     set_up_logging(config.log_level, config.log_json)
@@ -58,7 +61,7 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 
 def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
-    """A listening socket; ConfigError if the address cannot be had."""
+    """A listening socket; RouterConfigError if the address cannot be had."""
     sock: socket.socket | None = None
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
@@ -73,7 +76,7 @@ def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
         if sock is not None:
             sock.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"--host {config.host} --port {config.port}: {reason}") from None
+        raise RouterConfigError(f"--host {config.host} --port {config.port}: {reason}") from None
     return sock
 
 
@@ -108,3 +111,50 @@ async def serve(
     await router.drain(config.shutdown_grace_period_secs)
     await router.stop()
     return 0
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def set_up_logging(level: str, as_json: bool) -> None:
+    """Configure the root logger; third parties stay at warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for package in ("sglang_ext", "sglang_ext_router"):
+        logging.getLogger(package).setLevel(level.upper())
+
+
+def describe_compiled() -> tuple[bool, str]:
+    """Whether something is wrong, and what to say of it."""
+    spec = find_spec(WITNESS)
+    if spec is None or spec.origin is None or spec.origin.endswith(".py"):
+        return False, "the request path is plain Python: `make env` compiles it"
+    if MANIFEST.exists():
+        for source, digest in json.loads(MANIFEST.read_text()).items():
+            if _digest(source) != digest:
+                return True, f"the compiled request path is not of this {source}: run `make env`"
+    return False, "the request path is compiled"
+
+
+def _digest(source: str) -> str | None:
+    package, _, rest = source.partition("/")
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).parent / rest
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from sglang_ext.policy.pools.instance_pressure import pressure
 from sglang_ext.types import LengthClass, Role
-from sglang_ext_router.config import ConfigError, RouterConfig, parse_worker_url
+from sglang_ext_router.config import RouterConfig, RouterConfigError, parse_worker_url
 from sglang_ext_router.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.workers import Worker, WorkerRegistry, describe_roles
@@ -164,7 +164,7 @@ def _find(registry: WorkerRegistry, wanted: Move) -> Worker:
     if wanted.url is not None:
         try:
             url = parse_worker_url(wanted.url, "url")
-        except ConfigError as error:
+        except RouterConfigError as error:
             raise HTTPException(400, str(error)) from None
         worker = registry.find(url)
     else:

@@ -1,4 +1,4 @@
-"""What a request's body says about its prompt, and the body with the prefill-decode fields put in."""
+"""What a request's body says about its prompt: its size, its blocks, and how many sequences it makes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _chat_text(body: dict[str, Any]) -> str:
     parts: list[str] = []
     tools = body.get("tools")
     if tools:
-        parts.append(_dump(tools).decode())
+        parts.append(dump(tools).decode())
     for message in messages:
         if type(message) is not dict:
             raise BadRequestError("each message must be an object", "messages")
@@ -159,7 +159,7 @@ def _chat_text(body: dict[str, Any]) -> str:
             parts += [part["text"] for part in content if type(part) is dict and type(part.get("text")) is str]
         calls = message.get("tool_calls")
         if calls:
-            parts.append(_dump(calls).decode())
+            parts.append(dump(calls).decode())
     return "\n".join(parts)
 
 
@@ -180,77 +180,9 @@ def _samples(path: bytes, body: dict[str, Any]) -> int:
     return value
 
 
-class CleanBody(NamedTuple):
-    """A body without the fields that the router sets itself."""
-
-    raw: bytes
-    is_empty: bool
-    request_ids: str | list[str] | None  # the client's own, under which it finds its reply
-
-
-def clean_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
-    """Take out a client's bootstrap fields and request id; where there are none the text stays as it came.
-
-    BadRequestError for an id that is not a string or a list of strings.
-    """
-    given = body.get("rid")
-    if not (given is None or type(given) is str or (type(given) is list and all(type(item) is str for item in given))):
-        raise BadRequestError("rid must be a string or a list of strings", "rid")
-    if ROUTER_FIELDS.isdisjoint(body):
-        return CleanBody(raw, not body, None)
-    kept = {key: value for key, value in body.items() if key not in ROUTER_FIELDS}
-    return CleanBody(_dump(kept), not kept, given)
-
-
-def with_bootstrap(clean: CleanBody, bootstrap_json: bytes, room: int, room_id: bytes) -> bytes:
-    """The body with where to meet (`bootstrap_json` ends in `"bootstrap_room":`) and a request id.
-
-    The text is extended rather than written anew: parsing is paid already, writing is not. An id is made
-    unique by the room, because SGLang aborts every request whose id begins with the one to abort.
-    """
-    end = clean.raw.rindex(b"}")
-    comma = b"" if clean.is_empty else b","
-    given = clean.request_ids
-    if given is None:
-        return b'%b%b%b%d,"rid":"%b"}' % (clean.raw[:end], comma, bootstrap_json, room, room_id)
-    suffix = "-" + room_id.decode()
-    unique = given + suffix if isinstance(given, str) else [item + suffix for item in given]
-    return b'%b%b%b%d,"rid":%b}' % (clean.raw[:end], comma, bootstrap_json, room, _dump(unique))
-
-
-def abort_ids(clean: CleanBody, room_id: bytes, sequence_count: int, samples: int) -> list[str]:
-    """Request ids by which the instances know the sequences of this request."""
-    given = clean.request_ids
-    suffix = "-" + room_id.decode()
-    if isinstance(given, list):
-        if samples == 1:
-            return [item + suffix for item in given]
-        return [f"{item}{suffix}_{i}" for item in given for i in range(samples)]
-    # Aborting an id aborts all that begin with it, which a batch's `ID_0`, `ID_1`, ... do; an instance's front
-    # end however knows only the whole ones.
-    base = room_id.decode() if given is None else given + suffix
-    return [base] if sequence_count == 1 else [f"{base}_{i}" for i in range(sequence_count)]
-
-
-ROUTER_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"})
-
-
-def _dump(value: object) -> bytes:
+def dump(value: object) -> bytes:
+    """JSON text; BadRequestError for what is nested too deeply."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
         raise BadRequestError("the body is nested too deeply") from None
-
-
-def find_int(data: bytes, key: bytes) -> int | None:
-    """Value of the last `"key":<int>` in JSON text, without parsing all of it."""
-    start = data.rfind(key)
-    if start < 0:
-        return None
-    start += len(key)
-    while start < len(data) and data[start] in b": ":
-        start += 1
-    end = start
-    while end < len(data) and 48 <= data[end] <= 57:
-        end += 1
-    return int(data[start:end]) if end > start else None

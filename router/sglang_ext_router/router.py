@@ -7,13 +7,10 @@ import hmac
 import logging
 import random
 import secrets
-import time
 from collections import deque
-from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from sglang_ext.costs.improvement_rates import ImprovementRates, load_improvement_rates
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext_router.aborting import Aborter
@@ -21,18 +18,17 @@ from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app
 from sglang_ext_router.controller import PoolController
-from sglang_ext_router.exchange import Exchange
-from sglang_ext_router.http1 import Call, ClientConnection, ConnectionLimits, Request
+from sglang_ext_router.http1 import ClientConnection, ConnectionLimits, Request
 from sglang_ext_router.long_pool import LongPoolMonitor
-from sglang_ext_router.metrics import RouterMetrics, render, worker_families
-from sglang_ext_router.pool_metrics import pool_families
+from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
 from sglang_ext_router.probe import Prober
-from sglang_ext_router.rooms import RoomAllocator
+from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
-from sglang_ext_router.services import Admissible, Services
+from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
 from sglang_ext_router.upstream import UpstreamPools
+from sglang_ext_router.waiting_request import WaitingRequest
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -40,7 +36,7 @@ logger = logging.getLogger(__name__)
 GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/generate"})
 SWEEP_INTERVAL_S = 0.25
 DRAIN_POLL_S = 0.02
-LAST_WORDS_S = 1.0  # for aborts and error replies when the grace period is over
+DRAIN_FLUSH_S = 1.0  # for aborts and error replies when the grace period is over
 
 
 class Router:
@@ -61,12 +57,8 @@ class Router:
         self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
-        self.improvement_rates = ImprovementRates()
-        if config.improvement_rates:
-            table = load_improvement_rates(Path(config.improvement_rates))
-            self.improvement_rates.put(table, config.improvement_rates, time.time())
         self.siblings: SiblingLink = siblings or NoSiblings()
-        self.running: dict[Admissible, None] = {}
+        self.running: dict[Runnable, None] = {}
         self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
@@ -137,9 +129,9 @@ class Router:
         await self._wait_drained(grace_s)
         if self.running:
             logger.warning("%d requests were still running after %g s", len(self.running), grace_s)
-        for exchange in tuple(self.running):
-            exchange.on_timeout()
-        await self._wait_drained(LAST_WORDS_S)
+        for request in tuple(self.running):
+            request.on_timeout()
+        await self._wait_drained(DRAIN_FLUSH_S)
 
     async def stop(self) -> None:
         """Free everything."""
@@ -158,31 +150,30 @@ class Router:
 
     # -- requests ---------------------------------------------------------------------------------------
 
-    def dispatch(self, connection: ClientConnection, request: Request) -> Call | None:
+    def dispatch(self, connection: ClientConnection, request: Request) -> None:
         """Generation requests take the lean path, everything else the control plane."""
         if request.path not in GENERATION_PATHS:
-            return AsgiCall(self.app, connection, request)
+            connection.call = AsgiCall(self.app, connection, request)
+            return
         if request.method != b"POST":
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
-            return None
+            return
         if self._client_key and not self._is_authorised(request.header(b"authorization") or b""):
             self.metrics.count(self.metrics.refused, "unauthorized")
             connection.respond_error(401, "missing or wrong API key", extra=b"www-authenticate: Bearer\r\n")
-            return None
-        exchange = Exchange(self.services, connection, request, self.loop.time())
-        # Before `begin`: a request that waits off the loop must hear that its client left.
-        connection.call = exchange
-        exchange.begin()
-        return exchange
+            return
+        waiting = WaitingRequest(self.services, connection, request, self.loop.time())
+        # Before `begin`: a request that waits off the loop must learn that its client left.
+        connection.call = waiting
+        waiting.begin()
 
     def _is_authorised(self, given: bytes) -> bool:
         is_client = hmac.compare_digest(given, self._client_key)
         return hmac.compare_digest(given, self._admin_key) or is_client
 
-    def _on_ended(self, exchange: Admissible, now_s: float) -> None:
+    def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
-        if self.running.pop(exchange, exchange) is not None:
-            return
+        del self.running[request]
         self._admitted += self.admission.release(now_s)
         if self._is_starting:
             return  # one that was just started has ended at once: the loop below goes on
@@ -198,7 +189,7 @@ class Router:
     async def _wait_drained(self, limit_s: float) -> None:
         """Until every connection has closed, which it does behind its last reply, and every abort is sent."""
         end_s = self.loop.time() + limit_s
-        while self.loop.time() < end_s and self._is_busy:  # noqa: ASYNC110 - nobody knows of all of it
+        while self.loop.time() < end_s and self._is_busy:  # noqa: ASYNC110 - there is no one event for all of it
             await asyncio.sleep(DRAIN_POLL_S)
 
     @property
@@ -213,16 +204,16 @@ class Router:
         """Enforce time limits of connections, queue and requests."""
         self._sweeper = self.loop.call_later(SWEEP_INTERVAL_S, self._sweep)
         now_s = self.loop.time()
-        for exchange in self.admission.expire(now_s):
-            exchange.on_queue_timeout()
+        for waiting in self.admission.expire(now_s):
+            waiting.on_queue_timeout()
         limit_s = self.config.request_timeout_secs
         expired = []
-        for exchange in self.running:
-            if now_s - exchange.started_s <= limit_s:
+        for request in self.running:
+            if now_s - request.started_s <= limit_s:
                 break  # the others were started later
-            expired.append(exchange)
-        for exchange in expired:
-            exchange.on_timeout()
+            expired.append(request)
+        for request in expired:
+            request.on_timeout()
         for connection in tuple(self._connections):
             connection.sweep(now_s)
 

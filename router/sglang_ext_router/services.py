@@ -13,7 +13,7 @@ from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.probe import Prober
-from sglang_ext_router.rooms import RoomAllocator
+from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.siblings import SiblingLink
 from sglang_ext_router.tokenising import PromptTokeniser
@@ -22,9 +22,7 @@ from sglang_ext_router.workers import WorkerRegistry
 
 
 class Admissible(Protocol):
-    """A request as admission and time limits see it."""
-
-    started_s: float
+    """A request that waits, as admission sees it."""
 
     def __hash__(self) -> int: ...
 
@@ -33,6 +31,14 @@ class Admissible(Protocol):
 
     def on_queue_timeout(self) -> None:
         """It has waited too long."""
+
+
+class Runnable(Protocol):
+    """A request that was admitted, as time limits see it."""
+
+    started_s: float
+
+    def __hash__(self) -> int: ...
 
     def on_timeout(self) -> None:
         """It has run too long."""
@@ -56,7 +62,7 @@ class Services:
     retry_policy: RetryPolicy
     max_retries: int
     siblings: SiblingLink
-    running: dict[Admissible, None]  # in order of their start
-    on_ended: Callable[[Admissible, float], None]
+    running: dict[Runnable, None]  # in order of their start
+    on_ended: Callable[[Runnable, float], None]
     authorization: bytes  # header line for the instances, in place of the client's; empty without --api-key
     tokeniser: PromptTokeniser | None = None

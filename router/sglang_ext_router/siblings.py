@@ -1,7 +1,7 @@
 """Soft state shared between the processes of one router: membership, load, prefixes, metrics.
 
-Every process sends its state to the others as datagrams, again and again; nobody waits for anybody, and a
-process that is gone is forgotten after `FORGET_AFTER_S`.
+Every process sends its state to the others as datagrams, again and again; none waits for another, and a process that
+is gone is forgotten after `FORGET_AFTER_S`. The newest change of an instance wins.
 """
 
 from __future__ import annotations
@@ -15,21 +15,81 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import orjson
 
+from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.membership import MembershipTable
 
 if TYPE_CHECKING:
     from sglang_ext_router.metrics import RouterMetrics
     from sglang_ext_router.routing import RoutePlanner
     from sglang_ext_router.workers import Worker, WorkerRegistry
 
+# As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining
+WireEntry = tuple[str, int, int, str | None, int | None, bool]
 logger = logging.getLogger(__name__)
-
 LOAD_INTERVAL_S = 0.1
 METRICS_EVERY = 10  # load messages
 FORGET_AFTER_S = 2.0
 MAX_DATAGRAM_BYTES = 128 << 10
 MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
+
+
+class Entry(NamedTuple):
+    """The last known change of one instance. `address` is None once it was removed."""
+
+    counter: int  # grows with every change of any process that has seen the one before
+    origin: int  # process that made it: decides between changes made at the same time
+    address: WorkerAddress | None
+    is_draining: bool
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.counter, self.origin
+
+
+class MembershipTable:
+    """One process's picture; merging is commutative and idempotent, so messages may be lost or doubled."""
+
+    def __init__(self, origin: int, initial: Iterable[WorkerAddress]) -> None:
+        self._origin = origin
+        # What the command line gave is known to all processes: the same version everywhere.
+        self._entries = {address.url: Entry(0, 0, address, False) for address in initial}
+
+    def change(self, url: str, address: WorkerAddress | None, is_draining: bool = False) -> None:
+        """Note a change made here."""
+        known = self._entries.get(url)
+        self._entries[url] = Entry(known.counter + 1 if known else 1, self._origin, address, is_draining)
+
+    def merge(self, wire: Iterable[WireEntry]) -> list[tuple[str, Entry]]:
+        """Take over newer entries of a sibling; the ones that changed here."""
+        changed: list[tuple[str, Entry]] = []
+        for url, counter, origin, role, port, is_draining in wire:
+            known = self._entries.get(url)
+            if known is not None and (counter, origin) <= known.version:
+                continue
+            address = None if role is None else WorkerAddress(url, Role(role), port)
+            entry = Entry(counter, origin, address, is_draining)
+            self._entries[url] = entry
+            changed.append((url, entry))
+        return changed
+
+    def address(self, url: str) -> WorkerAddress | None:
+        entry = self._entries.get(url)
+        return None if entry is None else entry.address
+
+    def wire(self) -> list[WireEntry]:
+        """Everything, for siblings; the command line's own entries are left out as long as they are unchanged."""
+        return [
+            (
+                url,
+                entry.counter,
+                entry.origin,
+                entry.address.role.value if entry.address else None,
+                entry.address.bootstrap_port if entry.address else None,
+                entry.is_draining,
+            )
+            for url, entry in self._entries.items()
+            if entry.counter
+        ]
 
 
 class LinkedRouter(Protocol):
@@ -73,29 +133,29 @@ class NoSiblings:
     shares_prefixes = False
 
     async def start(self, router: LinkedRouter) -> None:
-        """Nobody to meet."""
+        """There is nothing to start."""
 
     async def stop(self) -> None:
-        """Nobody to leave."""
+        """There is nothing to stop."""
 
     def tell_added(self, address: WorkerAddress) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def tell_removed(self, url: str) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def tell_draining(self, url: str, is_draining: bool) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
-        """Nobody to tell."""
+        """There is no other process."""
 
     def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
         return ()
 
 
 class _SiblingState(NamedTuple):
-    heard_s: float
+    received_s: float
     loads: dict[str, tuple[int, int]]  # url → requests under way, tokens promised
     metrics: dict[str, Any] | None
 
@@ -218,7 +278,7 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         """Add up what the living siblings have under way on each instance."""
         now_s = self._router.loop.time()
         for index, state in tuple(self._states.items()):
-            if now_s - state.heard_s > FORGET_AFTER_S:
+            if now_s - state.received_s > FORGET_AFTER_S:
                 # Its counters stay in the metrics; its requests are gone.
                 self._states[index] = state._replace(loads={})
         for worker in self._router.registry:

@@ -73,11 +73,11 @@ def _start(index: int, folder: str, arguments: Sequence[str]) -> subprocess.Pope
     )
 
 
-def _stop(children: Sequence[subprocess.Popen[bytes]], patience_s: float) -> int:
+def _stop(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> int:
     status = 0
     for child in children:
         child.terminate()
-    end_s = time.monotonic() + patience_s
+    end_s = time.monotonic() + timeout_s
     for child in children:
         try:
             child.wait(max(0.1, end_s - time.monotonic()))

@@ -200,7 +200,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.owner = None
         self._is_fresh = False
         owner.on_leg_complete(self)
-        self._pool.give_back(self)
+        self._pool.release(self)
 
     # -- parser callbacks -------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class UpstreamPool:
         self._connect(fresh)
         return True
 
-    def give_back(self, connection: UpstreamConnection) -> None:
+    def release(self, connection: UpstreamConnection) -> None:
         """A request ended; keep its connection unless the instance wants it closed."""
         transport = connection.transport
         if transport is None or transport.is_closing():

@@ -1,4 +1,4 @@
-"""The instances that the router knows: address, health, load, and what it has sent them itself."""
+"""The instances that the router knows: address, health, load, prefill rate, and what it has sent them itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,36 @@ from urllib.parse import urlsplit
 from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.prefill_rate import PrefillRate
 
+PRIOR_TOKENS_PER_S = 2000.0
+MEMORY_S = 30.0  # busy time after which old observations count half
 _new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
 UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has told its own
+
+
+class PrefillRate:
+    """Follows the instance's running totals; stays at the prior for an engine that does not report them."""
+
+    def __init__(self) -> None:
+        self._last_tokens: int | None = None
+        self._last_busy_us = 0
+        self._tokens = 0.0
+        self._busy_s = 0.0
+        self.tokens_per_s = PRIOR_TOKENS_PER_S
+
+    def observe(self, total_tokens: int, total_busy_us: int) -> None:
+        """Take the totals of a report; totals that went back mean that the instance was restarted."""
+        last, last_us = self._last_tokens, self._last_busy_us
+        self._last_tokens, self._last_busy_us = total_tokens, total_busy_us
+        if last is None or total_tokens < last or total_busy_us <= last_us:
+            return
+        self._tokens += total_tokens - last
+        self._busy_s += (total_busy_us - last_us) / 1e6
+        if self._tokens > 0:
+            self.tokens_per_s = self._tokens / self._busy_s
+        if self._busy_s > MEMORY_S:
+            self._busy_s *= 0.5
+            self._tokens *= 0.5
 
 
 class Worker:
@@ -51,11 +77,11 @@ class Worker:
         # Load: the router's own view, exact for what it sent, and the instance's last report
         self.in_flight = 0
         self.pending_tokens = 0
-        self.foreign_tokens = 0  # waiting there, sent by somebody else
+        self.foreign_tokens = 0  # waiting there, sent by another client of the instance
         self.reported_running = 0
         self.reported_free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
         self.reserved_tokens = 0  # decode: KV of prompts that were sent there and whose first token has not come
-        self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, whoever has sent it
+        self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, wherever it comes from
         self.sibling_in_flight = 0  # sent by the router's other processes
         self.sibling_tokens = 0
         self._bind()
@@ -121,7 +147,7 @@ class Worker:
         """KV on its way to a decode instance, from dispatch to first token (Tetris, "Decode choice").
 
         What the routers have sent and what the instance says that it waits for are mostly the same transfers, so the
-        larger one counts: dispatches since the report, or transfers of somebody else.
+        larger one counts: dispatches since the report, or transfers that another router has started.
         """
         sent_tokens = self.reserved_tokens + self.sibling_tokens
         return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens

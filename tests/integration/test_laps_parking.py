@@ -168,7 +168,7 @@ def test_impossible_deadlines_do_no_harm(pair: Pair, slo_ms: object) -> None:
 
 
 def test_memory_for_two_longs_and_many_shorts(threads: ThreadPoolExecutor) -> None:
-    """More work than KV memory: prefixes are evicted, nobody waits for ever, tokens stay right."""
+    """More work than KV memory: prefixes are evicted, no request waits for ever, tokens stay right."""
     spec = prefill_spec("--max-total-tokens", str(SMALL_KV_TOKENS))
     for pair in checked_pair(threads, *FLEET.get(spec, EngineSpec(Role.DECODE))):
         longs = [

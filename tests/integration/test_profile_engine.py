@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.profiling.http_client import InstanceError
-from sglang_ext.profiling.instance import Instance
+from sglang_ext.profiling.instance import HttpInstance
 from sglang_ext.profiling.points import Point
 from sglang_ext.simulation.engines import load_engine
 from sglang_ext.types import Role
@@ -63,7 +63,7 @@ def test_a_profile_of_prefill_and_hand_over(tmp_path: Path, capsys: pytest.Captu
 
 def test_what_queues_behind_a_chunk_follows_it_at_once() -> None:
     prefill, decode = FLEET.get(STOCK, DECODE)
-    instance = Instance.connect(prefill.url, decode_url=decode.url)
+    instance = HttpInstance.connect(prefill.url, decode_url=decode.url)
     try:
         gaps_s = instance.run_queued_chunks()
         assert len(gaps_s) == 3

@@ -146,7 +146,7 @@ def test_a_killed_instance_costs_only_what_it_was_serving(engines: list[Engine],
             assert all(outcome == "ok" for _, outcome in load.answers[: max(0, served - 4)])
             slowest_s = max(seconds for seconds, _ in load.answers)
             assert slowest_s < ANSWER_LIMIT_S
-            # Whoever was half served is told; everybody else is served by the others.
+            # A client that was half served is told; all others are served by the other instances.
             failed = [outcome for _, outcome in load.answers if outcome != "ok"]
             assert len(failed) <= 4, failed
             assert set(failed) <= {"error event", "cut", "502", "503"}

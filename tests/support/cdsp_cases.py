@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.policy.cdsp.table1 import LATENCY_S, PROMPT_TOKENS
 
 RATES = (0.0, 1 / 16, 1 / 4, 1 / 2)
 PLENTY = 1 << 30
@@ -102,3 +103,10 @@ def _around(draw: st.DrawFn, candidates: tuple[SpCandidate, ...], count: int, re
     )
     snapshot = PrefillSnapshot(*(draw(st.lists(column, min_size=count, max_size=count)) for column in columns))  # type: ignore[arg-type]
     return Case(config, snapshot, request, draw(st.sampled_from(RATES)))
+
+
+def tabulated_candidates() -> tuple[SpCandidate, ...]:
+    """Return the SP sizes of Table 1 with its own entries."""
+    return tuple(
+        SpCandidate(size, TabulatedCost(PROMPT_TOKENS[: len(times_s)], times_s)) for size, times_s in LATENCY_S.items()
+    )

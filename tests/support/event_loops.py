@@ -32,7 +32,7 @@ class Complaints(logging.Handler):
 
 @contextmanager
 def guarded_runner(loop_name: str = "uvloop") -> Iterator[asyncio.Runner]:
-    """A loop; AssertionError at its end if an exception reached it that nobody handled."""
+    """A loop; AssertionError at its end if an unhandled exception reached it."""
     unhandled: list[dict[str, Any]] = []
     with asyncio.Runner(loop_factory=LOOPS[loop_name]) as runner:
         runner.get_loop().set_exception_handler(lambda _, context: unhandled.append(context))

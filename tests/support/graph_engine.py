@@ -65,9 +65,8 @@ def _run(model: str, batches: Sequence[Sequence[Request]], page_tokens: int, opt
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
     torch.set_num_threads(1)
-    from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
-    from sglang_ext.sglang_plugin.graphs.build import build_graphs
-    from sglang_ext.sglang_plugin.graphs.compatibility import conflict
+    from sglang_ext.sglang_plugin.graphs.capture import build_graphs
+    from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
     from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
     from sglang_ext_cuda_graphs.recorders import DirectRecorder
     from support.engines import free_port

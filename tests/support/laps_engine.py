@@ -48,15 +48,15 @@ class LapsEngine(ScriptedEngine):
         self.report: dict[str, Any] = {}
         self.tell()
 
-    def tell(self, *, backlog_s: float = 0.0, utilisation: float = 0.1, late_share: float = 0.0) -> None:
+    def tell(self, *, backlog_s: float = 0.0, utilisation: float = 0.1, slo_violation_rate: float = 0.0) -> None:
         """What it reports from now on."""
         busy = {
             "requests": 1,
             "tokens": 100,
             "backlog_s": backlog_s,
             "oldest_wait_s": 0.1,
-            "late_share": late_share,
-            "lateness": late_share,
+            "slo_violation_rate": slo_violation_rate,
+            "tardiness": slo_violation_rate,
             "utilisation": utilisation,
         }
         idle = {**dict.fromkeys(busy, 0.0), "requests": 0, "tokens": 0}

@@ -11,7 +11,7 @@ from support.engines import Engine, Reply
 
 
 def new_room() -> int:
-    """A bootstrap room that nobody else uses, with a range behind it for samples."""
+    """A bootstrap room that no other request uses, with a range behind it for samples."""
     return random.getrandbits(62)
 
 

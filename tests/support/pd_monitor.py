@@ -1,6 +1,6 @@
-"""Watches one prefill-decode exchange from outside and fails at the first action that breaks a promise.
+"""Watches one prefill-decode protocol from outside and fails at the first action that breaks a promise.
 
-It knows what was fed and what came out, nothing of the exchange's inner state.
+It knows what was fed and what came out, nothing of the protocol's inner state.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from typing import NamedTuple
 
 from sglang_ext.policy.routing.pd_actions import (
     AbortLeg,
-    Absolve,
     Actions,
-    Blame,
     CloseClient,
-    Credit,
     EmitErrorEvent,
     Exclude,
-    Finished,
     Leg,
+    RecordFailure,
+    RecordSuccess,
     RelayBody,
     RelayHead,
+    ReleaseTrial,
     ReplyError,
+    RequestFinished,
     ScheduleRetry,
     StartLegs,
 )
-from sglang_ext.policy.routing.pd_protocol import PDExchange
+from sglang_ext.policy.routing.pd_protocol import PDProtocol
 from sglang_ext.types import RequestState
 
 FAULTS = (500, 502, 503, 504)
@@ -33,7 +33,7 @@ BUSY = (408, 429)
 
 
 class Event(NamedTuple):
-    """A call of a method of the exchange; `leg` and `status` where it takes them, `age` attempts too late."""
+    """A call of a method of the protocol; `leg` and `status` where it takes them, `age` attempts too late."""
 
     name: str
     leg: Leg | None = None
@@ -44,17 +44,17 @@ class Event(NamedTuple):
 _GLOBAL = ("start", "on_client_gone", "on_timeout")
 
 
-def feed(exchange: PDExchange, event: Event) -> Actions:
-    """Carry an event to the exchange."""
-    method = getattr(exchange, event.name)
+def feed(protocol: PDProtocol, event: Event) -> Actions:
+    """Carry an event to the protocol."""
+    method = getattr(protocol, event.name)
     if event.name in _GLOBAL:
         actions: Actions = method()
     elif event.leg is None:
-        actions = method(exchange.attempt - event.age)
+        actions = method(protocol.attempt - event.age)
     elif event.status is None:
-        actions = method(event.leg, exchange.attempt - event.age)
+        actions = method(event.leg, protocol.attempt - event.age)
     else:
-        actions = method(event.leg, exchange.attempt - event.age, event.status)
+        actions = method(event.leg, protocol.attempt - event.age, event.status)
     return actions
 
 
@@ -76,7 +76,7 @@ class LegRecord:
 
 @dataclass
 class Monitor:
-    """Everything that may be known of an exchange without looking into it."""
+    """Everything that may be known of an protocol without looking into it."""
 
     max_retries: int
     is_stream: bool
@@ -116,7 +116,7 @@ class Monitor:
         self._note(event)
         finished_at = None
         for position, action in enumerate(actions):
-            assert finished_at is None, "an action after Finished"
+            assert finished_at is None, "an action after RequestFinished"
             match action:
                 case StartLegs(attempt):
                     assert attempt == self.attempt + 1 <= self.max_retries
@@ -133,18 +133,20 @@ class Monitor:
                     key = (self.attempt, leg)
                     self.total_aborts[key] = self.total_aborts.get(key, 0) + 1
                     assert self.total_aborts[key] == 1
-                case Credit(leg):
+                case RecordSuccess(leg):
                     record = self._judge(leg)
                     assert record.is_completed
                     assert record.is_fine
-                case Blame(leg):
+                case RecordFailure(leg):
                     record = self._judge(leg)
                     assert record.is_lost or record.is_failed_inside or record.status in FAULTS
                     assert record.is_lost or record.status not in BUSY
-                case Absolve(leg):
+                case ReleaseTrial(leg):
                     record = self._judge(leg)
                     assert not record.is_lost
-                    assert self.relayed is not leg or record.status not in FAULTS, "a shown 5xx without blame"
+                    assert self.relayed is not leg or record.status not in FAULTS, (
+                        "a shown 5xx without a recorded failure"
+                    )
                 case Exclude(leg):
                     record = self._leg(leg)
                     assert record.is_lost or not record.is_fine
@@ -178,7 +180,7 @@ class Monitor:
                     assert not self.broken
                     assert not isinstance(action, EmitErrorEvent) or self.is_stream
                     self.broken = True
-                case Finished(state):
+                case RequestFinished(state):
                     finished_at = position
                     self.over = state
                     self._check_end(event, state)

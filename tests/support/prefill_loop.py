@@ -1,4 +1,4 @@
-"""One prefill instance in simulated time: arrivals, a cost model for the truth, and whoever decides each iteration.
+"""One prefill instance in simulated time: arrivals, a cost model for the truth, a policy for each iteration.
 
 No engine and no clock; what a policy must never do is asserted at every step.
 """

@@ -62,7 +62,7 @@ def features(lengths: Sequence[tuple[int, int]]) -> tuple[float, ...]:
 
 
 class FrontEnd(NamedTuple):
-    """Time of a request outside of the scheduler's iterations, on an idle instance: it delays, and occupies nobody.
+    """Time of a request outside of the scheduler's iterations, on an idle instance, which it does not occupy.
 
     Linear in the prompt's tokens P: HTTP, queues between processes and the scheduler's intake before its first
     iteration; the way of the first token to the client after its last one, the KV transfer to decode included where

@@ -43,36 +43,28 @@ _BLOCK_NAMES = {
 }
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedGgufError(ValueError):
     """The GGUF file holds something else than a plain Llama model."""
 
 
 def hugging_face_name(gguf_name: str) -> str:
     """Return the Hugging Face name of a tensor, e.g. `blk.3.attn_q.weight` → `model.layers.3.self_attn.…`.
 
-    Raises UnsupportedModelError for a tensor that a plain Llama model does not have.
+    Raises UnsupportedGgufError for a tensor that a plain Llama model does not have.
     """
     if gguf_name in _OUTER_NAMES:
         return _OUTER_NAMES[gguf_name]
     prefix, _, rest = gguf_name.partition(".")
     layer, _, inner = rest.partition(".")
     if prefix != "blk" or not layer.isdecimal() or inner not in _BLOCK_NAMES:
-        raise UnsupportedModelError(f"the GGUF file has a tensor {gguf_name!r}, which a Llama model has not")
+        raise UnsupportedGgufError(f"the GGUF file has a tensor {gguf_name!r}, which a Llama model has not")
     return f"model.layers.{layer}.{_BLOCK_NAMES[inner]}"
-
-
-def permute_for_gguf(weight: FloatArray, head_count: int) -> FloatArray:
-    """Return `weight` [rows, columns] with each head's rotary halves interleaved, as llama.cpp has it."""
-    rows, columns = weight.shape
-    halves = weight.reshape(head_count, 2, rows // head_count // 2, columns)
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
 
 
 def unpermute_from_gguf(weight: FloatArray, head_count: int) -> FloatArray:
     """Return `weight` [rows, columns] with each head's rows in Hugging Face's order (rotary halves apart).
 
-    The inverse of `permute_for_gguf`; Hugging Face rotates row i of a head with row i + head_dim / 2,
-    llama.cpp row 2i with row 2i + 1.
+    Hugging Face rotates row i of a head with row i + head_dim / 2, llama.cpp row 2i with row 2i + 1.
     """
     rows, columns = weight.shape
     if rows % (2 * head_count):
@@ -88,7 +80,7 @@ class GgufLlama:
         self._reader = gguf.GGUFReader(path)
         architecture = self._text("general.architecture")
         if architecture != "llama":
-            raise UnsupportedModelError(f"general.architecture is {architecture!r}, not 'llama'")
+            raise UnsupportedGgufError(f"general.architecture is {architecture!r}, not 'llama'")
         self.head_count = self._integer("llama.attention.head_count")
         self.kv_head_count = self._integer("llama.attention.head_count_kv")
         self.context_tokens = self._integer("llama.context_length")
@@ -176,7 +168,7 @@ class GgufLlama:
     def _field(self, key: str) -> object:
         field = self._reader.get_field(key)
         if field is None:
-            raise UnsupportedModelError(f"the GGUF file has no {key!r}")
+            raise UnsupportedGgufError(f"the GGUF file has no {key!r}")
         contents: object = field.contents()
         return contents
 
@@ -186,13 +178,13 @@ class GgufLlama:
     def _integer(self, key: str) -> int:
         value = self._field(key)
         if not isinstance(value, int):
-            raise UnsupportedModelError(f"the GGUF file's {key!r} is not a whole number")
+            raise UnsupportedGgufError(f"the GGUF file's {key!r} is not a whole number")
         return value
 
     def _real(self, key: str) -> float:
         value = self._field(key)
         if not isinstance(value, float):
-            raise UnsupportedModelError(f"the GGUF file's {key!r} is not a number")
+            raise UnsupportedGgufError(f"the GGUF file's {key!r} is not a number")
         return value
 
 

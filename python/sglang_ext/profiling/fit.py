@@ -15,8 +15,8 @@ from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCost, fit_sp_cost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.nnls import solve_non_negative
 from sglang_ext.policy.pools.instance_pressure import quantile
+from sglang_ext.profiling.measured_points import MeasuredPoint, Measurements
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import MeasuredPoint, Measurements
 
 LEAST_POINTS = 4
 

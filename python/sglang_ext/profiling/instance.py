@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from sglang_ext.profiling.facts import InstanceFacts, InstanceMode, read_facts
 from sglang_ext.profiling.http_client import HttpClient, InstanceError
+from sglang_ext.profiling.measured_points import BusyRun
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import BusyRun
 
 _STAND_IN_DECODE = "2.2.2.2"  # SGLang's name for a decode instance that takes all and needs nothing
 _FIRST_TOKEN = 8  # below are special tokens
@@ -49,8 +49,8 @@ class _Stamps(NamedTuple):
     cached_tokens: int
 
 
-class Instance:
-    """A running instance that serves nobody else meanwhile."""
+class HttpInstance:
+    """A running instance that serves no other client meanwhile."""
 
     def __init__(self, client: HttpClient, facts: InstanceFacts, decode: HttpClient | None, seed: int) -> None:
         self.facts = facts
@@ -72,7 +72,7 @@ class Instance:
         api_key: str | None = None,
         timeout_s: float = 300.0,
         seed: int = 0,
-    ) -> Instance:
+    ) -> HttpInstance:
         """InstanceError for an instance that cannot be reached, profiled, or is busy."""
         with ExitStack() as opened:
             client = HttpClient(url, api_key, timeout_s)

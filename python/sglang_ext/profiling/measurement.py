@@ -13,9 +13,16 @@ from typing import Protocol
 
 from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.profiling.instance import CutError, RunTimes
-from sglang_ext.profiling.notes import Notes
+from sglang_ext.profiling.measured_points import (
+    BusyRun,
+    MeasuredHandOver,
+    MeasuredPoint,
+    Measurements,
+    Notes,
+    SkippedPoint,
+    spread,
+)
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, MeasuredPoint, Measurements, SkippedPoint, spread
 
 STEADY_SPREAD = 0.05
 MOST_ROUNDS = 3  # times the repeats that were asked for
@@ -27,7 +34,7 @@ OnProgress = Callable[[int, int], None]  # done, total
 
 
 class MeasuredInstance(Protocol):
-    """What `Instance` does."""
+    """What `HttpInstance` does."""
 
     def prepare(self, cached_tokens: int) -> None: ...
 

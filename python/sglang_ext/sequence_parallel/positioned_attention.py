@@ -15,9 +15,14 @@ import torch
 
 from sglang_ext.policy.cdsp.sharding import Positions
 from sglang_ext_kernels import flashinfer_block
-from sglang_ext_kernels.attention_block import attention_block
-from sglang_ext_kernels.merge_states import merge_states_
-from sglang_ext_kernels.positioned_block import BlockPlan, default_sizes, plan_block, positioned_block
+from sglang_ext_kernels.block_attention import (
+    BlockPlan,
+    attention_block,
+    default_sizes,
+    merge_states_,
+    plan_block,
+    positioned_block,
+)
 
 
 class Visible(NamedTuple):

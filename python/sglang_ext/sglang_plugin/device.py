@@ -15,7 +15,7 @@ class Device(StrEnum):
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """The facts that launch flags depend on."""
 
     device: Device
@@ -27,9 +27,9 @@ class Machine:
             raise ValueError("a machine has at least one core")
 
 
-def inspect_machine(device: Device | None = None) -> Machine:
+def inspect_machine(device: Device | None = None) -> MachineFacts:
     """Look at this machine. `device` overrides what is found."""
-    return Machine(
+    return MachineFacts(
         device=device or (Device.CUDA if cuda_device_count() and torch_has_cuda() else Device.CPU),
         core_ids=tuple(sorted(os.sched_getaffinity(0))),
         memory_bytes=memory_bytes(),

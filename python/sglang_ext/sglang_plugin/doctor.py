@@ -14,12 +14,12 @@ from importlib import metadata
 
 from sglang_ext import __version__
 from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.sglang_plugin.cpu_platform import absent_packages
-from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
+from sglang_ext.sglang_plugin import cpu_platform
+from sglang_ext.sglang_plugin.device import Device, MachineFacts, inspect_machine
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE
 from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
-from sglang_ext.sglang_plugin.verification import HookState, HookStatus
+from sglang_ext.sglang_plugin.verification import HookState, HookStatus, inspect_hooks
 from sglang_ext.sglang_plugin.versions import installed_sglang
 from sglang_ext.types import Role
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if can_serve else 1
 
 
-def examine(machine: Machine) -> list[Finding]:
+def examine(machine: MachineFacts) -> list[Finding]:
     """Everything that serving depends on, in the order in which to repair it."""
     findings = [_machine_finding(machine), _python_finding()]
     packages = [_package_finding(name, machine.device) for name in ("torch", "sglang", "transformers")]
@@ -96,7 +96,7 @@ def render(findings: Sequence[Finding], can_serve: bool) -> str:
     return "\n".join(lines)
 
 
-def _machine_finding(machine: Machine) -> Finding:
+def _machine_finding(machine: MachineFacts) -> Finding:
     gib = machine.memory_bytes / 2**30
     return Finding(
         "machine",
@@ -125,7 +125,7 @@ def _backend_finding(name: str, device: Device) -> Finding:
 
 
 def _stand_in_finding() -> Finding:
-    absent = ", ".join(absent_packages())
+    absent = ", ".join(cpu_platform.absent_packages())
     detail = f"stand-ins for {absent}" if absent else "all packages that SGLang imports are installed"
     return Finding("CPU platform", True, detail)
 
@@ -163,7 +163,7 @@ def _probe_hooks(device: Device) -> tuple[list[HookStatus], str | None]:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     try:
         probe = subprocess.run(
-            [sys.executable, "-m", "sglang_ext.sglang_plugin.hook_probe"],
+            [sys.executable, "-m", "sglang_ext.sglang_plugin.doctor"],
             env=environment,
             capture_output=True,
             text=True,
@@ -177,3 +177,20 @@ def _probe_hooks(device: Device) -> tuple[list[HookStatus], str | None]:
         return [], f"SGLang cannot be imported: {last_line}"
     records = json.loads(probe.stdout.strip().splitlines()[-1])
     return [HookStatus(record["name"], HookState(record["state"]), record["detail"]) for record in records], None
+
+
+def _print_hook_states() -> None:
+    """Load SGLang with the hooks and print their state as JSON.
+
+    A process of its own does it (`python -m` this module), because it imports all of SGLang and changes it.
+    """
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        cpu_platform.install()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    print(json.dumps([asdict(status) for status in inspect_hooks()]))
+
+
+if __name__ == "__main__":
+    _print_hook_states()

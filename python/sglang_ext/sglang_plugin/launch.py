@@ -58,7 +58,7 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     if options.transfer is not None:
         from sglang.srt.environ import envs
 
-        from sglang_ext.sglang_plugin.handshake.compatibility import conflict as transfer_conflict
+        from sglang_ext.sglang_plugin.handshake.transfer_options import conflict as transfer_conflict
 
         problem = transfer_conflict(server_args, has_staging_buffer=envs.SGLANG_DISAGG_STAGING_BUFFER.get())
         if problem is not None:
@@ -66,9 +66,9 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     if options.laps is not None:
         from sglang.srt.entrypoints.http_server import app
 
-        from sglang_ext.sglang_plugin.cdsp.compatibility import conflict as pool_conflict
-        from sglang_ext.sglang_plugin.laps.compatibility import conflict
-        from sglang_ext.sglang_plugin.laps.http_routes import add_routes
+        from sglang_ext.sglang_plugin.cdsp.cdsp_options import conflict as pool_conflict
+        from sglang_ext.sglang_plugin.laps.laps_options import conflict
+        from sglang_ext.sglang_plugin.laps.status import add_routes
 
         problem = conflict(server_args)
         if problem is None and options.cdsp is not None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
-from sglang_ext.sglang_plugin.device import Device, Machine
-from sglang_ext.sglang_plugin.graphs.arguments import GraphOptions
-from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions
+from sglang_ext.sglang_plugin.device import Device, MachineFacts
+from sglang_ext.sglang_plugin.graphs.graph_options import GraphOptions
+from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions
 from sglang_ext.sglang_plugin.hook_table import V23
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import ExtensionOptions
@@ -83,7 +83,7 @@ class LaunchCommand:
 
 
 def build_launch(
-    worker: WorkerOptions, machine: Machine, model: ModelFacts | None = None, sglang: SglangVersion = V23
+    worker: WorkerOptions, machine: MachineFacts, model: ModelFacts | None = None, sglang: SglangVersion = V23
 ) -> LaunchCommand:
     """The command that serves `worker` on `machine`.
 
@@ -108,7 +108,7 @@ def build_launch(
     return LaunchCommand((*argv, *worker.engine_arguments), environment, defaults)
 
 
-def _common_flags(worker: WorkerOptions, machine: Machine) -> Iterable[str]:
+def _common_flags(worker: WorkerOptions, machine: MachineFacts) -> Iterable[str]:
     yield from ("--model-path", worker.model_path, "--host", worker.host, "--port", str(worker.port))
     yield from ("--disaggregation-mode", "prefill" if worker.role.is_prefill else "decode")
     backend = worker.transfer_backend or default_backend(machine.device)
@@ -183,7 +183,7 @@ def shared_cpu_environment(*, is_offline: bool) -> dict[str, str]:
     return {**_CPU_ENVIRONMENT, **offline, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _cpu_environment(worker: WorkerOptions, machine: Machine, ranks: int) -> dict[str, str]:
+def _cpu_environment(worker: WorkerOptions, machine: MachineFacts, ranks: int) -> dict[str, str]:
     threads = worker.threads or max(1, len(machine.core_ids) // 2 // ranks)
     environment = {**_CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     if TORCH_COMPILE_FLAG in worker.engine_arguments:

@@ -13,10 +13,10 @@ from typing import Any
 
 from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.round_plan import LapsMode
-from sglang_ext.sglang_plugin.cdsp.arguments import CdspOptions
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions
 from sglang_ext.sglang_plugin.device import Device
-from sglang_ext.sglang_plugin.graphs.arguments import Capture, GraphOptions
-from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
+from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
+from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions
 from sglang_ext.types import Role
 
 ENVIRONMENT_VARIABLE = "SGLANG_EXT_OPTIONS"

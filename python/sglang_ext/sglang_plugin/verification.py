@@ -1,7 +1,10 @@
-"""Start-up self-check: is each hook really in force in this process?
+"""Start-up self-check: is each hook really in force in this process? And an engine's statement about it.
 
 SGLang logs and swallows what goes wrong in a plugin, so an engine without its hooks looks healthy until the
 first request that needs one. These checks look at the objects that SGLang will call.
+
+A scheduler process puts the statement (role, version, hooks) into its initial report. SGLang passes that report to the
+main process and from there to `/server_info`, where a router reads it under the key `sglang_ext`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from types import ModuleType
+from typing import Any
 
+from sglang_ext import __version__
 from sglang_ext.sglang_plugin.entry_point import load_implementation
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE, Hook, UnsupportedVersionError
 from sglang_ext.sglang_plugin.options import options_from_environment
@@ -133,3 +138,34 @@ def _sglang_modules() -> list[ModuleType]:
         for name, module in list(sys.modules.items())
         if name.startswith("sglang.") and isinstance(module, ModuleType)
     ]
+
+
+STATEMENT_KEY = "sglang_ext"
+
+
+def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """AFTER `Scheduler.get_init_info()`: verify this process and state the result.
+
+    Raises HookNotInForceError, which ends the scheduler and with it the engine.
+    """
+    options = options_from_environment(os.environ)
+    if options is None:
+        raise HookNotInForceError("the options of sglang-ext did not reach the scheduler process")
+    statement = {
+        "version": __version__,
+        "role": options.role.value,
+        "hooks": verify_hooks(),
+        "context_tokens": scheduler.model_config.context_len,
+    }
+    return {**init_info, STATEMENT_KEY: statement}
+
+
+def check_statements(init_infos: list[dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+    """AFTER `_wait_for_scheduler_ready(...)`: refuse a scheduler that said nothing.
+
+    Raises HookNotInForceError, which ends the engine before it serves.
+    """
+    silent = [rank for rank, init_info in enumerate(init_infos) if STATEMENT_KEY not in init_info]
+    if silent:
+        raise HookNotInForceError(f"refusing to start: scheduler {silent[0]} runs without the hooks of sglang-ext")
+    return init_infos

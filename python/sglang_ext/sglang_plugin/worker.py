@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_ext.sglang_plugin.cdsp.arguments import add_cdsp_arguments, cdsp_options
-from sglang_ext.sglang_plugin.cdsp.compatibility import architecture_conflict
-from sglang_ext.sglang_plugin.device import Device, Machine, inspect_machine
-from sglang_ext.sglang_plugin.graphs.arguments import add_graph_arguments, graph_options
-from sglang_ext.sglang_plugin.handshake.arguments import add_transfer_arguments, transfer_options
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import add_cdsp_arguments, architecture_conflict, cdsp_options
+from sglang_ext.sglang_plugin.device import Device, MachineFacts, inspect_machine
+from sglang_ext.sglang_plugin.graphs.graph_options import add_graph_arguments, graph_options
+from sglang_ext.sglang_plugin.handshake.transfer_options import add_transfer_arguments, transfer_options
 from sglang_ext.sglang_plugin.hook_table import V23
-from sglang_ext.sglang_plugin.laps.arguments import add_laps_arguments, laps_options
+from sglang_ext.sglang_plugin.laps.laps_options import add_laps_arguments, laps_options
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, StartMethod, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import read_architecture, read_model_facts
 from sglang_ext.sglang_plugin.process_lifetime import end_with_parent
@@ -146,7 +145,7 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
     )
 
 
-def _problem(options: WorkerOptions, machine: Machine) -> str | None:
+def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     """Why this worker cannot start on this machine, found before SGLang's slow imports."""
     if installed_sglang() is None:
         return "SGLang is not installed; `sglang-ext doctor` tells how to get it"

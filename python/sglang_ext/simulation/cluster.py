@@ -1,19 +1,125 @@
-"""A sequence-parallel prefill cluster whose plans are kept: a plan reserves its instances until it ends.
+"""A sequence-parallel cluster that plans a prompt once: CDSP, its parts, and what it is compared with.
 
-The time until an instance is free is the end of its last reservation, as in Tetris. What a plan says is what happens:
-costs are exact. A failed instance takes the plans that use it along; those requests start again from their cached
-prefix on what is left, in order of arrival, and instances that only waited for them are free earlier.
+`PlannedCluster` plans on arrival, first come first served, behind what is committed already; `IdleCluster` as
+LoongServe does, on the instances that are idle. A plan is for the snapshot that it was made from, as
+`sglang_ext.policy.cdsp` has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PlannedChunk, PrefillSnapshot
-from sglang_ext.simulation.cluster_policies import ClusterPolicy
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest
+from sglang_ext.policy.cdsp.improvement_rate import FixedImprovementRate, ImprovementRateSource
+from sglang_ext.policy.cdsp.plan import (
+    CdspRequest,
+    ChunkPlan,
+    NoPlan,
+    NoPlanReason,
+    PlannedChunk,
+    PlannerConfig,
+    PrefillSnapshot,
+)
+from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+from sglang_ext.simulation.events import (
+    BusyInterval,
+    EventLoop,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+)
+
+GREEDY_RATE = 0.0
+
+
+class ClusterPolicy(Protocol):
+    """Plans a prompt. Only `note_arrival` changes something."""
+
+    def note_arrival(self, now_s: float) -> None:
+        """A request has arrived that is to be planned."""
+        ...
+
+    def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan: ...
+
+
+class CdspPolicy:
+    """Tetris: Algorithms 1-3; without chunking, Algorithm 2 alone."""
+
+    def __init__(
+        self,
+        candidates: Sequence[SpCandidate],
+        rates: ImprovementRateSource,
+        *,
+        is_chunking: bool = True,
+        min_chunk_tokens: int = 512,
+    ) -> None:
+        self.planner = CdspPlanner(
+            PlannerConfig(tuple(candidates), min_chunk_tokens=min_chunk_tokens, is_chunking=is_chunking)
+        )
+        self._rates = rates
+
+    def note_arrival(self, now_s: float) -> None:
+        self._rates.note_arrival(now_s)
+
+    def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan:
+        return self.planner.plan(snapshot, request, self._rates.current)
+
+
+def greedy_esp(candidates: Sequence[SpCandidate]) -> CdspPolicy:
+    """LoongServe's prefill scheduler with one request per batch, disaggregated (Tetris, sections 2.4 and 7.1).
+
+    The size with the lowest time to first token of this request, queues counted, however small the gain: Algorithm 2
+    with an improvement rate of 0. So it takes SP 16 in the example of section 2.4, as printed there.
+    """
+    return CdspPolicy(candidates, FixedImprovementRate(GREEDY_RATE), is_chunking=False)
+
+
+class FixedSp:
+    """Independent groups of a fixed size, consecutive instances; the one with the lowest queue delay (section 7.1).
+
+    Instances that do not fill a group stay idle. ValueError for a size that has no cost.
+    """
+
+    def __init__(self, candidates: Sequence[SpCandidate], size: int) -> None:
+        costs = {candidate.size: candidate.cost for candidate in candidates}
+        if size not in costs:
+            raise ValueError(
+                f"SP size {size} has no cost; there are {', '.join(str(known) for known in sorted(costs))}"
+            )
+        self.size = size
+        self._cost = costs[size]
+
+    def note_arrival(self, now_s: float) -> None:
+        """The load does not matter."""
+
+    def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan:
+        size = self.size
+        delays_s = snapshot.queue_delays_s
+        if len(delays_s) < size:
+            return NoPlan(NoPlanReason.TOO_FEW_INSTANCES)
+        share_tokens = -(-(request.cached_tokens + request.new_tokens) // size)
+        choices = [
+            _Group(max(delays_s[first : first + size]), first)
+            for first in range(0, len(delays_s) - size + 1, size)
+            if min(snapshot.free_kv_tokens[first : first + size]) >= share_tokens
+        ]
+        if not choices:
+            return NoPlan(NoPlanReason.KV_CAPACITY)
+        delay_s, first = min(choices)
+        compute_s = self._cost.predict_s(request.cached_tokens, request.new_tokens)
+        if compute_s == float("inf"):
+            return NoPlan(NoPlanReason.COST_UNKNOWN)
+        members = tuple(range(first, first + size))
+        chunk = PlannedChunk(request.cached_tokens, request.new_tokens, members, delay_s, compute_s)
+        return ChunkPlan((chunk,), delay_s + compute_s)
+
+
+class _Group(NamedTuple):
+    delay_s: float
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +273,67 @@ class PlannedCluster:
         self._alive = alive
         self._view_nodes = tuple(self._nodes[instance] for instance in alive)
         self._view_kv_tokens = (self._spec.kv_tokens,) * len(alive)
+
+
+class IdleCluster:
+    """First come, first served; the size with the lowest latency among the idle instances; never preempted."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        spec: ClusterSpec,
+        candidates: Sequence[SpCandidate],
+        listener: PrefillListener,
+        is_recorded: bool,
+    ) -> None:
+        self._loop = loop
+        self._spec = spec
+        self._policy = greedy_esp(candidates)
+        self._listener = listener
+        self._idle = list(range(spec.instances))
+        self._queue: deque[SimRequest] = deque()
+        self._running: dict[int, SimRequest] = {}
+        self._is_recorded = is_recorded
+        self.timeline: list[BusyInterval] = []
+
+    def arrive(self, request: SimRequest) -> None:
+        self._queue.append(request)
+        self._start_heads()
+
+    def unfinished(self) -> Iterable[SimRequest]:
+        return [*self._running.values(), *self._queue]
+
+    def _start_heads(self) -> None:
+        now_s = self._loop.now_s
+        spec = self._spec
+        while self._queue and self._idle:
+            request = self._queue[0]
+            idle = self._idle
+            snapshot = PrefillSnapshot(
+                [instance // spec.instances_per_node for instance in idle],
+                [0.0] * len(idle),
+                [spec.kv_tokens] * len(idle),
+            )
+            plan = self._policy.plan(snapshot, CdspRequest(request.new_tokens, request.cached_tokens))
+            if isinstance(plan, NoPlan):
+                if len(idle) < spec.instances:
+                    return
+                self._queue.popleft()
+                self._listener.on_refused(request)
+                continue
+            self._queue.popleft()
+            group = tuple(idle[position] for position in plan.chunks[0].instances)
+            end_s = now_s + plan.ttft_s
+            members = set(group)
+            self._idle = [instance for instance in idle if instance not in members]
+            self._running[request.key] = request
+            if self._is_recorded:
+                self.timeline += [BusyInterval(instance, now_s, end_s, request.key) for instance in group]
+            self._loop.schedule(end_s, self._end, (ServedPrefill(request, now_s, end_s), group))
+
+    def _end(self, ended: tuple[ServedPrefill, tuple[int, ...]]) -> None:
+        served, group = ended
+        del self._running[served.request.key]
+        self._idle = sorted([*self._idle, *group])
+        self._listener.on_first_token(served)
+        self._start_heads()

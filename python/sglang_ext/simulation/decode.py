@@ -15,8 +15,7 @@ from random import Random
 from typing import NamedTuple
 
 from sglang_ext.policy.routing.decode_choice import DecodePolicy, fits
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.records import ServedPrefill, SimRequest
+from sglang_ext.simulation.events import EventLoop, ServedPrefill, SimRequest
 from sglang_ext.types import DecodeLoad
 
 
@@ -43,7 +42,7 @@ class DecodeSpec:
             raise ValueError(f"per_request_s: {self.per_request_s} is negative")
 
 
-class Finished(NamedTuple):
+class FinishedRequest(NamedTuple):
     """A request that has all its tokens."""
 
     request: SimRequest
@@ -93,7 +92,7 @@ class DecodePool:
         self._decoders = [_Decoder(number, spec.kv_tokens) for number in range(spec.instances)]
         self._loads = [self._load(decoder) for decoder in self._decoders]
         self._under_way: dict[int, _Member] = {}  # transfers
-        self.finished: list[Finished] = []
+        self.finished: list[FinishedRequest] = []
         self.refused: list[SimRequest] = []  # larger than an instance
 
     def on_first_token(self, served: ServedPrefill) -> None:
@@ -105,7 +104,7 @@ class DecodePool:
             return
         if request.output_tokens == 1:
             now_s = self._loop.now_s
-            self.finished.append(Finished(request, served.first_token_s, now_s, now_s))
+            self.finished.append(FinishedRequest(request, served.first_token_s, now_s, now_s))
             return
         decoder = self._decoders[self._policy.choose(self._loads, self._draws.random())]
         decoder.reserved_tokens += member.kv_tokens
@@ -177,6 +176,8 @@ class DecodePool:
             member = heapq.heappop(decoder.batch)[2]
             decoder.free_kv_tokens += member.kv_tokens
             served = member.served
-            self.finished.append(Finished(served.request, served.first_token_s, member.transferred_s, self._loop.now_s))
+            self.finished.append(
+                FinishedRequest(served.request, served.first_token_s, member.transferred_s, self._loop.now_s)
+            )
         self._start_transfers(decoder)
         self._schedule_end(decoder)

@@ -19,9 +19,14 @@ from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
 from sglang_ext.policy.routing.prefix_index import PrefixIndex
 from sglang_ext.simulation.cluster import Failure
-from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.events import (
+    BusyInterval,
+    EventLoop,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+)
 from sglang_ext.simulation.iteration_policies import Iteration, IterationPolicy, WorkItem
-from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest
 from sglang_ext.types import LengthClass, PrefillLoad, Role
 
 _LONG = LengthClass.LONG
@@ -54,7 +59,7 @@ class _Running(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
+class SimulatedInstance:
     """One instance's queue and what it is doing."""
 
     number: int
@@ -85,7 +90,7 @@ class InstancesSpec:
             raise ValueError("roles: one prefill role for each instance is needed, and at least one instance")
         for length_class in LengthClass:
             if not any(role.serves(length_class) for role in self.roles):
-                raise ValueError(f"roles: nobody serves {length_class} prompts")
+                raise ValueError(f"roles: no instance serves {length_class} prompts")
 
 
 class InstancePool:
@@ -109,9 +114,9 @@ class InstancePool:
         self._boundary = FixedBoundary(spec.boundary_tokens)
         self._caches: dict[int, PrefixIndex] = {}  # of all instances, by the size of the blocks
         self.instances = [
-            Instance(number, policy(role), role, spec.kv_tokens) for number, role in enumerate(spec.roles)
+            SimulatedInstance(number, policy(role), role, spec.kv_tokens) for number, role in enumerate(spec.roles)
         ]
-        self._stranded: dict[int, SimRequest] = {}  # nobody is there for them
+        self._stranded: dict[int, SimRequest] = {}  # no instance is there for them
         self._tokens_per_s = _RATE_PROBE_TOKENS / spec.coefficients.chunk_s(_RATE_PROBE_TOKENS, 0)
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
@@ -142,7 +147,7 @@ class InstancePool:
     def unfinished(self) -> Iterable[SimRequest]:
         return [*(item.request for one in self.instances for item in one.items), *self._stranded.values()]
 
-    def _route(self, request: SimRequest) -> tuple[Instance, int] | None:
+    def _route(self, request: SimRequest) -> tuple[SimulatedInstance, int] | None:
         """The instance and how much of the prompt it has cached; None if all are down."""
         alive = [one for one in self.instances if one.is_alive]
         if not alive:
@@ -159,7 +164,7 @@ class InstancePool:
 
     # ---- prefix caches ----
 
-    def _cached_tokens(self, request: SimRequest, alive: Sequence[Instance]) -> list[int]:
+    def _cached_tokens(self, request: SimRequest, alive: Sequence[SimulatedInstance]) -> list[int]:
         prefix = request.prefix
         if prefix is None:
             return [request.cached_tokens] * len(alive)
@@ -177,7 +182,7 @@ class InstancePool:
 
     # ---- iterations ----
 
-    def _next_iteration(self, instance: Instance) -> None:
+    def _next_iteration(self, instance: SimulatedInstance) -> None:
         """Ask the policy, unless the instance is busy or has nothing to do."""
         now_s = self._loop.now_s
         instance.generation += 1
@@ -196,12 +201,12 @@ class InstancePool:
         instance.running = _Running(iteration, sample, now_s, instance.generation)
         self._loop.schedule(now_s + sample.duration_s, self._end_iteration, (instance, instance.generation))
 
-    def _wake(self, awaited: tuple[Instance, int]) -> None:
+    def _wake(self, awaited: tuple[SimulatedInstance, int]) -> None:
         instance, generation = awaited
         if instance.generation == generation and instance.is_alive:
             self._next_iteration(instance)
 
-    def _end_iteration(self, awaited: tuple[Instance, int]) -> None:
+    def _end_iteration(self, awaited: tuple[SimulatedInstance, int]) -> None:
         instance, generation = awaited
         running = instance.running
         if running is None or running.generation != generation:
@@ -220,7 +225,7 @@ class InstancePool:
             self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s))
         self._next_iteration(instance)
 
-    def _advance(self, instance: Instance, iteration: Iteration) -> list[WorkItem]:
+    def _advance(self, instance: SimulatedInstance, iteration: Iteration) -> list[WorkItem]:
         """Book the tokens of an iteration; the items that are complete leave and are returned."""
         ended = []
         if any(tokens < item.new_tokens or item.length_class is _LONG for item, tokens in iteration.slices):
@@ -238,7 +243,7 @@ class InstancePool:
                 instance.kv_tokens += item.request.new_tokens
         return ended
 
-    def _record(self, instance: Instance, running: _Running) -> None:
+    def _record(self, instance: SimulatedInstance, running: _Running) -> None:
         if self._is_recorded:
             key = running.iteration.slices[0].item.request.key
             self.timeline.append(BusyInterval(instance.number, running.start_s, self._loop.now_s, key))
@@ -265,7 +270,7 @@ class InstancePool:
         for request in requests:
             self.arrive(request)
 
-    def _recover(self, instance: Instance) -> None:
+    def _recover(self, instance: SimulatedInstance) -> None:
         instance.is_alive = True
         stranded = list(self._stranded.values())
         self._stranded.clear()

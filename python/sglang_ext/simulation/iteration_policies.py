@@ -20,7 +20,7 @@ from sglang_ext.policy.laps.round_plan import (
     RoundSnapshot,
     ShortBatch,
 )
-from sglang_ext.simulation.records import SimRequest
+from sglang_ext.simulation.events import SimRequest
 from sglang_ext.types import LengthClass
 
 

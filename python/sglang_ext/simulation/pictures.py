@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.simulation.events import BusyInterval, ServedPrefill
 from sglang_ext.simulation.pool_controller import PoolSizes
-from sglang_ext.simulation.records import BusyInterval, ServedPrefill
-from sglang_ext.simulation.report import Report
+from sglang_ext.simulation.report import LoadReport
 
 _MOST_BARS = 20_000  # a timeline with more is drawn up to there
 
@@ -25,7 +25,7 @@ def check_pictures() -> None:
         raise PicturesError("matplotlib is not installed: pip install matplotlib") from None
 
 
-def draw_ttft(runs: Sequence[tuple[Report, Sequence[ServedPrefill]]], path: Path) -> None:
+def draw_ttft(runs: Sequence[tuple[LoadReport, Sequence[ServedPrefill]]], path: Path) -> None:
     """Cumulative distribution of the TTFT, one line per load."""
     figure, axes = _figure()
     for report, served in runs:
@@ -37,7 +37,7 @@ def draw_ttft(runs: Sequence[tuple[Report, Sequence[ServedPrefill]]], path: Path
     figure.savefig(path)
 
 
-def draw_load(reports: Sequence[Report], path: Path) -> None:
+def draw_load(reports: Sequence[LoadReport], path: Path) -> None:
     """P50, P90 and P99 against the arrival rate."""
     figure, axes = _figure()
     rates = [report.rate_per_s for report in reports]
@@ -85,5 +85,5 @@ def _figure() -> tuple[Any, Any]:  # matplotlib is not typed
     return figure, figure.subplots()
 
 
-def _load(report: Report) -> str:
+def _load(report: LoadReport) -> str:
     return "as in the trace" if report.rate_per_s is None else f"{report.rate_per_s:g} requests/s"

@@ -16,8 +16,8 @@ from sglang_ext.policy.pools.instance_pressure import (
     PressureSettings,
     decide,
 )
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.instances import Instance, InstancePool
+from sglang_ext.simulation.events import EventLoop
+from sglang_ext.simulation.instances import InstancePool, SimulatedInstance
 from sglang_ext.simulation.iteration_policies import LapsPolicy
 from sglang_ext.types import LengthClass, Role
 
@@ -32,7 +32,7 @@ class PoolSizes(NamedTuple):
     long: int
 
 
-class PoolController:
+class SimulatedController:
     """Runs while anything else is to happen.
 
     ValueError unless every instance is in a short or a long pool and has the LAPS policy.
@@ -62,7 +62,7 @@ class PoolController:
         if self._loop.has_events:
             self._loop.schedule(now_s + PERIOD_S, self._look, None)
 
-    def _move(self, instance: Instance, target: LengthClass) -> None:
+    def _move(self, instance: SimulatedInstance, target: LengthClass) -> None:
         assert isinstance(instance.policy, LapsPolicy)
         now_s = self._loop.now_s
         instance.role = Role(target.value)
@@ -71,7 +71,7 @@ class PoolController:
         self._state = self._state.after_move(target, now_s)
         self.sizes.append(self._sizes())
 
-    def _view(self, instance: Instance) -> PoolInstance:
+    def _view(self, instance: SimulatedInstance) -> PoolInstance:
         policy = instance.policy
         assert isinstance(policy, LapsPolicy)
         now_s = self._loop.now_s
@@ -84,7 +84,7 @@ class PoolController:
         utilisation = min(1.0, max(0.0, (busy_s - self._busy_s[instance.number]) / PERIOD_S))
         self._busy_s[instance.number] = busy_s
         signals = InstanceSignals(
-            report.short.backlog_s, report.long.backlog_s, own.late_share, own.lateness, utilisation
+            report.short.backlog_s, report.long.backlog_s, own.slo_violation_rate, own.tardiness, utilisation
         )
         joined_s = self._joined_s[instance.number]
         return PoolInstance(instance.number, pool, True, signals, True, len(instance.items), joined_s)

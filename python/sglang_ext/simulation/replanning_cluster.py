@@ -16,8 +16,13 @@ from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, replan, tokens_within
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest
+from sglang_ext.simulation.events import (
+    BusyInterval,
+    EventLoop,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class ReplanningCluster:
         self._progress: dict[int, _Progress] = {}
         self._starts: list[_Start] = []  # planned, latest first
         self._generation = 0
-        self._is_blocked = False  # somebody has no plan
+        self._is_blocked = False  # a request has no plan
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
 

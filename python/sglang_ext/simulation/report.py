@@ -1,16 +1,91 @@
-"""What a simulation has come to, as a table and as JSON."""
+"""What a simulation comes to: times to first token, waits and violations by length class, as a table and as JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from sglang_ext.policy.pools.instance_pressure import quantile
-from sglang_ext.simulation.metrics import TtftSummary, by_class
+from sglang_ext.simulation.events import ServedPrefill, SimRequest
 from sglang_ext.simulation.run import Outcome
 
+ALL = "all"
 _COLUMNS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_s", "mean_wait_s")
+
+
+class TtftSummary(NamedTuple):
+    """One class of requests. Quantiles interpolate linearly; None where nothing was served."""
+
+    name: str
+    requests: int  # served, unfinished and refused
+    unfinished: int
+    refused: int
+    violations: int  # first token later than the objective, unfinished past it, or refused
+    mean_s: float | None
+    p50_s: float | None
+    p90_s: float | None
+    p99_s: float | None
+    max_s: float | None
+    mean_wait_s: float | None
+
+
+def summarise(
+    name: str,
+    served: Sequence[ServedPrefill],
+    unfinished: Sequence[SimRequest],
+    refused: Sequence[SimRequest],
+    now_s: float,
+    slo_s: float,
+) -> TtftSummary:
+    """Count `unfinished` at their age for violations; the times are of those served."""
+    ttfts_s = sorted(one.ttft_s for one in served)
+    violations = sum(ttft_s > slo_s for ttft_s in ttfts_s)
+    violations += sum(now_s - one.arrival_s > slo_s for one in unfinished) + len(refused)
+    count = len(ttfts_s)
+    return TtftSummary(
+        name,
+        count + len(unfinished) + len(refused),
+        len(unfinished),
+        len(refused),
+        violations,
+        math.fsum(ttfts_s) / count if count else None,
+        quantile(ttfts_s, 0.5) if count else None,
+        quantile(ttfts_s, 0.9) if count else None,
+        quantile(ttfts_s, 0.99) if count else None,
+        ttfts_s[-1] if count else None,
+        math.fsum(one.wait_s for one in served) / count if count else None,
+    )
+
+
+def by_class(
+    served: Sequence[ServedPrefill],
+    unfinished: Sequence[SimRequest],
+    refused: Sequence[SimRequest],
+    now_s: float,
+    slo_s: float,
+    boundary_tokens: int,
+) -> tuple[TtftSummary, ...]:
+    """All requests, and those with up to and with more than `boundary_tokens` new tokens."""
+
+    def is_short(request: SimRequest) -> bool:
+        return request.new_tokens <= boundary_tokens
+
+    return (
+        summarise(ALL, served, unfinished, refused, now_s, slo_s),
+        *(
+            summarise(
+                name,
+                [one for one in served if is_short(one.request) is short],
+                [one for one in unfinished if is_short(one) is short],
+                [one for one in refused if is_short(one) is short],
+                now_s,
+                slo_s,
+            )
+            for name, short in (("short", True), ("long", False))
+        ),
+    )
 
 
 class DecodeSummary(NamedTuple):
@@ -23,7 +98,7 @@ class DecodeSummary(NamedTuple):
     mean_transfer_s: float  # from the first token to the KV in place, queue for a backend included
 
 
-class Report(NamedTuple):
+class LoadReport(NamedTuple):
     """One load."""
 
     rate_per_s: float | None  # asked for; None: as in the trace
@@ -34,12 +109,12 @@ class Report(NamedTuple):
     events: int
 
 
-def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, boundary_tokens: int) -> Report:
+def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, boundary_tokens: int) -> LoadReport:
     """Summarise one run."""
     classes = by_class(outcome.served, outcome.unfinished, outcome.refused, outcome.end_s, slo_s, boundary_tokens)
     prompt_tokens = sum(one.request.prompt_tokens for one in outcome.served)
     cached_share = sum(one.request.cached_tokens for one in outcome.served) / max(1, prompt_tokens)
-    return Report(rate_per_s, classes, cached_share, _decode(outcome), outcome.end_s, outcome.events)
+    return LoadReport(rate_per_s, classes, cached_share, _decode(outcome), outcome.end_s, outcome.events)
 
 
 def _decode(outcome: Outcome) -> DecodeSummary | None:
@@ -56,7 +131,7 @@ def _decode(outcome: Outcome) -> DecodeSummary | None:
     )
 
 
-def table(reports: Sequence[Report]) -> str:
+def table(reports: Sequence[LoadReport]) -> str:
     """Rows of classes under a line per load. Times to first token in seconds."""
     lines = []
     header = f"{'class':<6} {'requests':>9} {'unfin.':>7} {'refused':>7} {'late':>7}"
@@ -85,7 +160,7 @@ def _cell(value: float | None) -> str:
     return f" {'-':>9}" if value is None else f" {value:>9.3f}"
 
 
-def as_json(report: Report) -> dict[str, object]:
+def as_json(report: LoadReport) -> dict[str, object]:
     """Plain JSON values."""
     return {
         "rate_per_s": report.rate_per_s,

@@ -1,20 +1,31 @@
-"""One simulation from a workload to its outcome: a prefill stage, and decode instances behind it if there are any."""
+"""One simulation from a workload to its outcome: a prefill stage, and decode instances behind it if there are any.
+
+What clients see is simulated, too: the way to the scheduler's queue and back takes time that a profile measured. These
+delays depend on a request's length alone and occupy no instance. So the requests are simulated as they reach the queue,
+and the results are told from where the client stands.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from sglang_ext.costs.engine_profile import FrontEnd
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.policy.routing.decode_choice import decode_policy
 from sglang_ext.simulation.cluster import Failure
-from sglang_ext.simulation.decode import DecodePool, DecodeSpec, Finished
-from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
+from sglang_ext.simulation.events import (
+    BusyInterval,
+    EventLoop,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+    feed,
+)
 from sglang_ext.simulation.instances import InstancePool
-from sglang_ext.simulation.metrics import Collector
-from sglang_ext.simulation.pool_controller import PoolController, PoolSizes
-from sglang_ext.simulation.records import BusyInterval, PrefillListener, ServedPrefill, SimRequest, feed
+from sglang_ext.simulation.pool_controller import PoolSizes, SimulatedController
 
 PROGRESS_REQUESTS = 500  # arrivals between two reports of progress
 
@@ -57,7 +68,7 @@ class Outcome:
     served: list[ServedPrefill]
     refused: list[SimRequest]
     unfinished: list[SimRequest]  # arrived, without a first token
-    finished: list[Finished]  # with their last token; empty without decode instances
+    finished: list[FinishedRequest]  # with their last token; empty without decode instances
     decode_refused: list[SimRequest]
     end_s: float
     events: int
@@ -87,7 +98,7 @@ def simulate(
     if options.pressure is not None:
         if not isinstance(stage, InstancePool):
             raise ValueError("pool moves need instances of short and long pools")
-        controller = PoolController(loop, stage, options.pressure)
+        controller = SimulatedController(loop, stage, options.pressure)
     feed(loop, _reporting(requests, on_progress), stage)
     loop.run(options.until_s)
     counted = options.warm_up_requests
@@ -134,3 +145,97 @@ def _reporting(requests: Sequence[SimRequest], on_progress: Callable[[int], None
         yield request
     if on_progress is not None:
         on_progress(len(requests))
+
+
+def simulate_for_clients(
+    front_end: FrontEnd | None,
+    requests: Sequence[SimRequest],
+    build_stage: StageBuilder,
+    options: RunOptions,
+    on_progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """`simulate` with the arrivals of requests as sent and first tokens as received; None delays nothing.
+
+    Keys must be unique. Busy times, decode and pools stay as they are at the instances.
+    """
+    if front_end is None:
+        return simulate(requests, build_stage, options, on_progress)
+    sent_s = {request.key: request.arrival_s for request in requests}
+    queued = sorted(
+        (
+            request._replace(arrival_s=request.arrival_s + front_end.entry_delay_s(request.prompt_tokens))
+            for request in requests
+        ),
+        key=lambda request: request.arrival_s,
+    )
+    outcome = simulate(queued, build_stage, options, on_progress)
+
+    def as_sent(request: SimRequest) -> SimRequest:
+        return request._replace(arrival_s=sent_s[request.key])
+
+    return replace(
+        outcome,
+        served=[
+            one._replace(
+                request=as_sent(one.request),
+                first_token_s=one.first_token_s + front_end.return_delay_s(one.request.prompt_tokens),
+            )
+            for one in outcome.served
+        ],
+        refused=[as_sent(one) for one in outcome.refused],
+        unfinished=[as_sent(one) for one in outcome.unfinished],
+        finished=[one._replace(request=as_sent(one.request)) for one in outcome.finished],
+        decode_refused=[as_sent(one) for one in outcome.decode_refused],
+    )
+
+
+class Collector:
+    """A PrefillListener that keeps all. The requests that arrived before `from_key` warm the system up."""
+
+    def __init__(self, from_key: int = 0) -> None:
+        self.from_key = from_key
+        self.served: list[ServedPrefill] = []
+        self.refused: list[SimRequest] = []
+
+    def on_first_token(self, served: ServedPrefill) -> None:
+        if served.request.key >= self.from_key:
+            self.served.append(served)
+
+    def on_refused(self, request: SimRequest) -> None:
+        if request.key >= self.from_key:
+            self.refused.append(request)
+
+
+class CriticalLoad:
+    """A PrefillListener for one question: is the load below the critical one (P99 within the limit, none above 3x)?
+
+    `give_up` is called as soon as it is not: one request above 3 times the limit decides it, or more than 1% of all
+    that count above the limit.
+    """
+
+    MAX_FACTOR = 3.0
+    LATE_SHARE = 0.01
+
+    def __init__(self, limit_s: float, requests: int, from_key: int, give_up: Callable[[], None]) -> None:
+        self.limit_s = limit_s
+        self.from_key = from_key
+        self._most_late = self.LATE_SHARE * (requests - from_key)
+        self._give_up = give_up
+        self.late = 0
+        self.is_above = False
+
+    def on_first_token(self, served: ServedPrefill) -> None:
+        if served.request.key < self.from_key:
+            return
+        ttft_s = served.first_token_s - served.request.arrival_s
+        if ttft_s > self.limit_s:
+            self.late += 1
+            if self.late > self._most_late or ttft_s > self.MAX_FACTOR * self.limit_s:
+                self._fail()
+
+    def on_refused(self, request: SimRequest) -> None:
+        self._fail()
+
+    def _fail(self) -> None:
+        self.is_above = True
+        self._give_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -15,18 +15,15 @@ from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
-from sglang_ext.simulation.arrivals import drawn_requests, scaled, session_requests
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.decode import DecodeSpec
 from sglang_ext.simulation.engines import SimEngine
-from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.events import BusyInterval, EventLoop, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.records import PrefillListener, SimRequest
 from sglang_ext.simulation.run import RecordedStage, RunOptions, StageBuilder
-from sglang_ext.simulation.split_stage import SplitStage
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
-from sglang_ext.simulation.workload import Workload
+from sglang_ext.simulation.workload import Workload, drawn_requests, scaled, session_requests
 from sglang_ext.types import Role
 
 LAPS = "laps"
@@ -112,6 +109,31 @@ def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
     decode = _decode(args) if args.decode else None
     pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools else None
     return RunOptions(args.seed, int(args.warm_up * requests), decode, args.decode_policy, failures, pressure)
+
+
+class SplitStage:
+    """Sends a prompt of at most `boundary_tokens` new tokens to `short`, a longer one to `long`.
+
+    Instances of the short pool come first in the timeline. Neither pool helps the other out.
+    """
+
+    def __init__(self, boundary_tokens: int, short: RecordedStage, long: RecordedStage, short_instances: int) -> None:
+        self._boundary_tokens = boundary_tokens
+        self._short = short
+        self._long = long
+        self._short_instances = short_instances
+
+    @property
+    def timeline(self) -> list[BusyInterval]:
+        shifted = (busy._replace(instance=busy.instance + self._short_instances) for busy in self._long.timeline)
+        return [*self._short.timeline, *shifted]
+
+    def arrive(self, request: SimRequest) -> None:
+        is_short = request.new_tokens <= self._boundary_tokens
+        (self._short if is_short else self._long).arrive(request)
+
+    def unfinished(self) -> Iterable[SimRequest]:
+        return [*self._short.unfinished(), *self._long.unfinished()]
 
 
 def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:

@@ -14,11 +14,16 @@ from sglang_ext.policy.cdsp.improvement_rate import (
 )
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
-from sglang_ext.simulation.cluster import ClusterSpec, PlannedCluster
-from sglang_ext.simulation.cluster_policies import CdspPolicy, ClusterPolicy, FixedSp, greedy_esp
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.idle_cluster import IdleCluster
-from sglang_ext.simulation.records import PrefillListener
+from sglang_ext.simulation.cluster import (
+    CdspPolicy,
+    ClusterPolicy,
+    ClusterSpec,
+    FixedSp,
+    IdleCluster,
+    PlannedCluster,
+    greedy_esp,
+)
+from sglang_ext.simulation.events import EventLoop, PrefillListener
 from sglang_ext.simulation.replanning_cluster import ReplanningCluster, ReplanOptions
 
 

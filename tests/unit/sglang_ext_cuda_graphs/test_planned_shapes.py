@@ -18,7 +18,7 @@ from sglang_ext.policy.laps.round_plan import (
     RoundSnapshot,
     ShortBatch,
 )
-from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
+from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DirectRecorder, Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
-from sglang_ext_cuda_graphs.capture_plan import plan_captures
-from sglang_ext_cuda_graphs.memory_ledger import MemoryLedger
+from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DeviceMemory, DirectRecorder, Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch

@@ -1,4 +1,4 @@
-"""Runs `async def` tests on a loop of their own; what nobody handled or somebody logged as an error fails them.
+"""Runs `async def` tests on a loop of their own; what is unhandled or logged as an error fails them.
 
 Tests run on uvloop, as the router does; a parameter `event_loop` of "asyncio" asks for the standard loop.
 """

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sglang_ext_router import compiled
+from sglang_ext_router import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,7 +26,7 @@ def compiler() -> ModuleType:
 def test_every_listed_module_exists() -> None:
     tool = compiler()
     assert [module for module in tool.HOT_MODULES if not tool.source_path(module).is_file()] == []
-    assert tool.MANIFEST == compiled.MANIFEST
+    assert tool.MANIFEST == main.MANIFEST
 
 
 def test_extension_modules_go_beside_their_sources() -> None:
@@ -41,22 +41,22 @@ def test_extension_modules_go_beside_their_sources() -> None:
 
 @pytest.mark.parametrize("is_current", [True, False])
 def test_other_sources_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_current: bool) -> None:
-    source = "sglang_ext_router/rooms.py"
-    digest = compiled._digest(source) if is_current else "0" * 64
+    source = "sglang_ext_router/request_ids.py"
+    digest = main._digest(source) if is_current else "0" * 64
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({source: digest}))
-    real = compiled.find_spec
+    real = main.find_spec
 
     def find_spec(name: str) -> object:
-        return SimpleNamespace(origin="exchange.so") if name == compiled.WITNESS else real(name)
+        return SimpleNamespace(origin="admitted_request.so") if name == main.WITNESS else real(name)
 
-    monkeypatch.setattr(compiled, "MANIFEST", manifest)
-    monkeypatch.setattr(compiled, "find_spec", find_spec)
-    is_wrong, message = compiled.describe()
+    monkeypatch.setattr(main, "MANIFEST", manifest)
+    monkeypatch.setattr(main, "find_spec", find_spec)
+    is_wrong, message = main.describe_compiled()
     assert is_wrong is not is_current
-    assert ("rooms.py" in message) is not is_current
+    assert ("request_ids.py" in message) is not is_current
 
 
 def test_plain_python_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_spec", lambda name: SimpleNamespace(origin="exchange.py"))
-    assert compiled.describe()[0] is False
+    monkeypatch.setattr(main, "find_spec", lambda name: SimpleNamespace(origin="admitted_request.py"))
+    assert main.describe_compiled()[0] is False

@@ -15,8 +15,8 @@ from sglang_ext.cli import main
 from sglang_ext.types import Role
 from sglang_ext_router import main as main_module
 from sglang_ext_router.config import (
-    ConfigError,
     RouterConfig,
+    RouterConfigError,
     WorkerAddress,
     add_arguments,
     config_from_arguments,
@@ -240,7 +240,7 @@ def test_every_option_has_a_help_text_and_is_shown(capsys: pytest.CaptureFixture
 
 
 def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--tokenizer-path"):
+    with pytest.raises(RouterConfigError, match="--tokenizer-path"):
         parse("--tokenizer-path", str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     assert parse("--tokenizer-path", str(tmp_path)).tokenizer_path == str(tmp_path)
@@ -250,7 +250,7 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
 def test_any_url_is_normalised_or_refused_in_one_line(text: str) -> None:
     try:
         url = parse_worker_url(text, "--decode")
-    except ConfigError as error:
+    except RouterConfigError as error:
         message = str(error)
     else:
         assert parse_worker_url(url, "--decode") == url

@@ -241,7 +241,7 @@ FOR_ADMINS = [
     *(("POST", path) for path in ("/workers", "/flush_cache", "/workers/x:1/drain", "/pools/move")),
     ("DELETE", "/workers/x:1"),
 ]
-# keys of the router → what each kind of path answers to nobody, to a client, to an administrator
+# keys of the router → what each kind of path answers without a key, to a client, to an administrator
 MATRIX: list[tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = [
     ({}, {"open": (0, 0, 0), "client": (0, 0, 0), "admin": (403, 403, 403)}),
     ({"api_key": "client"}, {"open": (0, 0, 0), "client": (401, 0, 401), "admin": (401, 0, 401)}),

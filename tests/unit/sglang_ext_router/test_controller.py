@@ -209,7 +209,7 @@ async def test_the_last_of_a_pool_goes_on_serving() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "outcome", "said", "switches"),
+    ("behaviour", "outcome", "detail", "switches"),
     [
         ("ignore", "failed", "had no effect", ["long", "both"]),
         ("lie", "failed", "had no effect", ["long", "both"]),
@@ -219,7 +219,7 @@ async def test_the_last_of_a_pool_goes_on_serving() -> None:
     ],
 )
 async def test_a_switch_that_did_nothing_is_noticed_and_undone(
-    behaviour: str, outcome: str, said: str, switches: list[str]
+    behaviour: str, outcome: str, detail: str, switches: list[str]
 ) -> None:
     async with controlled(controller="off", controller_drain_timeout_secs=0.3, **SLOW) as served:
         engine = laps(served.short[0])
@@ -227,7 +227,7 @@ async def test_a_switch_that_did_nothing_is_noticed_and_undone(
         assert (await move(served, engine)).status == 202
         done = await ended(served)
         assert done["outcome"] == outcome
-        assert said in done["detail"]
+        assert detail in done["detail"]
         assert engine.switches == switches
         assert served.role(engine) is Role.SHORT
         assert served.worker(engine.url).is_ready

@@ -18,7 +18,7 @@ async def test_moves_that_are_refused() -> None:
             "both": served.both[0].url,
             "decode": served.decode[0].url,
         }
-        for body, code, said in (
+        for body, code, text in (
             ({"url": "http://10.0.0.1:1", "to": "long"}, 404, "10.0.0.1"),
             ({"worker_id": "10.0.0.1:1", "to": "long"}, 404, "10.0.0.1"),
             ({"url": "ftp://a:1", "to": "long"}, 400, "url"),
@@ -34,7 +34,7 @@ async def test_moves_that_are_refused() -> None:
             ({"url": urls["stock"], "to": "long"}, 400, "cannot be switched"),
         ):
             answer = await served.ask("POST", "/pools/move", body, ADMIN)
-            assert (answer.status, said in answer.error["message"]) == (code, True), (body, answer.body)
+            assert (answer.status, text in answer.error["message"]) == (code, True), (body, answer.body)
         assert (await served.pools())["controller"]["under_way"] is None
         served.router.drain_worker(served.worker(urls["short"]), True)
         assert (await move(served, served.short[0])).status == 409
@@ -97,7 +97,7 @@ async def test_there_and_back_by_name() -> None:
         assert 50.0 < (await served.pools())["controller"]["cooldown_left_s"] <= 60.0
 
 
-async def test_without_a_controller_nobody_is_asked_until_somebody_looks() -> None:
+async def test_without_a_controller_no_instance_is_asked_until_pools_are_read() -> None:
     async with controlled(controller="off") as served:
         await asyncio.sleep(0.15)
         assert served.router.controller.monitor.refreshed_s is None

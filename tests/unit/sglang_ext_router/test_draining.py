@@ -89,7 +89,7 @@ async def test_a_request_that_is_still_being_sent_is_served() -> None:
         await asyncio.wait_for(drain, 3.0)
 
 
-async def test_readyz_says_503_to_whoever_still_can_ask() -> None:
+async def test_readyz_says_503_while_a_client_can_still_ask() -> None:
     async with cluster() as served, await served.connect() as client:
         served.decode[0].script = reply(delay_s=0.2)
         await client.send(GOOD + request_bytes("GET", "/readyz") + request_bytes("GET", "/health"))

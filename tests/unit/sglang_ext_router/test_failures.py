@@ -211,7 +211,7 @@ async def test_a_whole_reply_that_breaks_off_is_cut() -> None:
             await served.ask("POST", "/generate", PROMPT)
 
 
-async def test_prefill_failing_after_the_first_byte_harms_nobody() -> None:
+async def test_prefill_failing_after_the_first_byte_does_no_harm() -> None:
     async with cluster() as served:
         served.short[0].script = status(500, delay_s=0.1)
         served.decode[0].script = stream(event(1), event(2), event(3), DONE, delay_s=0.1)

@@ -262,7 +262,7 @@ async def test_chunk_extensions_are_limited() -> None:
         assert (await client.reply()).status in {400, 413, 431}
 
 
-async def test_continue_is_said_before_the_body() -> None:
+async def test_continue_is_sent_before_the_body() -> None:
     async with cluster() as served, await served.connect() as client:
         for _ in range(2):
             await client.send(post(HOST, LENGTH, b"Expect: 100-Continue"))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext_router.logprobs import join, wants_input_logprobs
+from sglang_ext_router.prepared_request import wants_input_logprobs
+from sglang_ext_router.relay import join_logprobs
 from support.router_process import cluster
 from support.scripted_engine import chunk, cut, drop_when_reused, hang, raw, reply, response, status, stream_head
 
@@ -146,4 +147,4 @@ def test_who_wants_them() -> None:
 def test_numbers_survive() -> None:
     numbers = [[-1.2345678901234567e-05, 1, None], [-0.1, 2**53 + 1, "é"], [0.0, 0, None]]
     prefill = json.dumps({"meta_info": {"input_token_logprobs": numbers}}).encode()
-    assert json.loads(join(prefill, b'{"meta_info":{}}'))["meta_info"]["input_token_logprobs"] == numbers
+    assert json.loads(join_logprobs(prefill, b'{"meta_info":{}}'))["meta_info"]["input_token_logprobs"] == numbers

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sglang_ext_router import long_pool
-from sglang_ext_router.config import ConfigError, RouterConfig
+from sglang_ext_router.config import RouterConfig, RouterConfigError
 from sglang_ext_router.long_pool import read_status
 from support.router_process import Cluster, cluster
 
@@ -165,5 +165,5 @@ def test_numbers_that_are_none_are_no_numbers() -> None:
 
 
 def test_what_is_no_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--coordinator-url: 'ftp://x:1' must be an http:// URL"):
+    with pytest.raises(RouterConfigError, match="--coordinator-url: 'ftp://x:1' must be an http:// URL"):
         RouterConfig(coordinator_url="ftp://x:1")

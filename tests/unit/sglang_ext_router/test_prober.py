@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.types import Role
-from sglang_ext_router.prefill_rate import PRIOR_TOKENS_PER_S, PrefillRate
-from sglang_ext_router.workers import Worker
+from sglang_ext_router.workers import PRIOR_TOKENS_PER_S, PrefillRate, Worker
 from support.router_process import Cluster, cluster
 from support.scripted_engine import BOOTSTRAP_PORT, ScriptedEngine
 

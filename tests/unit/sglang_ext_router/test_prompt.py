@@ -13,13 +13,12 @@ from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES
 from sglang_ext_router.prompt import (
     MAX_SEQUENCES,
     BadRequestError,
-    abort_ids,
-    clean_body,
-    find_int,
     measure,
     parse_body,
-    with_bootstrap,
 )
+from sglang_ext_router.relay import find_int
+from sglang_ext_router.request_body import clean_body, with_bootstrap
+from sglang_ext_router.request_ids import abort_ids
 
 PD_KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "rid")
 BOOTSTRAP = b'"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":'
@@ -143,7 +142,7 @@ def test_aborting_one_request_never_names_another(rids: tuple[Any, Any], samples
         clean = clean_body(json.dumps(body).encode(), body)
         room_id = b"%016x" % (ROOM + number)
         ids = json.loads(with_bootstrap(clean, BOOTSTRAP, ROOM + number, room_id))["rid"]
-        sent.append((ids, abort_ids(clean, room_id, samples, samples)))
+        sent.append((ids, abort_ids(clean.request_ids, room_id, samples, samples)))
     (ids, aborted), (other_ids, _) = sent
     others = other_ids if isinstance(other_ids, list) else [other_ids]
     assert not [other for other in others for one in aborted if other.startswith(one)]

@@ -175,7 +175,7 @@ def test_decode_by_freeness() -> None:
     assert pools.route(prompt, 100).decode is first
     first.sibling_tokens = 49_000
     assert pools.route(prompt, 100).decode is second
-    second.reported_awaiting_tokens = 20_000  # somebody else's transfers
+    second.reported_awaiting_tokens = 20_000  # another router's transfers
     assert pools.route(prompt, 100).decode is first
 
 

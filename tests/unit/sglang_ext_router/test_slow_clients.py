@@ -85,7 +85,7 @@ async def test_a_long_reply_does_not_count_as_idle() -> None:
             assert (await client.ask("POST", "/generate", BODY)).status == 200
 
 
-async def test_two_thousand_idle_connections_slow_nobody_down() -> None:
+async def test_two_thousand_idle_connections_slow_no_request_down() -> None:
     async with cluster() as served:
         idle = [await served.connect() for _ in range(2000)]
         loop = asyncio.get_running_loop()

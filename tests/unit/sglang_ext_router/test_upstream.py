@@ -1,4 +1,4 @@
-"""Connections to instances: reused, replaced unnoticed when they have grown stale, never blamed on the instance."""
+"""Connections to instances: reused, replaced when they have grown stale, which is no failure of the instance."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_an_instance_that_wants_its_connection_closed() -> None:
         await served.until(lambda: served.decode[0].open_connections <= 2)  # the health checks'
 
 
-async def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
+async def test_bytes_without_a_request_close_the_connection() -> None:
     async with cluster() as served:
         served.decode[0].plan(raw(response(b"{}"), b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil", pause_s=0.05))
         await ask(served)

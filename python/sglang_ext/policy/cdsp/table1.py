@@ -6,7 +6,7 @@ Source: "Optimizing Long-context LLM Serving via Fine-grained Sequence Paralleli
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCandidate, SpCost, TabulatedCost, fit_sp_cost
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCandidate, SpCost, fit_sp_cost
 
 PROMPT_TOKENS = tuple(4096 << step for step in range(7))  # 4k to 256k
 LATENCY_S = {
@@ -22,13 +22,6 @@ LARGEST_SIZE = max(LATENCY_S)
 def samples(size: int) -> tuple[ChunkSample, ...]:
     """Return what Table 1 lists for an SP size. KeyError for a size that it does not list."""
     return tuple(ChunkSample(0, tokens, time_s) for tokens, time_s in zip(PROMPT_TOKENS, LATENCY_S[size], strict=False))
-
-
-def tabulated_candidates() -> tuple[SpCandidate, ...]:
-    """Return the SP sizes of Table 1 with its own entries."""
-    return tuple(
-        SpCandidate(size, TabulatedCost(PROMPT_TOKENS[: len(times_s)], times_s)) for size, times_s in LATENCY_S.items()
-    )
 
 
 def fitted_cost(size: int) -> SpCost:

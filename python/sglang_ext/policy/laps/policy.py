@@ -48,7 +48,7 @@ from sglang_ext.types import LengthClass
 
 _DEFAULT_BOUNDARY_TOKENS = 256
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of so many rounds
-_SPENT_SLACK = 0.8  # of the time to its deadline that a short prefill spends on waiting for company
+_SPENT_SLACK = 0.8  # of the time to its deadline that a short prefill spends on waiting for more batch members
 
 
 class _Round(NamedTuple):
@@ -273,7 +273,7 @@ class Laps:
         return RoundPlan((chunk, _short_action(batch, DispatchReason.SHARE)), state.now_s)
 
     def _can_wait(self, state: _Round, batch: FormedBatch, chunk: LongChunk) -> bool:
-        """Whether the shorts let one more chunk run, and share the fixed cost of their batch with who comes meanwhile.
+        """Whether the shorts let one more chunk run, sharing the fixed cost of their batch with what arrives.
 
         That loses no time, for a long prefill uses it. It pays where time is scarce: several long prefills wait. A
         round whose length is an option is kept.
@@ -390,8 +390,8 @@ class Laps:
             new_tokens=sum(request.new_tokens for request in requests),
             backlog_s=backlog_s,
             oldest_wait_s=max((state.now_s - request.arrival_s for request in requests), default=0.0),
-            late_share=deviation.late_share(state.now_s),
-            lateness=deviation.lateness(state.now_s),
+            slo_violation_rate=deviation.slo_violation_rate(state.now_s),
+            tardiness=deviation.tardiness(state.now_s),
         )
 
 

@@ -1,7 +1,7 @@
 """What the LAPS policy of a prefill instance is asked and what it answers, once per scheduler iteration.
 
-The engine and the simulator build a `RoundSnapshot`, `Laps.choose` returns a `RoundPlan`, and whoever asked
-carries out the first action of the plan that its memory admits.
+The engine and the simulator build a `RoundSnapshot`, `Laps.choose` returns a `RoundPlan`, and the one that
+asked carries out the first action of the plan that its memory admits.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class ClassReport(NamedTuple):
     new_tokens: int
     backlog_s: float  # predicted time of that work
     oldest_wait_s: float
-    late_share: float  # of the prefills that ended lately: share that ended after their deadline
-    lateness: float  # and by how much, relative to the time that they had; mean
+    slo_violation_rate: float  # of the prefills that ended lately: share that ended after their deadline
+    tardiness: float  # and by how much, relative to the time that they had; mean
 
 
 class LapsReport(NamedTuple):

@@ -28,7 +28,7 @@ class FormedBatch(NamedTuple):
     new_tokens: int
     predicted_s: float
     shape: GraphShape | None
-    is_full: bool  # at its largest size, or somebody was left behind for lack of room
+    is_full: bool  # at its largest size, or a request was left behind that did not fit
 
 
 class BatchCost(NamedTuple):
@@ -97,7 +97,7 @@ class _Members(NamedTuple):
         batch = self.batch.merged_with(other.batch)
         return _Members(batch, self.ranked + other.ranked, self.kv_tokens + other.kv_tokens, batch.time_s())
 
-    def has_room(self, bounds: BatchBounds) -> bool:
+    def fits(self, bounds: BatchBounds) -> bool:
         return (
             self.batch.requests <= bounds.max_requests
             and self.batch.new_tokens <= bounds.max_tokens
@@ -127,7 +127,7 @@ def form_batch(
         if len(members.ranked) >= bounds.max_requests:
             break
         joined = members.joined_by(candidate, bounds)
-        if not joined.has_room(bounds):
+        if not joined.fits(bounds):
             lacks_room = True
             continue
         if joined.time_s <= members.time_s + candidate.remaining_s:
@@ -138,7 +138,7 @@ def form_batch(
             continue
         more = waiting.joined_by(candidate, bounds)
         both = members.merged_with(more)
-        if not both.has_room(bounds):
+        if not both.fits(bounds):
             continue
         waiting = more
         if both.time_s <= min(members.time_s + waiting.time_s, bounds.budget_s):

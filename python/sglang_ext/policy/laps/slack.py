@@ -79,24 +79,24 @@ class SlaDeviation:
         if not horizon_s > 0:
             raise ValueError(f"horizon_s must be above 0, got {horizon_s}")
         self.horizon_s = horizon_s
-        self._ended: deque[tuple[float, float]] = deque(maxlen=prefills)  # when, and lateness
+        self._ended: deque[tuple[float, float]] = deque(maxlen=prefills)  # when, and tardiness
 
     def add(self, now_s: float, arrival_s: float, deadline_s: float) -> None:
         """A prefill has ended. One without a deadline (infinity) is never late."""
-        lateness = 0.0
+        tardiness = 0.0
         if isfinite(deadline_s) and now_s > deadline_s:
-            lateness = (now_s - deadline_s) / max(deadline_s - arrival_s, 1e-3)
-        self._ended.append((now_s, lateness))
+            tardiness = (now_s - deadline_s) / max(deadline_s - arrival_s, 1e-3)
+        self._ended.append((now_s, tardiness))
 
-    def late_share(self, now_s: float) -> float:
+    def slo_violation_rate(self, now_s: float) -> float:
         """Share of them that ended after their deadline; 0 when none ended."""
         recent = self._recent(now_s)
-        return sum(lateness > 0 for lateness in recent) / len(recent) if recent else 0.0
+        return sum(tardiness > 0 for tardiness in recent) / len(recent) if recent else 0.0
 
-    def lateness(self, now_s: float) -> float:
+    def tardiness(self, now_s: float) -> float:
         """Mean of max(0, end - deadline) / (deadline - arrival); 0 when none ended."""
         recent = self._recent(now_s)
         return sum(recent) / len(recent) if recent else 0.0
 
     def _recent(self, now_s: float) -> list[float]:
-        return [lateness for ended_s, lateness in self._ended if ended_s > now_s - self.horizon_s]
+        return [tardiness for ended_s, tardiness in self._ended if ended_s > now_s - self.horizon_s]

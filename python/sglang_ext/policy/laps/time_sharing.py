@@ -12,7 +12,7 @@ from math import sqrt
 _LEAST_OF_SLO = 0.25
 _MOST_OF_SLO = 3.0
 _MOST_OVERHEAD = 0.05  # share of a round that may go to what every chunk costs anew
-_LONG_WEIGHT = 8.0  # time lost to overhead also delays whoever arrives later: by 1 / (1 - load) in all
+_LONG_WEIGHT = 8.0  # time lost to overhead also delays what arrives later: by 1 / (1 - load) in all
 _MOST_SHARE = 0.9  # whatever the options say, a long prefill moves on
 _REPORT_ROUNDS = 20.0
 
@@ -44,25 +44,25 @@ def automatic_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float,
 class TimeAccount:
     """What the short prefills may still use before the next long chunk, at the share x and at the largest share.
 
-    Over any time that both classes wait, shorts use at most x / (1 - x) of what longs use, one round of credit and
-    the batch that overdraws it.
+    Over any time that both classes wait, shorts use at most x / (1 - x) of what longs use, one round of balance
+    and the batch that overdraws it.
     """
 
-    __slots__ = ("_credit_s", "_most_credit_s", "long_s", "short_s")
+    __slots__ = ("_balance_s", "_most_balance_s", "long_s", "short_s")
 
     def __init__(self) -> None:
-        self._credit_s: float | None = None  # None: a full round, whatever its length
-        self._most_credit_s: float | None = None
+        self._balance_s: float | None = None  # None: a full round, whatever its length
+        self._most_balance_s: float | None = None
         self.short_s = 0.0  # used lately while both waited
         self.long_s = 0.0
 
     def can_run_short(self) -> bool:
         """Whether the shorts are within their share."""
-        return self._credit_s is None or self._credit_s > 0
+        return self._balance_s is None or self._balance_s > 0
 
     def can_run_urgent(self) -> bool:
         """Whether shorts that are more urgent than the long prefill are within the largest share."""
-        return self._most_credit_s is None or self._most_credit_s > 0
+        return self._most_balance_s is None or self._most_balance_s > 0
 
     def short_share(self) -> float:
         """Share of the time that shorts used lately while both classes waited; 0 before any."""
@@ -70,25 +70,25 @@ class TimeAccount:
         return self.short_s / used_s if used_s > 0 else 0.0
 
     def clear(self) -> None:
-        """No long prefill waits: what shorts use is at nobody's expense."""
-        self._credit_s = self._most_credit_s = None
+        """No long prefill waits: what shorts use is taken from none."""
+        self._balance_s = self._most_balance_s = None
 
     def spend(self, short_s: float, round_s: float) -> None:
         """A short batch of this time runs while a long prefill waits. A debt of more than a round is forgiven."""
-        credit_s = round_s if self._credit_s is None else self._credit_s
-        most_s = round_s if self._most_credit_s is None else self._most_credit_s
-        self._credit_s = max(credit_s - short_s, -round_s)
-        self._most_credit_s = most_s - short_s
+        balance_s = round_s if self._balance_s is None else self._balance_s
+        most_s = round_s if self._most_balance_s is None else self._most_balance_s
+        self._balance_s = max(balance_s - short_s, -round_s)
+        self._most_balance_s = most_s - short_s
         self._report(short_s, 0.0, round_s)
 
     def earn(self, long_s: float, share: float, most_share: float, round_s: float) -> None:
-        """A long chunk of this time runs. Credit is bounded by one round."""
-        if self._credit_s is not None:
+        """A long chunk of this time runs. The balance is bounded by one round."""
+        if self._balance_s is not None:
             share = min(share, _MOST_SHARE)
-            self._credit_s = min(self._credit_s + share / (1 - share) * long_s, round_s)
-        if self._most_credit_s is not None:
+            self._balance_s = min(self._balance_s + share / (1 - share) * long_s, round_s)
+        if self._most_balance_s is not None:
             most_share = min(most_share, _MOST_SHARE)
-            self._most_credit_s = min(self._most_credit_s + most_share / (1 - most_share) * long_s, round_s)
+            self._most_balance_s = min(self._most_balance_s + most_share / (1 - most_share) * long_s, round_s)
         self._report(0.0, long_s, round_s)
 
     def _report(self, short_s: float, long_s: float, round_s: float) -> None:

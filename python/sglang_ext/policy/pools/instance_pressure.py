@@ -27,7 +27,7 @@ from sglang_ext.types import LengthClass
 _SHORT, _LONG = LengthClass.SHORT, LengthClass.LONG
 POOLS = (_SHORT, _LONG)
 QUANTILE = 0.9  # P90: the paper's robust aggregator
-MAX_LATENESS = 1.0  # a single very late prefill does not outweigh everything else
+MAX_TARDINESS = 1.0  # a single very late prefill does not outweigh everything else
 RECOVERY_COOLDOWNS = 2.0  # a backlog that falls and will be gone within so many cool-downs needs no more help
 MIN_RECOVERY_RATE = 0.05  # instances' worth of falling backlog, per instance, that is more than noise
 
@@ -37,8 +37,8 @@ class InstanceSignals(NamedTuple):
 
     short_backlog_s: float  # predicted time to prefill what is queued there, by class
     long_backlog_s: float
-    late_share: float  # share of its pool's prefills that ended after their deadline, lately
-    lateness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
+    slo_violation_rate: float  # share of its pool's prefills that ended after their deadline, lately
+    tardiness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
     utilisation: float  # busy share of the last seconds, 0 to 1
     stray_utilisation: float = 0.0  # the part of it that went to the other pool's class
 
@@ -130,7 +130,7 @@ class PoolView(NamedTuple):
     """One pool as the decision saw it."""
 
     instances: int
-    pressure: float | None  # P90; None if nobody reports
+    pressure: float | None  # P90; None if no instance reports
     offered_instances: float | None  # load offered, in instances' worth of work
 
 
@@ -297,7 +297,7 @@ def _check_giving(
         return DecisionReason.NO_MOVABLE
     offered = max(0.0, state.estimates[source].offered)
     if count == 1:
-        # Nobody is left: the other pool will serve both classes. That takes more than a first look at the load.
+        # No instance is left: the other pool will serve both classes. That takes more than a first look at the load.
         if any(state.estimates[pool].trend is None for pool in POOLS):
             return DecisionReason.UNCONFIRMED
         together = offered + max(0.0, state.estimates[target].offered)
@@ -362,7 +362,7 @@ def _has_movable(pool: Sequence[PoolInstance]) -> bool:
 
 def _psi(signals: InstanceSignals, settings: PressureSettings, queue_factor: float, load_factor: float) -> float:
     backlog = signals.short_backlog_s / settings.short_slo_s + signals.long_backlog_s / settings.long_slo_s
-    deviation = min(1.0, signals.late_share) + min(MAX_LATENESS, signals.lateness)
+    deviation = min(1.0, signals.slo_violation_rate) + min(MAX_TARDINESS, signals.tardiness)
     return (
         settings.backlog_weight * backlog * queue_factor
         + settings.sla_weight * deviation * queue_factor
@@ -387,13 +387,13 @@ def _pool_pressure(
 
 
 def _part(signals: InstanceSignals, length_class: LengthClass, *, is_stray: bool) -> InstanceSignals:
-    """What one class contributes to an instance's signals; lateness is known of the instance's own class alone."""
+    """What one class contributes to an instance's signals; tardiness is known of the instance's own class alone."""
     stray, total = signals.stray_utilisation, signals.utilisation
     return signals._replace(
         short_backlog_s=signals.short_backlog_s if length_class is _SHORT else 0.0,
         long_backlog_s=signals.long_backlog_s if length_class is _LONG else 0.0,
-        late_share=0.0 if is_stray else signals.late_share,
-        lateness=0.0 if is_stray else signals.lateness,
+        slo_violation_rate=0.0 if is_stray else signals.slo_violation_rate,
+        tardiness=0.0 if is_stray else signals.tardiness,
         utilisation=stray if is_stray else max(0.0, total - stray),
     )
 
@@ -429,7 +429,7 @@ def _observe(
 def _look(
     state: ControllerState, instances: Sequence[PoolInstance], length_class: LengthClass, elapsed_s: float | None
 ) -> _Estimate | None:
-    """The load of a class as this round's reports show it; None where nobody who could serve it reports."""
+    """The load of a class as this round's reports show it; None where no instance that could serve it reports."""
     own = [one for one in instances if one.pool is length_class]
     reporting = [one for one in instances if one.signals is not None]
     own_reporting = sum(one.signals is not None for one in own)

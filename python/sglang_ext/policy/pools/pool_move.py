@@ -44,7 +44,7 @@ class MovePlan(NamedTuple):
 
     source: LengthClass
     target: LengthClass
-    can_drain: bool  # False where nobody else serves the old class: it goes on serving until it is switched
+    can_drain: bool  # False where no other instance serves the old class: it goes on serving until it is switched
     verify_timeout_s: float
 
 
@@ -85,14 +85,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class MoveFinished:
     """The move is over; no further action will come."""
 
     outcome: MoveOutcome
     detail: str
 
 
-MoveAction: TypeAlias = HoldBack | AwaitDrain | ReadMode | PostMode | Relabel | Release | Finished
+MoveAction: TypeAlias = HoldBack | AwaitDrain | ReadMode | PostMode | Relabel | Release | MoveFinished
 MoveActions: TypeAlias = tuple[MoveAction, ...]
 NOTHING: MoveActions = ()
 
@@ -227,4 +227,4 @@ class PoolMove:
 
     def _finish(self, outcome: MoveOutcome, detail: str) -> MoveActions:
         self._phase = MovePhase.OVER
-        return Release(), Finished(outcome, detail)
+        return Release(), MoveFinished(outcome, detail)

@@ -1,7 +1,7 @@
 """How many requests may be under way, and in which order the others wait: earliest effective deadline first.
 
 A request's effective deadline is the earlier of its own and its arrival plus the queue's timeout. Requests
-without a deadline therefore age: nobody who arrives later than a queue timeout after them can pass them.
+without a deadline therefore age: none that arrives later than a queue timeout after them can pass them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class Admission(Enum):
+class AdmissionOutcome(Enum):
     """What became of a request that was offered."""
 
     ADMITTED = "admitted"
@@ -22,7 +22,7 @@ class Admission(Enum):
     REFUSED = "refused"  # the queue is full
 
 
-_ADMITTED = Admission.ADMITTED
+_ADMITTED = AdmissionOutcome.ADMITTED
 
 
 class AdmissionQueue(Generic[T]):
@@ -77,12 +77,7 @@ class AdmissionQueue(Generic[T]):
         """Requests in the queue."""
         return len(self._waiting)
 
-    def next_expiry_s(self) -> float | None:
-        """When `expire` will next have something to return; None while nobody waits."""
-        self._drop_removed()
-        return self._heap[0][0] if self._heap else None
-
-    def offer(self, item: T, now_s: float, deadline_s: float | None = None) -> Admission:
+    def offer(self, item: T, now_s: float, deadline_s: float | None = None) -> AdmissionOutcome:
         """Admit the item, queue it, or refuse it. Raises ValueError when it is queued already."""
         if self.running < self._limit:
             self.running += 1
@@ -92,7 +87,7 @@ class AdmissionQueue(Generic[T]):
             raise ValueError(f"already queued: {item!r}")
         if len(self._waiting) >= self.queue_size:
             self.refused += 1
-            return Admission.REFUSED
+            return AdmissionOutcome.REFUSED
         effective_s = now_s + self.queue_timeout_s
         if deadline_s is not None and deadline_s < effective_s:
             effective_s = deadline_s
@@ -100,7 +95,7 @@ class AdmissionQueue(Generic[T]):
         self._waiting[item] = self._sequence
         heappush(self._heap, (effective_s, self._sequence, item))
         self.queued += 1
-        return Admission.QUEUED
+        return AdmissionOutcome.QUEUED
 
     def release(self, now_s: float) -> list[T]:
         """One admitted item has ended; return the items admitted in its place, in order.

@@ -2,14 +2,13 @@
 
 The states are the usual three. Two things are not. A burst is one piece of evidence: a failure counts only if
 its request was started after the last counted failure was seen, so a hundred requests that die together do not
-open the circuit. And a pool whose circuits are all open is tried anyway (`choose_usable`): refusing everything
-is never better than trying.
+open the circuit. And the router tries a pool whose circuits are all open anyway: refusing everything is never better
+than trying.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from enum import StrEnum
 
 
@@ -142,9 +141,3 @@ class CircuitBreaker:
         self._state = _HALF_OPEN
         self._trial_s = None
         self._successes = 0
-
-
-def choose_usable(flags: Sequence[bool]) -> list[int]:
-    """Positions of the instances that may be tried: those whose flag is set, all of them when none is."""
-    usable = [position for position, flag in enumerate(flags) if flag]
-    return usable or list(range(len(flags)))

@@ -60,7 +60,7 @@ class Freeness:
         return best if ties is None else ties[int(draw * len(ties))]
 
 
-class RoundRobin:
+class DecodeRoundRobin:
     """Each instance in turn: the one whose last turn is longest ago."""
 
     def __init__(self) -> None:
@@ -70,14 +70,14 @@ class RoundRobin:
         return self._turns.take([load.worker_id for load in loads])
 
 
-class RandomChoice:
+class DecodeRandomChoice:
     """Any instance with equal probability."""
 
     def choose(self, loads: Sequence[DecodeLoad], draw: float) -> int:
         return int(draw * len(loads))
 
 
-class PowerOfTwo:
+class DecodePowerOfTwo:
     """The freer of two instances drawn at random."""
 
     def choose(self, loads: Sequence[DecodeLoad], draw: float) -> int:
@@ -89,9 +89,9 @@ class PowerOfTwo:
 
 _POLICIES: dict[str, Callable[[], DecodePolicy]] = {
     "freeness": Freeness,
-    "round_robin": RoundRobin,
-    "random": RandomChoice,
-    "power_of_two": PowerOfTwo,
+    "round_robin": DecodeRoundRobin,
+    "random": DecodeRandomChoice,
+    "power_of_two": DecodePowerOfTwo,
 }
 DECODE_POLICIES: tuple[str, ...] = tuple(_POLICIES)
 

@@ -1,4 +1,4 @@
-"""What a prefill-decode exchange tells its driver to do: small frozen records, shared where possible."""
+"""What the prefill-decode protocol tells its driver to do: small frozen records, shared where possible."""
 
 from __future__ import annotations
 
@@ -85,22 +85,22 @@ class ScheduleRetry:
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class RecordFailure:
     """Verdict on a leg: its instance failed."""
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
-class Credit:
+class RecordSuccess:
     """Verdict on a leg: its instance did its part."""
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
-class Absolve:
-    """Verdict on a leg: it says nothing about its instance (a breaker's trial is given back)."""
+class ReleaseTrial:
+    """Verdict on a leg: it says nothing about its instance (a breaker's trial is released)."""
 
     leg: Leg
 
@@ -113,8 +113,8 @@ class Exclude:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The exchange is over: both legs have ended and no further action will come."""
+class RequestFinished:
+    """The request is over: both legs have ended and no further action will come."""
 
     state: RequestState
 
@@ -128,18 +128,18 @@ Action: TypeAlias = (
     | EmitErrorEvent
     | CloseClient
     | ScheduleRetry
-    | Blame
-    | Credit
-    | Absolve
+    | RecordFailure
+    | RecordSuccess
+    | ReleaseTrial
     | Exclude
-    | Finished
+    | RequestFinished
 )
 Actions: TypeAlias = tuple[Action, ...]
 
 # The happy path returns these very objects, so a driver may test for them with `is`.
 NOTHING: Actions = ()
-CREDIT_PREFILL: Actions = (Credit(Leg.PREFILL),)
-CREDIT_DECODE: Actions = (Credit(Leg.DECODE),)
+PREFILL_SUCCEEDED: Actions = (RecordSuccess(Leg.PREFILL),)
+DECODE_SUCCEEDED: Actions = (RecordSuccess(Leg.DECODE),)
 RELAY_DECODE: Actions = (RelayHead(Leg.DECODE), RelayBody(Leg.DECODE))
-CREDIT_DECODE_AND_FINISH: Actions = (Credit(Leg.DECODE), Finished(RequestState.FINISHED))
-CREDIT_PREFILL_AND_FINISH: Actions = (Credit(Leg.PREFILL), Finished(RequestState.FINISHED))
+DECODE_SUCCEEDED_AND_FINISHED: Actions = (RecordSuccess(Leg.DECODE), RequestFinished(RequestState.FINISHED))
+PREFILL_SUCCEEDED_AND_FINISHED: Actions = (RecordSuccess(Leg.PREFILL), RequestFinished(RequestState.FINISHED))

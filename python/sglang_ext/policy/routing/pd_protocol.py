@@ -15,8 +15,8 @@ void.
 * A lost connection ends the attempt at once. A 5xx may be the echo of the other leg's failure (a decode
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
   what the other leg has to say: an answer there outweighs a loss, a loss a 408 or 429, and those a 5xx.
-* Each started leg of each attempt gets exactly one verdict (`Blame`, `Credit` or `Absolve`) and ends
-  completed, lost or aborted; each exchange ends with exactly one `Finished`, and nothing comes after it.
+* Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
+  ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sglang_ext.policy.routing.pd_actions import (
-    CREDIT_DECODE,
-    CREDIT_DECODE_AND_FINISH,
-    CREDIT_PREFILL,
-    CREDIT_PREFILL_AND_FINISH,
+    DECODE_SUCCEEDED,
+    DECODE_SUCCEEDED_AND_FINISHED,
     NOTHING,
+    PREFILL_SUCCEEDED,
+    PREFILL_SUCCEEDED_AND_FINISHED,
     RELAY_DECODE,
     AbortLeg,
-    Absolve,
     Action,
     Actions,
-    Blame,
     CloseClient,
     EmitErrorEvent,
     Exclude,
     FailureReason,
-    Finished,
     Leg,
+    RecordFailure,
     RelayBody,
     RelayHead,
+    ReleaseTrial,
     ReplyError,
+    RequestFinished,
     ScheduleRetry,
     StartLegs,
 )
@@ -97,8 +97,8 @@ class RetryPolicy:
         return backoff_s * (1.0 + self.jitter * (2.0 * draw - 1.0))
 
 
-class Phase(Enum):
-    """Where an exchange stands."""
+class RequestPhase(Enum):
+    """Where a request stands."""
 
     NEW = "new"
     OPEN = "open"  # both legs sent, nothing relayed
@@ -122,30 +122,30 @@ class _LegState(Enum):
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 _IDLE, _SENT, _ACCEPTED = _LegState.IDLE, _LegState.SENT, _LegState.ACCEPTED
 _REJECTED, _REFUSED, _ENDED = _LegState.REJECTED, _LegState.REFUSED, _LegState.ENDED
-_NEW, _OPEN, _SETTLING, _BACKOFF = Phase.NEW, Phase.OPEN, Phase.SETTLING, Phase.BACKOFF
+_NEW, _OPEN, _SETTLING, _BACKOFF = RequestPhase.NEW, RequestPhase.OPEN, RequestPhase.SETTLING, RequestPhase.BACKOFF
 _RELAYING, _RELAYING_ERROR, _DRAINING, _OVER = (
-    Phase.RELAYING,
-    Phase.RELAYING_ERROR,
-    Phase.DRAINING,
-    Phase.OVER,
+    RequestPhase.RELAYING,
+    RequestPhase.RELAYING_ERROR,
+    RequestPhase.DRAINING,
+    RequestPhase.OVER,
 )
 
 _NOT_RUNNING = (_IDLE, _REFUSED, _ENDED)
 _BEFORE_FIRST_BYTE = (_NEW, _OPEN, _SETTLING, _BACKOFF)
 _OTHER = (_DECODE, _PREFILL)
 _ABORT = (AbortLeg(_PREFILL), AbortLeg(_DECODE))
-_BLAME = (Blame(_PREFILL), Blame(_DECODE))
-_ABSOLVE = (Absolve(_PREFILL), Absolve(_DECODE))
+_RECORD_FAILURE = (RecordFailure(_PREFILL), RecordFailure(_DECODE))
+_RELEASE_TRIAL = (ReleaseTrial(_PREFILL), ReleaseTrial(_DECODE))
 _EXCLUDE = (Exclude(_PREFILL), Exclude(_DECODE))
 _START_FIRST: Actions = (StartLegs(0),)
 
 
-class PDExchange:
-    """The exchange of one client request; see the module's text for its rules.
+class PDProtocol:
+    """The protocol of one client request; see the module's text for its rules.
 
     `max_retries` bounds the attempts after the first. `is_stream` says whether a failure after the first byte
     can be told as an SSE event. `is_single_sequence` says that the request makes one sequence: then decode's
-    first body byte proves that all KV has arrived, and a prefill leg failing after it harms nobody.
+    first body byte proves that all KV has arrived, and a prefill leg failing after it does no harm.
     """
 
     __slots__ = ("_attempt", "_legs", "_phase", "_statuses", "is_single_sequence", "is_stream", "max_retries")
@@ -165,15 +165,15 @@ class PDExchange:
         return self._attempt
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RequestPhase:
         return self._phase
 
     @property
     def is_over(self) -> bool:
-        """Whether `Finished` has come out."""
+        """Whether `RequestFinished` has come out."""
         return self._phase is _OVER
 
-    # ---- events: each mutates the exchange and returns what to do, in order ----
+    # ---- events: each mutates the protocol's state and returns what to do, in order ----
 
     def start(self) -> Actions:
         """The request may be sent now. Ignored unless it is the first event."""
@@ -234,15 +234,15 @@ class PDExchange:
         if leg is _PREFILL:
             if phase is _DRAINING:
                 self._phase = _OVER
-                return CREDIT_PREFILL_AND_FINISH
-            return CREDIT_PREFILL + self._settle() if phase is _SETTLING else CREDIT_PREFILL
+                return PREFILL_SUCCEEDED_AND_FINISHED
+            return PREFILL_SUCCEEDED + self._settle() if phase is _SETTLING else PREFILL_SUCCEEDED
         if phase is _SETTLING:
-            return CREDIT_DECODE + self._settle()
+            return DECODE_SUCCEEDED + self._settle()
         if legs[_PREFILL] is _ENDED:
             self._phase = _OVER
-            return CREDIT_DECODE_AND_FINISH if phase is _RELAYING else RELAY_DECODE + CREDIT_DECODE_AND_FINISH
+            return DECODE_SUCCEEDED_AND_FINISHED if phase is _RELAYING else RELAY_DECODE + DECODE_SUCCEEDED_AND_FINISHED
         self._phase = _DRAINING
-        return CREDIT_DECODE if phase is _RELAYING else RELAY_DECODE + CREDIT_DECODE
+        return DECODE_SUCCEEDED if phase is _RELAYING else RELAY_DECODE + DECODE_SUCCEEDED
 
     def on_leg_connect_failed(self, leg: Leg, attempt: int) -> Actions:
         """No connection to a leg's instance could be made."""
@@ -263,7 +263,7 @@ class PDExchange:
         return self._finish(self._end_both(), RequestState.ABORTED)
 
     def on_timeout(self) -> Actions:
-        """The time allowed for the whole exchange is over, whatever its phase."""
+        """The time allowed for the whole request is over, whatever its phase."""
         phase = self._phase
         if phase is _OVER:
             return NOTHING
@@ -297,9 +297,9 @@ class PDExchange:
             return self._relay_error(leg)
         other = _OTHER[leg]
         if status in _BUSY_STATUS:
-            actions = self._end(leg, is_blamed=False)
+            actions = self._end(leg, is_failure=False)
             actions.append(_EXCLUDE[leg])
-            actions += self._end(other, is_blamed=False)
+            actions += self._end(other, is_failure=False)
             return self._back_off(actions)
         if self._legs[other] in (_SENT, _ACCEPTED):
             self._phase = _SETTLING
@@ -313,14 +313,14 @@ class PDExchange:
             return NOTHING
         phase = self._phase
         self._legs[leg] = _ENDED
-        actions: list[Action] = [_BLAME[leg]]
+        actions: list[Action] = [_RECORD_FAILURE[leg]]
         if phase is _DRAINING:
             return self._finish(actions, RequestState.FINISHED)
         if phase is _RELAYING and leg is _PREFILL:
             return self._prefill_failed_late(actions)
         if phase in (_RELAYING, _RELAYING_ERROR):
             return self._break_reply(actions + self._end_both(), reason)
-        other = self._end(_OTHER[leg], is_blamed=False)
+        other = self._end(_OTHER[leg], is_failure=False)
         if self._attempt < self.max_retries:
             actions.append(_EXCLUDE[leg])
             return self._back_off(actions + other)
@@ -336,7 +336,7 @@ class PDExchange:
 
     def _prefill_failed_late(self, actions: list[Action]) -> Actions:
         """The prefill leg fails while decode's reply is being relayed."""
-        actions += self._end(_PREFILL, is_blamed=self._is_faulty(_PREFILL))
+        actions += self._end(_PREFILL, is_failure=self._is_faulty(_PREFILL))
         if self.is_single_sequence:
             return tuple(actions)
         return self._break_reply(actions + self._end_both(), FailureReason.LEG_FAILED)
@@ -345,7 +345,7 @@ class PDExchange:
 
     def _relay_error(self, leg: Leg) -> Actions:
         self._phase = _RELAYING_ERROR
-        actions = self._end(_OTHER[leg], is_blamed=False)
+        actions = self._end(_OTHER[leg], is_failure=False)
         return (*actions, RelayHead(leg), RelayBody(leg))
 
     def _back_off(self, actions: list[Action]) -> Actions:
@@ -375,24 +375,24 @@ class PDExchange:
 
     def _finish(self, actions: list[Action], state: RequestState) -> Actions:
         self._phase = _OVER
-        return (*actions, Finished(state))
+        return (*actions, RequestFinished(state))
 
     # ---- ending and judging legs ----
 
-    def _end(self, leg: Leg, *, is_blamed: bool) -> list[Action]:
+    def _end(self, leg: Leg, *, is_failure: bool) -> list[Action]:
         """Abort a leg that runs and judge it, if that has not been done."""
         state = self._legs[leg]
         if state in (_IDLE, _ENDED):
             return []
         self._legs[leg] = _ENDED
-        verdict: Action = _BLAME[leg] if is_blamed else _ABSOLVE[leg]
+        verdict: Action = _RECORD_FAILURE[leg] if is_failure else _RELEASE_TRIAL[leg]
         return [verdict] if state is _REFUSED else [_ABORT[leg], verdict]
 
     def _end_both(self) -> list[Action]:
-        return [action for leg in (_PREFILL, _DECODE) for action in self._end(leg, is_blamed=self._is_faulty(leg))]
+        return [action for leg in (_PREFILL, _DECODE) for action in self._end(leg, is_failure=self._is_faulty(leg))]
 
     def _end_faulty(self) -> list[Action]:
-        """End the attempt; whoever answered 5xx is blamed and avoided."""
+        """End the attempt; the instance that answered 5xx has failed and is avoided."""
         faulty = [leg for leg in (_PREFILL, _DECODE) if self._is_faulty(leg)]
         return self._end_both() + [_EXCLUDE[leg] for leg in faulty]
 

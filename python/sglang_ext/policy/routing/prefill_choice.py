@@ -62,7 +62,7 @@ class PredictedWait:
         return best if ties is None else ties[int(draw * len(ties))]
 
 
-class RoundRobin:
+class PrefillRoundRobin:
     """Each instance in turn: the one whose last turn is longest ago."""
 
     def __init__(self) -> None:
@@ -72,14 +72,14 @@ class RoundRobin:
         return self._turns.take([load.worker_id for load in loads])
 
 
-class RandomChoice:
+class PrefillRandomChoice:
     """Any instance with equal probability."""
 
     def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
         return int(draw * len(loads))
 
 
-class PowerOfTwo:
+class PrefillPowerOfTwo:
     """The one with fewer pending tokens, then fewer requests in flight, of two instances drawn at random."""
 
     def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
@@ -133,9 +133,9 @@ def _lowest(keys: Sequence[tuple[int, ...]], draw: float) -> int:
 
 _POLICIES: dict[str, Callable[[], PrefillPolicy]] = {
     "predicted_wait": PredictedWait,
-    "round_robin": RoundRobin,
-    "random": RandomChoice,
-    "power_of_two": PowerOfTwo,
+    "round_robin": PrefillRoundRobin,
+    "random": PrefillRandomChoice,
+    "power_of_two": PrefillPowerOfTwo,
     "cache_aware": CacheAware,
 }
 PREFILL_POLICIES: tuple[str, ...] = tuple(_POLICIES)

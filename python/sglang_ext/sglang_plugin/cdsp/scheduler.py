@@ -28,7 +28,7 @@ from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMembership
 from sglang_ext.sequence_parallel.messages import Destination
-from sglang_ext.sglang_plugin.cdsp.build import build_membership
+from sglang_ext.sglang_plugin.cdsp.engine import build_membership
 from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens
@@ -179,7 +179,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         entry = entry_of(request)
         laps = self._laps
         if entry is not None and laps is not None:
-            entry.length_class = laps.classify(*prefill_tokens(request))
+            entry.length_class = laps.policy.classify(*prefill_tokens(request))
         self.waiting_queue.insert(0, request)
 
     def _let_go(self) -> None:

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from sglang_ext.sglang_plugin.cpu_platform import triton_definitions
+from sglang_ext.sglang_plugin.cpu_platform import stand_in_definitions
 from sglang_ext.sglang_plugin.cpu_platform.missing import MissingObject, missing_class
 
 # What SGLang 0.5.17 to 0.5.23 import unconditionally on their CPU path.
@@ -30,9 +30,7 @@ class StandInModule(ModuleType):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         if self.__name__ == "sgl_kernel":
-            from sglang_ext.sglang_plugin.cpu_platform import sgl_kernel_cpu
-
-            return sgl_kernel_cpu.lookup(name)
+            return stand_in_definitions.lookup_sgl_kernel(name)
         if name[:1].isupper():
             value: object = missing_class(self.__name__, name)
         else:
@@ -46,12 +44,7 @@ class StandInLoader(Loader):
         return StandInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == "sgl_kernel":
-            from sglang_ext.sglang_plugin.cpu_platform import sgl_kernel_cpu
-
-            sgl_kernel_cpu.populate(module)
-        else:
-            triton_definitions.populate(module)
+        stand_in_definitions.populate(module)
 
 
 class StandInFinder(MetaPathFinder):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext_kernels.attention_block import attention_behind_prefix_
+from sglang_ext_kernels.block_attention import attention_behind_prefix_
 
 # Set to 1, an engine on a CPU computes attention as SGLang does: to compare, or to rule this module out.
 STOCK_ATTENTION_VARIABLE = "SGLANG_EXT_STOCK_CPU_ATTENTION"

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext_kernels.padded_batch import PaddedBatch
-from sglang_ext_kernels.prefix_attention import prefix_attention_reference
+from sglang_ext_kernels.padded_batch import PaddedBatch, prefix_attention_reference
 
 
 class CapturedAttention:

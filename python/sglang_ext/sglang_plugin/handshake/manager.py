@@ -8,7 +8,10 @@ over the endpoints, and over nothing of SGLang's.
 from __future__ import annotations
 
 import os
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -21,14 +24,11 @@ from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.rooms import Attempt
+from sglang_ext.policy.handshake.rooms import Attempt, Room
 from sglang_ext.policy.handshake.shards import HeadLayout
-from sglang_ext.sglang_plugin.handshake.arguments import TransferOptions
-from sglang_ext.sglang_plugin.handshake.compatibility import model_conflict
+from sglang_ext.sglang_plugin.handshake.layout import cpu_head_layout, pool_layout
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
-from sglang_ext.sglang_plugin.handshake.pools import pool_layout
-from sglang_ext.sglang_plugin.handshake.rank_pairing import cpu_head_layout
-from sglang_ext.sglang_plugin.handshake.refused_rooms import RefusedRooms
+from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions, model_conflict
 from sglang_ext.sglang_plugin.options import options_from_environment
 
 
@@ -142,3 +142,65 @@ def _kv_heads(server_args: Any) -> int:
     padded: int = config.get_total_num_kv_heads()
     own: int | None = getattr(config.hf_text_config, "original_total_num_kv_heads", None)
     return padded if own is None else own
+
+
+_LOOK_EVERY_S = 0.1
+_MAX_ROOMS = 10_000
+
+
+class _Refusal(NamedTuple):
+    reason: str
+    until_s: float
+
+
+class RefusedRooms:
+    """Watches, for `keep_s` after each refusal, for invitations that come too late. Thread-safe."""
+
+    def __init__(self, endpoint: HandshakeEndpoint, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._endpoint = endpoint
+        self._keep_s = keep_s
+        self._clock = clock
+        self._rooms: dict[Room, _Refusal] = {}  # oldest first
+        self._lock = threading.Lock()
+        self._is_wanted = threading.Event()
+        threading.Thread(target=self._watch, name="kv-refused-rooms", daemon=True).start()
+
+    def refuse(self, room: Room, reason: str) -> None:
+        """Tell every decode rank that has invited for this room, and those that will."""
+        with self._lock:
+            self._rooms.pop(room, None)
+            self._rooms[room] = _Refusal(reason, self._clock() + self._keep_s)
+            while len(self._rooms) > _MAX_ROOMS:
+                del self._rooms[next(iter(self._rooms))]
+        self._tell(room, reason)
+        self._is_wanted.set()
+
+    def forget(self, room: Room) -> None:
+        """A new request has this room."""
+        with self._lock:
+            self._rooms.pop(room, None)
+
+    def _tell(self, room: Room, reason: str) -> None:
+        for invitation in self._endpoint.invitations(room):
+            if invitation.withdrawn is None:
+                try:
+                    handle = self._endpoint.open_sender(room, invitation.receiver)
+                except ValueError:
+                    continue  # a transfer to it is under way or ending, and says what becomes of it
+                handle.abort(reason)
+        self._endpoint.forget_invitations(room)
+
+    def _watch(self) -> None:
+        while True:
+            self._is_wanted.wait()
+            now_s = self._clock()
+            with self._lock:
+                for room, refusal in list(self._rooms.items()):
+                    if refusal.until_s <= now_s:
+                        del self._rooms[room]
+                rooms = list(self._rooms.items())
+                if not rooms:
+                    self._is_wanted.clear()
+            for room, refusal in rooms:
+                self._tell(room, refusal.reason)
+            time.sleep(_LOOK_EVERY_S)

@@ -19,7 +19,7 @@ from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.rooms import Attempt, Room, following
-from sglang_ext.sglang_plugin.handshake.pools import token_slots
+from sglang_ext.sglang_plugin.handshake.layout import token_slots
 
 logger = logging.getLogger(__name__)
 

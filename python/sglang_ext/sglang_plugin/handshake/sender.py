@@ -25,14 +25,13 @@ from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.rooms import attempts_of, following
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.messages import Destination
-from sglang_ext.sglang_plugin.handshake.pools import token_slots
-from sglang_ext.sglang_plugin.handshake.rank_pairing import Share, shares_of
+from sglang_ext.sglang_plugin.handshake.layout import Share, shares_of, token_slots
 
 _GIVEN_UP = "the request was given up on the prefill instance"
 _ABORTED = "the request was aborted on the prefill instance"
 
 
-class _Outgoing(NamedTuple):
+class _RankTransfer(NamedTuple):
     """The transfer to one decode rank."""
 
     transfer: OwnerTransfer
@@ -53,7 +52,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     """Of a request that was shared and is at decode: seconds from then on, and from the end of its computation on."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
-        self._outgoing: tuple[_Outgoing, ...] | None = None  # None: no handshake yet
+        self._outgoing: tuple[_RankTransfer, ...] | None = None  # None: no handshake yet
         for room in attempts_of(bootstrap_room):
             mgr.refused_rooms.forget(room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
@@ -210,7 +209,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             share.sender_count if tokens else 1,
             may_have_helpers=self._may_be_shared,
         )
-        self._outgoing = (*(self._outgoing or ()), _Outgoing(transfer, share, invitation))
+        self._outgoing = (*(self._outgoing or ()), _RankTransfer(transfer, share, invitation))
 
     def _advance(self) -> None:
         room = self.bootstrap_room

@@ -1,6 +1,6 @@
 """What one prefill instance needs for LAPS, put together from its scheduler.
 
-The policy decides, the clock measures, the agreement carries decisions to the other ranks, the metrics tell.
+The policy decides, the clock measures, the agreement carries decisions to the other ranks, the metrics report.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
@@ -18,19 +20,17 @@ from sglang_ext.policy.laps.round_plan import (
     InstanceLimits,
     LapsMode,
     LongChunk,
-    RoundPlan,
     RoundSnapshot,
     ShortBatch,
 )
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
-from sglang_ext.sglang_plugin.laps.iteration_clock import IterationClock
 from sglang_ext.sglang_plugin.laps.metrics import LapsMetrics, NoMetrics, PrometheusMetrics
 from sglang_ext.sglang_plugin.laps.rank_agreement import (
     MAX_BATCH_REQUESTS,
     BroadcastAgreement,
     RankAgreement,
-    SingleRank,
+    SingleRankAgreement,
 )
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.types import LengthClass
@@ -59,25 +59,6 @@ class LapsInstance:
         self._metrics = metrics
         self.now_s = time.perf_counter
 
-    def classify(self, new_tokens: int, cached_tokens: int) -> LengthClass:
-        return self.policy.classify(new_tokens, cached_tokens)
-
-    def deadline_s(
-        self,
-        length_class: LengthClass,
-        new_tokens: int,
-        cached_tokens: int,
-        arrival_s: float,
-        ttft_slo_s: float | None,
-    ) -> float:
-        return self.policy.deadline_s(length_class, new_tokens, cached_tokens, arrival_s, ttft_slo_s)
-
-    def choose(self, snapshot: RoundSnapshot) -> RoundPlan:
-        return self.policy.choose(snapshot)
-
-    def note_arrival(self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int) -> None:
-        self.policy.note_arrival(now_s, length_class, new_tokens, cached_tokens)
-
     def note_dispatch(self, snapshot: RoundSnapshot, action: ShortBatch | LongChunk) -> None:
         """SGLang has built the batch of `action`."""
         self.policy.note_dispatch(snapshot, action)
@@ -90,12 +71,6 @@ class LapsInstance:
         if chosen is not None:
             self.current_key = chosen
         self._metrics.note_dispatch(snapshot, action)
-
-    def note_iteration(self, sample: IterationSample) -> None:
-        self.policy.note_iteration(sample)
-
-    def note_first_token(self, now_s: float, length_class: LengthClass, arrival_s: float, deadline_s: float) -> None:
-        self.policy.note_first_token(now_s, length_class, arrival_s, deadline_s)
 
     def switch_mode(self, mode: LapsMode) -> None:
         """Takes effect with the next round; whatever is queued stays queued."""
@@ -142,5 +117,67 @@ def _captured_grid(scheduler: Any) -> GraphGrid:
 def _agreement(scheduler: Any) -> RankAgreement:
     group = scheduler.tp_group
     if group.world_size == 1:
-        return SingleRank()
+        return SingleRankAgreement()
     return BroadcastAgreement(group.cpu_group, group.rank_in_group, group.ranks[0])
+
+
+BUSY_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    at_s: float
+    length_class: LengthClass
+    attention_work: float
+    new_tokens: int
+    cached_tokens: int
+    requests: int
+
+
+class IterationClock:
+    """Pairs launches with results, in order, and remembers how busy the last ten seconds were."""
+
+    def __init__(self) -> None:
+        self._launched: deque[_Launched] = deque()
+        self._busy: deque[tuple[float, float, LengthClass]] = deque()  # ends and durations within the window
+        self._busy_s = dict.fromkeys(LengthClass, 0.0)
+        self._started_s: float | None = None
+        self._last_end_s = float("-inf")
+
+    def note_launch(
+        self, now_s: float, length_class: LengthClass, new_tokens: Sequence[int], cached_tokens: Sequence[int]
+    ) -> None:
+        """A batch of one class was launched: `new_tokens` (L) and `cached_tokens` (H) of each of its requests."""
+        work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
+        self._launched.append(
+            _Launched(now_s, length_class, work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
+        )
+        if self._started_s is None:
+            self._started_s = now_s
+
+    def note_result(self, now_s: float) -> IterationSample:
+        """The oldest launched batch ended. Raises IndexError when none was launched."""
+        launched = self._launched.popleft()
+        duration_s = now_s - max(launched.at_s, self._last_end_s)
+        self._last_end_s = now_s
+        self._busy.append((now_s, duration_s, launched.length_class))
+        self._busy_s[launched.length_class] += duration_s
+        self._forget(now_s)
+        return IterationSample(
+            launched.attention_work, launched.new_tokens, launched.cached_tokens, launched.requests, duration_s
+        )
+
+    def utilisation(self, now_s: float, length_class: LengthClass | None = None) -> float:
+        """Share of the last ten seconds spent in forward iterations, of one class or of both: 0 to 1."""
+        self._forget(now_s)
+        if self._started_s is None or now_s <= self._started_s:
+            return 0.0
+        busy_s = sum(self._busy_s.values()) if length_class is None else self._busy_s[length_class]
+        if self._launched and length_class in {None, self._launched[0].length_class}:
+            busy_s += max(0.0, now_s - max(self._launched[0].at_s, self._last_end_s))
+        return max(0.0, min(1.0, busy_s / min(BUSY_WINDOW_S, now_s - self._started_s)))
+
+    def _forget(self, now_s: float) -> None:
+        while self._busy and self._busy[0][0] < now_s - BUSY_WINDOW_S:
+            _, duration_s, length_class = self._busy.popleft()
+            self._busy_s[length_class] -= duration_s

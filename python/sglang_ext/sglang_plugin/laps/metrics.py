@@ -68,7 +68,9 @@ class PrometheusMetrics:
         self._queued = gauge("queue_requests", "Requests with prefill work left", "length_class")
         self._oldest_wait = gauge("queue_oldest_wait_seconds", "Time since the oldest of them arrived", "length_class")
         self._backlog = gauge("queue_backlog_seconds", "Predicted time to compute them all", "length_class")
-        self._late_share = gauge("late_share", "Share of recent prefills that ended too late", "length_class")
+        self._slo_violation_rate = gauge(
+            "slo_violation_rate", "Share of recent prefills that ended after their deadline", "length_class"
+        )
         self._window = gauge("window_seconds", "Waiting window W of short batches")
         self._depth = gauge("target_depth", "Target depth D of short batches")
         self._parked = gauge("parked_requests", "Long prefills between two chunks, not the one in hand")
@@ -138,7 +140,7 @@ class PrometheusMetrics:
             self._queued.labels(length_class).set(queue.requests)
             self._oldest_wait.labels(length_class).set(queue.oldest_wait_s)
             self._backlog.labels(length_class).set(queue.backlog_s)
-            self._late_share.labels(length_class).set(queue.late_share)
+            self._slo_violation_rate.labels(length_class).set(queue.slo_violation_rate)
         self._window.set(report.window_s)
         self._depth.set(report.depth)
         self._parked.set(report.parked)

@@ -1,16 +1,18 @@
-"""What the scheduler remembers of each request beside SGLang's own record of it.
+"""What the scheduler remembers of each request beside SGLang's own record of it, and what it reads there.
 
 Every rank gives a request its key at the same moment, in the order of the same queue, so a key names the same
-request everywhere. Times and deadlines matter on the deciding rank alone.
+request everywhere. Times and deadlines matter on the deciding rank alone. SGLang 0.5.17 and 0.5.23 have the prefix of a
+request under different names; they share the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
-from sglang_ext.sglang_plugin.laps.engine_interface import prefix_tokens
 from sglang_ext.types import LengthClass
 
 ATTRIBUTE = "_sglang_ext_laps"
@@ -96,3 +98,27 @@ def requested_priority(request: Any) -> PriorityClass:
 def _parameters(request: Any) -> dict[str, Any]:
     parameters = getattr(request.sampling_params, "custom_params", None)
     return parameters if isinstance(parameters, dict) else {}
+
+
+def prefix_tokens(request: Any) -> int:
+    """Tokens of an SGLang request whose KV is there: found in the cache, and computed by its chunks so far."""
+    if hasattr(request, "prefix_len"):
+        return int(request.prefix_len)
+    return len(request.prefix_indices)  # before 0.5.23: the slots themselves
+
+
+def match_prefix(request: Any, tree_cache: Any) -> None:
+    """Look a waiting request up in the prefix cache; it remembers what was found. Nothing is locked."""
+    _match()(request, tree_cache)
+
+
+@cache
+def _match() -> Callable[[Any, Any], object]:
+    try:
+        from sglang.srt.mem_cache.common import match_kv_cache
+    except ImportError:
+        from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+        return lambda request, tree_cache: match_prefix_for_req(tree_cache, request, include_req=True)
+    match: Callable[[Any, Any], object] = match_kv_cache
+    return match

@@ -43,7 +43,7 @@ class RankAgreement(Protocol):
         ...
 
 
-class SingleRank:
+class SingleRankAgreement:
     """No tensor parallelism: nothing travels."""
 
     is_deciding = True

@@ -15,10 +15,12 @@ whose chunk is being built or has just been launched.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
@@ -27,19 +29,21 @@ from sglang.srt.managers.io_struct import (
     SetInternalStateReq,
     SetInternalStateReqOutput,
 )
+from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
 from sglang_ext.policy.laps.round_plan import LapsMode, RoundPlan, RoundSnapshot
-from sglang_ext.sglang_plugin.graphs.status import graph_status
-from sglang_ext.sglang_plugin.laps.engine_interface import match_prefix
+from sglang_ext.sglang_plugin.graphs.runner import graph_status
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance, build_instance
-from sglang_ext.sglang_plugin.laps.load_inquirer import ParkedLoadInquirer
 from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
     as_queued_prefill,
     entry_of,
+    match_prefix,
     prefill_tokens,
+    prefix_tokens,
     remember,
     requested_priority,
     requested_slo_s,
@@ -128,17 +132,19 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             ):
                 # A prompt that shares its beginning with one that has just been computed may be short now.
                 match_prefix(request, self.tree_cache)
-                entry.length_class = laps.classify(*prefill_tokens(request))
+                entry.length_class = laps.policy.classify(*prefill_tokens(request))
         laps.has_tree_grown = False
 
     def _new_entry(self, laps: LapsInstance, request: Any, now_s: float) -> LapsEntry:
         new_tokens, cached_tokens = prefill_tokens(request)
-        length_class = laps.classify(new_tokens, cached_tokens)
+        length_class = laps.policy.classify(new_tokens, cached_tokens)
         # The time until decode has made room is part of what the client waits.
         arrival_s = min(now_s, request.time_stats.prefill_bootstrap_queue_entry_time or now_s)
-        deadline_s = laps.deadline_s(length_class, new_tokens, cached_tokens, arrival_s, requested_slo_s(request))
+        deadline_s = laps.policy.deadline_s(
+            length_class, new_tokens, cached_tokens, arrival_s, requested_slo_s(request)
+        )
         self._next_key += 1
-        laps.note_arrival(now_s, length_class, new_tokens, cached_tokens)
+        laps.policy.note_arrival(now_s, length_class, new_tokens, cached_tokens)
         return LapsEntry(self._next_key, length_class, new_tokens, arrival_s, deadline_s, requested_priority(request))
 
     def _snapshot(self, laps: LapsInstance) -> RoundSnapshot:
@@ -215,12 +221,12 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         if laps is None or not batch.forward_mode.is_extend():
             return
         now_s = laps.now_s()
-        laps.note_iteration(laps.clock.note_result(now_s))
+        laps.policy.note_iteration(laps.clock.note_result(now_s))
         for request in ending:
             entry = entry_of(request)
             if entry is not None:
                 laps.has_tree_grown = True
-                laps.note_first_token(now_s, entry.length_class, entry.arrival_s, entry.deadline_s)
+                laps.policy.note_first_token(now_s, entry.length_class, entry.arrival_s, entry.deadline_s)
 
     # ---------------------------------------------------------------- parked requests, wherever SGLang counts
 
@@ -294,7 +300,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
 def _decide(laps: LapsInstance, snapshot: RoundSnapshot | None) -> RoundPlan:
     if snapshot is None:
         raise AssertionError("only the deciding rank is asked, and it has a snapshot")
-    return laps.choose(snapshot)
+    return laps.policy.choose(snapshot)
 
 
 def _whole_tokens(requests: Sequence[Any], page_tokens: int) -> int:
@@ -306,3 +312,39 @@ def _timeout_abort(request: Any) -> AbortReq:
     message = "Request running timeout reached."
     reason = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": message}
     return AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
+
+
+@dataclass(kw_only=True, frozen=True)
+class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang has no type information
+    """A parked request waits like a queued one, but only for what it has left, and its KV is in use already."""
+
+    get_parked: Callable[[], Sequence[Any]]
+
+    @classmethod
+    def over(cls, stock: SchedulerLoadInquirer, get_parked: Callable[[], Sequence[Any]]) -> ParkedLoadInquirer:
+        """The same inquirer, with parked requests."""
+        values = {field.name: getattr(stock, field.name) for field in fields(stock)}
+        return cls(**values, get_parked=get_parked)
+
+    def _get_num_pending_tokens(self, chunk_deduct: int = 0) -> int:
+        return int(super()._get_num_pending_tokens(chunk_deduct)) + self._parked_tokens()
+
+    def get_num_waiting_uncached_tokens(self) -> int:
+        return int(super().get_num_waiting_uncached_tokens()) + self._parked_tokens()
+
+    def get_loads(self) -> LoadSnapshot:
+        loads = super().get_loads()
+        parked = self.get_parked()
+        if not parked:
+            return loads
+        # What a parked request has computed counts as used already.
+        tokens = self._parked_tokens()
+        return msgspec.structs.replace(
+            loads,
+            num_waiting_reqs=loads.num_waiting_reqs + len(parked),
+            num_total_tokens=loads.num_total_tokens + tokens,
+            num_active_tokens=loads.num_active_tokens + tokens,
+        )
+
+    def _parked_tokens(self) -> int:
+        return sum(max(0, request.seqlen - prefix_tokens(request)) for request in self.get_parked())

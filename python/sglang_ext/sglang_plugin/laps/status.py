@@ -1,11 +1,17 @@
-"""What a prefill instance says of its queues: `GET /laps`, and the answer to a mode switch.
+"""What a prefill instance reports of its queues, and how its mode is switched: `GET /laps`, `POST /laps/mode`.
 
-The router's controller reads this, so the names are a contract between the two.
+The router's controller reads this, so the names are a contract between the two. The routes are on the engine's own HTTP
+server; the status and the switch come from its scheduler through SGLang's control messages.
 """
 
 from __future__ import annotations
 
+import json
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from sglang_ext.policy.laps.round_plan import ClassReport, LapsMode, RoundSnapshot
 from sglang_ext.types import LengthClass
@@ -50,7 +56,68 @@ def _class_status(report: ClassReport, utilisation: float) -> dict[str, Any]:
         "tokens": report.new_tokens,
         "backlog_s": report.backlog_s,
         "oldest_wait_s": report.oldest_wait_s,
-        "late_share": report.late_share,
-        "lateness": report.lateness,
+        "slo_violation_rate": report.slo_violation_rate,
+        "tardiness": report.tardiness,
         "utilisation": utilisation,
     }
+
+
+# ---------------------------------------------------------------- routes
+
+
+def add_routes(app: FastAPI) -> None:
+    """Serve the routes from SGLang's application, in place."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    app.add_api_route("/laps", get_status, methods=["GET"])
+    app.add_api_route("/laps/mode", auth_level(AuthLevel.ADMIN_OPTIONAL)(set_mode), methods=["POST"])
+
+
+async def get_status() -> JSONResponse:
+    """Queues, window and depth, cost fit, mode."""
+    return JSONResponse(await _status())
+
+
+async def set_mode(request: Request) -> JSONResponse:
+    """Switch the mode; answers when the scheduler has switched. Nothing that is queued is lost."""
+    try:
+        body = json.loads(await request.body())
+    except ValueError:
+        return _refusal("the body is not JSON", "body")
+    name = body.get("mode") if isinstance(body, dict) else None
+    if name not in list(LapsMode):
+        return _refusal(f"mode must be one of {', '.join(LapsMode)}", "mode")
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    mode = LapsMode(name)
+    previous = (await _status())["mode"]
+    outcomes = await _tokenizer_manager().set_internal_state(
+        SetInternalStateReq(server_args={MODE_PARAMETER: mode_number(mode)})
+    )
+    if not all(outcomes):
+        return _error("the scheduler did not switch", "internal_error", None, HTTPStatus.INTERNAL_SERVER_ERROR)
+    status = await _status()
+    return JSONResponse({"mode": status["mode"], "previous": previous, "generation": status["generation"]})
+
+
+async def _status() -> dict[str, Any]:
+    states = await _tokenizer_manager().get_internal_state()
+    status: dict[str, Any] = states[0][STATUS_KEY]
+    return status
+
+
+def _tokenizer_manager() -> Any:
+    # Of the main process: imported there alone, not in a scheduler that reports its status.
+    from sglang.srt.entrypoints import http_server
+
+    return http_server.get_global_state().tokenizer_manager
+
+
+def _refusal(message: str, parameter: str) -> JSONResponse:
+    return _error(message, "invalid_request_error", parameter, HTTPStatus.BAD_REQUEST)
+
+
+def _error(message: str, kind: str, parameter: str | None, status: HTTPStatus) -> JSONResponse:
+    """OpenAI's error shape."""
+    error = {"message": message, "type": kind, "param": parameter, "code": None}
+    return JSONResponse({"error": error}, status_code=status)

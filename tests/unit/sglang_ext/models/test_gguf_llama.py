@@ -15,14 +15,20 @@ from tokenizers import pre_tokenizers
 from sglang_ext.models.gguf_llama import (
     FloatArray,
     GgufLlama,
-    UnsupportedModelError,
+    UnsupportedGgufError,
     gguf,
     hugging_face_name,
-    permute_for_gguf,
     unpermute_from_gguf,
 )
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MIDDLE = 3, 1, 4, 12, 8
+
+
+def permute_for_gguf(weight: FloatArray, head_count: int) -> FloatArray:
+    """Return `weight` [rows, columns] with each head's rotary halves interleaved, as llama.cpp has it."""
+    rows, columns = weight.shape
+    halves = weight.reshape(head_count, 2, rows // head_count // 2, columns)
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
@@ -48,7 +54,7 @@ def test_names() -> None:
     assert hugging_face_name("token_embd.weight") == "model.embed_tokens.weight"
     assert hugging_face_name("blk.12.ffn_norm.weight") == "model.layers.12.post_attention_layernorm.weight"
     for strange in ("blk.x.attn_q.weight", "blk.0.attn_q.bias", "rope_freqs.weight"):
-        with pytest.raises(UnsupportedModelError, match=strange):
+        with pytest.raises(UnsupportedGgufError, match=strange):
             hugging_face_name(strange)
 
 
@@ -140,5 +146,5 @@ def test_a_whole_file_is_written_in_hugging_face_form(tmp_path: Path) -> None:
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf", architecture="gemma")
-    with pytest.raises(UnsupportedModelError, match="'gemma', not 'llama'"):
+    with pytest.raises(UnsupportedGgufError, match="'gemma', not 'llama'"):
         GgufLlama(tmp_path / "tiny.gguf")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sglang_ext.costs.engine_profile import FrontEnd, IterationCost, features
 from sglang_ext.profiling.fit import FitError, bad_forms, fit_measurements, fit_relative
+from sglang_ext.profiling.measured_points import MeasuredHandOver, MeasuredPoint, Measurements
 from sglang_ext.profiling.points import AskedPoints, Point, PointLimits, choose_points
-from sglang_ext.profiling.records import MeasuredHandOver, MeasuredPoint, Measurements
 
 POINTS = choose_points(AskedPoints(), PointLimits(2048, 30_000, 100_000, 1, 64))
 FRONT_END = FrontEnd(0.003, 1e-6, 0.002, 2e-6)

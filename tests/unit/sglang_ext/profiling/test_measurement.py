@@ -9,10 +9,9 @@ import pytest
 from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.profiling.http_client import InstanceError
 from sglang_ext.profiling.instance import CutError, RunTimes
+from sglang_ext.profiling.measured_points import BusyRun, MeasuredHandOver, Measurements, Notes
 from sglang_ext.profiling.measurement import HAND_OVER_ROUNDS, busy_request_s, gap_s, measure
-from sglang_ext.profiling.notes import Notes
 from sglang_ext.profiling.points import Point
-from sglang_ext.profiling.records import BusyRun, MeasuredHandOver, Measurements
 
 A, B, C = Point(0, 8), Point(0, 16), Point(256, 8)
 

@@ -13,7 +13,7 @@ from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_
 from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable, ProfiledRate
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
-from sglang_ext.profiling import rates_command
+from sglang_ext.profiling import profile_rates
 from sglang_ext.profiling.rates import (
     Objective,
     RatesSearch,
@@ -23,12 +23,11 @@ from sglang_ext.profiling.rates import (
     carrying_rate_per_s,
     choose_rate,
     run_trial,
-    table_of,
 )
-from sglang_ext.simulation.arrivals import drawn_requests
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.run import RunOptions, simulate
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.simulation.workload import drawn_requests
 
 LENGTHS = "num_prefill_tokens,num_decode_tokens\n4000,20\n200,5\n30000,50\n"
 # Alone 1,000 tokens take 1 s, two together 0.6 s.
@@ -58,8 +57,8 @@ def lengths(tmp_path: Path) -> Path:
 
 def command(*arguments: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    rates_command.add_arguments(parser)
-    return rates_command.run(parser.parse_args([str(one) for one in arguments]))
+    profile_rates.add_arguments(parser)
+    return profile_rates.run(parser.parse_args([str(one) for one in arguments]))
 
 
 # ---- the search ----
@@ -71,12 +70,12 @@ def test_the_rate_that_the_instances_can_carry() -> None:
 
 
 def test_a_trial_is_one_simulation() -> None:
-    # Nobody waits at one arrival in 1,000 s: the second instance is worth 40%, more than 10% and less than 50%.
+    # No prompt waits at one arrival in 1,000 s: the second instance is worth 40%, more than 10% and less than 50%.
     assert run_trial(search(), Trial(0.001, 0.1, 0)) == pytest.approx((0.6, 0.6, 0.6))
     assert run_trial(search(), Trial(0.001, 0.5, 0)) == pytest.approx((1.0, 1.0, 1.0))
 
 
-def test_what_cannot_be_served_is_said() -> None:
+def test_what_cannot_be_served_is_reported() -> None:
     with pytest.raises(TrialError, match="a prompt of 1000 tokens cannot be served by these instances"):
         run_trial(search(cluster=ClusterSpec(2, kv_tokens=100)), Trial(0.001, 0.1, 0))
 
@@ -96,7 +95,7 @@ def test_the_lowest_time_wins_and_the_smaller_rate_among_equals() -> None:
     choice = choose_rate(wanted, 0.001, results, Objective.P99)
     assert choice.best.ttft_s == (2.5, 8.0, 8.0)
     assert [one.improvement_rate for one in choice.tried] == [0.1, 0.3, 0.5]
-    assert table_of([choice]) == ImprovementRateTable((ProfiledRate(0.001, 0.5),))
+    assert (choice.arrivals_per_s, choice.best.improvement_rate) == (0.001, 0.5)
     with pytest.raises(KeyError):
         choose_rate(wanted, 2.0, results, Objective.MEAN)
 
@@ -115,7 +114,7 @@ def test_the_table_is_at_no_profiled_load_worse_than_any_fixed_rate() -> None:
     )
     results = {trial: run_trial(wanted, trial) for trial in wanted.trials()}
     choices = [choose_rate(wanted, one, results, Objective.MEAN) for one in wanted.arrival_rates]
-    table = table_of(choices)
+    table = ImprovementRateTable(tuple(ProfiledRate(one.arrivals_per_s, one.best.improvement_rate) for one in choices))
     # A rate for light load and another under load: or the table would be idle.
     assert table.entries[0].improvement_rate < table.entries[-1].improvement_rate
 
@@ -189,7 +188,7 @@ def test_an_interrupted_search_goes_on(
     out = tmp_path / "rates.json"
     arguments = ("--workload", lengths, "--arrival-rates", "0.5", "1", *FEW)
     assert command(*arguments, "--out", tmp_path / "whole.json") == 0
-    monkeypatch.setattr(rates_command, "write_rates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(profile_rates, "write_rates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert command(*arguments, "--out", out) == 130
     assert "the same command goes on from here" in capsys.readouterr().err
     monkeypatch.undo()

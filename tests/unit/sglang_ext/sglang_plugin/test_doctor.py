@@ -8,13 +8,13 @@ import json
 import pytest
 
 from sglang_ext.sglang_plugin import doctor
-from sglang_ext.sglang_plugin.device import Device, Machine
+from sglang_ext.sglang_plugin.device import Device, MachineFacts
 from sglang_ext.sglang_plugin.doctor import Finding
 from sglang_ext.sglang_plugin.hook_table import V17, V23
 from sglang_ext.sglang_plugin.verification import HookState, HookStatus
 
-SMALL = Machine(Device.CPU, (0, 1), 1 << 30)
-LARGE = Machine(Device.CPU, (0, 1), 16 << 30)
+SMALL = MachineFacts(Device.CPU, (0, 1), 1 << 30)
+LARGE = MachineFacts(Device.CPU, (0, 1), 16 << 30)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> list[HookStatus]:
     return statuses
 
 
-def unfit(machine: Machine) -> set[str]:
+def unfit(machine: MachineFacts) -> set[str]:
     return {finding.subject for finding in doctor.examine(machine) if finding.is_required and not finding.is_ok}
 
 
@@ -80,7 +80,7 @@ def test_text_marks_and_remedies() -> None:
 @pytest.mark.parametrize(("machine", "status"), [(LARGE, 0), (SMALL, 1)])
 def test_exit_status_and_json(
     hooks: list[HookStatus],
-    machine: Machine,
+    machine: MachineFacts,
     status: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_ext.sglang_plugin.device import Device, Machine
+from sglang_ext.sglang_plugin.device import Device, MachineFacts
 from sglang_ext.sglang_plugin.hook_table import V17
 from sglang_ext.sglang_plugin.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.types import Role
 
-CPU = Machine(Device.CPU, tuple(range(8)), 32 << 30)
-CUDA = Machine(Device.CUDA, tuple(range(8)), 32 << 30)
+CPU = MachineFacts(Device.CPU, tuple(range(8)), 32 << 30)
+CUDA = MachineFacts(Device.CUDA, tuple(range(8)), 32 << 30)
 SHORT = WorkerOptions(role=Role.SHORT, model_path="/models/tiny", model_is_local=True)
 # SmolLM2-135M: 2 * 30 * 3 * 64 * 4 bytes = 46080 bytes per token.
 SMOL = ModelFacts(layers=30, kv_heads=3, head_dim=64, context_tokens=8192)
@@ -60,7 +60,7 @@ def test_cuda_flags_leave_the_engine_to_its_defaults() -> None:
 
 
 @pytest.mark.parametrize("machine", [CPU, CUDA], ids=["cpu", "cuda"])
-def test_metrics_and_cache_report_are_on(machine: Machine) -> None:
+def test_metrics_and_cache_report_are_on(machine: MachineFacts) -> None:
     assert {"--enable-metrics", "--enable-cache-report"} <= set(build_launch(SHORT, machine).argv)
 
 

@@ -12,13 +12,12 @@ from sglang_ext.policy.cdsp.improvement_rate import FixedImprovementRate
 from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PrefillSnapshot
 from sglang_ext.policy.cdsp.replanning import ideal_prefill_s
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.policy.cdsp.table1 import fitted_candidates, tabulated_candidates
-from sglang_ext.simulation.cluster import ClusterSpec, Failure
-from sglang_ext.simulation.cluster_policies import CdspPolicy, FixedSp, greedy_esp
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.records import SimRequest
+from sglang_ext.policy.cdsp.table1 import fitted_candidates
+from sglang_ext.simulation.cluster import CdspPolicy, ClusterSpec, Failure, FixedSp, greedy_esp
+from sglang_ext.simulation.events import EventLoop, SimRequest
 from sglang_ext.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from support.cdsp_cases import tabulated_candidates
 
 # One instance computes 1,000 tokens in 1 s, two together in 0.6 s.
 PAIR = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))

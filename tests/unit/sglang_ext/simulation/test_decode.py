@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.policy.routing.decode_choice import decode_policy
-from sglang_ext.simulation.decode import DecodePool, DecodeSpec, Finished
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.records import ServedPrefill, SimRequest
+from sglang_ext.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
+from sglang_ext.simulation.events import EventLoop, ServedPrefill, SimRequest
 
 
-def finish(spec: DecodeSpec, prefills: list[tuple[float, float, int, int]]) -> tuple[dict[int, Finished], DecodePool]:
+def finish(
+    spec: DecodeSpec, prefills: list[tuple[float, float, int, int]]
+) -> tuple[dict[int, FinishedRequest], DecodePool]:
     """Decode (start, first token, prompt, output) to the end."""
     loop = EventLoop()
     pool = DecodePool(loop, spec, decode_policy("freeness"), 0)

@@ -10,12 +10,10 @@ import pytest
 from sglang_ext.costs.engine_profile import FORMAT, BadFit, FrontEnd, IterationCost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.engines import TABLE1, EngineError, load_engine
-from sglang_ext.simulation.event_loop import EventLoop
-from sglang_ext.simulation.front_end import simulate_for_clients
+from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, QueueOrder
-from sglang_ext.simulation.records import PrefillListener, SimRequest
-from sglang_ext.simulation.run import RunOptions
+from sglang_ext.simulation.run import RunOptions, simulate_for_clients
 from sglang_ext.types import Role
 
 HEAD = {"format": FORMAT, "version": 1, "model": "models/m", "device": "d"}

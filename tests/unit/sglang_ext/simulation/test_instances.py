@@ -15,9 +15,9 @@ from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.simulation.cluster import Failure
+from sglang_ext.simulation.events import SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.records import SimRequest
 from sglang_ext.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.types import Role
 
@@ -102,10 +102,10 @@ def test_a_router_sends_short_and_long_prompts_to_their_pools() -> None:
     assert {(busy.instance, busy.key % 2) for busy in outcome.timeline} == {(0, 0), (1, 1)}
 
 
-def test_unknown_routers_and_pools_that_serve_nobody_are_errors() -> None:
+def test_unknown_routers_and_pools_without_an_instance_for_a_class_are_errors() -> None:
     with pytest.raises(ValueError, match=r"^unknown router 'best'; choose one of predicted_wait, "):
         router_policy("best")
-    with pytest.raises(ValueError, match=r"^roles: nobody serves long prompts$"):
+    with pytest.raises(ValueError, match=r"^roles: no instance serves long prompts$"):
         InstancesSpec((Role.SHORT,), COSTS)
     with pytest.raises(ValueError, match=r"^roles: one prefill role for each instance"):
         InstancesSpec((), COSTS)
@@ -146,7 +146,7 @@ def test_a_failed_instance_gives_its_requests_back_to_the_router() -> None:
     assert ttfts_s(outcome) == pytest.approx([2.0, 1.0])
 
 
-def test_requests_wait_when_nobody_is_there() -> None:
+def test_requests_wait_when_no_instance_is_there() -> None:
     options = RunOptions(failures=(Failure(0, 0.5, 2.0),))
     outcome = serve([(0, 900), (1.0, 400)], chunked(QueueOrder.FCFS), options=options)
     # From 2.5 s on, 900, and the 400 that came meanwhile: 900 + 100, then 300. Or each as it was handed over.

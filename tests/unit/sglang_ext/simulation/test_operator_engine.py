@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.sp_cost import relative_error
 from sglang_ext.simulation.engines import EngineError, load_engine
-from sglang_ext.simulation.h200_operators import PROMPT_TOKENS, ROWS, SHAPES
-from sglang_ext.simulation.operator_engine import FITTED_PROMPT_TOKENS, OPERATOR_MODELS, OperatorModel
+from sglang_ext.simulation.operator_engine import (
+    FITTED_PROMPT_TOKENS,
+    OPERATOR_MODELS,
+    PROMPT_TOKENS,
+    ROWS,
+    SHAPES,
+    OperatorModel,
+)
 
 MODELS = [pytest.param(model, id=name) for name, model in OPERATOR_MODELS.items()]
 LLAMA = OPERATOR_MODELS["h200-llama3-8b"]

@@ -6,9 +6,9 @@ import pytest
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.cluster import Failure
+from sglang_ext.simulation.events import Prefix, ServedPrefill, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, QueueOrder
-from sglang_ext.simulation.records import Prefix, ServedPrefill, SimRequest
 from sglang_ext.simulation.report import as_json, make_report, table
 from sglang_ext.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.types import Role

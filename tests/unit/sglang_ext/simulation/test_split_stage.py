@@ -10,12 +10,11 @@ from sglang_ext.cli import main
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.cluster import ClusterSpec
-from sglang_ext.simulation.event_loop import EventLoop
+from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, QueueOrder
-from sglang_ext.simulation.records import PrefillListener, SimRequest
 from sglang_ext.simulation.run import RunOptions, simulate
-from sglang_ext.simulation.split_stage import SplitStage
+from sglang_ext.simulation.scenario import SplitStage
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.types import Role
 
@@ -35,7 +34,7 @@ def split(loop: EventLoop, listener: PrefillListener) -> SplitStage:
     )
 
 
-def test_each_pool_serves_its_class_and_waits_for_nobody_of_the_other() -> None:
+def test_each_pool_serves_its_class_and_does_not_wait_for_the_other() -> None:
     requests = [SimRequest(0, 0.0, 10_000, 1), SimRequest(1, 0.0, 101, 1), SimRequest(2, 0.0, 100, 1)]
     requests.append(SimRequest(3, 0.01, 5_000, 1, cached_tokens=4_950))
     outcome = simulate(requests, split)

@@ -8,9 +8,17 @@ from random import Random
 
 import pytest
 
-from sglang_ext.simulation.arrivals import bursty_s, drawn_requests, poisson_s, scaled, session_requests
-from sglang_ext.simulation.records import Prefix, SimRequest
-from sglang_ext.simulation.workload import Turn, WorkloadError, load_workload
+from sglang_ext.simulation.events import Prefix, SimRequest
+from sglang_ext.simulation.workload import (
+    Turn,
+    WorkloadError,
+    bursty_s,
+    drawn_requests,
+    load_workload,
+    poisson_s,
+    scaled,
+    session_requests,
+)
 
 
 def written(folder: Path, name: str, text: str) -> Path:

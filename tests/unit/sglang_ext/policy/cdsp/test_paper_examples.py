@@ -6,7 +6,7 @@ import pytest
 
 from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, PlannerConfig, PrefillSnapshot, queue_delays_after
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.table1 import tabulated_candidates
+from support.cdsp_cases import tabulated_candidates
 
 K = 1024
 

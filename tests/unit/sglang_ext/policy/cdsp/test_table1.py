@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCost, fit_sp_cost, relative_error
-from sglang_ext.policy.cdsp.table1 import LATENCY_S, fitted_cost, samples, tabulated_candidates
+from sglang_ext.policy.cdsp.table1 import LATENCY_S, fitted_cost, samples
+from support.cdsp_cases import tabulated_candidates
 
 
 def test_a_fit_finds_the_cost_that_made_the_samples() -> None:

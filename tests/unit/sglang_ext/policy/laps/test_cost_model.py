@@ -125,7 +125,7 @@ def test_it_finds_the_truth(outliers: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])
-def test_one_outlier_does_not_spoil_a_prediction(factor: float) -> None:
+def test_one_outlier_does_not_move_a_prediction(factor: float) -> None:
     random = Random(2)
     fit = CostFit(PRIOR)
     for _ in range(50):

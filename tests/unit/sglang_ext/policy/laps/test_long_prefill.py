@@ -37,7 +37,7 @@ def chosen(choice: LongChoice | None) -> int:
     return choice.ranked.request.key
 
 
-def test_nobody_waits() -> None:
+def test_no_long_prefill_waits() -> None:
     assert choose() is None
 
 

@@ -112,8 +112,8 @@ def test_medhas_rule_for_a_late_long_prefill() -> None:
     first = laps.choose(RoundSnapshot(0.0, (late, patient), 10_000)).actions[0]
     assert isinstance(first, LongChunk)
     assert first.reason is DispatchReason.URGENT
-    hopeless = queued(2, 100, arrival_s=-100.0, deadline_s=-90.0)
-    first = laps.choose(RoundSnapshot(0.0, (late, hopeless), 10_000)).actions[0]
+    long_past = queued(2, 100, arrival_s=-100.0, deadline_s=-90.0)
+    first = laps.choose(RoundSnapshot(0.0, (late, long_past), 10_000)).actions[0]
     assert isinstance(first, ShortBatch)
     assert first.reason is DispatchReason.URGENT
 
@@ -122,7 +122,7 @@ def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> ShortBatch 
     return laps.choose(RoundSnapshot(now_s, queue, 10**6)).actions[0]
 
 
-def test_shorts_that_can_afford_it_wait_for_company_while_several_longs_wait() -> None:
+def test_shorts_that_can_afford_it_wait_for_more_members_while_several_longs_wait() -> None:
     longs = queued(1, 4000), queued(2, 4000)
     patient = queued(3, 100, deadline_s=10.0)
     assert isinstance(first_action(policy(), 0.0, *longs, patient), LongChunk)
@@ -297,9 +297,9 @@ def test_the_report() -> None:
     assert report.short.backlog_s == pytest.approx(CPU.iteration_s(20_000.0, 200, 0))
     assert (report.long.requests, report.long.new_tokens) == (2, 5000)
     assert report.long.backlog_s > CPU.chunk_s(3000, 1000) + CPU.chunk_s(2000, 2000)
-    assert report.long.late_share == 0.5
-    assert report.long.lateness == pytest.approx(0.25)
-    assert report.short.late_share == 0.0
+    assert report.long.slo_violation_rate == 0.5
+    assert report.long.tardiness == pytest.approx(0.25)
+    assert report.short.slo_violation_rate == 0.0
     assert report.round_s == 0.05
     assert report.fit.samples == 0
 

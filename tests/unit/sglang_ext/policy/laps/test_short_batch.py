@@ -48,7 +48,7 @@ def keys(formed: FormedBatch) -> list[int]:
     return [member.request.key for member in formed.members]
 
 
-def test_nobody_waits() -> None:
+def test_no_short_prefill_waits() -> None:
     assert form_batch([], OVERHEAD_BOUND, GRID, BOUNDS) is None
 
 
@@ -70,7 +70,7 @@ def test_several_pay_for_a_larger_shape_that_one_does_not_pay_for() -> None:
     cost = CostCoefficients(0.0, 1e-4, 0.0, 5e-3)
     grid = GraphGrid.from_product((32,), (1, 2, 4, 8))
     assert [len(form([32] * count, cost, grid).members) for count in range(1, 9)] == [1, 2, 3, 4, 4, 4, 7, 8]
-    # Whoever fits into what is left joins although somebody more urgent does not.
+    # A request that fits into what is left joins although a more urgent one does not.
     assert keys(form([32, 32, 32, 20, 32, 10, 3], cost, grid)) == [0, 1, 2, 3, 5]
 
 

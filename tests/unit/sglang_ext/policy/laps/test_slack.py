@@ -100,7 +100,7 @@ def test_a_long_prefill_is_lifted_by_its_own_measure() -> None:
     waited_s=st.floats(0, 1000),
     deadline_s=st.floats(-1000, 1000),
 )
-def test_nobody_who_comes_late_enough_goes_first(
+def test_none_that_arrives_late_enough_goes_first(
     old: PriorityClass, young: PriorityClass, gap_s: float, waited_s: float, deadline_s: float
 ) -> None:
     """The bound of `aged_class`: after (classes between them + 1) lifts, a later request cannot precede."""
@@ -114,26 +114,26 @@ def test_nobody_who_comes_late_enough_goes_first(
 
 
 def test_nothing_has_ended() -> None:
-    assert SlaDeviation().late_share(10.0) == 0.0
-    assert SlaDeviation().lateness(10.0) == 0.0
+    assert SlaDeviation().slo_violation_rate(10.0) == 0.0
+    assert SlaDeviation().tardiness(10.0) == 0.0
 
 
-def test_share_and_mean_lateness() -> None:
+def test_violation_rate_and_mean_tardiness() -> None:
     deviation = SlaDeviation(horizon_s=30.0)
     deviation.add(1.0, 0.0, 2.0)  # in time
     deviation.add(3.0, 0.0, 2.0)  # half of its time late
     deviation.add(9.0, 0.0, inf)  # no deadline
     deviation.add(9.0, 0.0, 9.0)  # just in time
-    assert deviation.late_share(10.0) == pytest.approx(0.25)
-    assert deviation.lateness(10.0) == pytest.approx(0.125)
+    assert deviation.slo_violation_rate(10.0) == pytest.approx(0.25)
+    assert deviation.tardiness(10.0) == pytest.approx(0.125)
 
 
 def test_what_is_older_than_the_window_does_not_count() -> None:
     deviation = SlaDeviation(horizon_s=30.0)
     deviation.add(3.0, 0.0, 2.0)
     deviation.add(20.0, 10.0, 30.0)
-    assert deviation.late_share(32.0) == 0.5
-    assert deviation.late_share(33.0) == 0.0
+    assert deviation.slo_violation_rate(32.0) == 0.5
+    assert deviation.slo_violation_rate(33.0) == 0.0
 
 
 def test_memory_is_bounded() -> None:
@@ -143,10 +143,10 @@ def test_memory_is_bounded() -> None:
     assert len(deviation._ended) == 8
 
 
-def test_a_deadline_at_arrival_is_finite_lateness() -> None:
+def test_a_deadline_at_arrival_is_finite_tardiness() -> None:
     deviation = SlaDeviation()
     deviation.add(2.0, 1.0, 1.0)
-    assert 0 < deviation.lateness(2.0) < inf
+    assert 0 < deviation.tardiness(2.0) < inf
 
 
 def test_an_empty_window_is_refused() -> None:

@@ -32,7 +32,7 @@ def test_an_idle_account_lets_the_shorts_start() -> None:
 
 @given(
     share=st.floats(0, 0.6),
-    chunk_s=st.floats(0.1, 0.6),  # earns no more than the credit that an account holds
+    chunk_s=st.floats(0.1, 0.6),  # earns no more than the balance that an account holds
     batch_s=st.floats(0.01, 1.0),
     seed=st.integers(0, 1000),
 )
@@ -68,7 +68,7 @@ def test_urgent_shorts_are_bounded_by_the_largest_share() -> None:
     assert account.short_share() == pytest.approx(0.4, abs=0.05)
 
 
-def test_credit_does_not_pile_up() -> None:
+def test_the_balance_does_not_pile_up() -> None:
     account = TimeAccount()
     account.spend(1.0, 1.0)
     for _ in range(100):

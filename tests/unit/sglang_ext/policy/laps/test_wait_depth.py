@@ -337,7 +337,7 @@ def test_drained_and_cut_rounds_teach_nothing() -> None:
 
 
 @given(per_s=st.floats(1, 80), seed=st.integers(0, 1000))
-def test_on_a_linear_machine_nobody_ever_waits(per_s: float, seed: int) -> None:
+def test_on_a_linear_machine_no_request_ever_waits(per_s: float, seed: int) -> None:
     rounds = serve(poisson_s(Random(seed), per_s, 0.0, 10.0), cpu_s, awd())
     busy_until_s = 0.0
     for item in rounds:
@@ -399,7 +399,7 @@ def test_even_arrivals() -> None:
     assert rate.per_s(1.9) == pytest.approx(10.0)
 
 
-def test_silence_lowers_it_and_ends_it() -> None:
+def test_time_without_arrivals_lowers_it_and_ends_it() -> None:
     rate = ArrivalRate(horizon_s=10.0)
     for index in range(20):
         rate.add(0.1 * index)

@@ -30,9 +30,13 @@ INTERVAL_S = 5.0
 
 
 def signals(
-    utilisation: float = 0.2, short_s: float = 0.0, long_s: float = 0.0, late_share: float = 0.0, lateness: float = 0.0
+    utilisation: float = 0.2,
+    short_s: float = 0.0,
+    long_s: float = 0.0,
+    slo_violation_rate: float = 0.0,
+    tardiness: float = 0.0,
 ) -> InstanceSignals:
-    return InstanceSignals(short_s, long_s, late_share, lateness, utilisation)
+    return InstanceSignals(short_s, long_s, slo_violation_rate, tardiness, utilisation)
 
 
 def member(
@@ -79,7 +83,7 @@ def test_a_saturated_instance_is_pressed_more_than_an_idle_one() -> None:
 
 
 def test_one_very_late_prefill_does_not_outweigh_everything() -> None:
-    assert pressure(signals(lateness=500.0), AT_ONCE) == pressure(signals(lateness=1.0), AT_ONCE)
+    assert pressure(signals(tardiness=500.0), AT_ONCE) == pressure(signals(tardiness=1.0), AT_ONCE)
 
 
 @given(st.builds(InstanceSignals, *[st.floats(0, 1e6)] * 5), st.integers(0, 4), st.floats(0, 1e3))
@@ -166,7 +170,7 @@ def test_a_missing_report_stops_everything_a_stock_engine_does_not() -> None:
     assert decision.short.instances == 3
 
 
-def test_pools_of_which_nobody_reports_are_left_alone() -> None:
+def test_pools_of_which_no_instance_reports_are_left_alone() -> None:
     stock = [member(i, SHORT, None, reports=False, is_movable=False) for i in range(2)]
     assert once([*stock, member(5, LONG, PRESSED_LONG)]).reason is DecisionReason.SIGNALS_MISSING
 
@@ -184,7 +188,7 @@ def test_who_leaves() -> None:
     assert choose_instance(candidates[:2]).worker_id == 1
 
 
-def test_nobody_can_leave() -> None:
+def test_no_instance_can_leave() -> None:
     instances = [member(i, SHORT, IDLE, is_movable=False) for i in range(2)] + [member(2, LONG, PRESSED_LONG)]
     assert once(instances).reason is DecisionReason.NO_MOVABLE
 
@@ -217,9 +221,9 @@ def test_a_move_is_taken_back_only_when_the_load_has_turned() -> None:
     first = pools([signals(0.1)] * 2, [PRESSED_LONG])
     state = decide(first, AT_ONCE, ControllerState(), 0.0).state.after_move(LONG, 0.0)
     moved = [first[0], member(1, LONG, signals(0.5)), member(2, LONG, signals(0.4))]
-    late = [member(0, SHORT, signals(0.15, late_share=1.0)), *moved[1:]]
+    late = [member(0, SHORT, signals(0.15, slo_violation_rate=1.0)), *moved[1:]]
     assert decide(late, AT_ONCE, state, 1000.0).reason is DecisionReason.NOT_TURNED
-    turned = [member(0, SHORT, signals(0.9, late_share=1.0)), *moved[1:]]
+    turned = [member(0, SHORT, signals(0.9, slo_violation_rate=1.0)), *moved[1:]]
     assert decide(turned, AT_ONCE, state, 1000.0).reason is DecisionReason.PRESSURE
     # Another set of instances is another situation.
     others = [*late, member(7, LONG, signals(0.0))]

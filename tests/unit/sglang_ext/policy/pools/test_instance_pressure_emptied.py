@@ -76,7 +76,7 @@ def test_both_serve_the_heavy_class() -> None:
     assert list(pair.pools.values()) == [SHORT, SHORT]
 
 
-def test_nobody_moves_while_the_emptied_pools_class_is_kept_up_with() -> None:
+def test_no_instance_moves_while_the_emptied_pools_class_is_kept_up_with() -> None:
     pair = TwoInstances()
     pair.run(60, short=1.3, long=0.1)
     assert pair.run(120, short=0.1, long=1.3) == []
@@ -88,7 +88,7 @@ def test_an_instance_comes_back_when_the_emptied_pools_class_piles_up() -> None:
     assert pair.run(120, short=0.1, long=2.0) == [LONG]
 
 
-def test_balanced_load_moves_nobody() -> None:
+def test_balanced_load_moves_no_instance() -> None:
     assert TwoInstances().run(120, short=0.6, long=0.6) == []
 
 

@@ -10,9 +10,9 @@ from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.policy.pools.pool_move import (
     VERIFY_PAUSE_S,
     AwaitDrain,
-    Finished,
     HoldBack,
     MoveActions,
+    MoveFinished,
     MoveOutcome,
     MovePhase,
     MovePlan,
@@ -51,13 +51,13 @@ def undoing(mode: LapsMode = LapsMode.SHORT) -> PoolMove:
 
 
 def outcome(actions: MoveActions) -> MoveOutcome:
-    assert isinstance(actions[-1], Finished)
+    assert isinstance(actions[-1], MoveFinished)
     assert actions[-2] == Release()
     return actions[-1].outcome
 
 
 def detail(actions: MoveActions) -> str:
-    assert isinstance(actions[-1], Finished)
+    assert isinstance(actions[-1], MoveFinished)
     return actions[-1].detail
 
 
@@ -67,7 +67,7 @@ def test_the_good_way() -> None:
     assert move.on_drained() == (ReadMode(0.0),)
     assert move.on_mode(LapsMode.SHORT, 3, NOW_S) == (PostMode(LapsMode.LONG),)
     assert move.on_switched(NOW_S) == (ReadMode(0.0),)
-    assert move.on_mode(LapsMode.LONG, 4, NOW_S) == (Relabel(LONG), Release(), Finished(MoveOutcome.MOVED, ""))
+    assert move.on_mode(LapsMode.LONG, 4, NOW_S) == (Relabel(LONG), Release(), MoveFinished(MoveOutcome.MOVED, ""))
     assert move.is_over
 
 
@@ -214,7 +214,7 @@ def test_whatever_happens_the_instance_is_released_and_relabelled_only_when_seen
         assert not any(asking[:-1])
         given_actions += actions
     assert move.is_over
-    finished = [action for action in given_actions if isinstance(action, Finished)]
+    finished = [action for action in given_actions if isinstance(action, MoveFinished)]
     assert len(finished) == 1
     assert given_actions[-2:] == [Release(), finished[0]]
     relabelled = any(isinstance(action, Relabel) for action in given_actions)

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.policy.routing.admission import Admission, AdmissionQueue
+from sglang_ext.policy.routing.admission import AdmissionOutcome, AdmissionQueue
 
-ADMITTED, QUEUED, REFUSED = Admission.ADMITTED, Admission.QUEUED, Admission.REFUSED
+ADMITTED, QUEUED, REFUSED = AdmissionOutcome.ADMITTED, AdmissionOutcome.QUEUED, AdmissionOutcome.REFUSED
 
 
 def full_queue(queue_size: int = 10, queue_timeout_s: float = 60.0) -> AdmissionQueue[str]:
@@ -41,7 +41,7 @@ def test_earliest_deadline_first_then_first_come() -> None:
 
 
 def test_a_request_without_deadline_is_not_starved() -> None:
-    """Nobody who comes a queue timeout later passes it, however urgent."""
+    """None that comes a queue timeout later passes it, however urgent."""
     queue = full_queue(queue_timeout_s=5.0)
     queue.offer("patient", 0.0)
     queue.offer("urgent", 4.5, 5.5)
@@ -53,11 +53,10 @@ def test_expiry_is_at_the_timeout_or_the_own_deadline() -> None:
     queue.offer("timeout", 0.0)
     queue.offer("deadline", 0.0, 2.0)
     queue.offer("far deadline", 0.0, 99.0)
-    assert queue.next_expiry_s() == 2.0
     assert queue.expire(1.9) == []
     assert queue.expire(2.0) == ["deadline"]
     assert queue.expire(5.0) == ["timeout", "far deadline"]
-    assert queue.next_expiry_s() is None
+    assert queue.expire(98.0) == []
     assert queue.expired == 3
 
 
@@ -80,12 +79,13 @@ def test_a_removed_item_is_neither_admitted_nor_expired() -> None:
     assert queue.expire(1000.0) == []
 
 
-def test_the_next_expiry_is_of_somebody_who_still_waits() -> None:
+def test_a_removed_item_does_not_expire_before_one_that_still_waits() -> None:
     queue = full_queue()
     queue.offer("gone", 0.0, 1.0)
     queue.offer("waiting", 0.0, 2.0)
     queue.remove("gone")
-    assert queue.next_expiry_s() == 2.0
+    assert queue.expire(1.5) == []
+    assert queue.expire(2.0) == ["waiting"]
 
 
 def test_an_item_that_expired_at_a_release_can_still_be_removed() -> None:
@@ -101,9 +101,10 @@ def test_an_item_can_come_back() -> None:
     queue.offer("again", 0.0, 50.0)
     queue.remove("again")
     queue.offer("again", 1.0, 40.0)
-    assert queue.next_expiry_s() == 40.0
     with pytest.raises(ValueError, match="already queued: 'again'"):
         queue.offer("again", 2.0)
+    assert queue.expire(39.0) == []
+    assert queue.expire(40.0) == ["again"]
 
 
 def test_many_removals_do_not_pile_up() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.routing.decode_choice import (
     DECODE_POLICIES,
+    DecodePowerOfTwo,
+    DecodeRandomChoice,
+    DecodeRoundRobin,
     Freeness,
-    PowerOfTwo,
-    RandomChoice,
-    RoundRobin,
     decode_policy,
     fits,
     freeness,
@@ -78,7 +78,7 @@ class TestFreeness:
         assert counts == {1: 100, 3: 100}
 
     @given(loads=LOADS, draw=DRAWS)
-    def test_nobody_is_freer(self, loads: list[DecodeLoad], draw: float) -> None:
+    def test_no_instance_is_freer(self, loads: list[DecodeLoad], draw: float) -> None:
         chosen = loads[self.choose(loads, draw)]
         assert freeness(chosen) == max(map(freeness, loads))
         equals = [one for one in loads if freeness(one) == freeness(chosen)]
@@ -86,17 +86,17 @@ class TestFreeness:
 
 
 def test_round_robin_takes_turns() -> None:
-    policy = RoundRobin()
+    policy = DecodeRoundRobin()
     loads = [load(4), load(2), load(8)]
     assert [policy.choose(loads, 0.9) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_random_is_uniform() -> None:
-    counts = Counter(RandomChoice().choose([load()] * 3, draw / 300) for draw in range(300))
+    counts = Counter(DecodeRandomChoice().choose([load()] * 3, draw / 300) for draw in range(300))
     assert counts == {0: 100, 1: 100, 2: 100}
 
 
 def test_power_of_two_takes_the_freer_of_a_random_pair() -> None:
     loads = [load(free=free) for free in (10, 30, 20)]
-    counts = Counter(PowerOfTwo().choose(loads, (draw + 0.5) / 600) for draw in range(600))
+    counts = Counter(DecodePowerOfTwo().choose(loads, (draw + 0.5) / 600) for draw in range(600))
     assert counts == {1: 400, 2: 200}

@@ -1,4 +1,4 @@
-"""What an exchange does in each situation that has a name, and under random histories with many retries."""
+"""What an protocol does in each situation that has a name, and under random histories with many retries."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_ext.policy.routing.pd_actions import (
-    CREDIT_DECODE,
-    CREDIT_DECODE_AND_FINISH,
-    CREDIT_PREFILL,
-    CREDIT_PREFILL_AND_FINISH,
+    DECODE_SUCCEEDED,
+    DECODE_SUCCEEDED_AND_FINISHED,
     NOTHING,
+    PREFILL_SUCCEEDED,
+    PREFILL_SUCCEEDED_AND_FINISHED,
     RELAY_DECODE,
     AbortLeg,
-    Absolve,
     Actions,
-    Blame,
     CloseClient,
-    Credit,
     EmitErrorEvent,
     Exclude,
     FailureReason,
-    Finished,
     Leg,
+    RecordFailure,
+    RecordSuccess,
     RelayBody,
     RelayHead,
+    ReleaseTrial,
     ReplyError,
+    RequestFinished,
     ScheduleRetry,
     StartLegs,
 )
 from sglang_ext.policy.routing.pd_protocol import (
     RETRYABLE_STATUS,
-    PDExchange,
-    Phase,
+    PDProtocol,
+    RequestPhase,
     RetryPolicy,
 )
 from sglang_ext.types import RequestState
@@ -45,176 +45,181 @@ LOST, CONNECT_FAILED = FailureReason.LEG_LOST, FailureReason.CONNECT_FAILED
 FAILED, FINISHED, ABORTED = RequestState.FAILED, RequestState.FINISHED, RequestState.ABORTED
 
 
-def started(max_retries: int = 5, *, is_stream: bool = True, is_single_sequence: bool = True) -> PDExchange:
-    exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single_sequence)
-    assert exchange.start() == (StartLegs(0),)
-    return exchange
+def started(max_retries: int = 5, *, is_stream: bool = True, is_single_sequence: bool = True) -> PDProtocol:
+    protocol = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single_sequence)
+    assert protocol.start() == (StartLegs(0),)
+    return protocol
 
 
-def relaying(*, prefill_done: bool = False, is_stream: bool = True, is_single_sequence: bool = True) -> PDExchange:
-    exchange = started(is_stream=is_stream, is_single_sequence=is_single_sequence)
+def relaying(*, prefill_done: bool = False, is_stream: bool = True, is_single_sequence: bool = True) -> PDProtocol:
+    protocol = started(is_stream=is_stream, is_single_sequence=is_single_sequence)
     if prefill_done:
-        exchange.on_leg_head(P, 0, 200)
-        exchange.on_leg_complete(P, 0)
-    exchange.on_leg_head(D, 0, 200)
-    assert exchange.on_first_body(D, 0) is RELAY_DECODE
-    return exchange
+        protocol.on_leg_head(P, 0, 200)
+        protocol.on_leg_complete(P, 0)
+    protocol.on_leg_head(D, 0, 200)
+    assert protocol.on_first_body(D, 0) is RELAY_DECODE
+    return protocol
 
 
 def test_by_default_it_is_one_plain_sequence_with_five_retries() -> None:
-    exchange = PDExchange()
-    assert (exchange.max_retries, exchange.is_stream, exchange.is_single_sequence) == (5, False, True)
-    assert exchange.attempt == 0
+    protocol = PDProtocol()
+    assert (protocol.max_retries, protocol.is_stream, protocol.is_single_sequence) == (5, False, True)
+    assert protocol.attempt == 0
 
 
 class TestHappyPath:
     def test_prefill_ends_first(self) -> None:
-        exchange = started()
-        assert exchange.on_leg_head(P, 0, 200) is NOTHING
-        assert exchange.on_first_body(P, 0) is NOTHING
-        assert exchange.on_leg_complete(P, 0) is CREDIT_PREFILL
-        assert exchange.on_leg_head(D, 0, 200) is NOTHING
-        assert exchange.on_first_body(D, 0) is RELAY_DECODE
-        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE_AND_FINISH
-        assert exchange.is_over
+        protocol = started()
+        assert protocol.on_leg_head(P, 0, 200) is NOTHING
+        assert protocol.on_first_body(P, 0) is NOTHING
+        assert protocol.on_leg_complete(P, 0) is PREFILL_SUCCEEDED
+        assert protocol.on_leg_head(D, 0, 200) is NOTHING
+        assert protocol.on_first_body(D, 0) is RELAY_DECODE
+        assert protocol.on_leg_complete(D, 0) is DECODE_SUCCEEDED_AND_FINISHED
+        assert protocol.is_over
 
     def test_decode_ends_first(self) -> None:
-        exchange = relaying()
-        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE
-        assert exchange.phase is Phase.DRAINING
-        assert exchange.on_client_gone() == NOTHING, "the client has all it asked for"
-        exchange.on_leg_head(P, 0, 200)
-        assert exchange.on_leg_complete(P, 0) is CREDIT_PREFILL_AND_FINISH
-        assert exchange.is_over
+        protocol = relaying()
+        assert protocol.on_leg_complete(D, 0) is DECODE_SUCCEEDED
+        assert protocol.phase is RequestPhase.DRAINING
+        assert protocol.on_client_gone() == NOTHING, "the client has all it asked for"
+        protocol.on_leg_head(P, 0, 200)
+        assert protocol.on_leg_complete(P, 0) is PREFILL_SUCCEEDED_AND_FINISHED
+        assert protocol.is_over
 
     def test_an_empty_reply_is_relayed_too(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(D, 0, 204)
-        assert exchange.on_leg_complete(D, 0) == (*RELAY_DECODE, Credit(D))
+        protocol = started()
+        protocol.on_leg_head(D, 0, 204)
+        assert protocol.on_leg_complete(D, 0) == (*RELAY_DECODE, RecordSuccess(D))
 
     @pytest.mark.parametrize("status", [200, 201, 299])
     def test_every_2xx_is_a_success(self, status: int) -> None:
-        exchange = started()
-        assert exchange.on_leg_head(D, 0, status) is NOTHING
-        assert exchange.on_first_body(D, 0) is RELAY_DECODE
+        protocol = started()
+        assert protocol.on_leg_head(D, 0, status) is NOTHING
+        assert protocol.on_first_body(D, 0) is RELAY_DECODE
 
     def test_a_redirection_is_an_answer(self) -> None:
         assert RelayHead(D) in started().on_leg_head(D, 0, 300)
 
     def test_informational_heads_are_not_heads(self) -> None:
-        exchange = started()
-        assert exchange.on_leg_head(D, 0, 100) == NOTHING
-        assert exchange.on_leg_head(D, 0, 200) == NOTHING
-        assert exchange.on_first_body(D, 0) is RELAY_DECODE
+        protocol = started()
+        assert protocol.on_leg_head(D, 0, 100) == NOTHING
+        assert protocol.on_leg_head(D, 0, 200) == NOTHING
+        assert protocol.on_first_body(D, 0) is RELAY_DECODE
 
 
 class TestConnectionFailures:
     @pytest.mark.parametrize(("leg", "other"), [(P, D), (D, P)])
     def test_is_retried_elsewhere_and_the_other_leg_aborted_at_once(self, leg: Leg, other: Leg) -> None:
-        exchange = started()
-        assert exchange.on_leg_connect_failed(leg, 0) == (
-            Blame(leg),
+        protocol = started()
+        assert protocol.on_leg_connect_failed(leg, 0) == (
+            RecordFailure(leg),
             Exclude(leg),
             AbortLeg(other),
-            Absolve(other),
+            ReleaseTrial(other),
             ScheduleRetry(0),
         )
-        assert exchange.on_retry_timer(0) == (StartLegs(1),)
-        assert exchange.attempt == 1
+        assert protocol.on_retry_timer(0) == (StartLegs(1),)
+        assert protocol.attempt == 1
 
     def test_prefill_that_has_ended_is_not_aborted(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(P, 0, 200)
-        exchange.on_leg_complete(P, 0)
-        assert exchange.on_leg_lost(D, 0) == (Blame(D), Exclude(D), ScheduleRetry(0))
+        protocol = started()
+        protocol.on_leg_head(P, 0, 200)
+        protocol.on_leg_complete(P, 0)
+        assert protocol.on_leg_lost(D, 0) == (RecordFailure(D), Exclude(D), ScheduleRetry(0))
 
     @pytest.mark.parametrize(
         ("event", "status", "reason"),
         [("on_leg_lost", 502, LOST), ("on_leg_connect_failed", 503, CONNECT_FAILED)],
     )
     def test_no_retry_left(self, event: str, status: int, reason: FailureReason) -> None:
-        exchange = started(max_retries=0)
-        assert getattr(exchange, event)(P, 0) == (
-            Blame(P),
+        protocol = started(max_retries=0)
+        assert getattr(protocol, event)(P, 0) == (
+            RecordFailure(P),
             AbortLeg(D),
-            Absolve(D),
+            ReleaseTrial(D),
             ReplyError(status, reason),
-            Finished(FAILED),
+            RequestFinished(FAILED),
         )
 
     def test_all_attempts_are_used(self) -> None:
-        exchange = started(max_retries=5)
+        protocol = started(max_retries=5)
         for attempt in range(5):
-            assert ScheduleRetry(attempt) in exchange.on_leg_lost(D, attempt)
-            assert exchange.on_retry_timer(attempt) == (StartLegs(attempt + 1),)
-        assert exchange.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), Finished(FAILED))
+            assert ScheduleRetry(attempt) in protocol.on_leg_lost(D, attempt)
+            assert protocol.on_retry_timer(attempt) == (StartLegs(attempt + 1),)
+        assert protocol.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
 
     def test_news_of_an_older_attempt_is_void(self) -> None:
-        exchange = started()
-        exchange.on_leg_lost(P, 0)
-        exchange.on_retry_timer(0)
+        protocol = started()
+        protocol.on_leg_lost(P, 0)
+        protocol.on_retry_timer(0)
         for event in ("on_leg_lost", "on_leg_connect_failed", "on_leg_complete", "on_first_body"):
-            assert getattr(exchange, event)(D, 0) == NOTHING
-        assert exchange.on_leg_head(D, 0, 500) == NOTHING
-        assert exchange.on_retry_timer(0) == NOTHING
-        assert exchange.phase is Phase.OPEN
+            assert getattr(protocol, event)(D, 0) == NOTHING
+        assert protocol.on_leg_head(D, 0, 500) == NOTHING
+        assert protocol.on_retry_timer(0) == NOTHING
+        assert protocol.phase is RequestPhase.OPEN
 
     def test_no_instance(self) -> None:
-        assert started().on_no_instance(0) == (ReplyError(503, FailureReason.NO_INSTANCE), Finished(FAILED))
+        assert started().on_no_instance(0) == (ReplyError(503, FailureReason.NO_INSTANCE), RequestFinished(FAILED))
 
 
 class TestStatuses:
     @pytest.mark.parametrize("leg", [P, D])
     @pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 422, 501])
-    def test_an_answer_is_relayed_from_either_leg_without_blame(self, leg: Leg, status: int) -> None:
-        exchange = started()
+    def test_an_answer_is_relayed_from_either_leg_without_a_recorded_failure(self, leg: Leg, status: int) -> None:
+        protocol = started()
         other = D if leg is P else P
-        assert exchange.on_leg_head(leg, 0, status) == (
+        assert protocol.on_leg_head(leg, 0, status) == (
             AbortLeg(other),
-            Absolve(other),
+            ReleaseTrial(other),
             RelayHead(leg),
             RelayBody(leg),
         )
-        assert exchange.on_first_body(leg, 0) == NOTHING
-        assert exchange.on_leg_complete(leg, 0) == (Absolve(leg), Finished(FAILED))
+        assert protocol.on_first_body(leg, 0) == NOTHING
+        assert protocol.on_leg_complete(leg, 0) == (ReleaseTrial(leg), RequestFinished(FAILED))
 
     @pytest.mark.parametrize("status", [408, 429])
-    def test_a_busy_instance_is_avoided_but_not_blamed(self, status: int) -> None:
+    def test_a_busy_instance_is_avoided_without_a_recorded_failure(self, status: int) -> None:
         assert started().on_leg_head(P, 0, status) == (
             AbortLeg(P),
-            Absolve(P),
+            ReleaseTrial(P),
             Exclude(P),
             AbortLeg(D),
-            Absolve(D),
+            ReleaseTrial(D),
             ScheduleRetry(0),
         )
 
     def test_the_last_failure_is_relayed(self) -> None:
-        exchange = started(max_retries=0)
-        assert exchange.on_leg_head(P, 0, 503) == (AbortLeg(D), Absolve(D), RelayHead(P), RelayBody(P))
-        assert exchange.on_leg_complete(P, 0) == (Blame(P), Finished(FAILED))
+        protocol = started(max_retries=0)
+        assert protocol.on_leg_head(P, 0, 503) == (AbortLeg(D), ReleaseTrial(D), RelayHead(P), RelayBody(P))
+        assert protocol.on_leg_complete(P, 0) == (RecordFailure(P), RequestFinished(FAILED))
 
     def test_an_error_reply_that_breaks_off_closes_the_client(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(D, 0, 400)
-        assert exchange.on_leg_lost(D, 0) == (Blame(D), CloseClient(LOST), Finished(FAILED))
+        protocol = started()
+        protocol.on_leg_head(D, 0, 400)
+        assert protocol.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished(FAILED))
 
     def test_an_error_inside_a_streams_first_event_is_retried(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(D, 0, 200)
-        exchange.on_leg_head(P, 0, 200)
-        exchange.on_leg_complete(P, 0)
-        assert exchange.on_error_event(D, 0, 500) == (AbortLeg(D), Blame(D), Exclude(D), ScheduleRetry(0))
+        protocol = started()
+        protocol.on_leg_head(D, 0, 200)
+        protocol.on_leg_head(P, 0, 200)
+        protocol.on_leg_complete(P, 0)
+        assert protocol.on_error_event(D, 0, 500) == (AbortLeg(D), RecordFailure(D), Exclude(D), ScheduleRetry(0))
 
     def test_an_error_inside_a_relayed_stream_only_changes_the_verdict(self) -> None:
-        exchange = relaying(prefill_done=True)
-        assert exchange.on_error_event(D, 0, 503) == NOTHING
-        assert exchange.on_leg_complete(D, 0) == (Blame(D), Finished(FAILED))
+        protocol = relaying(prefill_done=True)
+        assert protocol.on_error_event(D, 0, 503) == NOTHING
+        assert protocol.on_leg_complete(D, 0) == (RecordFailure(D), RequestFinished(FAILED))
 
     def test_such_an_error_ends_a_prefill_leg_that_still_runs(self) -> None:
-        exchange = relaying()
-        exchange.on_error_event(D, 0, 400)
-        assert exchange.on_leg_complete(D, 0) == (AbortLeg(P), Absolve(P), Absolve(D), Finished(FAILED))
+        protocol = relaying()
+        protocol.on_error_event(D, 0, 400)
+        assert protocol.on_leg_complete(D, 0) == (
+            AbortLeg(P),
+            ReleaseTrial(P),
+            ReleaseTrial(D),
+            RequestFinished(FAILED),
+        )
 
 
 class TestWhoIsToBlame:
@@ -223,146 +228,156 @@ class TestWhoIsToBlame:
     @pytest.mark.parametrize(("echo", "culprit"), [(D, P), (P, D)])
     @pytest.mark.parametrize("is_body_complete", [False, True])
     def test_5xx_then_loss_of_the_other(self, echo: Leg, culprit: Leg, is_body_complete: bool) -> None:
-        exchange = started()
-        assert exchange.on_leg_head(echo, 0, 500) == (ScheduleRetry(0),)
+        protocol = started()
+        assert protocol.on_leg_head(echo, 0, 500) == (ScheduleRetry(0),)
         if is_body_complete:
-            assert exchange.on_leg_complete(echo, 0) == NOTHING
-        ending: Actions = (Absolve(echo),) if is_body_complete else (AbortLeg(echo), Absolve(echo))
-        assert exchange.on_leg_lost(culprit, 0) == (Blame(culprit), Exclude(culprit), *ending)
-        assert exchange.on_retry_timer(0) == (StartLegs(1),)
+            assert protocol.on_leg_complete(echo, 0) == NOTHING
+        ending: Actions = (ReleaseTrial(echo),) if is_body_complete else (AbortLeg(echo), ReleaseTrial(echo))
+        assert protocol.on_leg_lost(culprit, 0) == (RecordFailure(culprit), Exclude(culprit), *ending)
+        assert protocol.on_retry_timer(0) == (StartLegs(1),)
 
     @pytest.mark.parametrize(("echo", "culprit"), [(D, P), (P, D)])
     def test_loss_then_5xx_of_the_other(self, echo: Leg, culprit: Leg) -> None:
-        exchange = started()
-        actions = exchange.on_leg_lost(culprit, 0) + exchange.on_leg_head(echo, 0, 500)
-        assert [one for one in actions if isinstance(one, Blame)] == [Blame(culprit)]
+        protocol = started()
+        actions = protocol.on_leg_lost(culprit, 0) + protocol.on_leg_head(echo, 0, 500)
+        assert [one for one in actions if isinstance(one, RecordFailure)] == [RecordFailure(culprit)]
 
-    def test_5xx_alone_is_blamed_when_the_back_off_ends(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(D, 0, 500)
-        assert exchange.on_retry_timer(0) == (
+    def test_5xx_alone_is_recorded_as_a_failure_when_the_back_off_ends(self) -> None:
+        protocol = started()
+        protocol.on_leg_head(D, 0, 500)
+        assert protocol.on_retry_timer(0) == (
             AbortLeg(P),
-            Absolve(P),
+            ReleaseTrial(P),
             AbortLeg(D),
-            Blame(D),
+            RecordFailure(D),
             Exclude(D),
             StartLegs(1),
         )
 
     def test_5xx_of_decode_is_its_own_once_prefill_has_ended_well(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(D, 0, 500)
-        exchange.on_leg_complete(D, 0)
-        exchange.on_leg_head(P, 0, 200)
-        assert exchange.on_leg_complete(P, 0) == (Credit(P), Blame(D), Exclude(D))
-        assert exchange.phase is Phase.BACKOFF
+        protocol = started()
+        protocol.on_leg_head(D, 0, 500)
+        protocol.on_leg_complete(D, 0)
+        protocol.on_leg_head(P, 0, 200)
+        assert protocol.on_leg_complete(P, 0) == (RecordSuccess(P), RecordFailure(D), Exclude(D))
+        assert protocol.phase is RequestPhase.BACKOFF
 
     def test_5xx_of_prefill_is_its_own_once_decode_answers(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(P, 0, 500)
-        exchange.on_leg_head(D, 0, 200)
-        assert exchange.on_first_body(D, 0) == (AbortLeg(P), Blame(P), AbortLeg(D), Absolve(D), Exclude(P))
+        protocol = started()
+        protocol.on_leg_head(P, 0, 500)
+        protocol.on_leg_head(D, 0, 200)
+        assert protocol.on_first_body(D, 0) == (AbortLeg(P), RecordFailure(P), AbortLeg(D), ReleaseTrial(D), Exclude(P))
 
-    def test_both_5xx_blames_both(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(P, 0, 500)
-        actions = exchange.on_leg_head(D, 0, 500)
-        assert set(actions) == {AbortLeg(P), AbortLeg(D), Blame(P), Blame(D), Exclude(P), Exclude(D)}
+    def test_both_5xx_records_a_failure_of_both(self) -> None:
+        protocol = started()
+        protocol.on_leg_head(P, 0, 500)
+        actions = protocol.on_leg_head(D, 0, 500)
+        assert set(actions) == {AbortLeg(P), AbortLeg(D), RecordFailure(P), RecordFailure(D), Exclude(P), Exclude(D)}
 
     def test_an_answer_outweighs_the_5xx_it_caused(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(D, 0, 500)
-        exchange.on_leg_complete(D, 0)
-        assert exchange.on_leg_head(P, 0, 400) == (Absolve(D), RelayHead(P), RelayBody(P))
-        assert exchange.on_retry_timer(0) == NOTHING
-        assert exchange.on_leg_complete(P, 0) == (Absolve(P), Finished(FAILED))
+        protocol = started()
+        protocol.on_leg_head(D, 0, 500)
+        protocol.on_leg_complete(D, 0)
+        assert protocol.on_leg_head(P, 0, 400) == (ReleaseTrial(D), RelayHead(P), RelayBody(P))
+        assert protocol.on_retry_timer(0) == NOTHING
+        assert protocol.on_leg_complete(P, 0) == (ReleaseTrial(P), RequestFinished(FAILED))
 
     def test_a_refusal_outweighs_the_5xx_it_caused(self) -> None:
-        exchange = started()
-        exchange.on_leg_head(D, 0, 500)
-        assert exchange.on_leg_head(P, 0, 429) == (AbortLeg(P), Absolve(P), Exclude(P), AbortLeg(D), Absolve(D))
-        assert exchange.on_retry_timer(0) == (StartLegs(1),)
+        protocol = started()
+        protocol.on_leg_head(D, 0, 500)
+        assert protocol.on_leg_head(P, 0, 429) == (
+            AbortLeg(P),
+            ReleaseTrial(P),
+            Exclude(P),
+            AbortLeg(D),
+            ReleaseTrial(D),
+        )
+        assert protocol.on_retry_timer(0) == (StartLegs(1),)
 
 
 class TestAfterTheFirstByte:
     def test_decode_lost_in_a_stream(self) -> None:
         assert relaying(is_stream=True).on_leg_lost(D, 0) == (
-            Blame(D),
+            RecordFailure(D),
             AbortLeg(P),
-            Absolve(P),
+            ReleaseTrial(P),
             EmitErrorEvent(LOST),
-            Finished(FAILED),
+            RequestFinished(FAILED),
         )
 
     def test_decode_lost_in_a_plain_reply(self) -> None:
-        exchange = relaying(is_stream=False, prefill_done=True)
-        assert exchange.on_leg_lost(D, 0) == (Blame(D), CloseClient(LOST), Finished(FAILED))
+        protocol = relaying(is_stream=False, prefill_done=True)
+        assert protocol.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished(FAILED))
 
     def test_prefill_lost_harms_a_single_sequence_no_more(self) -> None:
-        exchange = relaying()
-        assert exchange.on_leg_lost(P, 0) == (Blame(P),)
-        assert exchange.on_leg_complete(D, 0) is CREDIT_DECODE_AND_FINISH
+        protocol = relaying()
+        assert protocol.on_leg_lost(P, 0) == (RecordFailure(P),)
+        assert protocol.on_leg_complete(D, 0) is DECODE_SUCCEEDED_AND_FINISHED
 
-    @pytest.mark.parametrize(("status", "verdict"), [(500, Blame(P)), (429, Absolve(P)), (400, Absolve(P))])
-    def test_prefill_failing_harms_a_single_sequence_no_more(self, status: int, verdict: Blame | Absolve) -> None:
-        exchange = relaying()
-        assert exchange.on_leg_head(P, 0, status) == (AbortLeg(P), verdict)
-        assert exchange.phase is Phase.RELAYING
+    @pytest.mark.parametrize(
+        ("status", "verdict"), [(500, RecordFailure(P)), (429, ReleaseTrial(P)), (400, ReleaseTrial(P))]
+    )
+    def test_prefill_failing_harms_a_single_sequence_no_more(
+        self, status: int, verdict: RecordFailure | ReleaseTrial
+    ) -> None:
+        protocol = relaying()
+        assert protocol.on_leg_head(P, 0, status) == (AbortLeg(P), verdict)
+        assert protocol.phase is RequestPhase.RELAYING
 
     def test_prefill_lost_breaks_several_sequences(self) -> None:
-        exchange = relaying(is_single_sequence=False)
-        assert exchange.on_leg_lost(P, 0) == (
-            Blame(P),
+        protocol = relaying(is_single_sequence=False)
+        assert protocol.on_leg_lost(P, 0) == (
+            RecordFailure(P),
             AbortLeg(D),
-            Absolve(D),
+            ReleaseTrial(D),
             EmitErrorEvent(FailureReason.LEG_FAILED),
-            Finished(FAILED),
+            RequestFinished(FAILED),
         )
 
     def test_prefill_lost_after_the_whole_reply(self) -> None:
-        exchange = relaying()
-        exchange.on_leg_complete(D, 0)
-        assert exchange.on_leg_lost(P, 0) == (Blame(P), Finished(FINISHED))
+        protocol = relaying()
+        protocol.on_leg_complete(D, 0)
+        assert protocol.on_leg_lost(P, 0) == (RecordFailure(P), RequestFinished(FINISHED))
 
     def test_nothing_is_retried(self) -> None:
-        exchange = relaying()
-        exchange.on_leg_lost(D, 0)
-        assert exchange.on_retry_timer(0) == NOTHING
+        protocol = relaying()
+        protocol.on_leg_lost(D, 0)
+        assert protocol.on_retry_timer(0) == NOTHING
 
 
 class TestClientAndTime:
     def test_client_leaves_while_both_legs_run(self) -> None:
-        for exchange in (started(), relaying()):
-            assert exchange.on_client_gone() == (
+        for protocol in (started(), relaying()):
+            assert protocol.on_client_gone() == (
                 AbortLeg(P),
-                Absolve(P),
+                ReleaseTrial(P),
                 AbortLeg(D),
-                Absolve(D),
-                Finished(ABORTED),
+                ReleaseTrial(D),
+                RequestFinished(ABORTED),
             )
 
     def test_client_leaves_while_queued_or_backing_off(self) -> None:
-        assert PDExchange().on_client_gone() == (Finished(ABORTED),)
-        exchange = started()
-        exchange.on_leg_lost(P, 0)
-        assert exchange.on_client_gone() == (Finished(ABORTED),)
-        assert exchange.on_retry_timer(0) == NOTHING
+        assert PDProtocol().on_client_gone() == (RequestFinished(ABORTED),)
+        protocol = started()
+        protocol.on_leg_lost(P, 0)
+        assert protocol.on_client_gone() == (RequestFinished(ABORTED),)
+        assert protocol.on_retry_timer(0) == NOTHING
 
     def test_timeout_in_the_queue(self) -> None:
-        exchange = PDExchange()
-        assert exchange.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), Finished(FAILED))
-        assert exchange.start() == NOTHING
+        protocol = PDProtocol()
+        assert protocol.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), RequestFinished(FAILED))
+        assert protocol.start() == NOTHING
 
     def test_timeout_before_the_first_byte(self) -> None:
-        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), Finished(FAILED))
+        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), RequestFinished(FAILED))
 
     def test_timeout_ends_a_stream(self) -> None:
-        assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), Finished(FAILED))
+        assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), RequestFinished(FAILED))
 
     def test_timeout_while_only_prefill_hangs(self) -> None:
-        exchange = relaying()
-        exchange.on_leg_complete(D, 0)
-        assert exchange.on_timeout() == (AbortLeg(P), Absolve(P), Finished(FINISHED))
+        protocol = relaying()
+        protocol.on_leg_complete(D, 0)
+        assert protocol.on_timeout() == (AbortLeg(P), ReleaseTrial(P), RequestFinished(FINISHED))
 
 
 LEGS = st.sampled_from(list(Leg))
@@ -374,12 +389,12 @@ class RandomHistories(RuleBasedStateMachine):
 
     @initialize(max_retries=st.integers(0, 6), is_stream=st.booleans(), is_single=st.booleans())
     def begin(self, max_retries: int, is_stream: bool, is_single: bool) -> None:
-        self.exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single)
+        self.protocol = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single)
         self.monitor = Monitor(max_retries, is_stream)
         self.give(Event("start"))
 
     def give(self, event: Event) -> None:
-        self.monitor.step(event, feed(self.exchange, event))
+        self.monitor.step(event, feed(self.protocol, event))
 
     @rule(leg=LEGS, age=AGES, status=st.sampled_from([200, 200, 200, 400, 429, 500, 503]))
     def head(self, leg: Leg, age: int, status: int) -> None:
@@ -401,20 +416,20 @@ class RandomHistories(RuleBasedStateMachine):
     def timer(self, age: int) -> None:
         self.give(Event("on_retry_timer", age=age))
 
-    @precondition(lambda self: self.exchange.attempt > 1)
+    @precondition(lambda self: self.protocol.attempt > 1)
     @rule(name=st.sampled_from(["on_client_gone", "on_timeout"]))
     def end(self, name: str) -> None:
         self.give(Event(name))
 
     @invariant()
     def agrees_on_the_end(self) -> None:
-        assert self.exchange.is_over == (self.monitor.over is not None)
-        assert self.exchange.attempt == self.monitor.attempt
+        assert self.protocol.is_over == (self.monitor.over is not None)
+        assert self.protocol.attempt == self.monitor.attempt
 
     def teardown(self) -> None:
-        if hasattr(self, "exchange") and not self.exchange.is_over:
+        if hasattr(self, "protocol") and not self.protocol.is_over:
             self.give(Event("on_timeout"))
-            assert self.exchange.is_over
+            assert self.protocol.is_over
 
 
 RandomHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""Every state that an exchange can be brought into by any sequence of events, and every event in each of them."""
+"""Every state that an protocol can be brought into by any sequence of events, and every event in each of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 
 from sglang_ext.policy.routing.pd_actions import Leg
-from sglang_ext.policy.routing.pd_protocol import PDExchange, Phase
+from sglang_ext.policy.routing.pd_protocol import PDProtocol, RequestPhase
 from support.pd_monitor import Event, Monitor, feed
 
 STATUSES = (100, 200, 302, 400, 429, 500)
@@ -36,42 +36,42 @@ def story(path: Path) -> str:
     return " → ".join(str(tuple(event)) for event in reversed(events))
 
 
-def clone(exchange: PDExchange) -> PDExchange:
-    twin = copy(exchange)
-    twin._legs = list(exchange._legs)
+def clone(protocol: PDProtocol) -> PDProtocol:
+    twin = copy(protocol)
+    twin._legs = list(protocol._legs)
     return twin
 
 
-def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, set[Phase]]:
+def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, set[RequestPhase]]:
     """Feed every event in every reachable state; returns how many states there are, and their phases."""
-    exchange = PDExchange(max_retries, is_stream=is_stream, is_single_sequence=is_single)
-    frontier: list[tuple[PDExchange, Monitor, Path]] = [(exchange, Monitor(max_retries, is_stream), None)]
+    protocol = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single)
+    frontier: list[tuple[PDProtocol, Monitor, Path]] = [(protocol, Monitor(max_retries, is_stream), None)]
     seen: set[tuple[object, ...]] = set()
-    phases: set[Phase] = set()
+    phases: set[RequestPhase] = set()
     while frontier:
-        exchange, monitor, path = frontier.pop()
-        phases.add(exchange.phase)
+        protocol, monitor, path = frontier.pop()
+        phases.add(protocol.phase)
         for event in EVENTS:
-            next_exchange, next_monitor = clone(exchange), monitor.copy()
+            next_protocol, next_monitor = clone(protocol), monitor.copy()
             try:
-                next_monitor.step(event, feed(next_exchange, event))
+                next_monitor.step(event, feed(next_protocol, event))
             except AssertionError as error:
                 raise AssertionError(f"{error}: {story((path, event))}") from error
-            assert next_exchange.is_over == (next_monitor.over is not None)
+            assert next_protocol.is_over == (next_monitor.over is not None)
             key = (
-                next_exchange._phase,
-                next_exchange._attempt,
-                tuple(next_exchange._legs),
-                next_exchange._statuses,
+                next_protocol._phase,
+                next_protocol._attempt,
+                tuple(next_protocol._legs),
+                next_protocol._statuses,
                 next_monitor.key(),
             )
             if key not in seen:
                 seen.add(key)
-                frontier.append((next_exchange, next_monitor, (path, event)))
-        if not exchange.is_over:
-            last, last_monitor = clone(exchange), monitor.copy()
+                frontier.append((next_protocol, next_monitor, (path, event)))
+        if not protocol.is_over:
+            last, last_monitor = clone(protocol), monitor.copy()
             last_monitor.step(Event("on_timeout"), last.on_timeout())
-            assert last.is_over, "a time limit must always end the exchange"
+            assert last.is_over, "a time limit must always end the protocol"
     return len(seen), phases
 
 
@@ -80,6 +80,6 @@ def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, se
 @pytest.mark.parametrize("max_retries", [0, 1])
 def test_every_reachable_state_keeps_the_promises(max_retries: int, is_stream: bool, is_single: bool) -> None:
     states, phases = explore(max_retries, is_stream, is_single)
-    expected = set(Phase) if max_retries else set(Phase) - {Phase.SETTLING, Phase.BACKOFF}
+    expected = set(RequestPhase) if max_retries else set(RequestPhase) - {RequestPhase.SETTLING, RequestPhase.BACKOFF}
     assert phases == expected
     assert states > 100

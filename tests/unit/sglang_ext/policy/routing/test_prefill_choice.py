@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from sglang_ext.policy.routing.prefill_choice import (
     PREFILL_POLICIES,
     CacheAware,
-    PowerOfTwo,
     PredictedWait,
-    RandomChoice,
-    RoundRobin,
+    PrefillPowerOfTwo,
+    PrefillRandomChoice,
+    PrefillRoundRobin,
     predicted_wait_s,
     prefill_policy,
 )
@@ -94,7 +94,7 @@ class TestPredictedWait:
         assert self.choose([load(rate=0.0, in_flight=3), load(rate=0.0, in_flight=2)], 10, 0.0) == 1
 
     @given(loads=LOADS, prompt=st.integers(1, 10**6), draw=DRAWS)
-    def test_nobody_would_end_earlier(self, loads: list[PrefillLoad], prompt: int, draw: float) -> None:
+    def test_no_instance_would_end_earlier(self, loads: list[PrefillLoad], prompt: int, draw: float) -> None:
         def key(one: PrefillLoad) -> tuple[float, int]:
             tokens = one.pending_tokens + max(1, prompt - one.cached_tokens)
             end_s = tokens / one.tokens_per_s if one.tokens_per_s else float("inf")
@@ -105,19 +105,19 @@ class TestPredictedWait:
 
 class TestRoundRobin:
     def test_takes_turns(self) -> None:
-        policy = RoundRobin()
+        policy = PrefillRoundRobin()
         loads = [load(7), load(3), load(9)]
         assert [policy.choose(loads, 1, 0.9) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
     def test_two_pools_in_turn_do_not_starve_anybody(self) -> None:
-        policy = RoundRobin()
+        policy = PrefillRoundRobin()
         short, long = [load(1), load(2)], [load(3), load(4)]
         taken = Counter(pool[policy.choose(pool, 1, 0.0)].worker_id for _ in range(50) for pool in (short, long))
         assert taken == {1: 25, 2: 25, 3: 25, 4: 25}
 
     @given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=60))
-    def test_nobody_is_passed_over_twice_for_the_same_one(self, sets: list[set[int]]) -> None:
-        policy = RoundRobin()
+    def test_no_instance_is_passed_over_twice_for_the_same_one(self, sets: list[set[int]]) -> None:
+        policy = PrefillRoundRobin()
         waiting: dict[int, set[int]] = {}  # who was taken while this one was present and not taken
         for present in sets:
             loads = [load(index) for index in sorted(present)]
@@ -129,19 +129,19 @@ class TestRoundRobin:
 
 
 def test_random_is_uniform() -> None:
-    counts = Counter(RandomChoice().choose([load()] * 4, 1, draw / 400) for draw in range(400))
+    counts = Counter(PrefillRandomChoice().choose([load()] * 4, 1, draw / 400) for draw in range(400))
     assert counts == {0: 100, 1: 100, 2: 100, 3: 100}
 
 
 class TestPowerOfTwo:
     def test_draws_every_pair_equally_and_takes_the_shorter_queue(self) -> None:
         loads = [load(pending=pending) for pending in (30, 10, 20)]
-        counts = Counter(PowerOfTwo().choose(loads, 1, (draw + 0.5) / 600) for draw in range(600))
+        counts = Counter(PrefillPowerOfTwo().choose(loads, 1, (draw + 0.5) / 600) for draw in range(600))
         assert counts == {1: 400, 2: 200}, "the worst is never better than the other one drawn"
 
     def test_equal_queues_go_to_the_fewer_in_flight(self) -> None:
         loads = [load(in_flight=2), load(in_flight=1)]
-        assert {PowerOfTwo().choose(loads, 1, draw) for draw in (0.1, 0.9)} == {1}
+        assert {PrefillPowerOfTwo().choose(loads, 1, draw) for draw in (0.1, 0.9)} == {1}
 
 
 class TestCacheAware:

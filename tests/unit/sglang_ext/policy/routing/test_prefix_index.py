@@ -100,7 +100,7 @@ def test_a_workers_own_capacity_bounds_it_at_once() -> None:
     index.set_capacity(0, 100)
     index.record(0, list(range(1, 9)))
     assert index.worker_block_count(0) == 5
-    index.set_capacity(7, 1)  # nobody's
+    index.set_capacity(7, 1)  # no worker's
     with pytest.raises(ValueError, match="capacity_blocks must be at least 1"):
         index.set_capacity(0, 0)
 

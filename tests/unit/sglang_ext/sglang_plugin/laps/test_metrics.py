@@ -126,7 +126,7 @@ def test_gauges_follow_the_report_once_a_second(metrics: PrometheusMetrics, read
     assert readings.now("queue_requests", length_class="long") == 3
     assert readings.now("queue_oldest_wait_seconds", length_class="short") == 10.0
     assert readings.now("queue_backlog_seconds", length_class="long") == report.long.backlog_s > 0
-    assert readings.now("late_share", length_class="short") == 0
+    assert readings.now("slo_violation_rate", length_class="short") == 0
     assert readings.now("window_seconds") == report.window_s
     assert readings.now("target_depth") == report.depth
     assert readings.now("parked_requests") == 1

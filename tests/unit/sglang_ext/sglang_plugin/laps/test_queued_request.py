@@ -1,23 +1,29 @@
-"""A request as LAPS sees it: its lengths, its class, and what it may ask for."""
+"""A request as LAPS sees it: its lengths, its class, what it may ask for, and its prefix on each SGLang version."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
+from sglang_ext.sglang_plugin.laps import queued_request
 from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
     as_queued_prefill,
     entry_of,
+    match_prefix,
     prefill_tokens,
+    prefix_tokens,
     remember,
     requested_priority,
     requested_slo_s,
 )
 from sglang_ext.types import LengthClass
+
+pytestmark = pytest.mark.usefixtures("sglang_imported")
 
 
 def stub(prompt: int = 10, output: int = 0, prefix: int = 0, host: int = 0, custom: object = None) -> Any:
@@ -130,3 +136,41 @@ def test_without_parameters_there_is_nothing_asked_for(custom: object) -> None:
 def test_a_request_without_the_field_asks_for_nothing() -> None:
     request = SimpleNamespace(sampling_params=SimpleNamespace())
     assert requested_slo_s(request) is None
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    """What SGLang has is looked for once in a process."""
+    queued_request._match.cache_clear()
+    yield
+    queued_request._match.cache_clear()
+
+
+def test_tokens_of_a_prefix_in_either_version() -> None:
+    assert prefix_tokens(SimpleNamespace(prefix_len=7)) == 7
+    assert prefix_tokens(SimpleNamespace(prefix_indices=[3, 4, 5])) == 3
+
+
+def test_a_newer_sglang_is_asked_by_its_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache import common
+
+    asked = []
+    monkeypatch.setattr(common, "match_kv_cache", lambda *arguments: asked.append(arguments), raising=False)
+    match_prefix("request", "cache")
+    match_prefix("request", "cache")
+    assert asked == [("request", "cache"), ("request", "cache")]
+
+
+def test_an_older_sglang_is_asked_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers import schedule_policy
+    from sglang.srt.mem_cache import common
+
+    asked = []
+
+    def match_prefix_for_req(tree_cache: object, req: object, *, include_req: bool) -> None:
+        asked.append((tree_cache, req, include_req))
+
+    monkeypatch.delattr(common, "match_kv_cache", raising=False)
+    monkeypatch.setattr(schedule_policy, "match_prefix_for_req", match_prefix_for_req, raising=False)
+    match_prefix("request", "cache")
+    assert asked == [("cache", "request", True)]

@@ -18,7 +18,7 @@ from sglang_ext.sglang_plugin.laps.rank_agreement import (
     MAX_BATCH_REQUESTS,
     PLAN_NUMBERS,
     PlanTooLongError,
-    SingleRank,
+    SingleRankAgreement,
     Step,
     decode,
     encode,
@@ -69,7 +69,7 @@ def test_the_longest_plan_of_a_policy_travels_and_no_longer_one() -> None:
 
 def test_a_single_rank_decides_for_itself() -> None:
     plan = RoundPlan((short_batch(3),), 0.0)
-    agreement = SingleRank()
+    agreement = SingleRankAgreement()
     assert agreement.is_deciding
     assert agreement.agree(lambda: plan) == (plan, (Step((1, 2, 3), None),))
 

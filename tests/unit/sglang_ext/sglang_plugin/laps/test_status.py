@@ -20,15 +20,15 @@ from sglang_ext.policy.laps.round_plan import (
 )
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
-from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRank
+from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRankAgreement
 from sglang_ext.sglang_plugin.laps.status import MODES, mode_number, status_of
 from sglang_ext.types import LengthClass
-from sglang_ext_router.laps_report import read_report
+from sglang_ext_router.laps_monitor import read_report
 from support.prefill_loop import policy
 
 
 def instance(**options: object) -> LapsInstance:
-    return LapsInstance(policy(**options), SingleRank(), NoMetrics())  # type: ignore[arg-type]
+    return LapsInstance(policy(**options), SingleRankAgreement(), NoMetrics())  # type: ignore[arg-type]
 
 
 def queued(key: int, new_tokens: int, *, arrival_s: float = 0.0, is_started: bool = False) -> QueuedPrefill:
@@ -71,7 +71,7 @@ def test_queues_and_parked_requests() -> None:
 @pytest.mark.parametrize("batching", list(Batching))
 def test_queues_without_deadlines_are_finite_numbers_too(batching: Batching) -> None:
     laps = instance(batching=batching)
-    laps.note_iteration(IterationSample(100.0, 10, 0, 1, 0.01))
+    laps.policy.note_iteration(IterationSample(100.0, 10, 0, 1, 0.01))
     status = status_of(laps, RoundSnapshot(5.0, (queued(1, 100, arrival_s=4.99),), 2000), locked_tokens=0)
     json.dumps(status, allow_nan=False)
     assert status["fit"]["samples"] == 1

@@ -1,0 +1,240 @@
+"""Attention over a part of the keys with its log-sum-exp, and the joining of parts: what a ring and a chunk consist of.
+
+Softmax is exact however the keys are divided: `out = sum_i exp(lse_i - lse) out_i` with `lse = log sum_i exp(lse_i)`
+(online softmax; Ring Attention, Tetris 3.2). Grouped-query attention: query head h reads key head
+h // (query heads / key heads).
+
+`attention_block` takes blocks that are seen whole or along the diagonal, `positioned_block` two shards of one prompt
+given by explicit positions, `attention_behind_prefix_` the new tokens of a prompt on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_ext_kernels import flashinfer_block, triton_support
+
+
+def attention_block_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain mathematics in float32, for tests.
+
+    `q` [Tq, H, D], `k` [Tk, Hkv, D], `v` [Tk, Hkv, Dv], `visible` [Tq, Tk] bool (None: everything). Returns the output
+    [Tq, H, Dv] and the log-sum-exp [Tq, H], both float32; a query that sees nothing has 0 and -inf.
+    """
+    tokens, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.float().view(tokens, kv_heads, heads // kv_heads, -1)
+    scores = torch.einsum("qgrd,kgd->grqk", grouped, k.float()) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.nan_to_num(lse, neginf=0.0)[..., None])
+    out = torch.einsum("grqk,kgd->qgrd", weights, v.float()).reshape(tokens, heads, -1)
+    return out, lse.permute(2, 0, 1).reshape(tokens, heads)
+
+
+def attention_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, by a fused kernel: every query must see at least one key.
+
+    `is_causal`: query i sees keys 0 to i, both of one length. `mask` [Tq, Tk] of `q`'s dtype is added to the scores;
+    on a CUDA device there is none, `positioned_block` takes its place. Returns output and log-sum-exp in float32,
+    shaped as in the reference. Raises ValueError for a mask on a CUDA device.
+    """
+    if q.is_cuda:
+        return _on_cuda(q, k, v, scale, is_causal, mask)
+    tokens, heads, size = q.shape
+    kv_heads = k.shape[1]
+    if is_causal or mask is not None or heads == kv_heads:
+        out, lse = _fused_on_cpu(q.transpose(0, 1), k, v, scale, is_causal, mask)
+        return out.transpose(0, 1).float(), lse.transpose(0, 1).float()
+    # Heads that read the same keys become rows of one product: keys are read once, and the product is larger.
+    group = heads // kv_heads
+    grouped = q.view(tokens, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * tokens, size)
+    out, lse = _fused_on_cpu(grouped, k, v, scale)
+    out = out.view(kv_heads, group, tokens, -1).permute(2, 0, 1, 3)
+    lse = lse.view(kv_heads, group, tokens).permute(2, 0, 1)
+    return out.reshape(tokens, heads, -1).float(), lse.reshape(tokens, heads).float()
+
+
+def _fused_on_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's own kernel, which also gives the log-sum-exp: `q` [H, Tq, D]; returns [H, Tq, Dv] and [H, Tq]."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        0.0,
+        is_causal,
+        attn_mask=None if mask is None else mask[None, None],
+        scale=scale,
+    )
+    return out[0], lse[0]
+
+
+def _on_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flashinfer where it has a kernel, else Triton's."""
+    if mask is not None:
+        raise ValueError("attention_block takes no mask on a CUDA device; give positions to positioned_block")
+    if flashinfer_block.can_run(q, v):
+        return flashinfer_block.flashinfer_block(q, k, v, scale, is_causal)
+    keys = torch.arange(k.shape[0], device=q.device)
+    queries = keys if is_causal else torch.full((q.shape[0],), k.shape[0], device=q.device)
+    return positioned_block(q, k, v, plan_block(queries, keys, default_sizes(q.shape[-1], q.dtype)), scale)
+
+
+def merge_states_(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Take a further block into `out` [T, H, D] and `lse` [T, H], both float32 and changed in place.
+
+    A query that has seen nothing yet has lse -inf; one that saw nothing in either keeps output 0.
+    """
+    if triton_support.runs_on(out) and out.is_contiguous() and lse.is_contiguous():
+        from sglang_ext_kernels.on_gpu import attention_kernels as kernel
+
+        kernel.merge_states_(out, lse, other_out.contiguous(), other_lse.contiguous())
+    else:
+        merge_states_reference_(out, lse, other_out, other_lse)
+
+
+def merge_states_reference_(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    """The same in plain torch, for the CPU and for tests."""
+    joined = torch.logaddexp(lse, other_lse)
+    safe = torch.where(torch.isneginf(joined), torch.zeros_like(joined), joined)
+    out.mul_(torch.exp(lse - safe)[..., None])
+    out.addcmul_(other_out, torch.exp(other_lse - safe)[..., None])
+    lse.copy_(joined)
+
+
+def attention_behind_prefix_(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> None:
+    """Write to `out` [T, H, D] what the last T tokens of one prompt see of all of it, on a CPU.
+
+    `q` [T, H, D] is of these tokens, `k` and `v` [P + T, Hkv, D] are of the prefix and of these tokens. It costs
+    T (P + T/2) products where attention over the whole prompt costs (P + T)²/2: the prefix is seen whole, so only the
+    new tokens' own square is causal, and the two are joined by their log-sum-exp.
+    """
+    prefix = k.shape[0] - q.shape[0]
+    new_out, new_lse = attention_block(q, k[prefix:], v[prefix:], scale, is_causal=True)
+    if prefix:
+        seen_out, seen_lse = attention_block(q, k[:prefix], v[:prefix], scale)
+        new_out.lerp_(seen_out, torch.sigmoid(seen_lse - new_lse)[..., None])
+    out.copy_(new_out)
+
+
+class BlockSizes(NamedTuple):
+    """Rows that one program works on; powers of two, at least 16."""
+
+    queries: int
+    keys: int
+
+
+class BlockPlan(NamedTuple):
+    """Two shards' positions, and by block of queries how many leading blocks of keys it sees.
+
+    `q_positions` [Tq] and `k_positions` [Tk], `by_all` (all queries see all keys) and `by_some` (the others are not
+    seen by any) [blocks of queries]; int32 on the device of the tensors to come.
+    """
+
+    q_positions: torch.Tensor
+    k_positions: torch.Tensor
+    by_all: torch.Tensor
+    by_some: torch.Tensor
+    sizes: BlockSizes
+
+
+def default_sizes(size: int, dtype: torch.dtype) -> BlockSizes:
+    """What suits a Hopper GPU for heads of `size` elements."""
+    if dtype == torch.float32:
+        return BlockSizes(32, 32)
+    return BlockSizes(128, 64) if size <= 128 else BlockSizes(64, 64)
+
+
+def plan_block(q_positions: torch.Tensor, k_positions: torch.Tensor, sizes: BlockSizes) -> BlockPlan:
+    """Plan for two shards. Positions are integers in any order; ascending ones are what makes it fast.
+
+    Raises ValueError without queries or keys.
+    """
+    if not q_positions.numel() or not k_positions.numel():
+        raise ValueError(f"a block needs queries and keys, got {q_positions.numel()} and {k_positions.numel()}")
+    q_positions, k_positions = q_positions.int().contiguous(), k_positions.int().contiguous()
+    q_low, q_high, _ = _extremes(q_positions, sizes.queries)
+    k_low, k_high, k_count = _extremes(k_positions, sizes.keys)
+    whole = (k_high[None, :] <= q_low[:, None]) & (k_count[None, :] == sizes.keys)
+    by_all = whole.int().cumprod(dim=1).sum(dim=1)
+    places = torch.arange(1, k_low.numel() + 1, device=k_low.device)
+    by_some = torch.where(k_low[None, :] <= q_high[:, None], places[None, :], 0).amax(dim=1)
+    return BlockPlan(q_positions, k_positions, by_all.int(), by_some.int(), sizes)
+
+
+def positioned_block_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain mathematics in float32; shapes as in `attention_block_reference`."""
+    return attention_block_reference(q, k, v, scale, k_positions[None, :] <= q_positions[:, None])
+
+
+def positioned_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`q` [Tq, H, D], `k` [Tk, Hkv, D], `v` [Tk, Hkv, Dv], at the positions of `plan`.
+
+    Returns the output [Tq, H, Dv] and the log-sum-exp [Tq, H], float32; a query that sees nothing has 0 and -inf.
+    """
+    if not triton_support.runs_on(q):
+        return positioned_block_reference(q, k, v, plan.q_positions, plan.k_positions, scale)
+    from sglang_ext_kernels.on_gpu import attention_kernels as kernel
+
+    q, k, v = (_with_contiguous_rows(x) for x in (q, k, v))
+    return kernel.positioned_block(
+        q,
+        k,
+        v,
+        plan.q_positions,
+        plan.k_positions,
+        plan.by_all,
+        plan.by_some,
+        scale,
+        plan.sizes.queries,
+        plan.sizes.keys,
+    )
+
+
+def _extremes(positions: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lowest and highest position and number of rows of each block of `rows`."""
+    blocks = -(-positions.numel() // rows)
+    missing = blocks * rows - positions.numel()
+    low = torch.nn.functional.pad(positions, (0, missing), value=torch.iinfo(torch.int32).max)
+    high = torch.nn.functional.pad(positions, (0, missing), value=-1)
+    counts = torch.full((blocks,), rows, device=positions.device)
+    counts[-1] -= missing
+    return low.view(blocks, rows).amin(dim=1), high.view(blocks, rows).amax(dim=1), counts
+
+
+def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

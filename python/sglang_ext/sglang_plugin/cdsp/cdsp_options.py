@@ -1,0 +1,118 @@
+"""The `--cdsp-…` options of `sglang-ext worker`, and the SGLang arguments and models that a long pool works with."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.types import Role
+
+_DEFAULT_MIN_TOKENS = 2048
+_DEFAULT_STEP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class CdspOptions:
+    """A member of a long pool."""
+
+    coordinator_host: str
+    coordinator_port: int
+    name: str  # of this instance, unique in the pool
+    node: str
+    min_tokens: int
+    step_timeout_s: float
+
+
+def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    group = parser.add_argument_group("CDSP: one long prefill on several instances")
+    group.add_argument(
+        "--cdsp-coordinator",
+        metavar="HOST:PORT",
+        default=None,
+        help="coordinator of the long pool that this prefill instance belongs to (default: none, it computes alone)",
+    )
+    group.add_argument(
+        "--cdsp-min-tokens",
+        metavar="TOKENS",
+        type=int,
+        default=_DEFAULT_MIN_TOKENS,
+        help=f"uncached tokens from which on a prefill may be shared (default: {_DEFAULT_MIN_TOKENS})",
+    )
+    group.add_argument(
+        "--cdsp-node",
+        metavar="NAME",
+        default=None,
+        help="machine or rack of this instance; groups keep within one as far as they can (default: the host's name)",
+    )
+    group.add_argument(
+        "--cdsp-step-timeout-s",
+        metavar="S",
+        type=float,
+        default=_DEFAULT_STEP_TIMEOUT_S,
+        help="longest silence of another instance in the middle of a chunk; above the longest iteration "
+        f"(default: {_DEFAULT_STEP_TIMEOUT_S:g})",
+    )
+
+
+def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOptions | None:
+    """The options, or None where the instance computes alone. ValueError with one line that names the option."""
+    address = arguments.cdsp_coordinator
+    if address is None:
+        return None
+    if not role.is_prefill:
+        raise ValueError("--cdsp-coordinator: decode instances compute no prefills")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"--cdsp-coordinator: {address!r} is not of the form HOST:PORT")
+    if arguments.cdsp_min_tokens < 1:
+        raise ValueError(f"--cdsp-min-tokens must be at least 1, got {arguments.cdsp_min_tokens}")
+    if not 0.1 <= arguments.cdsp_step_timeout_s < float("inf"):
+        raise ValueError(f"--cdsp-step-timeout-s must be at least 0.1, got {arguments.cdsp_step_timeout_s}")
+    return CdspOptions(
+        host.strip("[]"),
+        int(port),
+        name,
+        arguments.cdsp_node or socket.gethostname(),
+        arguments.cdsp_min_tokens,
+        arguments.cdsp_step_timeout_s,
+    )
+
+
+# Dense decoders whose every layer attends to everything before a token.
+SUPPORTED_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"},
+)
+
+
+def conflict(server_args: Any) -> str | None:
+    """Why these SGLang arguments and `--cdsp-coordinator` exclude each other; None when they do not."""
+    for is_conflicting, argument, reason in (
+        (server_args.pp_size > 1, "--pp-size", "a member has all layers"),
+        (server_args.dp_size > 1, "--dp-size", "a member has one scheduler"),
+        (server_args.disable_radix_cache, "--disable-radix-cache", "what others have computed is found in it"),
+        (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft model has KV of its own"),
+        (server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16"}, "--kv-cache-dtype", "KV travels unscaled"),
+    ):
+        if is_conflicting:
+            return f"{argument} does not go with --cdsp-coordinator ({reason})"
+    return None
+
+
+def architecture_conflict(name: str | None) -> str | None:
+    """Why a model of this architecture cannot be computed by several instances; None when it can."""
+    if name in SUPPORTED_ARCHITECTURES:
+        return None
+    known = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+    return f"{name or 'a model without a name'} does not go with --cdsp-coordinator (these do: {known})"
+
+
+def model_conflict(model_config: Any) -> str | None:
+    """The same of SGLang's ModelConfig, which tells more."""
+    architectures = getattr(model_config.hf_config, "architectures", None)
+    name = architectures[0] if architectures else None
+    if getattr(model_config, "sliding_window_size", None):
+        return f"{name} with a sliding window does not go with --cdsp-coordinator (it attends to a part of its KV)"
+    return architecture_conflict(name)

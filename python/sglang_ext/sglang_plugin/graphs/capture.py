@@ -1,0 +1,121 @@
+"""AROUND `capture_prefill_graph`: what SGLang's model runner has for its prefills, with the grid before it.
+
+From the options of an engine to its graphs: sizes, memory, and the capture at start with its progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
+from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
+from sglang_ext.sglang_plugin.options import options_from_environment
+from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
+from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
+from sglang_ext_cuda_graphs.recorders import Recorder
+
+logger = logging.getLogger(__name__)
+
+# Slots of the prefixes of a batch that are kept in one buffer of 8 bytes each: 16 MiB.
+MOST_PREFIX_TOKENS = 1 << 21
+
+
+def build_graphs(
+    runner: GridPrefillRunner, model_runner: Any, options: GraphOptions, recorder: Recorder, free_bytes: int
+) -> PrefillGraphs | None:
+    """The graphs of this engine, captured where that is due at start; None where no shape fits its limits."""
+    config = model_runner.model_config
+    shapes = plan_captures(
+        options.lengths_tokens,
+        options.batch_sizes,
+        max_tokens=max(2 * model_runner.server_args.max_prefill_tokens, 256),
+        max_requests=model_runner.req_to_token_pool.size,
+    )
+    if not shapes:
+        return None
+    budget_bytes = free_bytes // 2 if options.memory_gb is None else int(options.memory_gb * 1e9)
+    most_tokens = shapes[0].tokens
+    graphs = PrefillGraphs(
+        shapes,
+        runner.compute,
+        recorder,
+        MemoryLedger(budget_bytes, _assumed_bytes_per_token(model_runner)),
+        torch.zeros(most_tokens, config.hidden_size, dtype=model_runner.dtype, device=model_runner.device),
+        min(shapes[0].requests * config.context_len, MOST_PREFIX_TOKENS),
+        time.perf_counter,
+    )
+    if options.capture is Capture.START:
+        _capture(graphs, len(shapes))
+    else:
+        logger.info("prefill graphs: %d shapes, each captured when first wanted", len(shapes))
+    return graphs
+
+
+def _capture(graphs: PrefillGraphs, count: int) -> None:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    started_s = time.perf_counter()
+    with tqdm(total=count, desc="prefill graphs", unit="graph") as progress:
+        for shape in graphs.capture_all():
+            progress.set_postfix_str(f"{shape.length_tokens} tokens x {shape.requests}")
+            progress.update()
+    captured = len(graphs.captured)
+    own_bytes = (graphs.used_bytes - graphs.pool_bytes) / max(1, captured)
+    logger.info(
+        "prefill graphs: %d of %d captured in %.1f s; shared pool %.0f MB, each graph %.1f MB",
+        captured,
+        count,
+        time.perf_counter() - started_s,
+        graphs.pool_bytes / 1e6,
+        own_bytes / 1e6,
+    )
+
+
+def _assumed_bytes_per_token(model_runner: Any) -> float:
+    """Activations of a layer at their largest: the two halves of the gated network and their product, the residual
+    stream, queries, keys and values."""
+    config = model_runner.model_config
+    text = config.hf_text_config
+    widths = 3 * text.intermediate_size + 6 * config.hidden_size
+    return float(widths * torch.empty((), dtype=model_runner.dtype).element_size())
+
+
+logger = logging.getLogger(__name__)
+
+
+def capture_prefill_graph(stock: Callable[..., Any], *, model_runner: Any, eager_runner: Any, **more: Any) -> Any:
+    """SGLang's own capture, and then ours. Where graphs are not to be had, one line says why and nothing changes."""
+    capture = stock(model_runner=model_runner, eager_runner=eager_runner, **more)
+    options = options_from_environment(os.environ)
+    if options is None or options.graphs is None or model_runner.is_draft_worker:
+        return capture
+    problem = "they need a CUDA device" if model_runner.device != "cuda" else conflict(model_runner)
+    if problem is not None:
+        logger.warning("no prefill graphs by length and batch size: %s; this engine runs without them", problem)
+        return capture
+    import msgspec
+    import torch
+
+    from sglang_ext.sglang_plugin.graphs.capture import build_graphs
+    from sglang_ext_cuda_graphs.recorders import CudaRecorder
+
+    started_s = time.perf_counter()
+    free_bytes = torch.cuda.mem_get_info()[0]
+    runner = GridPrefillRunner(model_runner, capture.runner or eager_runner, eager_runner)
+    graphs = build_graphs(runner, model_runner, options.graphs, CudaRecorder(), free_bytes)
+    if graphs is None:
+        return capture
+    runner.use(graphs)
+    taken_gb = (free_bytes - torch.cuda.mem_get_info()[0]) / (1 << 30)
+    return msgspec.structs.replace(
+        capture,
+        runner=runner,
+        memory_usage_gb=capture.memory_usage_gb + taken_gb,
+        capture_time=capture.capture_time + time.perf_counter() - started_s,
+    )

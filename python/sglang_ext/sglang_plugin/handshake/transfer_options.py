@@ -1,0 +1,94 @@
+"""The `--transfer-…` options of `sglang-ext worker`, and what the handshake backend does not transfer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.kv_transfer.transport import TRANSPORTS
+from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE
+from sglang_ext.types import Role
+
+_DEFAULT_TRANSPORT = "tcp"
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """What the handshake backend is told."""
+
+    transport: str = _DEFAULT_TRANSPORT
+    receive_backends: int | None = None  # None: no limit
+
+
+def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    group = parser.add_argument_group(f"KV transfer with --transfer-backend {HANDSHAKE}")
+    group.add_argument(
+        "--transfer-transport",
+        choices=TRANSPORTS,
+        default=None,
+        help="what moves the bytes; the same on prefill and decode. shared_memory: between instances on one machine "
+        f"(default: {_DEFAULT_TRANSPORT})",
+    )
+    group.add_argument(
+        "--transfer-receive-backends",
+        metavar="N",
+        type=int,
+        default=None,
+        help="transfers that a decode rank receives at a time; others wait in the order of their first handshake "
+        "(default: no limit)",
+    )
+
+
+def transfer_options(arguments: argparse.Namespace, role: Role) -> TransferOptions | None:
+    """The options, None with another backend. Raises ValueError, in one line that names the option."""
+    transport, receive_backends = arguments.transfer_transport, arguments.transfer_receive_backends
+    if arguments.transfer_backend != HANDSHAKE:
+        for value, option in ((transport, "--transfer-transport"), (receive_backends, "--transfer-receive-backends")):
+            if value is not None:
+                raise ValueError(f"{option} needs --transfer-backend {HANDSHAKE}")
+        return None
+    if receive_backends is not None:
+        if receive_backends < 1:
+            raise ValueError(f"--transfer-receive-backends must be at least 1, got {receive_backends}")
+        if role.is_prefill:
+            raise ValueError("--transfer-receive-backends: prefill instances receive no KV")
+    return TransferOptions(transport or _DEFAULT_TRANSPORT, receive_backends)
+
+
+_PREFIX = "does not go with --transfer-backend handshake"
+
+
+def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
+    """Why these SGLang arguments exclude the backend, before the engine starts; None when they do not."""
+    return _first(
+        (server_args.pp_size > 1, "--pp-size", "it sends all layers of a rank's request together"),
+        (server_args.attn_cp_size > 1, "--attn-cp-size", "a rank holds every token of its heads"),
+        (server_args.dcp_size > 1, "--dcp-size", "a decode rank holds every token of its heads"),
+        (server_args.enable_hisparse, "--enable-hisparse", "KV goes to the device's pool"),
+        (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft's KV stays behind"),
+        (server_args.enable_pd_role_switch, "--enable-pd-role-switch", "an endpoint keeps its role"),
+        (
+            server_args.disaggregation_decode_allocation_policy != "early",
+            "--disaggregation-decode-allocation-policy",
+            "decode allocates early, then invites",
+        ),
+        (has_staging_buffer, "SGLANG_DISAGG_STAGING_BUFFER", "heads are cut from their rows without one"),
+    )
+
+
+def model_conflict(kv_args: Any, is_mla: bool) -> str | None:
+    """Why a model's KV pool cannot be transferred; None when it can."""
+    kinds = ", ".join(str(getattr(kind, "value", kind)) for kind in kv_args.state_types)
+    return _first(
+        (is_mla, "a model with latent attention (MLA)", "its KV is not keys and values of heads"),
+        (bool(kinds), f"a model with extra state ({kinds})", "only keys and values travel"),
+        (kv_args.num_draft_entries > 0, "a draft model", "its KV stays behind"),
+    )
+
+
+def _first(*conflicts: tuple[bool, str, str]) -> str | None:
+    matching: Iterable[str] = (f"{what} {_PREFIX} ({why})" for is_so, what, why in conflicts if is_so)
+    return next(iter(matching), None)

@@ -1,0 +1,112 @@
+"""A bootstrap room names one request: each of n samples gets its own, and a second request with one is refused.
+
+Stock SGLang expands n samples after it has sent one warm-up request, and every one of them carries the same
+bootstrap room. Here a request with batch size B and n samples becomes a plain batch of B*n requests in
+prompt-major order, with rooms `room`, `room + 1`, … `room + B*n - 1`. Prefill and decode expand alike, so the
+sender of the request reserves a range of rooms and sends its first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
+
+
+def normalize_batch_and_arguments(stock: Callable[[Any], None], request: Any) -> None:
+    """AROUND `GenerateReqInput.normalize_batch_and_arguments()`: normalises `request` in place.
+
+    Raises ValueError (answered with 400) for rooms that cannot be told apart.
+    """
+    rooms, rids = request.bootstrap_room, request.rid
+    if isinstance(rooms, list):
+        check_room_list(rooms)
+    stock(request)
+    samples = request.parallel_sample_num
+    if rooms is None or samples == 1:
+        return
+    if isinstance(rooms, list):
+        raise ValueError("bootstrap_room must be one integer, the first of a range, when n is larger than 1")
+    spread_samples(request, rids)
+
+
+def spread_samples(request: Any, rids: str | list[str] | None) -> None:
+    """Turn a normalised request with n > 1 into a plain batch, in place.
+
+    `rids` are the request ids as the client gave them: None, one for the whole request, or one per prompt.
+    """
+    prompts, samples = request.batch_size, request.parallel_sample_num
+    if isinstance(rids, list):
+        # A derived id keeps the client's as a prefix, so that aborting that one aborts every sample.
+        request.rid = [f"{rid}_{sample}" for rid in rids for sample in range(samples)]
+    # SGLang lays expanded inputs out sample by sample, but answers prompt by prompt.
+    stock_order = [sample * prompts + prompt for prompt in range(prompts) for sample in range(samples)]
+    items = [request[position] for position in stock_order]
+    for position, item in enumerate(items):
+        item.rid = request.rid[position]
+        item.bootstrap_room = request.bootstrap_room[position]
+    # `request[i]` returns what this cache holds, wherever SGLang asks for an item of the batch.
+    request.__dict__["_sub_obj_cache"] = dict(enumerate(items))
+    request.batch_size = prompts * samples
+    request.parallel_sample_num = 1
+
+
+def check_room_list(rooms: list[int | None]) -> None:
+    """Raise ValueError when a room occurs twice."""
+    given = [room for room in rooms if room is not None]
+    if len(set(given)) != len(given):
+        raise ValueError("bootstrap_room names the same room twice")
+
+
+logger = logging.getLogger(__name__)
+
+
+def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: Any, is_retracted: bool = False) -> None:
+    """AROUND `Scheduler._add_request_to_queue(req, is_retracted)`.
+
+    Refuses (400) a request whose room another live request uses. Each rank sees the same queues and decides
+    alike.
+    """
+    if is_retracted or not room_in_use(scheduler, request.bootstrap_room):
+        stock(scheduler, request, is_retracted)
+        return
+    message = f"bootstrap room {request.bootstrap_room} is already in use by another request"
+    logger.warning("%s (request %s)", message, request.rid)
+    prepare_abort(request, message, status_code=HTTPStatus.BAD_REQUEST)
+    # Newer versions keep cache-side state from arrival on.
+    release = getattr(scheduler, "_release_aborted_request", None)
+    if release is not None:
+        release(request)
+    scheduler.output_streamer.stream_output([request], request.return_logprob)
+
+
+def room_in_use(scheduler: Any, room: int | None) -> bool:
+    """Whether a request that this scheduler holds has this room."""
+    return room is not None and any(
+        request.bootstrap_room == room and not request.finished() for request in live_requests(scheduler)
+    )
+
+
+def live_requests(scheduler: Any) -> Iterator[Any]:
+    """Every request between arrival and release, in whichever queue it is; some come twice."""
+    yield from scheduler.waiting_queue
+    yield from scheduler.grammar_manager.grammar_queue
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None:
+            yield from batch.reqs
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req
+    # Those that a scheduler of this project keeps.
+    yield from getattr(scheduler, "held_requests", tuple)()
+    if scheduler.disaggregation_mode == DisaggregationMode.PREFILL:
+        yield from scheduler.disagg_prefill_bootstrap_queue.queue
+        yield from scheduler.disagg_prefill_inflight_queue
+    elif scheduler.disaggregation_mode == DisaggregationMode.DECODE:
+        for held in scheduler.disagg_decode_prealloc_queue.queue:
+            yield held.req
+        for held in scheduler.disagg_decode_transfer_queue.queue:
+            yield held.req
+        yield from scheduler.disagg_decode_prealloc_queue.retracted_queue

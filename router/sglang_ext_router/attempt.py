@@ -1,0 +1,153 @@
+"""One attempt of one request on two instances: its legs, and what they cost the instances."""
+
+from __future__ import annotations
+
+from sglang_ext.policy.routing.pd_actions import Leg
+from sglang_ext_router.prepared_request import PreparedRequest
+from sglang_ext_router.request_ids import abort_ids, room_id
+from sglang_ext_router.routing import Route
+from sglang_ext_router.services import Services
+from sglang_ext_router.upstream import LegOwner, UpstreamConnection
+from sglang_ext_router.workers import Worker
+
+_PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
+
+
+class Attempt:
+    """Takes its load upon the instances, and off them leg by leg: every leg ends with exactly one verdict.
+
+    The verdicts are `record_success`, `release_trial` and `record_failure`; the instances' circuit breakers and the
+    planner's picture of their prefix caches learn from them.
+    """
+
+    __slots__ = (
+        "_has_first_byte",
+        "_legs",
+        "_new_tokens",
+        "_request",
+        "_services",
+        "_started_s",
+        "request_id",
+        "route",
+    )
+
+    def __init__(self, services: Services, request: PreparedRequest, route: Route, now_s: float) -> None:
+        self._services = services
+        self._request = request
+        self._started_s = now_s
+        self._has_first_byte = False
+        self._legs: list[UpstreamConnection | None] = [None, None]
+        self.route = route
+        self.request_id = b""  # made of its room
+        prompt, prompt_tokens = request.prompt, request.prompt_tokens
+        self._new_tokens = new_tokens = route.decision.new_tokens * prompt.sequence_count
+        prefill, decode = route.prefill, route.decode
+        prefill.in_flight += 1
+        prefill.pending_tokens += new_tokens
+        decode.in_flight += 1
+        decode.reserved_tokens += prompt_tokens
+        if services.registry.suspects:
+            prefill.breaker.on_start(now_s)
+            decode.breaker.on_start(now_s)
+        services.planner.learn_route(prompt, prefill)
+        if services.siblings.shares_prefixes and prompt.hashes:
+            services.siblings.tell_prefix(prefill.url, prompt.hashes)
+        services.metrics.count_route(route, prompt_tokens)
+
+    # -- legs -------------------------------------------------------------------------------------------
+
+    def send(self, owner: LegOwner, number: int) -> None:
+        """Send the same body to both instances; what comes back is told to `owner` under this attempt's number."""
+        services, request, route = self._services, self._request, self.route
+        room = services.rooms.take(request.prompt.sequence_count)
+        self.request_id = made_id = room_id(room)
+        message = request.message(route.prefill.bootstrap_json, room, made_id, self._started_s)
+        target = request.target
+        start = services.pools.start
+        prefill = start(route.prefill, owner, _PREFILL, number, route.prefill.request_head(target) + message)
+        decode = start(route.decode, owner, _DECODE, number, route.decode.request_head(target) + message)
+        self._legs = [prefill, decode]
+        if request.prompt.is_stream:
+            prefill.tells_body = True  # which may be an error
+        if request.wants_joined_reply:
+            prefill.keeps_reply = decode.keeps_reply = True
+
+    def leg(self, kind: Leg) -> UpstreamConnection | None:
+        """The leg's connection; None once it has ended."""
+        return self._legs[kind]
+
+    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None:
+        """The leg goes on over a new connection."""
+        if self._legs[lost.kind] is lost:
+            self._legs[lost.kind] = fresh
+
+    def forget_leg(self, leg: UpstreamConnection) -> None:
+        """The leg has ended by itself: there is nothing to abort."""
+        if self._legs[leg.kind] is leg:
+            self._legs[leg.kind] = None
+
+    def abort_leg(self, kind: Leg) -> None:
+        """Close the leg and tell the instance, which would notice a closed connection only later."""
+        leg, self._legs[kind] = self._legs[kind], None
+        if leg is None:
+            return
+        leg.abort()  # it may still be relayed: its last bytes tell whether an error event fits behind them
+        prompt = self._request.prompt
+        ids = abort_ids(self._request.own_ids, self.request_id, prompt.sequence_count, prompt.samples_per_prompt)
+        self._services.aborter.abort(leg.worker, ids)
+
+    # -- the instances' account -------------------------------------------------------------------------
+
+    def worker(self, leg: Leg) -> Worker:
+        return self.route.prefill if leg is _PREFILL else self.route.decode
+
+    def note_first_byte(self) -> None:
+        """The KV has arrived: no longer on its way but used, which decode's next report will say."""
+        self._has_first_byte = True
+        prompt_tokens = self._request.prompt_tokens
+        decode = self.route.decode
+        decode.reserved_tokens -= prompt_tokens
+        decode.reported_free_kv_tokens -= prompt_tokens
+        decode.reported_awaiting_tokens = max(0, decode.reported_awaiting_tokens - prompt_tokens)
+
+    def record_success(self, leg: Leg) -> None:
+        """The instance did its part."""
+        worker = self.worker(leg)
+        registry = self._services.registry
+        if registry.suspects and worker.id in registry.suspects:
+            worker.breaker.on_success(self._services.loop.time(), self._started_s)
+            if worker.breaker.is_quiet:
+                registry.suspects.discard(worker.id)
+        self._release(leg, worker)
+
+    def release_trial(self, leg: Leg) -> None:
+        """The leg has ended and says nothing about the instance."""
+        worker = self.worker(leg)
+        if worker.id in self._services.registry.suspects:
+            worker.breaker.on_abandoned()
+        self._release(leg, worker)
+        self._learn_not_prefilled(leg, worker)
+
+    def record_failure(self, leg: Leg) -> None:
+        """The instance failed."""
+        worker = self.worker(leg)
+        registry = self._services.registry
+        worker.breaker.on_failure(self._started_s, self._services.loop.time())
+        if registry.contains(worker):
+            registry.suspects.add(worker.id)
+        self._services.metrics.count(self._services.metrics.worker_failures, worker.url)
+        self._release(leg, worker)
+        self._learn_not_prefilled(leg, worker)
+
+    def _release(self, leg: Leg, worker: Worker) -> None:
+        worker.in_flight -= 1
+        if leg is _PREFILL:
+            worker.pending_tokens -= self._new_tokens
+        elif not self._has_first_byte:
+            worker.reserved_tokens -= self._request.prompt_tokens
+
+    def _learn_not_prefilled(self, leg: Leg, worker: Worker) -> None:
+        if leg is _PREFILL:
+            request = self._request
+            held_tokens = self.route.decision.cached_tokens
+            self._services.planner.learn_not_prefilled(request.prompt, worker, held_tokens, request.prompt_tokens)

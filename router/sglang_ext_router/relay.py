@@ -1,0 +1,262 @@
+"""The client's side of one request: its reply, relayed from an instance, joined from two, or the router's own error."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from sglang_ext.policy.routing.pd_actions import FailureReason
+from sglang_ext_router import replies
+from sglang_ext_router.routing import Route
+from sglang_ext_router.upstream import UpstreamConnection
+
+if TYPE_CHECKING:
+    from sglang_ext_router.http1 import ClientConnection
+
+REASON_TEXT = {
+    FailureReason.NO_INSTANCE: "no instance can serve the request now",
+    FailureReason.CONNECT_FAILED: "an instance could not be reached",
+    FailureReason.LEG_LOST: "an instance was lost while it served the request",
+    FailureReason.LEG_FAILED: "an instance failed while it served the request",
+    FailureReason.QUEUE_TIMEOUT: "the request waited too long in the router's queue",
+    FailureReason.TIMEOUT: "the request took longer than the router allows",
+}
+_ERROR_EVENT = b'data: {"error"'
+_ABORTED_OUTPUT = b'"finish_reason":{"type":"abort"'
+_HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
+_INPUT_FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+
+
+class Relay:
+    """Writes one reply to one client; nothing is written once the client has it whole, or has left.
+
+    `status` is what the client was answered, 0 before; `request_id` and `route` go into the reply's head.
+    """
+
+    __slots__ = ("_client", "_is_http_11", "_joined", "_source", "queue_s", "request_id", "route", "status")
+
+    def __init__(self, client: ClientConnection, is_http_11: bool) -> None:
+        self._client: ClientConnection | None = client  # None once it has its reply, or has left
+        self._is_http_11 = is_http_11
+        self._source: UpstreamConnection | None = None  # the leg whose bytes go to the client as they come
+        self._joined: list[bytes | None] | None = None  # both replies, where they must be joined
+        self.request_id = b""
+        self.route: Route | None = None  # None: the client is not told
+        self.queue_s = 0.0
+        self.status = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client still waits for its reply, or for the rest of it."""
+        return self._client is not None
+
+    def begin_attempt(self, request_id: bytes, route: Route | None, is_joined: bool) -> None:
+        """The request is sent to instances; what an earlier attempt brought for a joined reply is void."""
+        self.request_id = request_id
+        self.route = route
+        if is_joined:
+            self._joined = [None, None]
+
+    def lose_client(self) -> None:
+        """The client has left."""
+        self._client = None
+
+    # -- an instance's reply ----------------------------------------------------------------------------
+
+    def take_head(self, leg: UpstreamConnection) -> bool:
+        """Send the leg's head with the router's own headers, and all of its body that is here.
+
+        False when the client, which speaks HTTP/1.0, cannot have a reply in chunks: it is answered with an error.
+        """
+        client = self._client
+        if client is None:
+            return True
+        self.status = leg.status
+        if self._joined is not None and leg.status == 200:
+            return True
+        head, rest = split_head(leg.raw)
+        if not self._is_http_11 and is_chunked(head):
+            self.answer_error(400, "a streamed reply needs HTTP/1.1")
+            return False
+        leg.is_relaying = True
+        self._source = leg
+        connection = b"" if client.keeps_alive else b"connection: close\r\n"
+        client.write(b"%b%b%b%b" % (head, self._own_headers(), connection, rest))
+        if leg.is_complete:  # here whole already
+            leg.is_relaying = False
+            self._source = None
+            self._finish()
+        return True
+
+    def write(self, data: bytes) -> None:
+        """More of the reply that is relayed."""
+        client = self._client
+        if client is not None:
+            client.write(data)
+
+    def take_complete(self, leg: UpstreamConnection) -> None:
+        """A leg's reply is here whole: if it was relayed, so is the client's; else it may be a half of a joined one."""
+        if leg is self._source:
+            self._source = None
+            self._finish()
+        elif self._joined is not None and leg.status == 200:
+            self._joined[leg.kind] = leg.raw
+            self._join()
+
+    def pause(self) -> None:
+        """The client reads too slowly: read no more from the instance."""
+        if self._source is not None:
+            self._source.pause_reading()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        if self._source is not None:
+            self._source.resume_reading()
+
+    def _join(self) -> None:
+        """Answer once both replies are there."""
+        assert self._joined is not None
+        prefill, decode = self._joined
+        client = self._client
+        if prefill is None or decode is None or client is None:
+            return
+        self._client = None
+        try:
+            body = join_logprobs(reply_body(prefill), reply_body(decode))
+        except (ValueError, KeyError, TypeError, AttributeError):  # whatever odd JSON makes of it
+            self.status = 502
+            client.respond_error(502, "the instances' replies do not match")
+            return
+        client.respond(200, body, extra=self._own_headers())
+
+    def _finish(self) -> None:
+        """The whole reply is written: the connection is free, the request may still have a prefill leg."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.finish(client.keeps_alive)
+
+    def _own_headers(self) -> bytes:
+        return route_headers(self.request_id, self.route, self.queue_s)
+
+    # -- the router's own ends of a reply ---------------------------------------------------------------
+
+    def answer_error(self, status: int, message: str, param: str | None = None) -> None:
+        """Reply with an error of the router's own, unless the client has left."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        self.status = status
+        headers = b"retry-after: 1\r\n" if status in (429, 503) else b""
+        if self.request_id:
+            headers += b"x-request-id: %b\r\n" % self.request_id
+        client.respond_error(status, message, param, headers)
+
+    def emit_error_event(self, reason: FailureReason) -> None:
+        """End a stream whose instance failed by an error event, or cut it where no event fits behind what was sent."""
+        leg, self._source = self._source, None
+        client = self._client
+        if client is None:
+            return
+        if leg is None or not leg.tail_ends_an_event():
+            self.cut()
+            return
+        event = replies.sse_error_event(502, REASON_TEXT[reason])
+        client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
+        self._finish()
+
+    def cut(self) -> None:
+        """Close the client's connection, so that a half-sent reply does not look like a whole one."""
+        if self._joined is not None:
+            self.answer_error(502, REASON_TEXT[FailureReason.LEG_FAILED])  # nothing has been relayed
+            return
+        client, self._client = self._client, None
+        self._source = None
+        if client is not None:
+            client.abort()
+
+
+# -- reading an instance's reply --------------------------------------------------------------------------
+
+
+def begins_unclear(leg: UpstreamConnection) -> bool:
+    """Whether too little of a stream is here to tell a token from an error."""
+    body = leg.body_so_far()
+    return len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body)
+
+
+def stream_error_status(leg: UpstreamConnection) -> int | None:
+    """Status of the failure that a streamed reply begins with; None if it begins with a token.
+
+    The OpenAI endpoints say it as `{"error": ...}`, `/generate` as an output whose finish reason is abort.
+    """
+    if leg.body_so_far().startswith(_ERROR_EVENT):
+        return find_int(leg.raw, b'"code":') or 500
+    if _ABORTED_OUTPUT in leg.raw:
+        return find_int(leg.raw, b'"status_code":') or 500
+    return None
+
+
+def split_head(raw: bytes) -> tuple[bytes, bytes]:
+    """A reply's head without the blank line and without headers of the connection; the rest."""
+    split = raw.index(b"\r\n\r\n") + 2
+    head = raw[:split]
+    if b"onnection:" in head or b"eep-alive:" in head or b"EEP-ALIVE:" in head or b"ONNECTION:" in head:
+        head = _HOP_HEADER.sub(b"", head)
+    return head, raw[split:]
+
+
+def is_chunked(head: bytes) -> bool:
+    """Whether the reply comes in chunks, which a client of HTTP/1.0 does not know."""
+    return b"\ntransfer-encoding:" in head.lower()
+
+
+def find_int(data: bytes, key: bytes) -> int | None:
+    """Value of the last `"key":<int>` in JSON text, without parsing all of it."""
+    start = data.rfind(key)
+    if start < 0:
+        return None
+    start += len(key)
+    while start < len(data) and data[start] in b": ":
+        start += 1
+    end = start
+    while end < len(data) and 48 <= data[end] <= 57:
+        end += 1
+    return int(data[start:end]) if end > start else None
+
+
+def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> bytes:
+    """The router's own header lines: what was decided, unless `route` is None."""
+    if route is None:
+        return b"x-request-id: %b\r\n" % request_id
+    return b"x-request-id: %b\r\nx-sglang-ext-class: %b\r\n%b%bx-sglang-ext-queue-ms: %d\r\n" % (
+        request_id,
+        route.decision.length_class.encode(),
+        route.prefill.route_header,
+        route.decode.route_header,
+        int(queue_s * 1000),
+    )
+
+
+def reply_body(raw: bytes) -> bytes:
+    """Body of a reply with Content-Length, given as received."""
+    return raw[raw.index(b"\r\n\r\n") + 4 :]
+
+
+def join_logprobs(prefill: bytes, decode: bytes) -> bytes:
+    """The decode reply with the prefill reply's prompt log-probabilities; ValueError if they do not match.
+
+    Under prefill-decode disaggregation a decode instance reports an empty list for the prompt's tokens.
+    """
+    ours, theirs = orjson.loads(decode), orjson.loads(prefill)
+    outputs: list[Any] = ours if isinstance(ours, list) else [ours]
+    prompts: list[Any] = theirs if isinstance(theirs, list) else [theirs]
+    if len(outputs) != len(prompts):
+        raise ValueError("prefill and decode answered for different numbers of sequences")
+    for output, prompt in zip(outputs, prompts, strict=True):
+        for field in _INPUT_FIELDS:
+            found = prompt["meta_info"].get(field)
+            if found:
+                output["meta_info"][field] = found + (output["meta_info"].get(field) or [])
+    return orjson.dumps(ours)

@@ -1,0 +1,129 @@
+"""The options of the handshake backend: from the command line to every process of an engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext.sglang_plugin import worker
+from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.handshake.transfer_options import (
+    TransferOptions,
+    conflict,
+    model_conflict,
+    transfer_options,
+)
+from sglang_ext.sglang_plugin.options import ExtensionOptions, options_from_environment
+from sglang_ext.types import Role
+
+HANDSHAKE = ("--transfer-backend", "handshake")
+RELEASE_LIMIT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sglang-ext worker")
+    worker.add_arguments(parser)
+    return parser.parse_args(["--role", "decode", "--model-path", "m", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), None),
+        (("--transfer-backend", "nixl"), None),
+        (HANDSHAKE, TransferOptions("tcp", None)),
+        ((*HANDSHAKE, "--transfer-receive-backends", "2"), TransferOptions("tcp", 2)),
+        ((*HANDSHAKE, "--transfer-transport", "shared_memory"), TransferOptions("shared_memory", None)),
+    ],
+)
+def test_from_the_command_line(argv: tuple[str, ...], expected: TransferOptions | None) -> None:
+    assert transfer_options(parse(*argv), Role.DECODE) == expected
+
+
+@pytest.mark.parametrize(
+    ("role", "argv", "message"),
+    [
+        (Role.DECODE, ("--transfer-receive-backends", "2"), "--transfer-receive-backends needs --transfer-backend"),
+        (Role.SHORT, ("--transfer-transport", "tcp"), "--transfer-transport needs --transfer-backend handshake"),
+        (Role.DECODE, (*HANDSHAKE, "--transfer-receive-backends", "0"), "must be at least 1, got 0"),
+        (Role.LONG, (*HANDSHAKE, "--transfer-receive-backends", "1"), "prefill instances receive no KV"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(role: Role, argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transfer_options(parse(*argv), role)
+
+
+@pytest.mark.parametrize("transfer", [None, TransferOptions(), TransferOptions("shared_memory", 3)])
+def test_they_reach_every_process(transfer: TransferOptions | None) -> None:
+    sent = ExtensionOptions(Role.DECODE, Device.CPU, transfer=transfer)
+    assert options_from_environment(sent.to_environment()) == sent
+
+
+def test_no_time_limit_overrules_what_the_handshake_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--model-path", str(tmp_path), "--device", "cpu", "--dry-run")
+    assert worker.run(parse(*common)) == 0
+    assert f"{RELEASE_LIMIT}=5 " in capsys.readouterr().out
+    assert worker.run(parse(*common, *HANDSHAKE)) == 0
+    line = capsys.readouterr().out
+    assert f"{RELEASE_LIMIT}=86400 " in line
+    assert "--disaggregation-transfer-backend handshake" in line
+
+
+FITTING = {
+    "pp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "enable_hisparse": False,
+    "speculative_algorithm": None,
+    "enable_pd_role_switch": False,
+    "disaggregation_decode_allocation_policy": "early",
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("pp_size", 2, "--pp-size"),
+        ("attn_cp_size", 2, "--attn-cp-size"),
+        ("dcp_size", 2, "--dcp-size"),
+        ("enable_hisparse", True, "--enable-hisparse"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("enable_pd_role_switch", True, "--enable-pd-role-switch"),
+        (
+            "disaggregation_decode_allocation_policy",
+            "prefill_complete",
+            "--disaggregation-decode-allocation-policy",
+        ),
+    ],
+)
+def test_arguments_that_it_does_not_go_with_are_named(field: str, value: object, flag: str) -> None:
+    assert conflict(SimpleNamespace(**FITTING), has_staging_buffer=False) is None
+    problem = conflict(SimpleNamespace(**{**FITTING, field: value}), has_staging_buffer=False)
+    assert problem is not None
+    assert problem.startswith(f"{flag} does not go with --transfer-backend handshake (")
+
+
+def test_a_staging_buffer_is_named() -> None:
+    problem = conflict(SimpleNamespace(**FITTING), has_staging_buffer=True)
+    assert problem is not None
+    assert problem.startswith("SGLANG_DISAGG_STAGING_BUFFER does not go with")
+
+
+@pytest.mark.parametrize(
+    ("states", "drafts", "is_mla", "what"),
+    [
+        ((), 0, False, None),
+        ((), 0, True, "latent attention"),
+        (("mamba", "swa"), 0, False, "mamba, swa"),
+        ((), 2, False, "a draft model"),
+    ],
+)
+def test_models_that_it_does_not_transfer_are_named(
+    states: tuple[str, ...], drafts: int, is_mla: bool, what: str | None
+) -> None:
+    problem = model_conflict(SimpleNamespace(state_types=states, num_draft_entries=drafts), is_mla)
+    assert (problem is None) if what is None else (problem is not None and what in problem)

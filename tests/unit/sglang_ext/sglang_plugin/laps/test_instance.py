@@ -1,0 +1,113 @@
+"""Iterations as they are measured: features, durations with and without overlap, and the share of busy time."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from sglang_ext.policy.laps.cost_model import IterationSample
+from sglang_ext.sglang_plugin.laps.instance import BUSY_WINDOW_S, IterationClock
+from sglang_ext.types import LengthClass
+
+SHORT, LONG = LengthClass.SHORT, LengthClass.LONG
+
+
+def test_features_of_a_batch() -> None:
+    """The work of attention is the sum of L (L + 2 H)."""
+    clock = IterationClock()
+    clock.note_launch(1.0, SHORT, new_tokens=[10, 3], cached_tokens=[0, 100])
+    sample = clock.note_result(1.25)
+    assert sample == IterationSample(
+        attention_work=10 * 10 + 3 * (3 + 2 * 100), new_tokens=13, cached_tokens=100, requests=2, duration_s=0.25
+    )
+
+
+def test_an_iteration_that_overlaps_counts_from_the_end_of_the_one_before() -> None:
+    clock = IterationClock()
+    clock.note_launch(0.0, SHORT, [8], [0])
+    clock.note_launch(0.5, SHORT, [16], [0])  # while the first one still computes
+    first, second = clock.note_result(1.0), clock.note_result(3.0)
+    assert (first.new_tokens, first.duration_s) == (8, 1.0)
+    assert (second.new_tokens, second.duration_s) == (16, 2.0)
+
+
+def test_idle_time_between_two_iterations_belongs_to_neither() -> None:
+    clock = IterationClock()
+    clock.note_launch(0.0, SHORT, [8], [0])
+    clock.note_result(1.0)
+    clock.note_launch(5.0, SHORT, [8], [0])
+    assert clock.note_result(5.5).duration_s == 0.5
+
+
+def test_a_result_without_a_launch_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        IterationClock().note_result(1.0)
+
+
+def test_lengths_of_unequal_number_are_an_error() -> None:
+    with pytest.raises(ValueError):
+        IterationClock().note_launch(0.0, SHORT, [1, 2], [0])
+
+
+def test_before_the_first_iteration_nothing_is_busy() -> None:
+    assert IterationClock().utilisation(123.0) == 0.0
+
+
+def test_utilisation_since_the_start() -> None:
+    clock = IterationClock()
+    clock.note_launch(100.0, SHORT, [8], [0])
+    clock.note_result(101.0)
+    assert clock.utilisation(104.0) == pytest.approx(1 / 4)
+
+
+def test_utilisation_counts_the_running_iteration() -> None:
+    clock = IterationClock()
+    clock.note_launch(100.0, SHORT, [8], [0])
+    assert clock.utilisation(103.0) == pytest.approx(1.0)
+    clock.note_launch(102.0, SHORT, [8], [0])
+    clock.note_result(104.0)
+    # The second one runs since the end of the first, not since its launch.
+    assert clock.utilisation(106.0) == pytest.approx(1.0)
+
+
+def test_each_class_has_its_share() -> None:
+    clock = IterationClock()
+    clock.note_launch(0.0, SHORT, [8], [0])
+    clock.note_result(1.0)
+    clock.note_launch(2.0, LONG, [8], [0])
+    clock.note_result(4.0)
+    assert clock.utilisation(5.0, SHORT) == pytest.approx(1 / 5)
+    assert clock.utilisation(5.0, LONG) == pytest.approx(2 / 5)
+    assert clock.utilisation(5.0) == pytest.approx(3 / 5)
+    clock.note_launch(5.0, LONG, [8], [0])
+    # What runs counts for its own class.
+    assert clock.utilisation(8.0, SHORT) == pytest.approx(1 / 8)
+    assert clock.utilisation(8.0, LONG) == pytest.approx(5 / 8)
+    assert clock.utilisation(BUSY_WINDOW_S + 1.5, SHORT) == 0.0
+
+
+def test_utilisation_forgets_after_ten_seconds() -> None:
+    clock = IterationClock()
+    clock.note_launch(0.0, SHORT, [8], [0])
+    clock.note_result(5.0)
+    assert clock.utilisation(BUSY_WINDOW_S + 4.9) == pytest.approx(0.5)
+    assert clock.utilisation(BUSY_WINDOW_S + 5.1) == 0.0
+
+
+def test_utilisation_never_leaves_its_range() -> None:
+    random = Random(7)
+    clock = IterationClock()
+    now_s = 0.0
+    launched = 0
+    for _ in range(2000):
+        now_s += random.choice((0.0, 0.001, 0.2, 3.0))
+        if launched < 2 and (launched == 0 or random.random() < 0.5):
+            clock.note_launch(now_s, random.choice((SHORT, LONG)), [random.randrange(1, 100)], [random.randrange(100)])
+            launched += 1
+        else:
+            assert clock.note_result(now_s).duration_s >= 0
+            launched -= 1
+        shares = [clock.utilisation(now_s, length_class) for length_class in (SHORT, LONG, None)]
+        assert all(0.0 <= share <= 1.0 for share in shares)
+        assert min(1.0, shares[0] + shares[1]) == pytest.approx(shares[2])
