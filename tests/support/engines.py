@@ -286,7 +286,7 @@ def is_idle(load: dict[str, Any]) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now, that no connection is given by the system, and that was not asked for."""
+    """A TCP port that has no listener now, that no connection is given by the system, and that was not asked for."""
     (port,) = pick_free_ports("127.0.0.1", 1, avoid=_PORTS, draw=random.SystemRandom())
     _PORTS.add(port)
     return port
