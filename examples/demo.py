@@ -41,9 +41,9 @@ from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
 from sglang_ext.sequence_parallel.timeline import (
-    PictureError,
     StatusUnavailableError,
     TimelineError,
+    TimelinePictureError,
     chunks_of,
     plan_text,
     read_status,
@@ -229,7 +229,7 @@ def _draw_pool(cluster: Cluster, status: Any) -> None:
     picture = cluster.folder / "long-pool.png"
     try:
         draw_pool_timeline(timeline_of(status), picture, lambda name: cluster.name_of(f"http://{name}"))
-    except (TimelineError, PictureError) as error:
+    except (TimelineError, TimelinePictureError) as error:
         print(f"no picture of the long pool: {error}", file=sys.stderr)
         return
     print(f"timeline of the long pool: {picture}")

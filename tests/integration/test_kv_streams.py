@@ -132,7 +132,7 @@ def test_every_instance_sends_what_it_computes(pool: LongPool) -> None:
     times = [one["times"] for one in pool.coordinator.status()["recent"] if one["outcome"] == "collected"]
     assert all(0 <= one["exposed_transfer_s"] < one["transfer_s"] < 60 for one in times), times
     page = pool.setting.page_tokens
-    # Each row once, from whoever it came.
+    # Each row once, from whichever member it came.
     whole = sum(-(-tokens // page) * page for tokens in lengths) * TOKEN_BYTES
     assert whole <= sum(sent) <= whole + len(lengths) * pool.setting.decode_ranks * METADATA_BYTES
     assert all(one > METADATA_BYTES for one in sent), sent
@@ -233,7 +233,7 @@ def check_decode(decode: Engine, *, restarted: int) -> None:
 
 
 @pytest.mark.chaos
-def test_whoever_is_killed_costs_time_only(mortal: LongPool, threads: ThreadPoolExecutor) -> None:
+def test_a_killed_member_costs_time_only(mortal: LongPool, threads: ThreadPoolExecutor) -> None:
     owner, helper, other = mortal.pairs
     decode = owner.decode
     assert owner.send(LONG, seed=700).is_exact()

@@ -40,7 +40,7 @@ def _run(rank: int, size: int, folder: str) -> None:
     import torch.distributed
 
     from sglang_ext.sequence_parallel.mesh import MeshError
-    from sglang_ext.sequence_parallel.ranks import GroupRanks, together
+    from sglang_ext.sequence_parallel.ranks import GroupRanks, all_ranks_or_raise
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     ranks = GroupRanks(torch.distributed.new_group(list(range(size)), backend="gloo"), first_global_rank=0)
@@ -60,7 +60,7 @@ def _run(rank: int, size: int, folder: str) -> None:
     errors = []
     for number in range(size + 1):
         try:
-            with together(ranks, ValueError):
+            with all_ranks_or_raise(ranks, ValueError):
                 if rank == number:
                     raise ValueError("mine")
         except (ValueError, MeshError) as error:

@@ -97,7 +97,7 @@ class RingInstances:
         """What every rank of every member says of a step: None, or its error."""
         for place, instance in enumerate(step.layout.group):
             self._tell(instance, "failure_of", step._replace(token_ids=(step.token_ids[place],)))
-        return [said for instance in step.layout.group for said in _answers(self._pipes[instance])]
+        return [answer for instance in step.layout.group for answer in _answers(self._pipes[instance])]
 
     def _ask(self, instance: int, *message: Any) -> Any:
         """What the first rank answers."""
