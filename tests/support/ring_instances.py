@@ -9,7 +9,6 @@ Not a whole server: what is tested is the computation. Servers are tested beside
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import traceback
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from support.engines import free_port
+from support.preloaded import preloaded_context
 
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 60.0
@@ -114,7 +114,7 @@ def ring_instances(
     model: Path, count: int, page_tokens: int = 1, dtype: str = "float32", ranks: int = 1
 ) -> Iterator[RingInstances]:
     """`count` instances of `ranks` tensor-parallel ranks, one thread for each."""
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     pipes: list[list[Connection]] = []
     processes = []
     for instance in range(count):
