@@ -62,9 +62,9 @@ def run_chunk(
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises KvPoolFullError
     and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and
     so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the
-    computation of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the slots of the
-    new rows, and what it returns is called with every layer whose K and V are there. Of several `ranks` all raise where
-    one does.
+    computation of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the
+    slots of the new rows, and what it returns is called with every layer whose K and V are there. Of several `ranks`
+    all raise where one does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)

@@ -37,7 +37,7 @@ struct Group {
     Tokens least_free_tokens;
 };
 
-// The instances that can hold their share of a request. Groups form a tree: a child of a group is its extension to a
+// The instances with room for their share of a request. Groups form a tree: a child of a group is its extension to a
 // larger SP size. Within a node, instances join in the order of (delay, position), so a group is a few whole nodes and
 // at most one node in part. Delays that Eq. 2 sets to zero keep their order here: of two instances that are free by
 // then, the one that was free first joins first.
@@ -145,7 +145,7 @@ class Pool {
             root.ready_s = std::max(root.ready_s, snapshot_->delay_s[std::size_t(member)]);
             root.least_free_tokens = std::min(root.least_free_tokens, snapshot_->free_tokens[std::size_t(member)]);
         }
-        // A member that cannot hold its share cannot be left behind: then no size is possible here.
+        // A member without room for its share cannot be left behind: then no size is possible here.
         if (root.least_free_tokens < least_free_tokens) available_ = 0;
         append(root);
     }

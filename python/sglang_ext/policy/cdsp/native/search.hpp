@@ -185,7 +185,7 @@ class Search {
         }
     }
 
-    // Algorithm 3, and no more than the group can hold once earlier chunks' KV is spread evenly over it.
+    // Algorithm 3, and no more than the group has room for once earlier chunks' KV is spread evenly over it.
     Tokens chunk_tokens(const State &state, std::size_t current, const Group &group, double budget_s) const {
         const Tokens room_each = group.least_free_tokens / page_tokens_ * page_tokens_;
         Tokens limit = state.tokens;
