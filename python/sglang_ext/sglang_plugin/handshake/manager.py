@@ -20,11 +20,11 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
+from sglang_ext.identifiers import TransferAttempt, TransferId
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.rooms import Attempt, Room
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sglang_plugin.handshake.layout import cpu_head_layout, pool_layout
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
@@ -52,7 +52,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         if problem is not None:
             raise ValueError(problem)
         self._kv_heads = _kv_heads(server_args)
-        self.attempts: dict[int, Attempt] = {}  # decode: of rooms that are being received anew
+        self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received anew
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._open_endpoint()
@@ -160,12 +160,12 @@ class RefusedRooms:
         self._endpoint = endpoint
         self._keep_s = keep_s
         self._clock = clock
-        self._rooms: dict[Room, _Refusal] = {}  # oldest first
+        self._rooms: dict[TransferId, _Refusal] = {}  # oldest first
         self._lock = threading.Lock()
         self._is_wanted = threading.Event()
         threading.Thread(target=self._watch, name="kv-refused-rooms", daemon=True).start()
 
-    def refuse(self, room: Room, reason: str) -> None:
+    def refuse(self, room: TransferId, reason: str) -> None:
         """Tell every decode rank that has invited for this room, and those that will."""
         with self._lock:
             self._rooms.pop(room, None)
@@ -175,12 +175,12 @@ class RefusedRooms:
         self._notify(room, reason)
         self._is_wanted.set()
 
-    def forget(self, room: Room) -> None:
+    def forget(self, room: TransferId) -> None:
         """A new request has this room."""
         with self._lock:
             self._rooms.pop(room, None)
 
-    def _notify(self, room: Room, reason: str) -> None:
+    def _notify(self, room: TransferId, reason: str) -> None:
         for invitation in self._endpoint.invitations(room):
             if invitation.withdrawn is None:
                 try:
