@@ -90,7 +90,11 @@ class Ring:
 
 
 class DeferredErrorAttention:
-    """See `attention.Attention`."""
+    """An `Attention` that does not leave the model in the middle of a layer.
+
+    A rank whose ring is broken has peer ranks that wait for it in the model's own collectives. It goes on with them to
+    the end, computing zeros, and `check` then raises the error.
+    """
 
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
