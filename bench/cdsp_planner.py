@@ -13,7 +13,7 @@ Beyond SP 16, which the table does not list, overhead doubles with the size (--s
 (--scaling ideal, where large groups pay and the search is at its largest); the figures of both are printed, `sp…_us`
 are those of ring. The quality part gives the TTFT of plans above the lowest that any growing groups and any cuts could
 reach, memory and nodes apart, on 16 instances on 2 nodes: in chunks, in one chunk, and in chunks when all instances
-are said to be on one node (`any_node`), so that the rest is what the preference for few nodes costs.
+are declared to be on one node (`any_node`), so that the rest is what the preference for few nodes costs.
 
 The last line is `RESULT {json}`.
 """

@@ -175,7 +175,7 @@ def _round(engines: dict[str, BenchEngine], tokens: int) -> Round:
 
 def _grown(engines: dict[str, BenchEngine], coordinator: PoolCoordinator, tokens: int) -> Grown:
     busy = Sent(engines["pool-1"], engines["decode"], BUSY_TOKENS, VOCABULARY)
-    time.sleep(0.3)  # it computes by now, and has said so
+    time.sleep(0.3)  # it computes by now, and has reported it
     sent = Sent(engines["pool-0"], engines["decode"], tokens, VOCABULARY).wait()
     busy.wait()
     last = coordinator.status()["recent"][-1]

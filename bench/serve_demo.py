@@ -20,9 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_ext.cluster.checks import ConfigError
 from sglang_ext.cluster.cluster import Cluster
-from sglang_ext.cluster.config import ClusterConfig, PoolConfig, PoolsConfig, RouterSettings
+from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, PoolsConfig, RouterSettings
 from sglang_ext.cluster.display import PlainDisplay
 from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError

@@ -25,11 +25,11 @@ from demo_client import Question, Reply, ask_all
 from demo_report import draw_timeline, print_table
 from demo_view import make_view
 
-from sglang_ext.cluster.checks import ConfigError
 from sglang_ext.cluster.cluster import Cluster
 from sglang_ext.cluster.config import (
     ClusterConfig,
-    CoordinatorSettings,
+    ConfigError,
+    CoordinatorConfig,
     PoolConfig,
     PoolsConfig,
     RouterSettings,
@@ -41,9 +41,9 @@ from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
 from sglang_ext.sequence_parallel.timeline import (
-    PictureError,
     StatusUnavailableError,
     TimelineError,
+    TimelinePictureError,
     chunks_of,
     plan_text,
     read_status,
@@ -105,7 +105,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
             ),
             decode=PoolConfig(count=1, tp=arguments.decode_tp),
         ),
-        coordinator=CoordinatorSettings(
+        coordinator=CoordinatorConfig(
             enabled=find_machine().gpu_count == 0,  # there are no kernels for it on a GPU yet
             args=(
                 *("--profile", str(EXAMPLES / "demo_costs.json"), "--improvement-rate", "0"),
@@ -229,7 +229,7 @@ def _draw_pool(cluster: Cluster, status: Any) -> None:
     picture = cluster.folder / "long-pool.png"
     try:
         draw_pool_timeline(timeline_of(status), picture, lambda name: cluster.name_of(f"http://{name}"))
-    except (TimelineError, PictureError) as error:
+    except (TimelineError, TimelinePictureError) as error:
         print(f"no picture of the long pool: {error}", file=sys.stderr)
         return
     print(f"timeline of the long pool: {picture}")

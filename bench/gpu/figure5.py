@@ -5,7 +5,7 @@
 The instance is that of `gpu.figure6` with both queues and graphs, started anew for every window. The load is open: new
 prompts of up to 256 tokens are due at moments that are drawn beforehand, the same for every window, whatever has been
 answered; a request's time runs from the moment at which it was due. A batch also leaves before its window ends, when
-it has reached the depth that is aimed at or nobody else fits.
+it has reached the depth that is aimed at or no other request fits.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def level(server: Any, rate_per_s: float, load: Load) -> dict[str, Any]:
 
 
 def measure(model: Path, laps: LapsOptions, load: Load, has_gpu: bool) -> dict[str, Any]:
-    """All rates with one window, and what the queues said after each."""
+    """All rates with one window, and what the queues reported after each."""
     levels = []
     try:
         with figure6.serve(model, figure6.System(laps, GRAPHS), has_gpu) as server:

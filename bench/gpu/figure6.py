@@ -93,7 +93,7 @@ class Load(NamedTuple):
 
 
 def turns(seed: int, divide_by: int) -> Iterator[list[int]]:
-    """Prompts of one client without end: conversations whose turns begin with all that was said before."""
+    """Prompts of one client without end: conversations whose turns begin with all messages before them."""
     draw = random.Random(seed)
     while True:
         prompt: list[int] = []
@@ -176,15 +176,15 @@ def serve(model: Path, system: System, has_gpu: bool) -> Iterator[Server]:
     environment = {**os.environ, **added}
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, entry_point_folder() as folder:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-        # In the stage's own session: whoever gives the stage up ends the server with it.
+        # In the stage's own session: a stage that is given up takes its server with it.
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             wait_ready(server.url, process, Path(log.name))
             yield server
             if process.poll() is not None:
-                raise RuntimeError(f"a server ended: {last_words(Path(log.name))}")
+                raise RuntimeError(f"a server ended: {last_error(Path(log.name))}")
         except OSError as error:
-            raise RuntimeError(f"a server does not answer: {last_words(Path(log.name))}") from error
+            raise RuntimeError(f"a server does not answer: {last_error(Path(log.name))}") from error
         finally:
             process.terminate()
             try:
@@ -221,11 +221,11 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                     return
         except OSError:
             time.sleep(0.5)
-    raise RuntimeError(f"a server did not start: {last_words(log)}")
+    raise RuntimeError(f"a server did not start: {last_error(log)}")
 
 
-def last_words(log: Path) -> str:
-    """The last error in a log, or its last line: whoever ends with another process says so after it."""
+def last_error(log: Path) -> str:
+    """The last error in a log, or its last line: processes that end because another one did log after it."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
     return ([line for line in lines if _CAUSE.match(line)] or lines)[-1]
 

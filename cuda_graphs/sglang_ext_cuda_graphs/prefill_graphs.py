@@ -130,7 +130,7 @@ class PrefillGraphs:
 
     @staticmethod
     def _load_dummy(batch: PaddedBatch, shape: GraphShape) -> None:
-        """A full batch of new prompts whose KV goes to slot 0, which is nobody's."""
+        """A full batch of new prompts whose KV goes to slot 0, which no request has."""
         for tensor in batch:
             tensor.zero_()
         batch.new_lens[: shape.requests] = shape.length_tokens

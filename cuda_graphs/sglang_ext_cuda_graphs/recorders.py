@@ -67,7 +67,7 @@ class CudaRecorder:
         self._warm_ups = warm_ups
 
     def warm_up(self, compute: Callable[[], None]) -> None:
-        """Run, and give back what that took of memory: the pool of the graphs has its own."""
+        """Run, and free what that took of memory: the pool of the graphs has its own."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

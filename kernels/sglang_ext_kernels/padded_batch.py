@@ -29,7 +29,7 @@ class RaggedBatch(NamedTuple):
 
 
 class PaddedBatch(NamedTuple):
-    """Static tensors for up to T tokens of up to B requests; int64 unless said."""
+    """Static tensors for up to T tokens of up to B requests; int64 unless noted."""
 
     ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]

@@ -32,7 +32,7 @@ _PROFILES = {
     ),
 }
 COMMANDS = {
-    "up": Command("sglang_ext.cluster.command", "start a whole cluster (pools and router) and keep it healthy"),
+    "up": Command("sglang_ext.cluster.up", "start a whole cluster (pools and router) and keep it healthy"),
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
     "worker": Command("sglang_ext.sglang_plugin.worker", "start one SGLang instance with a role"),
     "coordinator": Command(

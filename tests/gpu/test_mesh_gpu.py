@@ -24,8 +24,8 @@ def new_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
 
 
-def exchange(mesh: Mesh, instance: int, others: list[int], device: torch.device) -> None:
-    """Rounds of computing, exchanging what was computed, and computing with what has come."""
+def send_and_receive(mesh: Mesh, instance: int, others: list[int], device: torch.device) -> None:
+    """Rounds of computing, sending and receiving what was computed, and computing with what has come."""
     for number in range(20):
         ours = torch.full((ROWS,), float(instance), device=device) + number
         theirs = [torch.empty_like(ours) for _ in others]
@@ -42,7 +42,7 @@ def exchange(mesh: Mesh, instance: int, others: list[int], device: torch.device)
 @needs_a_gpu
 def test_nccl_with_itself() -> None:
     device = torch.device("cuda", 0)
-    exchange(NcclMesh(new_store(), "mesh/1/rank0", (7,), 7, TIMEOUT_S, device), 7, [7], device)
+    send_and_receive(NcclMesh(new_store(), "mesh/1/rank0", (7,), 7, TIMEOUT_S, device), 7, [7], device)
 
 
 @needs_a_gpu
@@ -59,7 +59,7 @@ def test_nvshmem_with_itself() -> None:
 
     device = torch.device("cuda", 0)
     memory = NvshmemMemory(new_store(), "mesh/1/rank0", 0, 1, TIMEOUT_S, device)
-    exchange(MailboxMesh(memory, (7,), 7, TIMEOUT_S, piece_bytes=2**16), 7, [7], device)
+    send_and_receive(MailboxMesh(memory, (7,), 7, TIMEOUT_S, piece_bytes=2**16), 7, [7], device)
     memory.close()
 
 
@@ -77,7 +77,7 @@ def test_nccl_between_two() -> None:
         for pipe in pipes:
             assert pipe.poll(120)
             assert pipe.recv() == "done"
-        # One goes; the other one, in the middle of an exchange, does not wait for it for ever.
+        # One goes; the other one, in the middle of a transfer, does not wait for it for ever.
         processes[1].kill()
         pipes[0].send("again")
         assert pipes[0].poll(120)
@@ -93,7 +93,7 @@ def _member(pipe: Connection, port: int, instance: int) -> None:
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     mesh = NcclMesh(store, "mesh/1/rank0", (3, 4), instance, 5.0, device)
-    exchange(mesh, instance, [7 - instance], device)
+    send_and_receive(mesh, instance, [7 - instance], device)
     pipe.send("done")
     pipe.recv()
     mesh.receive(torch.empty(ROWS, device=device), 7 - instance, 0).wait()

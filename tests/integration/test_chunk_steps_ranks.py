@@ -37,7 +37,7 @@ def test_random_plans(pool: tuple[RingInstances, int], seed: int) -> None:
 def test_a_ring_that_breaks_for_one_rank_fails_the_step_for_all(
     pool: tuple[RingInstances, int], rank: int, calls: int
 ) -> None:
-    """Nobody is left waiting in the model's own collectives, all are as before, and the chunk can be done again."""
+    """No rank is left waiting in the model's own collectives, all are as before, and the chunk can be done again."""
     instances, page_tokens = pool
     before = instances.free_tokens()
     plan = Plan(0, ((90, (1,)), (120, (1, 0)), (150, (1, 0))), Interleaving.ZIGZAG, True, 77)
@@ -45,9 +45,9 @@ def test_a_ring_that_breaks_for_one_rank_fails_the_step_for_all(
     instances.step(first)
     held = instances.free_tokens()
     instances.break_ring(0, rank, calls)
-    said = instances.failures(second)
-    assert len(said) == 2 * RANKS
-    assert all(said), said
+    reasons = instances.failures(second)
+    assert len(reasons) == 2 * RANKS
+    assert all(reasons), reasons
     assert instances.free_tokens() == held
     instances.join()
     instances.step(second._replace(first_tag=5000))

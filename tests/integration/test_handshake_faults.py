@@ -146,7 +146,7 @@ def test_one_leg_aborted_in_the_middle_ends_both(
             aborted_at = abort(pair[aborting], rid)
             time.sleep(0.25)
         if aborting == 1:
-            # Nobody writes to its slots, and decode knows that without hearing from prefill.
+            # No write to its slots is under way, and decode knows that without a message from prefill.
             assert decode.wait_idle() < ABORT_LIMIT_S
     resumed_at = time.monotonic()
     assert all(leg.ended_within(ABORT_LIMIT_S, max(aborted_at, resumed_at)) for leg in legs)

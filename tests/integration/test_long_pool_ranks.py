@@ -126,7 +126,7 @@ def test_all_ranks_send_what_they_compute(pool: list[Pair], coordinator: Coordin
         assert is_exact(pool[number % 2].send(tokens, seed=150 + number)), tokens
     assert coordinator.status()["requests_collected"] > collected
     sent = [now - then for now, then in zip(written_bytes(), before, strict=True)]
-    # Each row once, from whoever it came; padding does not travel.
+    # Each row once, from whichever rank it came; padding does not travel.
     whole = sum(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS for tokens in lengths) * TOKEN_BYTES
     assert whole <= sum(sent) <= whole + len(lengths) * DECODE_RANKS * METADATA_BYTES
     assert all(one > len(lengths) * DECODE_RANKS * METADATA_BYTES for one in sent), sent

@@ -2,7 +2,7 @@
 
 Whatever the plan, the tokens are those of Hugging Face on one machine: groups of one to four instances that grow, up to
 four chunks and more, both ways to deal tokens out, cached prefixes as history, prompts of several instances at once
-whose groups grow towards each other, and requests beside them that nobody shares.
+whose groups grow towards each other, and requests beside them that are not shared.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_tokens_do_not_depend_on_the_plan(instances: Instances, interleaving: In
                 owner = draw.randrange(MEMBERS)
                 running.append(_send(instances.pairs[owner][number % 2], served[owner], number, draw))
                 served[owner].append(running[-1])
-            # Nobody shares a prompt of one token.
+            # A prompt of one token is not shared.
             beside = [instances.pairs[number][number % 2].send(1, seed=9000 + first + number) for number in range(2)]
             assert all(one.is_exact() for one in (*running, *beside))
         ended = coordinator.status().recent

@@ -40,10 +40,10 @@ def test_serves_restarts_and_stops(tmp_path: Path) -> None:
         assert again.pid != decode.pid
         assert [cluster.chat_until_answered(text, 60) for text in (short_prompt, long_prompt)] == first
 
-        everyone = cluster.processes()
+        processes = cluster.processes()
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.process.wait(60) == 0
-        assert wait_until_gone(everyone, 0) == []
+        assert wait_until_gone(processes, 0) == []
         assert not (cluster.folder / "state.json").exists()
         log = cluster.output.read_text()
         assert "decode-0: was ended by SIGKILL; starting again in 1 s" in log
@@ -53,10 +53,10 @@ def test_serves_restarts_and_stops(tmp_path: Path) -> None:
 def test_kill_9_of_up_leaves_nothing_running(tmp_path: Path) -> None:
     with up(tmp_path) as cluster:
         cluster.wait_until_ready()
-        everyone = cluster.processes()
+        processes = cluster.processes()
         cluster.process.kill()
         cluster.process.wait()
-        assert wait_until_gone(everyone, 20) == []
+        assert wait_until_gone(processes, 20) == []
 
 
 def test_an_instance_that_cannot_start_ends_it_with_its_log(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def test_two_long_instances_share_prompts(tmp_path: Path, capsys: pytest.Capture
         check(cluster, 950, seed=21)
         wait_for(cluster, lambda pool: len(collected(pool)) == 1)
 
-        everyone = cluster.processes()
+        processes = cluster.processes()
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.process.wait(60) == 0
-        assert wait_until_gone(everyone, 0) == []
+        assert wait_until_gone(processes, 0) == []
         assert "Traceback" not in cluster.output.read_text()

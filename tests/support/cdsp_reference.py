@@ -187,10 +187,10 @@ def _with_absolute_starts(plan: ReferencePlan) -> ReferencePlan:
 def optimum_s(config: PlannerConfig, snapshot: PrefillSnapshot, request: CdspRequest) -> Fraction:
     """The lowest TTFT over all nested instance sets of allowed sizes and all cuts, KV capacity apart."""
     costs = {candidate.size: candidate.cost for candidate in config.candidates}
-    everyone = range(len(snapshot.node_ids))
+    all_instances = range(len(snapshot.node_ids))
 
     def supersets(members: frozenset[int]) -> Iterator[frozenset[int]]:
-        others = [i for i in everyone if i not in members]
+        others = [i for i in all_instances if i not in members]
         for size in costs:
             if size > len(members):
                 yield from (members | set(more) for more in combinations(others, size - len(members)))

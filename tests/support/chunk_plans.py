@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ext.policy.cdsp.sharding import Interleaving, Lot, lay_out
+from sglang_ext.policy.cdsp.sharding import Interleaving, KvSegment, lay_out
 from sglang_ext.sequence_parallel.chunk_step import tags_needed
 from support.ring_instances import RingInstances, Step
 
@@ -45,9 +45,9 @@ def random_plan(seed: int, instances: int) -> Plan:
 
 
 def steps_of(plan: Plan, request: int, first_tag: int, page_tokens: int) -> list[Step]:
-    held: dict[int, tuple[Lot, ...]] = {}
+    held: dict[int, tuple[KvSegment, ...]] = {}
     if plan.cached_tokens:
-        held[plan.chunks[0][1][0]] = (Lot((range(plan.cached_tokens),), is_borrowed=True),)
+        held[plan.chunks[0][1][0]] = (KvSegment((range(plan.cached_tokens),), is_borrowed=True),)
     steps, start, tag = [], plan.cached_tokens, first_tag
     for tokens, group in plan.chunks:
         layout, held = lay_out(held, (range(start, start + tokens),), group, plan.interleaving, page_tokens)

@@ -33,7 +33,7 @@ from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
 READY_TIMEOUT_S = 400.0
-STOP_TIMEOUT_S = 20.0
+SHARED_MEMORY = Path("/dev/shm")
 MAX_ALIVE = 8
 LOG_TAIL_LINES = 40
 _PORTS: set[int] = set()  # handed out by this process
@@ -181,19 +181,22 @@ class Engine:
         self.process.wait()
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL for whatever is left; keeps the log of an engine that failed. Safe to call again."""
-        if self.is_alive:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        for pid in self.process_ids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        """Kill all its processes (SGLang takes 5 s to end when asked to); keep the log of one that failed.
+
+        Safe to call again.
+        """
+        pids = {self.process.pid, *self.process_ids()}
+        while left := self.process_ids():
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.01)
+        self.process.wait()
+        for queue in SHARED_MEMORY.glob("sgl_shm_mq_*"):  # those of tensor-parallel ranks outlive kill -9
+            if int(queue.name.split("_")[3]) in pids:
+                queue.unlink(missing_ok=True)
         if not self.has_failed:
             self.log_path.unlink(missing_ok=True)
 
@@ -283,7 +286,7 @@ def is_idle(load: dict[str, Any]) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now, that no connection is given by the system, and that was not asked for."""
+    """A TCP port that has no listener now, that no connection is given by the system, and that was not asked for."""
     (port,) = pick_free_ports("127.0.0.1", 1, avoid=_PORTS, draw=random.SystemRandom())
     _PORTS.add(port)
     return port

@@ -6,12 +6,13 @@ them, and the tail on the batch itself.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from support.preloaded import preloaded_context
 
 TIMEOUT_S = 300.0
 
@@ -49,7 +50,7 @@ def run_batches(
     memory_gb: float | None = None,
 ) -> list[Outcome]:
     """Each batch in turn, in a process of its own, as SGLang changes the one that it is imported into."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=preloaded_context()) as pool:
         options = (capture, lengths_tokens, batch_sizes, memory_gb)
         future = pool.submit(_run, str(model), batches, page_tokens, options)
         return future.result(TIMEOUT_S)

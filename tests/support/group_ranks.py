@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from support.preloaded import preloaded_context
 
 JOIN_TIMEOUT_S = 120.0
 ROUNDS = 60
@@ -20,7 +21,7 @@ def value_of(number: int) -> Any:
 
 def run_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
     """What each rank has seen. Raises AssertionError when one of them fails or is not done in time."""
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     processes = [context.Process(target=_run, args=(rank, size, str(folder))) for rank in range(size)]
     for process in processes:
         process.start()
@@ -39,7 +40,7 @@ def _run(rank: int, size: int, folder: str) -> None:
     import torch.distributed
 
     from sglang_ext.sequence_parallel.mesh import MeshError
-    from sglang_ext.sequence_parallel.ranks import GroupRanks, together
+    from sglang_ext.sequence_parallel.ranks import GroupRanks, all_ranks_or_raise
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     ranks = GroupRanks(torch.distributed.new_group(list(range(size)), backend="gloo"), first_global_rank=0)
@@ -59,7 +60,7 @@ def _run(rank: int, size: int, folder: str) -> None:
     errors = []
     for number in range(size + 1):
         try:
-            with together(ranks, ValueError):
+            with all_ranks_or_raise(ranks, ValueError):
                 if rank == number:
                     raise ValueError("mine")
         except (ValueError, MeshError) as error:

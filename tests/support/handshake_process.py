@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
@@ -73,15 +72,17 @@ class _Rank:
         self.endpoint = HandshakeEndpoint(
             "127.0.0.1", create_transport(transport, "127.0.0.1"), self.pool.layout, options
         )
-        self.handles: dict[tuple[int, str], SendHandle] = {}
+        self.handles: dict[tuple[int, str], OutgoingTransfer] = {}
 
     def address(self) -> str:
         return self.endpoint.address
 
-    def expect(self, room: int, first_token: int, slots: list[int], shard: KVShard, aux_slot: int | None) -> None:
+    def expect(
+        self, transfer_id: int, first_token: int, slots: list[int], shard: KVShard, aux_slot: int | None
+    ) -> None:
         self.endpoint.expect(
             needed(
-                room,
+                transfer_id,
                 first_token=first_token,
                 slots=array("I", slots),
                 first_head=shard.first_head,
@@ -92,29 +93,29 @@ class _Rank:
             )
         )
 
-    def cancel(self, room: int) -> None:
-        self.endpoint.cancel(room, "cancelled")
+    def cancel(self, transfer_id: int) -> None:
+        self.endpoint.cancel(transfer_id, "cancelled")
 
-    def receive_status(self, room: int) -> TransferStatus | None:
-        return self.endpoint.receive_status(room)
+    def receive_status(self, transfer_id: int) -> TransferStatus | None:
+        return self.endpoint.receive_status(transfer_id)
 
-    def open(self, room: int, receiver: str, sender_count: int | None) -> None:
-        self.handles[room, receiver] = self.endpoint.open_sender(room, receiver, sender_count)
+    def open(self, transfer_id: int, receiver: str, sender_count: int | None) -> None:
+        self.handles[transfer_id, receiver] = self.endpoint.open_sender(transfer_id, receiver, sender_count)
 
     def offer(
-        self, room: int, receiver: str, shard: KVShard, slots: list[int], aux_slot: int | None, is_last: bool
+        self, transfer_id: int, receiver: str, shard: KVShard, slots: list[int], aux_slot: int | None, is_last: bool
     ) -> int:
         chunk = SourceChunk(shard, np.array(slots, np.uint32), aux_slot, ())
-        return self.handles[room, receiver].offer(chunk, is_last=is_last)
+        return self.handles[transfer_id, receiver].offer(chunk, is_last=is_last)
 
-    def part(self, room: int, receiver: str, chunk: int, part: PartRows) -> None:
-        self.handles[room, receiver].part(chunk, part)
+    def part(self, transfer_id: int, receiver: str, chunk: int, part: PartRows) -> None:
+        self.handles[transfer_id, receiver].part(chunk, part)
 
-    def abort(self, room: int, receiver: str) -> None:
-        self.handles[room, receiver].abort("aborted")
+    def abort(self, transfer_id: int, receiver: str) -> None:
+        self.handles[transfer_id, receiver].abort("aborted")
 
-    def send_status(self, room: int, receiver: str) -> TransferStatus:
-        return self.handles[room, receiver].status
+    def send_status(self, transfer_id: int, receiver: str) -> TransferStatus:
+        return self.handles[transfer_id, receiver].status
 
     def content(self) -> tuple[list[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]:
         return self.pool.buffers, self.pool.aux

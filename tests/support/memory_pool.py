@@ -17,11 +17,18 @@ from typing import Protocol
 import torch
 
 from sglang_ext.policy.cdsp.orders import MemberReport
-from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
+from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
 from sglang_ext.sequence_parallel.mesh import MeshError, Pending
-from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, FromMember, Hello, OfferMessage, Outgoing, ToMember
+from sglang_ext.sequence_parallel.messages import (
+    PROTOCOL_VERSION,
+    AddressedMessage,
+    FromMember,
+    Hello,
+    ToMember,
+    Welcome,
+)
 from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
-from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange
+from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
@@ -29,12 +36,18 @@ RECEIVE_TIMEOUT_S = 0.3
 
 
 class FakeLink:
-    """Orders in, messages out."""
+    """Orders in, messages out, and a session that a test may change."""
 
-    def __init__(self) -> None:
+    wake_descriptor = None
+
+    def __init__(self, instance: int = 0) -> None:
+        self.welcome: Welcome | None = Welcome(instance, "nowhere", 1, 1.0)
         self.inbox: deque[ToMember] = deque()
         self.sent: deque[FromMember] = deque()
         self.woken = threading.Event()
+
+    def session(self) -> Welcome | None:
+        return self.welcome
 
     def receive(self) -> list[ToMember]:
         return [self.inbox.popleft() for _ in range(len(self.inbox))]
@@ -54,11 +67,11 @@ class Wires:
         self._random = random.Random(seed)
         self.failure_rate = failure_rate
 
-    def connect(self, instance: int) -> Callable[[int, tuple[int, ...]], MemoryMesh]:
-        def connect(epoch: int, members: tuple[int, ...]) -> MemoryMesh:
+    def connect(self) -> Callable[[Welcome, int, tuple[int, ...]], MemoryMesh]:
+        def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> MemoryMesh:
             if self.fails():
                 raise MeshError("drawn")
-            return MemoryMesh(self, epoch, members, instance)
+            return MemoryMesh(self, epoch, members, welcome.instance)
 
         return connect
 
@@ -124,21 +137,24 @@ class MemoryMember:
     ) -> None:
         self.instance = instance
         self.pool = pool
-        self.link = FakeLink()
+        self.link = FakeLink(instance)
         # Where there are several ranks, a model has collectives of its own.
         engine = ToyEngine(pool, on_layer=lambda layer: None if ranks.size == 1 else _expect(ranks.all(True)))
-        self.member = Member(engine, instance, replicated or self.link, wires.connect(instance), ranks=ranks)
+        self.member = PoolMember(engine, replicated or self.link, wires.connect(), ranks=ranks)
+        if ranks.size == 1:
+            self.member.turn()  # joins
         self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
         self.ended: dict[int, Outcome] = {}
         self.kv: dict[int, torch.Tensor] = {}  # behind the cached prefix, of what was collected
 
-    def offer(self, request: int, token_ids: tuple[int, ...], cached: torch.Tensor) -> None:
-        """`cached`: KV of the prefix, [layers, 2, tokens, heads, size]."""
+    def offer(self, token_ids: tuple[int, ...], cached: torch.Tensor) -> int:
+        """Offer a prompt; its number. `cached`: KV of the prefix, [layers, 2, tokens, heads, size]."""
         prefix = self.pool.allocate(cached.shape[2])
         for layer in range(LAYERS):
             self.pool.write(layer, prefix, cached[layer])
+        request = self.member.offer(token_ids, prefix.numel(), prefix, waited_s=0.0, slack_s=None)
         self.offered[request] = token_ids, prefix
-        self.member.offer(OfferMessage(request, token_ids, prefix.numel(), 0.0, None), prefix)
+        return request
 
     def turn(self) -> None:
         for outcome in self.member.turn():
@@ -153,7 +169,7 @@ def _expect(is_so: bool) -> None:
     assert is_so
 
 
-class PoolMember(Protocol):
+class ServedMember(Protocol):
     """What a `MemoryPool` wants of one."""
 
     instance: int
@@ -168,17 +184,17 @@ class PoolMember(Protocol):
 class MemoryPool:
     """Members, each in a thread of its own, and their coordinator in the caller's."""
 
-    def __init__(self, exchange: PoolExchange, members: Sequence[PoolMember], page_tokens: int) -> None:
-        self._exchange = exchange
+    def __init__(self, protocol: PoolProtocol, members: Sequence[ServedMember], page_tokens: int) -> None:
+        self._protocol = protocol
         self.members = members
         self._has_ended = threading.Event()
         self.errors: list[BaseException] = []
         for one in members:
             report = MemberReport(0.0, one.pool.free_tokens)
             hello = Hello(PROTOCOL_VERSION, f"m{one.instance}", "node", "toy", LAYERS, page_tokens, report)
-            answer = exchange.greet(hello)
-            assert answer == Admission(one.instance)
-            self._deliver(exchange.join(one.instance, hello, time.monotonic()))
+            answer = protocol.greet(hello)
+            assert answer == NewMember(one.instance)
+            self._deliver(protocol.join(one.instance, hello, time.monotonic()))
 
     def run(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Serve until `is_done`."""
@@ -190,14 +206,14 @@ class MemoryPool:
             while not is_done() and not self.errors:
                 assert time.monotonic() < deadline_s, "requests do not end"
                 time.sleep(0.01)
-                self.exchange_messages()
+                self.deliver_messages()
         finally:
             self._has_ended.set()
             for thread in threads:
                 thread.join()
         assert not self.errors, self.errors
 
-    def _serve(self, one: PoolMember) -> None:
+    def _serve(self, one: ServedMember) -> None:
         try:
             while not self._has_ended.is_set():
                 one.turn()
@@ -205,13 +221,13 @@ class MemoryPool:
         except BaseException as error:
             self.errors.append(error)
 
-    def exchange_messages(self) -> None:
+    def deliver_messages(self) -> None:
         now_s = time.monotonic()
         for one in self.members:
             while one.link.sent:
-                self._deliver(self._exchange.take(one.instance, one.link.sent.popleft(), now_s))
-        self._deliver(self._exchange.tick(now_s))
+                self._deliver(self._protocol.take(one.instance, one.link.sent.popleft(), now_s))
+        self._deliver(self._protocol.tick(now_s))
 
-    def _deliver(self, out: Sequence[Outgoing]) -> None:
+    def _deliver(self, out: Sequence[AddressedMessage]) -> None:
         for instance, message in out:
             self.members[instance].link.inbox.append(message)

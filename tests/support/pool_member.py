@@ -95,7 +95,7 @@ class MemberProcess:
 
 
 class MemberProcesses:
-    """All of them; whoever is left is killed at the end."""
+    """All of them; those that are left are killed at the end."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -135,7 +135,7 @@ class _Member:
         import torch
 
         from sglang_ext.policy.cdsp.orders import MemberReport
-        from sglang_ext.sequence_parallel.member import PoolMembership
+        from sglang_ext.sequence_parallel.member import PoolMember
         from sglang_ext.sequence_parallel.mesh_store import connect_mesh
         from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello
         from sglang_ext.sequence_parallel.pool_link import TcpLink
@@ -149,20 +149,20 @@ class _Member:
         host, _, port = address.rpartition(":")
         report = MemberReport(0.0, spec.reported_tokens)
         hello = Hello(PROTOCOL_VERSION, spec.name, "node", spec.model, LAYERS, spec.page_tokens, report)
-        self._membership = PoolMembership(
+        self._member = PoolMember(
             ToyEngine(self._pool, spec.layer_s, self._on_layer),
             TcpLink(host, int(port), lambda: hello),
             lambda welcome, epoch, members: connect_mesh(welcome, epoch, members, spec.step_timeout_s),
         )
 
     def turn(self) -> bool:
-        select.select([self._pipe, self._membership.wake_descriptor], [], [], 0.5)
+        select.select([self._pipe, self._member.wake_descriptor], [], [], 0.5)
         try:
             while self._pipe.poll():
                 self._obey(*self._pipe.recv())
         except EOFError:
             return False
-        for outcome in self._membership.turn():
+        for outcome in self._member.turn():
             self._end(outcome)
         return True
 
@@ -170,14 +170,14 @@ class _Member:
         if what == "offer":
             self._offer(*argument)
         elif what == "withdraw":
-            self._membership.withdraw(argument)
+            self._member.withdraw(argument)
             self._free_prefix(argument)
         elif what == "watch":
             self._is_watched = True
             self._pipe.send(("watching", None))
         elif what == "state":
-            membership = self._membership
-            state = MemberState(self._pool.free_tokens, membership.is_joined, membership.is_busy)
+            member = self._member
+            state = MemberState(self._pool.free_tokens, member.is_joined, member.is_busy)
             self._pipe.send(("state", state))
 
     def _offer(self, token_ids: list[int], cached_tokens: int) -> None:
@@ -188,7 +188,7 @@ class _Member:
             kv = kv_of(token_ids[:cached_tokens])
             for layer in range(self._pool.layers):
                 self._pool.write(layer, prefix, kv[layer])
-        number = self._membership.offer(tuple(token_ids), cached_tokens, prefix, waited_s=0.0, slack_s=None)
+        number = self._member.offer(tuple(token_ids), cached_tokens, prefix, waited_s=0.0, slack_s=None)
         self._lent[number] = token_ids, prefix
         self._pipe.send(("offered", number))
 

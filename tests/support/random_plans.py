@@ -17,7 +17,7 @@ from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
 from sglang_ext.sequence_parallel.mesh_store import MeshStore
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_history import PoolStatus
-from sglang_ext.sequence_parallel.pool_protocol import Identity, PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import Identity, PoolProtocol, PoolSettings
 from support.engines import free_port
 
 MOST_CHUNKS = 4
@@ -50,7 +50,7 @@ class RandomPlanner(CdspPlanner):
         return ChunkPlan(tuple(chunks), ends_s)
 
 
-class _Exchange(PoolExchange):
+class _RecordingProtocol(PoolProtocol):
     def __init__(self, settings: PoolSettings, draw: random.Random) -> None:
         self._draw = draw
         super().__init__(settings, PoolCosts(_CANDIDATES))
@@ -88,7 +88,7 @@ class RandomCoordinator:
         async def serve() -> None:
             settings = PoolSettings(interleaving, min_chunk_tokens=1, step_timeout_s=20.0)
             server = CoordinatorServer(
-                _Exchange(settings, random.Random(seed)), MeshStore("127.0.0.1", 0), settings.silence_s
+                _RecordingProtocol(settings, random.Random(seed)), MeshStore("127.0.0.1", 0), settings.member_timeout_s
             )
             await server.listen("127.0.0.1", self._port)
             self._server = server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from sglang_ext.policy.laps.round_plan import (
     ShortBatch,
 )
 from sglang_ext.sglang_plugin.laps.rank_agreement import MAX_BATCH_REQUESTS, BroadcastAgreement, steps_of
+from support.preloaded import preloaded_context
 
 JOIN_TIMEOUT_S = 120.0
 
@@ -51,7 +51,7 @@ def run_ranks(ranks: int, rounds: int, folder: Path) -> list[RankReport]:
 
     Raises AssertionError when one of them fails or is not done in time.
     """
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     processes = [context.Process(target=_run_rank, args=(rank, ranks, rounds, str(folder))) for rank in range(ranks)]
     for process in processes:
         process.start()

@@ -9,7 +9,6 @@ Not a whole server: what is tested is the computation. Servers are tested beside
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import traceback
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from support.engines import free_port
+from support.preloaded import preloaded_context
 
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 60.0
@@ -97,7 +97,7 @@ class RingInstances:
         """What every rank of every member says of a step: None, or its error."""
         for place, instance in enumerate(step.layout.group):
             self._tell(instance, "failure_of", step._replace(token_ids=(step.token_ids[place],)))
-        return [said for instance in step.layout.group for said in _answers(self._pipes[instance])]
+        return [answer for instance in step.layout.group for answer in _answers(self._pipes[instance])]
 
     def _ask(self, instance: int, *message: Any) -> Any:
         """What the first rank answers."""
@@ -114,7 +114,7 @@ def ring_instances(
     model: Path, count: int, page_tokens: int = 1, dtype: str = "float32", ranks: int = 1
 ) -> Iterator[RingInstances]:
     """`count` instances of `ranks` tensor-parallel ranks, one thread for each."""
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     pipes: list[list[Connection]] = []
     processes = []
     for instance in range(count):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from sglang_ext.identifiers import TransferId, next_attempt
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
@@ -21,11 +22,10 @@ from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.rooms import Room, following
 from sglang_ext.policy.handshake.shards import HeadLayout, TokenSpan
-from sglang_ext.sequence_parallel.kv_streams import KvStreams, Target
-from sglang_ext.sequence_parallel.member import Collected, Member, Outcome
-from sglang_ext.sequence_parallel.messages import Destination, OfferMessage
+from sglang_ext.sequence_parallel.kv_streams import Target
+from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
+from sglang_ext.sequence_parallel.messages import Destination
 from support.memory_pool import MemoryMember, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
 
@@ -47,7 +47,7 @@ class Expected:
     """A request as decode waits for it."""
 
     need: Need
-    room: Room
+    room: TransferId
     prefill: str
     slots: torch.Tensor
     attempts: int = 1
@@ -82,10 +82,10 @@ class Decode:
             status = self.endpoint.receive_status(one.room)
             if one.outcome is not None or status is None or status.outcome is None or not status.is_released:
                 continue
-            attempt = following(one.room) if status.outcome is TransferOutcome.RESTARTED else None
+            attempt = next_attempt(one.room) if status.outcome is TransferOutcome.RESTARTED else None
             if attempt is not None:
                 one.room, one.attempts = attempt, one.attempts + 1
-                self.endpoint.expect(one.need._replace(room=attempt), [one.prefill])
+                self.endpoint.expect(one.need._replace(transfer_id=attempt), [one.prefill])
                 continue
             one.outcome, one.kv = status.outcome, self.pool.kv(one.slots)
             self.pool.free(one.slots)
@@ -112,14 +112,14 @@ class StreamingMember(MemoryMember):
         super().__init__(instance, wires, pool)
         self.decode = decode
         self.endpoint = endpoint_of(pool)
-        self.streams = KvStreams(pool, self._open)
         engine = ToyEngine(pool, on_layer=on_layer)
-        self.member = Member(engine, instance, self.link, wires.connect(instance), self.streams)
+        self.member = PoolMember(engine, self.link, wires.connect(), self._open)
+        self.member.turn()  # joins
         self.sent: dict[int, _Sent] = {}
 
     def offer_streamed(
         self,
-        request: int,
+        room: int,
         token_ids: tuple[int, ...],
         cached_tokens: int,
         first_token: int,
@@ -132,17 +132,22 @@ class StreamingMember(MemoryMember):
         for layer in range(LAYERS):
             self.pool.write(layer, prefix, kv[layer, :, :cached_tokens])
         if is_expected:
-            self.decode.expect(request, first_token, len(token_ids), self.endpoint.address)
+            self.decode.expect(room, first_token, len(token_ids), self.endpoint.address)
         source = Source(TokenSpan(first_token, len(token_ids)), 0, KV_HEADS, LAYERS, None)
-        transfer = OwnerTransfer(
-            *(self.endpoint, request, self.decode.endpoint.address, source, 1), may_have_helpers=True
-        )
+        transfer = OwnerTransfer(*(self.endpoint, room, self.decode.endpoint.address, source, 1), may_have_helpers=True)
         transfer.offer_now(first_token, _slots(prefix[first_token:]))
+        destination = Destination(room, self.decode.endpoint.address, 0, HEADS, first_token)
+        request = self.member.offer(
+            token_ids,
+            cached_tokens,
+            prefix,
+            waited_s=0.0,
+            slack_s=None,
+            destinations=(destination,),
+            targets=(Target(transfer.handle, 0, KV_HEADS, first_token),),
+        )
         self.offered[request] = token_ids, prefix
         self.sent[request] = _Sent(transfer, first_token)
-        destination = Destination(request, self.decode.endpoint.address, 0, HEADS, first_token)
-        message = OfferMessage(request, token_ids, cached_tokens, 0.0, None, (destination,))
-        self.member.offer(message, prefix, (Target(transfer.handle, 0, KV_HEADS, first_token),))
 
     def turn(self) -> None:
         for outcome in self.member.turn():

@@ -11,7 +11,7 @@ import torch
 WAIT_TIMEOUT_S = 30.0
 
 
-class SymmetricWorld:
+class SymmetricGroup:
     """What all members share."""
 
     def __init__(self, size: int) -> None:
@@ -26,8 +26,8 @@ class SymmetricWorld:
 class FakeSymmetricMemory:
     """See `sequence_parallel.mailbox_mesh.SymmetricMemory`."""
 
-    def __init__(self, world: SymmetricWorld, member: int) -> None:
-        self._world = world
+    def __init__(self, group: SymmetricGroup, member: int) -> None:
+        self._group = group
         self._operations: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._member = member
         self._blocks: list[torch.Tensor] = []
@@ -54,7 +54,7 @@ class FakeSymmetricMemory:
 
     def put(self, target: torch.Tensor, source: torch.Tensor, member: int, signal: int, count: int) -> None:
         (block,) = (number for number, one in enumerate(self._blocks) if one.data_ptr() == target.data_ptr())
-        there = self._world.members[member]
+        there = self._group.members[member]
 
         def put() -> None:
             there._blocks[block][: source.numel()] = source
@@ -63,13 +63,13 @@ class FakeSymmetricMemory:
         self._operations.put(put)
 
     def set_signal(self, member: int, signal: int, count: int) -> None:
-        there = self._world.members[member]
+        there = self._group.members[member]
         self._operations.put(lambda: there._set(signal, count))
 
     def wait_signal(self, signal: int, count: int) -> None:
         def wait() -> None:
-            with self._world.changed:
-                self._world.changed.wait_for(
+            with self._group.changed:
+                self._group.changed.wait_for(
                     lambda: self._is_released or self._counters[signal] >= count, WAIT_TIMEOUT_S
                 )
 
@@ -81,9 +81,9 @@ class FakeSymmetricMemory:
         return mark
 
     def release(self) -> None:
-        with self._world.changed:
+        with self._group.changed:
             self._is_released = True
-            self._world.changed.notify_all()
+            self._group.changed.notify_all()
 
     def close(self) -> None:
         self._operations.put(None)
@@ -91,10 +91,10 @@ class FakeSymmetricMemory:
         self._thread.join()
 
     def _set(self, signal: int, count: int) -> None:
-        with self._world.changed:
+        with self._group.changed:
             assert count > self._counters[signal], "a counter rises"
             self._counters[signal] = count
-            self._world.changed.notify_all()
+            self._group.changed.notify_all()
 
     def _run(self) -> None:
         while (operation := self._operations.get()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import openai
 import yaml
 
 from sglang_ext.cluster.process_tree import session_processes
-from sglang_ext.cluster.state import ClusterState, ProgramState, read_state
+from sglang_ext.cluster.state import STATE_FILE, ClusterState, ProgramState
 from support.tiny_model import tiny_model
 
 START_TIMEOUT_S = 240.0
@@ -106,3 +107,10 @@ def up(tmp_path: Path, **changes: Any) -> Iterator[Up]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def read_state(folder: Path) -> ClusterState:
+    """Read `folder`/state.json. Raises OSError or ValueError."""
+    contents = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    programs = tuple(ProgramState(**program) for program in contents.pop("programs"))
+    return ClusterState(**contents, programs=programs)

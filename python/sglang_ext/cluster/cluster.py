@@ -13,22 +13,21 @@ from types import TracebackType
 from typing import Protocol
 
 from sglang_ext.cluster import plan as planning
-from sglang_ext.cluster.checks import ConfigError
-from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.model import PreparedModel, prepare_model
 from sglang_ext.cluster.plan import ClusterPlan
 from sglang_ext.cluster.ports import is_port_free, pick_free_ports
 from sglang_ext.cluster.state import ClusterState, ProgramState, lock_folder, remove_state, write_state
-from sglang_ext.cluster.supervisor import TICK_S, Member, Supervisor
+from sglang_ext.cluster.supervisor import TICK_S, SupervisedProgram, Supervisor
 
 
 class Display(Protocol):
     """Shows a person what the cluster's programs do."""
 
-    def changed(self, member: Member, line: str) -> None:
+    def changed(self, member: SupervisedProgram, line: str) -> None:
         """One program changed its phase; `line` says how."""
 
-    def refresh(self, members: list[Member]) -> None:
+    def refresh(self, members: list[SupervisedProgram]) -> None:
         """Called often while the cluster starts."""
 
     def started(self) -> None:
@@ -78,7 +77,7 @@ class Cluster:
         return self.plan.router.url
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[SupervisedProgram]:
         """Every program with its phase, the router last."""
         return self._supervisor.members
 
@@ -149,7 +148,7 @@ class Cluster:
             remove_state(self.folder)
             self._lock.close()
 
-    def _changed(self, member: Member, line: str) -> None:
+    def _changed(self, member: SupervisedProgram, line: str) -> None:
         write_state(self.folder, self._state())
         self._display.changed(member, line)
 

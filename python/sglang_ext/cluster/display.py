@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from sglang_ext.cluster.cluster import Display
 from sglang_ext.cluster.process import log_tail
-from sglang_ext.cluster.supervisor import Member, Phase
+from sglang_ext.cluster.supervisor import ProgramPhase, SupervisedProgram
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,14 +36,16 @@ class PlainDisplay:
         self._began_s = time.monotonic()
         self._spoke_s = self._began_s
 
-    def changed(self, member: Member, line: str) -> None:
+    def changed(self, member: SupervisedProgram, line: str) -> None:
         self._say(f"{member.program.name}: {line}")
 
-    def refresh(self, members: list[Member]) -> None:
+    def refresh(self, members: list[SupervisedProgram]) -> None:
         now_s = time.monotonic()
         if now_s - self._spoke_s < HEARTBEAT_S:
             return
-        pending = [f"{m.program.name} ({now_s - m.started_s:.0f} s)" for m in members if m.phase is Phase.STARTING]
+        pending = [
+            f"{m.program.name} ({now_s - m.started_s:.0f} s)" for m in members if m.phase is ProgramPhase.STARTING
+        ]
         self._say(f"still starting: {', '.join(pending)}")
 
     def started(self) -> None:
@@ -55,12 +57,12 @@ class PlainDisplay:
 
 
 _STYLES = {
-    Phase.WAITING: "dim",
-    Phase.STARTING: "yellow",
-    Phase.READY: "green",
-    Phase.BACKING_OFF: "red",
-    Phase.STOPPING: "yellow",
-    Phase.STOPPED: "dim",
+    ProgramPhase.WAITING: "dim",
+    ProgramPhase.STARTING: "yellow",
+    ProgramPhase.READY: "green",
+    ProgramPhase.BACKING_OFF: "red",
+    ProgramPhase.STOPPING: "yellow",
+    ProgramPhase.STOPPED: "dim",
 }
 
 
@@ -75,11 +77,11 @@ class LiveDisplay:
         self._is_live = False
         self._is_over = False
 
-    def changed(self, member: Member, line: str) -> None:
+    def changed(self, member: SupervisedProgram, line: str) -> None:
         if self._is_over:
             self._console.print(f"{time.strftime('%H:%M:%S')} {member.program.name}: {line}", highlight=False)
 
-    def refresh(self, members: list[Member]) -> None:
+    def refresh(self, members: list[SupervisedProgram]) -> None:
         if not self._is_live:
             self._live.start()
             self._is_live = True
@@ -91,7 +93,7 @@ class LiveDisplay:
         self._is_over = True
 
 
-def _table(members: list[Member]) -> Table:
+def _table(members: list[SupervisedProgram]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -104,8 +106,8 @@ def _table(members: list[Member]) -> Table:
     now_s = time.monotonic()
     for member in members:
         end_s = now_s if member.ready_s is None else member.ready_s
-        elapsed = "" if member.phase is Phase.WAITING else f"{end_s - member.started_s:.1f} s"
-        last = log_tail(member.log, 1) if member.phase is Phase.STARTING else []
+        elapsed = "" if member.phase is ProgramPhase.WAITING else f"{end_s - member.started_s:.1f} s"
+        last = log_tail(member.log, 1) if member.phase is ProgramPhase.STARTING else []
         table.add_row(
             member.program.name,
             Text(str(member.phase), style=_STYLES[member.phase]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.cluster.checks import ConfigError
+from sglang_ext.cluster.config import ConfigError
 from sglang_ext.models.smollm2 import MODEL_NAME, ensure_smollm2
 
 DEMONSTRATION_MODEL = "smollm2"

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sglang_ext.cluster.checks import ConfigError, parse_id_set
-from sglang_ext.cluster.config import ClusterConfig, PoolConfig
+from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, parse_id_set
 from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
 from sglang_ext.sglang_plugin.device import cuda_device_count, torch_has_cuda
@@ -22,7 +21,7 @@ HIDDEN = "[hidden]"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Host:
     """What the plan needs to know about the machine."""
 
     core_ids: frozenset[int]
@@ -71,15 +70,15 @@ class ClusterPlan:
             yield shlex.join(words)
 
 
-def find_machine() -> Machine:
+def find_machine() -> Host:
     """Look at the cores that this process may use and the GPUs that are there."""
-    return Machine(
+    return Host(
         core_ids=frozenset(os.sched_getaffinity(0)),
         gpu_count=cuda_device_count() if torch_has_cuda() else 0,
     )
 
 
-def resolve_device(config: ClusterConfig, machine: Machine) -> str:
+def resolve_device(config: ClusterConfig, machine: Host) -> str:
     """Return cpu or cuda. Raises ConfigError for cuda without a GPU."""
     if config.device == "cuda" and machine.gpu_count == 0:
         raise ConfigError("device", "is cuda, but no GPU can be used here (driver, or torch without CUDA)")
@@ -117,7 +116,7 @@ def given_ports(config: ClusterConfig) -> dict[int, str]:
 
 
 def make_plan(
-    config: ClusterConfig, *, model: PreparedModel, machine: Machine, free_ports: list[int], admin_key: str
+    config: ClusterConfig, *, model: PreparedModel, machine: Host, free_ports: list[int], admin_key: str
 ) -> ClusterPlan:
     """Lay out the whole cluster.
 
@@ -270,7 +269,7 @@ def _router(
     )
 
 
-def _gpus(pool: PoolConfig, index: int, next_gpu: int, machine: Machine, path: str) -> tuple[list[str], int]:
+def _gpus(pool: PoolConfig, index: int, next_gpu: int, machine: Host, path: str) -> tuple[list[str], int]:
     if pool.gpus:
         chosen = sorted(parse_id_set(pool.gpus[index], path))
         if chosen[-1] >= machine.gpu_count:
@@ -283,7 +282,7 @@ def _gpus(pool: PoolConfig, index: int, next_gpu: int, machine: Machine, path: s
     return [str((next_gpu + rank) % machine.gpu_count) for rank in range(pool.tp)], next_gpu + pool.tp
 
 
-def _cores(pool: PoolConfig, index: int, machine: Machine, path: str) -> frozenset[int] | None:
+def _cores(pool: PoolConfig, index: int, machine: Host, path: str) -> frozenset[int] | None:
     if not pool.cores:
         return None
     cores = parse_id_set(pool.cores[index], path)

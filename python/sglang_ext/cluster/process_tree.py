@@ -1,14 +1,20 @@
-"""The processes that belong to a cluster, found in /proc.
+"""The processes that belong to a cluster, found in /proc, and a watchdog that ends them with their supervisor.
 
 Each program of a cluster leads a session of its own, which its descendants share; and each inherits an
 environment variable with the cluster's identity. Either mark is enough: a program may overwrite its
 environment's memory (setproctitle does), and a session is unknown until its leader's start was noted.
+
+The watchdog is a process that ends a cluster whose supervisor died without doing so itself (kill -9, out of memory).
+It reads the supervisor's notes from standard input, one session id per line (negative: no longer the cluster's);
+the end of the input means that the supervisor is gone. After a clean stop nothing is left to end, and it leaves.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -16,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CLUSTER_ID_VARIABLE = "SGLANG_EXT_CLUSTER_ID"
-UNKILLABLE_AFTER_S = 10.0  # a process stuck in the kernel outlives SIGKILL; nobody can wait for it
+UNKILLABLE_AFTER_S = 10.0  # a process stuck in the kernel outlives SIGKILL; waiting for it has no end
 _PROC = Path("/proc")
 
 
@@ -100,3 +106,68 @@ def _environment(pid: int) -> list[bytes]:
         return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+WATCHDOG_GRACE_S = 5.0
+
+
+class Watchdog:
+    """The supervisor's end: starts the process and tells it what to watch."""
+
+    def __init__(self, cluster_id: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sglang_ext.cluster.process_tree", cluster_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C for the supervisor is none for the watchdog
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def watch_session(self, session_id: int) -> None:
+        """Note a session of the cluster. Raises BrokenPipeError when the watchdog is gone."""
+        self._write(session_id)
+
+    def forget_session(self, session_id: int) -> None:
+        """Drop a session that has ended: its number may come to belong to another program."""
+        self._write(-session_id)
+
+    def _write(self, note: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d\n" % note)
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Tell it that the supervisor is done, and wait for it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self._process.wait()
+
+
+def main(cluster_id: str) -> int:
+    """Wait for the end of standard input, then end what is left of the cluster."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # only the supervisor's end ends it
+    sessions: set[int] = set()
+    for line in sys.stdin.buffer:
+        note = int(line)
+        if note > 0:
+            sessions.add(note)
+        else:
+            sessions.discard(-note)
+    end_processes(lambda: cluster_processes(cluster_id, sessions), grace_s=WATCHDOG_GRACE_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -58,13 +58,6 @@ def write_state(folder: Path, state: ClusterState) -> None:
         raise
 
 
-def read_state(folder: Path) -> ClusterState:
-    """Read `folder`/state.json. Raises OSError or ValueError."""
-    contents = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    programs = tuple(ProgramState(**program) for program in contents.pop("programs"))
-    return ClusterState(**contents, programs=programs)
-
-
 def remove_state(folder: Path) -> None:
     """Delete the file: the cluster is down."""
     with suppress(FileNotFoundError):

@@ -18,16 +18,38 @@ from pathlib import Path
 from sglang_ext.cluster.fork_client import ForkClient
 from sglang_ext.cluster.plan import ClusterPlan, Program
 from sglang_ext.cluster.process import RunningProgram, answers_ok, describe_exit, log_tail
-from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, cluster_processes, end_processes
-from sglang_ext.cluster.restart import RestartRecord
-from sglang_ext.cluster.watchdog import Watchdog
+from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, Watchdog, cluster_processes, end_processes
+
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 30.0
+STEADY_AFTER_S = 60.0  # an instance that served this long starts again with the first delay
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRecord:
+    """Failures in a row of one instance."""
+
+    failures: int = 0
+
+    def after_death(self, served_s: float | None) -> RestartRecord:
+        """Return the record after a death; `served_s` is how long it had been healthy, None if never."""
+        if served_s is not None and served_s >= STEADY_AFTER_S:
+            return RestartRecord(1)
+        return RestartRecord(self.failures + 1)
+
+    @property
+    def delay_s(self) -> float:
+        """Wait before the next start: doubled with every failure in a row, within bounds."""
+        # The exponent is bounded too: a float overflows after a thousand doublings.
+        return min(FIRST_DELAY_S * 2.0 ** min(max(self.failures - 1, 0), 16), LONGEST_DELAY_S)
+
 
 TICK_S = 0.1
 PROBE_INTERVAL_S = 0.5
 LOG_TAIL_LINES = 20
 
 
-class Phase(StrEnum):
+class ProgramPhase(StrEnum):
     """Where a program is in its life."""
 
     WAITING = "waiting"  # for its turn to start
@@ -48,12 +70,12 @@ class StartError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Member:
+class SupervisedProgram:
     """A program and what became of it."""
 
     program: Program
     log: Path
-    phase: Phase = Phase.WAITING
+    phase: ProgramPhase = ProgramPhase.WAITING
     running: RunningProgram | None = None
     started_s: float = 0.0  # of the latest start
     ready_s: float | None = None  # None: not healthy since the latest start
@@ -68,7 +90,7 @@ class Member:
         return self.running.pid if self.running is not None else None
 
 
-Listener = Callable[[Member, str], None]
+Listener = Callable[[SupervisedProgram, str], None]
 
 
 class Supervisor:
@@ -90,8 +112,8 @@ class Supervisor:
         listener: Listener,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.backends = [Member(program, logs / f"{program.name}.log") for program in plan.backends]
-        self.router = Member(plan.router, logs / f"{plan.router.name}.log")
+        self.backends = [SupervisedProgram(program, logs / f"{program.name}.log") for program in plan.backends]
+        self.router = SupervisedProgram(plan.router, logs / f"{plan.router.name}.log")
         self._start_parallel = plan.start_parallel
         self._start_timeout_s = start_timeout_s
         self._drain_s = drain_s
@@ -111,7 +133,7 @@ class Supervisor:
         self._fork_log.unlink(missing_ok=True)
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[SupervisedProgram]:
         """Every program, the router last."""
         return [*self.backends, self.router]
 
@@ -127,12 +149,16 @@ class Supervisor:
             if self._is_cancelled():
                 return False
             now_s = time.monotonic()
-            starting = sum(member.phase is Phase.STARTING for member in self.backends)
+            starting = sum(member.phase is ProgramPhase.STARTING for member in self.backends)
             for member in self.backends:
-                if member.phase is Phase.WAITING and starting < self._start_parallel and self._can_launch(member):
+                if (
+                    member.phase is ProgramPhase.WAITING
+                    and starting < self._start_parallel
+                    and self._can_launch(member)
+                ):
                     self._launch(member, now_s)
                     starting += 1
-            if self.router.phase is Phase.WAITING and all(m.phase is Phase.READY for m in self.backends):
+            if self.router.phase is ProgramPhase.WAITING and all(m.phase is ProgramPhase.READY for m in self.backends):
                 self._launch(self.router, now_s)
             for member in self.members:
                 self._check_start(member, now_s)
@@ -146,10 +172,10 @@ class Supervisor:
         for member in self.members:
             if member.running is not None and member.running.exit_status is not None:
                 self._note_death(member, member.running, now_s)
-            elif member.phase is Phase.BACKING_OFF and now_s >= member.start_again_s:
+            elif member.phase is ProgramPhase.BACKING_OFF and now_s >= member.start_again_s:
                 member.restarts += 1
                 self._launch(member, now_s)
-            elif member.phase is Phase.STARTING:
+            elif member.phase is ProgramPhase.STARTING:
                 self._probe(member, now_s)
         if not self._watchdog.is_alive:
             self._replace_watchdog()
@@ -164,38 +190,38 @@ class Supervisor:
         self._watchdog.close()
         self._probes.shutdown(wait=False, cancel_futures=True)
 
-    def _can_launch(self, member: Member) -> bool:
+    def _can_launch(self, member: SupervisedProgram) -> bool:
         """Whether starting it now does not wait for the fork server's imports."""
         return member.program.role is None or self._forks is None or self._forks.is_ready or not self._forks.is_alive
 
     def _all_ready(self) -> bool:
-        return all(member.phase is Phase.READY for member in self.members)
+        return all(member.phase is ProgramPhase.READY for member in self.members)
 
-    def _launch(self, member: Member, now_s: float) -> None:
+    def _launch(self, member: SupervisedProgram, now_s: float) -> None:
         member.running = RunningProgram(member.program, member.log, self._cluster_id, self._forks)
         member.started_s = now_s
         member.ready_s = None
         member.next_probe_s = now_s
         self._tell_watchdog(member.running.pid)
-        self._set(member, Phase.STARTING, f"started as process {member.running.pid}")
+        self._set(member, ProgramPhase.STARTING, f"started as process {member.running.pid}")
 
-    def _check_start(self, member: Member, now_s: float) -> None:
+    def _check_start(self, member: SupervisedProgram, now_s: float) -> None:
         if member.running is None:
             return
         status = member.running.exit_status
         if status is not None:
             raise self._start_error(member, f"{member.program.name} {describe_exit(status)} during start")
-        if member.phase is Phase.STARTING:
+        if member.phase is ProgramPhase.STARTING:
             self._probe(member, now_s)
-            if member.phase is Phase.STARTING and now_s - member.started_s > self._start_timeout_s:
+            if member.phase is ProgramPhase.STARTING and now_s - member.started_s > self._start_timeout_s:
                 raise self._start_error(
                     member, f"{member.program.name} was not healthy within {self._start_timeout_s:g} s"
                 )
 
-    def _start_error(self, member: Member, message: str) -> StartError:
+    def _start_error(self, member: SupervisedProgram, message: str) -> StartError:
         return StartError(message, member.log, log_tail(member.log, LOG_TAIL_LINES))
 
-    def _probe(self, member: Member, now_s: float) -> None:
+    def _probe(self, member: SupervisedProgram, now_s: float) -> None:
         if member.probe is None:
             if now_s >= member.next_probe_s:
                 member.probe = self._probes.submit(answers_ok, member.program.url, member.program.ready_path)
@@ -207,26 +233,26 @@ class Supervisor:
         member.next_probe_s = now_s + PROBE_INTERVAL_S
         if is_ready:
             member.ready_s = now_s
-            self._set(member, Phase.READY, f"ready after {now_s - member.started_s:.1f} s")
+            self._set(member, ProgramPhase.READY, f"ready after {now_s - member.started_s:.1f} s")
 
-    def _note_death(self, member: Member, running: RunningProgram, now_s: float) -> None:
+    def _note_death(self, member: SupervisedProgram, running: RunningProgram, now_s: float) -> None:
         status = running.exit_status
         assert status is not None
         self._clear(member, running)
         served_s = None if member.ready_s is None else now_s - member.ready_s
         how = describe_exit(status)
         if not self._restarts:
-            self._set(member, Phase.STOPPED, f"{how}; not started again (restart: never)")
+            self._set(member, ProgramPhase.STOPPED, f"{how}; not started again (restart: never)")
             return
         member.record = member.record.after_death(served_s)
         member.start_again_s = now_s + member.record.delay_s
-        self._set(member, Phase.BACKING_OFF, f"{how}; starting again in {member.record.delay_s:g} s")
+        self._set(member, ProgramPhase.BACKING_OFF, f"{how}; starting again in {member.record.delay_s:g} s")
 
-    def _end(self, members: list[Member], grace_s: float, hurry: Callable[[], bool]) -> None:
+    def _end(self, members: list[SupervisedProgram], grace_s: float, hurry: Callable[[], bool]) -> None:
         for member in members:
             if member.running is not None:
                 member.running.ask_to_end()
-                self._set(member, Phase.STOPPING, "stopping")
+                self._set(member, ProgramPhase.STOPPING, "stopping")
         deadline_s = time.monotonic() + grace_s
         waiting = [member for member in members if member.running is not None]
         while waiting and time.monotonic() < deadline_s and not hurry():
@@ -236,9 +262,9 @@ class Supervisor:
             if member.running is not None:
                 was_killed = member.running.exit_status is None
                 self._clear(member, member.running)
-                self._set(member, Phase.STOPPED, "killed" if was_killed else "stopped")
+                self._set(member, ProgramPhase.STOPPED, "killed" if was_killed else "stopped")
 
-    def _clear(self, member: Member, running: RunningProgram) -> None:
+    def _clear(self, member: SupervisedProgram, running: RunningProgram) -> None:
         """End what a program left behind; its session's number is free afterwards."""
         running.end_now()
         member.running = None
@@ -261,6 +287,6 @@ class Supervisor:
             if member.running is not None:
                 self._watchdog.watch_session(member.running.pid)
 
-    def _set(self, member: Member, phase: Phase, line: str) -> None:
+    def _set(self, member: SupervisedProgram, phase: ProgramPhase, line: str) -> None:
         member.phase = phase
         self._listener(member, line)

@@ -7,7 +7,6 @@ peer is slow or gone, and never wait for it.
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 import time
@@ -28,6 +27,7 @@ from sglang_ext.policy.handshake.protocol import (
     SenderReport,
     SenderStopped,
 )
+from sglang_ext.waker import Waker
 
 VERSION = 2
 _MAGIC = b"SXHS" + bytes([VERSION])
@@ -105,18 +105,15 @@ class ControlChannel:
         port = self._inbox.bind_to_random_port(f"tcp://{bracketed}")
         self.address = f"{bracketed}:{port}"
         self._peers: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waker = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
-        self._poller.register(self._wake, select.POLLIN)
+        self._poller.register(self._waker.descriptor, select.POLLIN)
         self.dropped_messages = 0
 
     def wake(self) -> None:
         """Let `receive` return. From any thread, also after `close`."""
-        try:
-            os.eventfd_write(self._wake, 1)
-        except OSError:
-            pass
+        self._waker.notify()
 
     def send(self, to: str, frame: bytes) -> None:
         """Queue a frame for "host:port"; it is dropped when too many wait already."""
@@ -145,10 +142,7 @@ class ControlChannel:
     def receive(self, timeout_s: float | None) -> list[bytes]:
         """Frames that have arrived; waits for one, for `wake` or for `timeout_s` (None: for ever)."""
         self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000)))
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
+        self._waker.drain()
         frames: list[bytes] = []
         try:
             while len(frames) < _MAX_QUEUED:
@@ -163,7 +157,7 @@ class ControlChannel:
             peer.close(linger=200)
         self._inbox.close(linger=0)
         self._context.term()
-        os.close(self._wake)
+        self._waker.close()
 
 
 class ControlLoop:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from sglang_ext.bell import Bell
+from sglang_ext.identifiers import TransferId
 from sglang_ext.kv_transfer.control_channel import ControlLoop, ControlMessage
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.invitations import (
@@ -28,10 +28,9 @@ from sglang_ext.kv_transfer.invitations import (
     ReceivedInvitations,
     SentInvitations,
 )
-from sglang_ext.kv_transfer.outgoing import Outgoing, PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
-from sglang_ext.kv_transfer.pool_layout import PoolLayout, Slots
-from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.pool_layout import PoolLayout
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import Transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
@@ -58,10 +57,10 @@ from sglang_ext.policy.handshake.protocol import (
     UseGrant,
     WritePart,
 )
-from sglang_ext.policy.handshake.receive_request import Need, Phase
+from sglang_ext.policy.handshake.receive_request import Need, ReceivePhase
 from sglang_ext.policy.handshake.receiver import PERMIT_EPOCH_SHIFT, Receiver
-from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.sender import Sender
+from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +98,12 @@ class HandshakeEndpoint:
             is_idle=self._is_idle,
         )
         self.address = self._loop.address
-        self.bell = Bell()  # rings when an invitation has come, or something has ended
+        self.waker = Waker()  # notified when an invitation has come, or a transfer has ended
         self._epoch = secrets.randbits(31)
         self._lock = threading.RLock()
         self._receiver = Receiver(self.address, self._epoch, self._options)
-        self._received: dict[Room, TransferStatus] = {}
-        self._outgoing: dict[tuple[Room, str], Outgoing] = {}
+        self._received: dict[TransferId, TransferStatus] = {}
+        self._outgoing: dict[tuple[TransferId, str], OutgoingTransfer] = {}
         self._sent_invitations = SentInvitations(self.address, options.retry_s, options.lease_s, decode_rank)
         self._received_invitations = ReceivedInvitations(2 * options.stall_timeout_s)
         self._peers = PeerLayouts(layout, transport.name)
@@ -126,120 +125,74 @@ class HandshakeEndpoint:
     def expect(self, need: Need, invite: Iterable[str] = ()) -> None:
         """Slots are ready for a request; the prefill endpoints at the addresses `invite` are told so.
 
-        Raises ValueError when its room is in use or has been.
+        Raises ValueError when its transfer id is in use or has been.
         """
         with self._lock:
             now_s = self._clock()
             actions = self._receiver.expect(need, now_s)
-            self._received[need.room] = TransferStatus(Stage.WAITING, None, "", False)
+            self._received[need.transfer_id] = TransferStatus(Stage.WAITING, None, "", False)
             self._send_all(self._sent_invitations.invite(need, invite, now_s))
             self._carry_out(actions)
 
-    def cancel(self, room: Room, reason: str) -> None:
+    def cancel(self, transfer_id: TransferId, reason: str) -> None:
         """The request is not wanted any more; its slots are free once its status says `is_released`."""
         with self._lock:
-            self._carry_out(self._receiver.cancel(room, reason, self._clock()))
+            self._carry_out(self._receiver.cancel(transfer_id, reason, self._clock()))
 
-    def receive_status(self, room: Room) -> TransferStatus | None:
-        """How far an expected request is; None for a room never expected, or forgotten."""
-        return self._received.get(room)
+    def receive_status(self, transfer_id: TransferId) -> TransferStatus | None:
+        """How far an expected request is; None for a transfer never expected, or forgotten."""
+        return self._received.get(transfer_id)
 
-    def forget(self, room: Room) -> None:
+    def forget(self, transfer_id: TransferId) -> None:
         """Drop the status of a request that has ended."""
         with self._lock:
-            status = self._received.get(room)
+            status = self._received.get(transfer_id)
             if status is not None and status.is_released:
-                del self._received[room]
+                del self._received[transfer_id]
 
     # ---- prefill side ----
 
-    def invitations(self, room: Room) -> tuple[Invitation, ...]:
+    def invitations(self, transfer_id: TransferId) -> tuple[Invitation, ...]:
         """Which decode ranks want KV of a request, and what of it; one that is withdrawn says why."""
         with self._lock:
-            return self._received_invitations.of(room)
+            return self._received_invitations.of(transfer_id)
 
-    def forget_invitations(self, room: Room) -> None:
+    def forget_invitations(self, transfer_id: TransferId) -> None:
         """The request has ended here."""
         with self._lock:
-            self._received_invitations.forget(room)
+            self._received_invitations.forget(transfer_id)
 
     def open_sender(
         self,
-        room: Room,
+        transfer_id: TransferId,
         receiver: str,
         sender_count: int | None = None,
         *,
         is_helper: bool = False,
         may_have_helpers: bool = False,
-    ) -> SendHandle:
+    ) -> OutgoingTransfer:
         """Shake hands for a request with the decode rank at `receiver`. Raises ValueError when that is under way.
 
         `is_helper`: the request is another instance's, which sends it alone where this one fails; `may_have_helpers`:
         it is this one's, and others may send parts of it.
         """
         with self._lock:
-            if self._closing or (room, receiver) in self._outgoing:
-                raise ValueError(f"room {room} is being sent to {receiver} already, or this endpoint is closed")
+            if self._closing or (transfer_id, receiver) in self._outgoing:
+                raise ValueError(
+                    f"transfer {transfer_id} is being sent to {receiver} already, or this endpoint is closed"
+                )
             now_s = self._clock()
             machine = Sender(
-                *(room, self.address, receiver, self._epoch, self._options, now_s, sender_count),
+                *(transfer_id, self.address, receiver, self._epoch, self._options, now_s, sender_count),
                 is_helper=is_helper,
                 may_have_helpers=may_have_helpers,
             )
-            outgoing = self._outgoing[room, receiver] = Outgoing(machine)
+            outgoing = OutgoingTransfer(machine, self._lock, self._clock, self._carry_out_sender)
+            self._outgoing[transfer_id, receiver] = outgoing
             self._carry_out_sender(outgoing, machine.start(now_s))
             self._ask_layout(receiver)
             self._abort_if_unlike(receiver)
-            return SendHandle(self, outgoing)
-
-    def offer(self, outgoing: Outgoing, chunk: SourceChunk, is_last: bool) -> int:
-        """For `SendHandle`, as the three below."""
-        with self._lock:
-            index = outgoing.machine.chunk_count
-            outgoing.add_chunk(chunk)
-            try:
-                actions = outgoing.machine.offer(chunk.shard, self._clock(), is_last=is_last)
-            except ValueError:
-                outgoing.drop_last_chunk()
-                raise
-            self._carry_out_sender(outgoing, actions)
-            return index
-
-    def part_ready(
-        self, outgoing: Outgoing, chunk: int, rows: PartRows, slots: Slots | None, states: tuple[Slots, ...] | None
-    ) -> None:
-        """A part of a chunk is in its slots."""
-        with self._lock:
-            if outgoing.machine.outcome is None:
-                part = outgoing.add_part(chunk, rows, slots, states)
-                try:
-                    actions = outgoing.machine.part_ready(chunk, part, self._clock())
-                except ValueError:
-                    outgoing.drop_last_part(chunk)
-                    raise
-                self._carry_out_sender(outgoing, actions)
-
-    def end_sending(self, outgoing: Outgoing, abort_reason: str | None) -> None:
-        """No more chunks will come, or nothing more shall be sent."""
-        with self._lock:
-            now_s, machine = self._clock(), outgoing.machine
-            actions = machine.close(now_s) if abort_reason is None else machine.abort(abort_reason, now_s)
-            self._carry_out_sender(outgoing, actions)
-
-    def restart_sending(self, outgoing: Outgoing, reason: str) -> None:
-        """This attempt ends, and another one follows."""
-        with self._lock:
-            self._carry_out_sender(outgoing, outgoing.machine.restart(reason, self._clock()))
-
-    def stored_chunks(self, outgoing: Outgoing) -> int:
-        """Chunks whose source slots are read no more."""
-        with self._lock:
-            return outgoing.machine.stored_chunks
-
-    def send_status(self, outgoing: Outgoing) -> TransferStatus:
-        """How far a transfer is."""
-        with self._lock:
-            return outgoing.status
+            return outgoing
 
     # ---- both ----
 
@@ -261,8 +214,8 @@ class HandshakeEndpoint:
                 self._loop.dropped_messages,
                 self._loop.malformed_messages,
                 len(self._outgoing),
-                counts[Phase.OPEN] + counts[Phase.CLOSING],
-                counts[Phase.EARLY],
+                counts[ReceivePhase.OPEN] + counts[ReceivePhase.CLOSING],
+                counts[ReceivePhase.EARLY],
                 self._receiver.unsettled_permits,
                 self._receiver.backends.free_count,
             )
@@ -276,14 +229,14 @@ class HandshakeEndpoint:
             now_s, reason = self._clock(), "the instance shuts down"
             for outgoing in list(self._outgoing.values()):
                 self._carry_out_sender(outgoing, outgoing.machine.abort(reason, now_s))
-            for room in list(self._received):
-                self._carry_out(self._receiver.cancel(room, reason, now_s))
+            for transfer_id in list(self._received):
+                self._carry_out(self._receiver.cancel(transfer_id, reason, now_s))
         # Peers are told that this side has stopped once its writes have ended.
         self._writers.shutdown(wait=True)
         self._fencers.shutdown(wait=True)
         self._loop.close()
         self._transport.close()
-        self.bell.close()
+        self.waker.close()
 
     # ---- called by the control loop ----
 
@@ -319,8 +272,8 @@ class HandshakeEndpoint:
                 self._abort_if_unlike(message.receiver)
             elif isinstance(message, Invitation):
                 self._received_invitations.note(message, now_s)
-                self.bell.ring()
-                seen = InvitationSeen(message.room, self.address, message.withdrawn is not None)
+                self.waker.notify()
+                seen = InvitationSeen(message.transfer_id, self.address, message.withdrawn is not None)
                 self._loop.send(message.receiver, seen)
             elif isinstance(message, InvitationSeen):
                 self._sent_invitations.seen(message)
@@ -328,10 +281,12 @@ class HandshakeEndpoint:
                 self._on_answer(message, now_s)
 
     def _on_answer(self, message: ToSender, now_s: float) -> None:
-        outgoing = self._outgoing.get((message.room, message.receiver))
+        outgoing = self._outgoing.get((message.transfer_id, message.receiver))
         if outgoing is None:
             if isinstance(message, ReceiverAbort):
-                stopped = SenderStopped(message.room, self.address, message.sender_epoch, "nothing of it is sent here")
+                stopped = SenderStopped(
+                    message.transfer_id, self.address, message.sender_epoch, "nothing of it is sent here"
+                )
                 self._loop.send(message.receiver, stopped)
         elif isinstance(message, ReceiverReport):
             self._carry_out_sender(outgoing, outgoing.machine.on_report(message, now_s))
@@ -363,30 +318,30 @@ class HandshakeEndpoint:
                 self._loop.send(action.to, action.message)
             elif isinstance(action, Allow):
                 self._transport.allow(action.permit)
-                self._received[action.room] = TransferStatus(Stage.TRANSFERRING, None, "", False)
+                self._received[action.transfer_id] = TransferStatus(Stage.TRANSFERRING, None, "", False)
             elif isinstance(action, Retire):
                 self._submit(self._fencers, partial(self._transport.revoke, action.permit))
             elif isinstance(action, Fence):
                 self._submit(self._fencers, partial(self._fence, action.permit))
             elif isinstance(action, Ready):
-                self._received[action.room] = TransferStatus(Stage.COMPLETE, TransferOutcome.COMPLETE, "", True)
-                self.bell.ring()
-                self._sent_invitations.finish(action.room)
+                self._received[action.transfer_id] = TransferStatus(Stage.COMPLETE, TransferOutcome.COMPLETE, "", True)
+                self.waker.notify()
+                self._sent_invitations.finish(action.transfer_id)
             elif isinstance(action, Failing):
-                self._received[action.room] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
-                self.bell.ring()
+                self._received[action.transfer_id] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
+                self.waker.notify()
                 if action.outcome is TransferOutcome.RESTARTED:
                     # Who has shaken hands is told; others are invited to the next attempt.
-                    self._sent_invitations.finish(action.room)
+                    self._sent_invitations.finish(action.transfer_id)
                 else:
-                    self._send_all(self._sent_invitations.withdraw(action.room, action.reason, self._clock()))
+                    self._send_all(self._sent_invitations.withdraw(action.transfer_id, action.reason, self._clock()))
             elif isinstance(action, Released):
-                self._received[action.room] = self._received[action.room]._replace(is_released=True)
-                self.bell.ring()
+                self._received[action.transfer_id] = self._received[action.transfer_id]._replace(is_released=True)
+                self.waker.notify()
             elif isinstance(action, Received):
                 self._records.append(action.record)
 
-    def _carry_out_sender(self, outgoing: Outgoing, actions: SenderActions) -> None:
+    def _carry_out_sender(self, outgoing: OutgoingTransfer, actions: SenderActions) -> None:
         for action in actions:
             if isinstance(action, Send):
                 self._loop.send(action.to, action.message)
@@ -395,11 +350,10 @@ class HandshakeEndpoint:
             elif isinstance(action, WritePart):
                 self._submit(self._writers, partial(self._write, outgoing, action))
             elif isinstance(action, SendEnded):
-                outgoing.result = SendResult(action.record, outgoing.written_bytes)
-                self._records.append(outgoing.result)
-                self.bell.ring()
+                self._records.append(outgoing.end(action.record))
+                self.waker.notify()
         if outgoing.machine.is_over:
-            self._outgoing.pop((outgoing.machine.room, outgoing.machine.receiver), None)
+            self._outgoing.pop((outgoing.machine.transfer_id, outgoing.machine.receiver), None)
 
     def _submit(self, executor: ThreadPoolExecutor, task: Callable[[], None]) -> None:
         try:
@@ -415,7 +369,7 @@ class HandshakeEndpoint:
             with self._lock:
                 self._carry_out(self._receiver.on_fenced(permit, self._clock()))
 
-    def _write(self, outgoing: Outgoing, todo: WritePart) -> None:
+    def _write(self, outgoing: OutgoingTransfer, todo: WritePart) -> None:
         machine = outgoing.machine
         try:
             if machine.outcome is not None:

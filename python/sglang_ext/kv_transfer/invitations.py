@@ -1,4 +1,4 @@
-"""How a prefill rank learns where a request's KV shall go: the decode rank invites it, by room, until it has heard.
+"""How a prefill rank learns where a request's KV shall go: the decode rank invites it until it acknowledges.
 
 An invitation says what this decode rank wants (tokens from the first that it has not cached, its heads, its layers)
 and where its endpoint is. With several decode ranks a prefill rank gets one from each that it holds heads of.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from sglang_ext.identifiers import TransferId
 from sglang_ext.policy.handshake.receive_request import Need
-from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import HeadLayout, KVShard
 
-_MAX_ROOMS = 100_000
+_MAX_TRANSFERS = 100_000
 
 
 class DecodeRank(NamedTuple):
@@ -29,7 +29,7 @@ class DecodeRank(NamedTuple):
 class Invitation(NamedTuple):
     """Decode rank to prefill rank."""
 
-    room: Room
+    transfer_id: TransferId
     receiver: str
     whole: KVShard  # one span of tokens, or none when decode has them all
     withdrawn: str | None  # why nothing is wanted any more
@@ -40,19 +40,19 @@ class Invitation(NamedTuple):
 class InvitationSeen(NamedTuple):
     """Prefill rank to decode rank."""
 
-    room: Room
+    transfer_id: TransferId
     sender: str
     is_withdrawal: bool
 
 
-class _Pending:
-    """An invitation that somebody has not heard of."""
+class _SentInvitation:
+    """An invitation, and the prefill ranks that have not acknowledged it."""
 
     def __init__(self, invitation: Invitation, addresses: Iterable[str], now_s: float) -> None:
         self.invitation = invitation
         self.addresses = set(addresses)
-        self.unheard = set(self.addresses)
-        self.said_s = now_s
+        self.unacknowledged = set(self.addresses)
+        self.sent_s = now_s
         self.since_s = now_s
 
 
@@ -64,85 +64,85 @@ class SentInvitations:
         self._decode_rank = decode_rank
         self._retry_s = retry_s
         self._give_up_s = give_up_s
-        self._pending: dict[Room, _Pending] = {}
+        self._pending: dict[TransferId, _SentInvitation] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing will have to be said again."""
-        return not any(pending.unheard for pending in self._pending.values())
+        """Whether nothing will have to be retransmitted."""
+        return not any(pending.unacknowledged for pending in self._pending.values())
 
     def invite(self, need: Need, addresses: Iterable[str], now_s: float) -> Iterator[tuple[str, Invitation]]:
-        """Say to all addresses that the KV of a request may come."""
-        invitation = Invitation(need.room, self._receiver, need.whole, None, need.first_token, self._decode_rank)
-        pending = self._pending[need.room] = _Pending(invitation, addresses, now_s)
-        return self._say(pending, now_s)
+        """Tell all addresses that the KV of a request may come."""
+        invitation = Invitation(need.transfer_id, self._receiver, need.whole, None, need.first_token, self._decode_rank)
+        pending = self._pending[need.transfer_id] = _SentInvitation(invitation, addresses, now_s)
+        return self._send(pending, now_s)
 
-    def withdraw(self, room: Room, reason: str, now_s: float) -> Iterator[tuple[str, Invitation]]:
-        """Say to all who were invited that nothing is wanted any more."""
-        pending = self._pending.get(room)
+    def withdraw(self, transfer_id: TransferId, reason: str, now_s: float) -> Iterator[tuple[str, Invitation]]:
+        """Tell all invited ranks that nothing is wanted any more."""
+        pending = self._pending.get(transfer_id)
         if pending is None or pending.invitation.withdrawn is not None:
             return iter(())
         pending.invitation = pending.invitation._replace(withdrawn=reason)
-        pending.unheard = set(pending.addresses)
+        pending.unacknowledged = set(pending.addresses)
         pending.since_s = now_s
-        return self._say(pending, now_s)
+        return self._send(pending, now_s)
 
     def seen(self, message: InvitationSeen) -> None:
-        """Somebody has heard."""
-        pending = self._pending.get(message.room)
+        """A prefill rank acknowledges an invitation or a withdrawal."""
+        pending = self._pending.get(message.transfer_id)
         if pending is not None and message.is_withdrawal == (pending.invitation.withdrawn is not None):
-            pending.unheard.discard(message.sender)
-            if not pending.unheard and message.is_withdrawal:
-                del self._pending[message.room]
+            pending.unacknowledged.discard(message.sender)
+            if not pending.unacknowledged and message.is_withdrawal:
+                del self._pending[message.transfer_id]
 
-    def finish(self, room: Room) -> None:
-        """The request is complete: nobody needs to be told anything."""
-        self._pending.pop(room, None)
+    def finish(self, transfer_id: TransferId) -> None:
+        """The request is complete: neither invitation nor withdrawal is retransmitted."""
+        self._pending.pop(transfer_id, None)
 
     def on_timer(self, now_s: float) -> Iterator[tuple[str, Invitation]]:
-        """Say again what has not been heard; a withdrawal only for a while."""
-        for room, pending in list(self._pending.items()):
+        """Retransmit what has not been acknowledged; a withdrawal only for a while."""
+        for transfer_id, pending in list(self._pending.items()):
             if pending.invitation.withdrawn is not None and now_s - pending.since_s >= self._give_up_s:
-                del self._pending[room]
-            elif pending.unheard and now_s - pending.said_s >= self._retry_s:
-                yield from self._say(pending, now_s)
+                del self._pending[transfer_id]
+            elif pending.unacknowledged and now_s - pending.sent_s >= self._retry_s:
+                yield from self._send(pending, now_s)
 
     @staticmethod
-    def _say(pending: _Pending, now_s: float) -> Iterator[tuple[str, Invitation]]:
-        pending.said_s = now_s
-        return iter([(address, pending.invitation) for address in sorted(pending.unheard)])
+    def _send(pending: _SentInvitation, now_s: float) -> Iterator[tuple[str, Invitation]]:
+        pending.sent_s = now_s
+        return iter([(address, pending.invitation) for address in sorted(pending.unacknowledged)])
 
 
 class ReceivedInvitations:
-    """The prefill side: the newest of each room and decode rank, for as long as anybody may ask. Not thread-safe."""
+    """The prefill side: the newest of each transfer and decode rank, as long as it may be needed. Not thread-safe."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
-        self._rooms: dict[Room, dict[str, Invitation]] = {}
-        self._since_s: dict[Room, float] = {}  # oldest first
+        self._by_transfer: dict[TransferId, dict[str, Invitation]] = {}
+        self._since_s: dict[TransferId, float] = {}  # oldest first
 
     def note(self, invitation: Invitation, now_s: float) -> None:
         """An invitation, or its withdrawal, has arrived; a late invitation does not undo a withdrawal."""
-        known = self._rooms.setdefault(invitation.room, {})
-        self._since_s.setdefault(invitation.room, now_s)
+        known = self._by_transfer.setdefault(invitation.transfer_id, {})
+        self._since_s.setdefault(invitation.transfer_id, now_s)
         before = known.get(invitation.receiver)
         if before is None or before.withdrawn is None:
             known[invitation.receiver] = invitation
-        while len(self._rooms) > _MAX_ROOMS:
+        while len(self._by_transfer) > _MAX_TRANSFERS:
             self.forget(next(iter(self._since_s)))
 
-    def of(self, room: Room) -> tuple[Invitation, ...]:
-        """What has arrived for a room."""
-        return tuple(self._rooms.get(room, {}).values())
+    def of(self, transfer_id: TransferId) -> tuple[Invitation, ...]:
+        """What has arrived for a transfer."""
+        return tuple(self._by_transfer.get(transfer_id, {}).values())
 
-    def forget(self, room: Room) -> None:
-        """Nobody will ask for this room any more."""
-        self._rooms.pop(room, None)
-        self._since_s.pop(room, None)
+    def forget(self, transfer_id: TransferId) -> None:
+        """This transfer will not be asked for any more."""
+        self._by_transfer.pop(transfer_id, None)
+        self._since_s.pop(transfer_id, None)
 
     def on_timer(self, now_s: float) -> None:
-        """Forget rooms that nobody has asked for in time."""
-        for room, since_s in list(self._since_s.items()):
+        """Forget transfers that were not asked for in time."""
+        for transfer_id, since_s in list(self._since_s.items()):
             if now_s - since_s < self._keep_s:
                 return
-            self.forget(room)
+            self.forget(transfer_id)

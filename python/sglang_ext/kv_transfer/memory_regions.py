@@ -57,7 +57,7 @@ class MemoryRegions:
             self._regions = sorted([*self._regions, region], key=lambda other: other.start)
 
     def remove(self, address: int) -> None:
-        """Forget the regions that start at `address`, after every view in use has been given back.
+        """Forget the regions that start at `address`, after every view in use has been released.
 
         Raises KeyError when no region starts there.
         """

@@ -1,6 +1,6 @@
 """What a request's own prefill instance sends to one decode rank, from the handshake to the last attempt.
 
-    handshake ──offer_rest──▶ what nobody else sends ──send, send, …──▶ stored
+    handshake ──offer_rest──▶ the rest ──────────────send, send, …──▶ stored
         │                                                  │
         └────────────── a helper has failed ───────────────┴──▶ invited again: everything from here
 
@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from sglang_ext.identifiers import TransferId, next_attempt
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import Slots
-from sglang_ext.kv_transfer.send_handle import SendHandle
 from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
 from sglang_ext.policy.handshake.protocol import TransferOutcome
-from sglang_ext.policy.handshake.rooms import Room, following
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
 
@@ -48,7 +47,7 @@ class OwnerTransfer:
     def __init__(
         self,
         endpoint: HandshakeEndpoint,
-        room: Room,
+        transfer_id: TransferId,
         receiver: str,
         source: Source,
         sender_count: int,
@@ -58,18 +57,18 @@ class OwnerTransfer:
     ) -> None:
         """Shakes hands. `sender_count`: how many ranks of this instance send to the receiver, this one among them.
 
-        Raises ValueError when a transfer of this room to this receiver is under way.
+        Raises ValueError when a transfer of this transfer to this receiver is under way.
         """
         self._clock = clock
         self._waits_since_s: float | None = None  # for the next attempt
         self._endpoint = endpoint
-        self._room = room
+        self._transfer_id = transfer_id
         self._receiver = receiver
         self._source = source
         self._sender_count = sender_count
         # How many helpers will send is not known.
         count = None if may_have_helpers else sender_count
-        self._handle = endpoint.open_sender(room, receiver, count, may_have_helpers=may_have_helpers)
+        self._handle = endpoint.open_sender(transfer_id, receiver, count, may_have_helpers=may_have_helpers)
         self._failure: TransferStatus | None = None
         self._is_first = True
         self._is_rest_wanted = False
@@ -78,14 +77,14 @@ class OwnerTransfer:
         self._rows: list[_Rows] = []  # all that has been sent, for another attempt
 
     @property
-    def handle(self) -> SendHandle:
+    def handle(self) -> OutgoingTransfer:
         """The present attempt's, or the last one's where the next has not begun."""
         return self._handle
 
     @property
-    def room(self) -> Room:
+    def transfer_id(self) -> TransferId:
         """With the number of the attempt."""
-        return self._room
+        return self._transfer_id
 
     @property
     def can_be_shared(self) -> bool:
@@ -103,7 +102,7 @@ class OwnerTransfer:
         self._handle.part(chunk, PartRows(0, source.layer_count, 0, len(slots), False))
 
     def offer_rest(self, elsewhere: Sequence[range] = ()) -> None:
-        """Nobody but this rank sends what remains; `elsewhere` (ascending): what has been offered already, here or by
+        """This rank sends what remains; `elsewhere` (ascending): what has been offered already, here or by
         others. In a later attempt everything is offered."""
         if self._is_rest_wanted:
             return
@@ -134,17 +133,17 @@ class OwnerTransfer:
         status = self._handle.status
         if status.outcome is not TransferOutcome.RESTARTED:
             return status
-        room = following(self._room)
-        if room is None:
+        transfer_id = next_attempt(self._transfer_id)
+        if transfer_id is None:
             self._failure = status
             return status
-        asked = [one for one in self._endpoint.invitations(room) if one.receiver == self._receiver]
+        asked = [one for one in self._endpoint.invitations(transfer_id) if one.receiver == self._receiver]
         withdrawn = asked[0].withdrawn if asked else None
         if withdrawn is not None:
             self._failure = TransferStatus(Stage.FAILED, TransferOutcome.REMOTE_ABORT, withdrawn, True)
             return self._failure
         if asked and status.is_released:
-            self._begin(room)
+            self._begin(transfer_id)
             return self._handle.status
         now_s, limit_s = self._clock(), self._endpoint.stall_timeout_s
         self._waits_since_s = now_s if self._waits_since_s is None else self._waits_since_s
@@ -154,9 +153,9 @@ class OwnerTransfer:
             return self._failure
         return TransferStatus(Stage.TRANSFERRING, None, "", False)
 
-    def _begin(self, room: Room) -> None:
-        self._room, self._is_first, self._rest, self._waits_since_s = room, False, None, None
-        self._handle = self._endpoint.open_sender(room, self._receiver, self._sender_count)
+    def _begin(self, transfer_id: TransferId) -> None:
+        self._transfer_id, self._is_first, self._rest, self._waits_since_s = transfer_id, False, None, None
+        self._handle = self._endpoint.open_sender(transfer_id, self._receiver, self._sender_count)
         if self._is_rest_wanted:
             self._offer(() if self._source.tokens is None else (self._source.tokens,))
             for rows in self._rows:

@@ -1,4 +1,6 @@
-"""Rights to write that can be taken back: after `revoke` returns, nobody writes under the permit, and nobody will."""
+"""Rights to write that can be taken back: after `revoke` returns, no write under the permit is under way or will be.
+
+A transport over which one peer writes into another's memory has them (TCP, shared memory)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The handshake's transport between processes of one machine: a sender stages rows in memory that both map.
 
 The staging memory belongs to the sender's connection and the receiver copies out of it, so a sender that has lost
-its right can spoil nothing but its own staging. It has no name: its descriptor travels over the connection, a Unix
+its right can damage nothing but its own staging. It has no name: its descriptor travels over the connection, a Unix
 socket, and the kernel frees it with the last process.
 
     greeting   magic, size of the staging memory, its descriptor            sender to receiver, once
-    request    length (u32), then msgpack of `_Request`                     sender to receiver
+    request    length (u32), then msgpack of `_CopyRequest`                     sender to receiver
     answer     one byte                                                     receiver to sender
 """
 
@@ -57,7 +57,7 @@ class _Scatter(msgspec.Struct, array_like=True, frozen=True):
     slots: bytes  # u32
 
 
-class _Request(msgspec.Struct, array_like=True, frozen=True):
+class _CopyRequest(msgspec.Struct, array_like=True, frozen=True):
     permit: int
     scatters: list[_Scatter]
 
@@ -80,7 +80,7 @@ class _Link:
         finally:
             os.close(descriptor)
 
-    def exchange(self, request: _Request) -> None:
+    def request_copy(self, request: _CopyRequest) -> None:
         body = msgspec.msgpack.encode(request)
         self.socket.sendall(_LENGTH.pack(len(body)) + body)
         status = receive_exactly(self.socket, 1)[0]
@@ -136,7 +136,7 @@ class SharedMemoryTransport:
             with self._link(to) as link:
                 for batch in self._batches(copies):
                     scatters = [self._stage(link, offset, copy) for offset, copy in batch]
-                    link.exchange(_Request(permit, scatters))
+                    link.request_copy(_CopyRequest(permit, scatters))
         except (OutOfBoundsError, OSError) as error:
             raise TransferError(f"KV write to {to} failed: {error}") from error
         return sum(copy.total_bytes for copy in copies)
@@ -218,7 +218,7 @@ class SharedMemoryTransport:
                 size_bytes = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))[0]
                 if size_bytes > _MAX_REQUEST_BYTES:
                     raise OutOfBoundsError(f"a request of {size_bytes} bytes")
-                request = msgspec.msgpack.decode(receive_exactly(connection, size_bytes), type=_Request)
+                request = msgspec.msgpack.decode(receive_exactly(connection, size_bytes), type=_CopyRequest)
                 try:
                     with self._permits.use(request.permit, _nothing):
                         for scatter in request.scatters:
@@ -282,7 +282,7 @@ def _receive_staging(connection: socket.socket) -> npt.NDArray[np.uint8]:
 
 
 def _nothing() -> None:
-    """Copying waits for nobody, so there is nothing to interrupt."""
+    """Copying waits for no peer, so there is nothing to interrupt."""
 
 
 def _shut(connection: socket.socket) -> None:

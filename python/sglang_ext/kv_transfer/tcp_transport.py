@@ -87,7 +87,7 @@ class TcpTransferEngine:
             with self._regions.views(sources) as views:
                 head = memoryview(wire.encode_batch(targets, self._options.limits, permit))
                 self._deliver(session_id, [head, *views])
-        except (OutOfBoundsError, wire.ProtocolError, OSError) as error:
+        except (OutOfBoundsError, wire.WireError, OSError) as error:
             raise TransferError(f"KV write to {session_id} failed: {error}") from error
 
     def probe(self, session_id: str) -> None:
@@ -111,14 +111,14 @@ class TcpTransferEngine:
             reused = self._take_idle(session_id)
             if reused is not None:
                 try:
-                    self._exchange(session_id, reused, frame)
+                    self._write_frame(session_id, reused, frame)
                     return
                 except ConnectionError:
                     # The peer dropped an idle connection. Writing the same bytes again is harmless.
                     pass
-            self._exchange(session_id, self._connect(session_id), frame)
+            self._write_frame(session_id, self._connect(session_id), frame)
 
-    def _exchange(self, session_id: str, connection: socket.socket, frame: Sequence[memoryview]) -> None:
+    def _write_frame(self, session_id: str, connection: socket.socket, frame: Sequence[memoryview]) -> None:
         try:
             send_all(connection, frame)
             status = receive_exactly(connection, 1)[0]
@@ -127,7 +127,7 @@ class TcpTransferEngine:
             raise
         if status != wire.Status.DONE:
             _shut(connection)
-            raise wire.ProtocolError(_REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
+            raise wire.WireError(_REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
         with self._lock:
             if not self._closed:
                 self._idle[session_id].append(connection)
@@ -137,7 +137,7 @@ class TcpTransferEngine:
     def _connect(self, session_id: str) -> socket.socket:
         host, _, port = session_id.rpartition(":")
         if not host or not port.isdigit():
-            raise wire.ProtocolError(f"{session_id!r} is not a host:port pair")
+            raise wire.WireError(f"{session_id!r} is not a host:port pair")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -197,7 +197,7 @@ class TcpTransferEngine:
             connection.sendall(wire.encode_greeting())
             while self._serve_batch(connection):
                 pass
-        except (wire.ProtocolError, OutOfBoundsError, PermitError) as error:
+        except (wire.WireError, OutOfBoundsError, PermitError) as error:
             logger.warning("refused a KV write from %s: %s", peer, error)
         except OSError as error:
             if not self._closed:
@@ -231,20 +231,20 @@ class TcpTransferEngine:
         return True
 
     def _permission(self, header: wire.BatchHeader, connection: socket.socket) -> AbstractContextManager[None]:
-        """Whoever takes the permit back while the payload is on its way closes the connection."""
+        """`Permits.revoke` closes the connection while a payload is on its way."""
         if self._permits is None or not header.block_count:
             return nullcontext()
         return self._permits.use(header.permit, lambda: _wake(connection))
 
 
 def _shut(connection: socket.socket) -> None:
-    """Close a socket and wake whoever waits on it."""
+    """Close a socket and wake the threads that wait on it."""
     _wake(connection)
     connection.close()
 
 
 def _wake(connection: socket.socket) -> None:
-    """Let whoever waits on a socket find it at its end."""
+    """Let threads that wait on a socket find it at its end."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -24,7 +24,7 @@ class TransferStatus(NamedTuple):
     stage: Stage
     outcome: TransferOutcome | None  # once it is complete or has failed
     reason: str  # why it failed, for people
-    is_released: bool  # whether nobody reads or writes its slots any more, now or later
+    is_released: bool  # whether its slots are neither read nor written any more, now or later
 
 
 class SendResult(NamedTuple):

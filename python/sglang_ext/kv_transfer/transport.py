@@ -22,7 +22,7 @@ class Transport(Protocol):
         """Peers may write under this permit from now on."""
 
     def revoke(self, permit: int) -> None:
-        """Return when nobody writes under this permit and nobody will, where `can_fence`; else do nothing."""
+        """Return when no write under this permit is under way or will be, where `can_fence`; else do nothing."""
 
     def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
         """Copy rows to the peer; returns the number of bytes when it has stored them all.

@@ -30,7 +30,7 @@ BLOCK = struct.Struct("<QQ")
 MAX_BUFFERS_PER_CALL = 1024
 
 
-class ProtocolError(Exception):
+class WireError(Exception):
     """The peer sent something that this protocol does not allow."""
 
 
@@ -66,18 +66,18 @@ def encode_greeting() -> bytes:
 
 
 def check_greeting(data: bytes) -> None:
-    """Raise ProtocolError unless `data` is the greeting of this protocol version."""
+    """Raise WireError unless `data` is the greeting of this protocol version."""
     magic, version = GREETING.unpack(data)
     if magic != MAGIC:
-        raise ProtocolError("the peer does not speak the KV transfer protocol of sglang-ext")
+        raise WireError("the peer does not speak the KV transfer protocol of sglang-ext")
     if version != VERSION:
-        raise ProtocolError(f"the peer speaks KV transfer version {version}, this process version {VERSION}")
+        raise WireError(f"the peer speaks KV transfer version {version}, this process version {VERSION}")
 
 
 def encode_batch(spans: Sequence[Span], limits: Limits, permit: int = 0) -> bytes:
     """Header and table of a batch that writes to `spans` of the peer's memory, under a permit where it asks for one.
 
-    Raises ProtocolError when the batch exceeds `limits`.
+    Raises WireError when the batch exceeds `limits`.
     """
     payload_bytes = sum(span.length_bytes for span in spans)
     _check_limits(len(spans), payload_bytes, limits)
@@ -86,33 +86,33 @@ def encode_batch(spans: Sequence[Span], limits: Limits, permit: int = 0) -> byte
 
 
 def decode_header(data: bytes, limits: Limits) -> BatchHeader:
-    """Parse a batch header. Raises ProtocolError when it is malformed or exceeds `limits`."""
+    """Parse a batch header. Raises WireError when it is malformed or exceeds `limits`."""
     block_count, reserved, payload_bytes, permit = BATCH_HEADER.unpack(data)
     if reserved:
-        raise ProtocolError("a reserved field of the batch header is set")
+        raise WireError("a reserved field of the batch header is set")
     _check_limits(block_count, payload_bytes, limits)
     return BatchHeader(block_count, payload_bytes, permit)
 
 
 def decode_table(data: bytes | bytearray, header: BatchHeader) -> list[Span]:
-    """Parse the block table. Raises ProtocolError when it contradicts the header."""
+    """Parse the block table. Raises WireError when it contradicts the header."""
     if len(data) != header.table_bytes:
-        raise ProtocolError(f"block table of {len(data)} bytes, expected {header.table_bytes}")
+        raise WireError(f"block table of {len(data)} bytes, expected {header.table_bytes}")
     spans = [Span(address, length) for address, length in BLOCK.iter_unpack(data)]
     if any(span.length_bytes == 0 for span in spans):
-        raise ProtocolError("a block is empty")
+        raise WireError("a block is empty")
     if sum(span.length_bytes for span in spans) != header.payload_bytes:
-        raise ProtocolError("the blocks do not add up to the payload")
+        raise WireError("the blocks do not add up to the payload")
     return spans
 
 
 def _check_limits(block_count: int, payload_bytes: int, limits: Limits) -> None:
     if block_count > limits.max_blocks:
-        raise ProtocolError(f"a batch of {block_count} blocks exceeds the limit of {limits.max_blocks}")
+        raise WireError(f"a batch of {block_count} blocks exceeds the limit of {limits.max_blocks}")
     if payload_bytes > limits.max_payload_bytes:
-        raise ProtocolError(f"a batch of {payload_bytes} bytes exceeds the limit of {limits.max_payload_bytes}")
+        raise WireError(f"a batch of {payload_bytes} bytes exceeds the limit of {limits.max_payload_bytes}")
     if bool(block_count) != bool(payload_bytes):
-        raise ProtocolError("a batch has blocks without payload or payload without blocks")
+        raise WireError("a batch has blocks without payload or payload without blocks")
 
 
 def receive_exactly(connection: socket.socket, size_bytes: int) -> bytearray:

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
-from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
-from sglang_ext.sequence_parallel.ring_attention import Attention, Ring, SteadfastAttention
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
+from sglang_ext.sequence_parallel.ring_attention import Attention, DeferredErrorAttention, Ring
 from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, NoRoomError, Rebalancing, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
@@ -67,9 +67,9 @@ def run_chunk(
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError and
     LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and so
     it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation
-    of earlier layers; otherwise all of it first. `clock` is told where the time goes; `sending` is told where the new
-    rows lie, and what it returns is told of every layer whose K and V are there. Of several `ranks` all raise where one
-    does.
+    of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the slots of the
+    new rows, and what it returns is called with every layer whose K and V are there. Of several `ranks` all raise where
+    one does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)
@@ -78,7 +78,7 @@ def run_chunk(
     shard.begin()
     try:
         # The model's own collectives need every rank, so that none may begin where another one cannot, or leave.
-        with together(ranks, *STEP_ERRORS):
+        with all_ranks_or_raise(ranks, *STEP_ERRORS):
             move_tag = first_tag + pool.layers * len(layout.group)
             moving = Rebalancing(pool, shard, layout.moves, mesh, instance, move_tag, clock)
             slots = shard.extend(positions)
@@ -91,11 +91,11 @@ def run_chunk(
             layer_ready = _no_one if sending is None else sending(slots)
         ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
         attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready)
-        steadfast = SteadfastAttention(attention) if ranks.size > 1 else None
-        with together(ranks, *STEP_ERRORS):
-            logits = engine.forward(token_ids, as_tensor(positions), slots, steadfast or attention)
-            if steadfast is not None:
-                steadfast.check()
+        deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None
+        with all_ranks_or_raise(ranks, *STEP_ERRORS):
+            logits = engine.forward(token_ids, as_tensor(positions), slots, deferred or attention)
+            if deferred is not None:
+                deferred.check()
             mesh.settle()
     except BaseException:
         shard.roll_back()
@@ -106,7 +106,7 @@ def run_chunk(
 def run_collect(
     pool: KvPool,
     shard: Shard,
-    moves: Sequence[Move],
+    moves: Sequence[KvMove],
     mesh: Mesh,
     instance: int,
     first_tag: int,
@@ -117,7 +117,7 @@ def run_collect(
     """Send what this instance holds to the owner, or as the owner receive it. Raises as `run_chunk`, and restores."""
     shard.begin()
     try:
-        with together(ranks, *STEP_ERRORS):
+        with all_ranks_or_raise(ranks, *STEP_ERRORS):
             moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag, clock)
             for layer in range(pool.layers):
                 moving.start(layer + 1)

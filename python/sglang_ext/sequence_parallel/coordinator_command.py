@@ -22,7 +22,7 @@ from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, make_app
 from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, UnknownCostError, prior_candidates, profiled_candidates
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shortest chunk of a plan with several",
     )
     add(
-        "--patience-ms",
+        "--mesh-timeout-ms",
         type=float,
         metavar="MS",
-        default=1000 * default.patience_s,
+        default=1000 * default.mesh_timeout_s,
         help="how long a request waits for members to be connected before its own instance computes it",
     )
     add(
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--member-timeout-ms",
         type=float,
         metavar="MS",
-        default=1000 * default.silence_s,
+        default=1000 * default.member_timeout_s,
         help="a member that says nothing for so long is lost",
     )
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="least severe message")
@@ -134,7 +134,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         ReplanMode(arguments.replanning),
         arguments.improvement_rate,
         arguments.min_chunk_tokens,
-        _seconds("--patience-ms", arguments.patience_ms, 0.0),
+        _seconds("--mesh-timeout-ms", arguments.mesh_timeout_ms, 0.0),
         _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
         _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
         arguments.rebalance == _OVERLAPPED,
@@ -167,11 +167,11 @@ async def serve(options: CoordinatorOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    exchange = PoolExchange(options.settings, PoolCosts(options.candidates), options.rates)
+    protocol = PoolProtocol(options.settings, PoolCosts(options.candidates), options.rates)
     store = MeshStore(options.host, options.store_port)
-    server = CoordinatorServer(exchange, store, options.settings.silence_s)
+    server = CoordinatorServer(protocol, store, options.settings.member_timeout_s)
     port = await server.listen(options.host, options.port)
-    runner = web.AppRunner(make_app(exchange, server.status))
+    runner = web.AppRunner(make_app(protocol, server.status))
     await runner.setup()
     try:
         http_port = await _serve_http(runner, options.host, options.http_port)

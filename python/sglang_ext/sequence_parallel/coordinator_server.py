@@ -1,4 +1,4 @@
-"""A long pool's coordinator over TCP: connections, the clock and the store of the meshes around a `PoolExchange`."""
+"""A long pool's coordinator over TCP: connections, the clock and the store of the meshes around a `PoolProtocol`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.orders import BuildMesh, DeclineReason
 from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
 from sglang_ext.sequence_parallel.messages import (
+    AddressedMessage,
     Hello,
     MessageError,
-    Outgoing,
     Refusal,
     VersionError,
     Welcome,
@@ -31,7 +31,7 @@ from sglang_ext.sequence_parallel.messages import (
     encode,
 )
 from sglang_ext.sequence_parallel.pool_history import PoolStatus, PrefillEnd, PrefillRecord
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, ProtocolError
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ MAX_LINE_BYTES = 2**27
 _LINGER_S = 1.0
 
 
-class _Connection(NamedTuple):
+class _MemberConnection(NamedTuple):
     writer: asyncio.StreamWriter
     name: str
 
@@ -50,21 +50,21 @@ class _Connection(NamedTuple):
 class CoordinatorServer:
     """One long pool. Everything but reading happens at once, in the event loop's thread."""
 
-    def __init__(self, exchange: PoolExchange, store: MeshStore, silence_s: float) -> None:
-        self._exchange = exchange
+    def __init__(self, protocol: PoolProtocol, store: MeshStore, member_timeout_s: float) -> None:
+        self._protocol = protocol
         self._store = store
-        self._silence_s = silence_s
-        self._connections: dict[int, _Connection] = {}
+        self._member_timeout_s = member_timeout_s
+        self._connections: dict[int, _MemberConnection] = {}
         self._handlers: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     @property
-    def exchange(self) -> PoolExchange:
-        return self._exchange
+    def protocol(self) -> PoolProtocol:
+        return self._protocol
 
     def status(self) -> PoolStatus:
         """The pool, now."""
-        return self._exchange.status(time.monotonic())
+        return self._protocol.status(time.monotonic())
 
     async def listen(self, host: str, port: int) -> int:
         """Accept members; the port. ListenError."""
@@ -78,7 +78,7 @@ class CoordinatorServer:
         """Let time pass, for ever."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._deliver(self._exchange.tick(time.monotonic()))
+            self._deliver(self._protocol.tick(time.monotonic()))
 
     async def close(self) -> None:
         """End all connections: every member goes on alone."""
@@ -98,7 +98,7 @@ class CoordinatorServer:
             instance = await self._greet(reader, writer)
             if instance is not None:
                 await self._listen_to(instance, reader)
-        except (MessageError, ProtocolError, ValueError, OSError) as error:
+        except (MessageError, PoolProtocolError, ValueError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
             if instance is None:
                 logger.warning("cdsp: %s is no member: %s", _peer_of(writer), reason)
@@ -107,7 +107,7 @@ class CoordinatorServer:
         finally:
             writer.close()
             if instance is not None:
-                self._deliver(self._exchange.lose(instance, reason, time.monotonic()))
+                self._deliver(self._protocol.lose(instance, reason, time.monotonic()))
             await _closed(writer)
             self._handlers.discard(handler)
 
@@ -119,27 +119,27 @@ class CoordinatorServer:
             self._refuse(writer, Refusal(str(error)))
             return None
         except TimeoutError:
-            raise ProtocolError("no hello") from None
+            raise PoolProtocolError("no hello") from None
         if not isinstance(hello, Hello):
-            raise ProtocolError(f"{type(hello).__name__} instead of a hello")
-        answer = self._exchange.greet(hello)
+            raise PoolProtocolError(f"{type(hello).__name__} instead of a hello")
+        answer = self._protocol.greet(hello)
         if isinstance(answer, Refusal):
             self._refuse(writer, answer)
             return None
         instance = answer.instance
         # The address by which this member has reached us is one by which it reaches the store.
         store_host = str(writer.get_extra_info("sockname")[0])
-        writer.write(encode(Welcome(instance, store_host, self._store.port, self._silence_s)))
-        self._connections[instance] = _Connection(writer, hello.name)
+        writer.write(encode(Welcome(instance, store_host, self._store.port, self._member_timeout_s)))
+        self._connections[instance] = _MemberConnection(writer, hello.name)
         logger.info("cdsp: instance %d has joined: %s on %s, %s", instance, hello.name, hello.node, hello.model)
-        self._deliver(self._exchange.join(instance, hello, time.monotonic()))
+        self._deliver(self._protocol.join(instance, hello, time.monotonic()))
         return instance
 
     async def _listen_to(self, instance: int, reader: asyncio.StreamReader) -> None:
         while (line := await reader.readline()) and instance in self._connections:
-            self._deliver(self._exchange.take(instance, decode(line), time.monotonic()))
+            self._deliver(self._protocol.take(instance, decode(line), time.monotonic()))
 
-    def _deliver(self, messages: Sequence[Outgoing]) -> None:
+    def _deliver(self, messages: Sequence[AddressedMessage]) -> None:
         epochs: set[int] = set()
         for instance, message in messages:
             connection = self._connections.get(instance)
@@ -150,7 +150,7 @@ class CoordinatorServer:
                 epochs.add(message.epoch)
         for epoch in epochs:
             self._store.forget_before(epoch)
-        events = self._exchange.take_events()
+        events = self._protocol.take_events()
         for given_up in events.given_up:
             self._store.give_up(*given_up)
         for instance, reason in events.lost:
@@ -167,7 +167,7 @@ class CoordinatorServer:
 
 
 async def _closed(writer: asyncio.StreamWriter) -> None:
-    """Until what was written has gone, or nobody reads it."""
+    """Until what was written has gone, or the peer does not read it in time."""
     try:
         await asyncio.wait_for(writer.wait_closed(), _LINGER_S)
     except (OSError, TimeoutError):
@@ -193,13 +193,13 @@ def _log_end(record: PrefillRecord) -> None:
 
 def _peer_of(writer: asyncio.StreamWriter) -> str:
     peer = writer.get_extra_info("peername")
-    return f"{peer[0]}:{peer[1]}" if peer else "somebody"
+    return f"{peer[0]}:{peer[1]}" if peer else "an unknown peer"
 
 
-def make_app(exchange: PoolExchange, status: Callable[[], PoolStatus]) -> web.Application:
+def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus]) -> web.Application:
     """The routes."""
     registry = CollectorRegistry()
-    registry.register(_PoolCollector(exchange, status))
+    registry.register(_PoolCollector(protocol, status))
 
     async def get_status(request: web.Request) -> web.Response:
         return web.json_response(describe_status(status()))
@@ -211,7 +211,7 @@ def make_app(exchange: PoolExchange, status: Callable[[], PoolStatus]) -> web.Ap
         return web.Response()
 
     async def get_improvement_rates(request: web.Request) -> web.Response:
-        return web.json_response(describe_rates(exchange.improvement_rates))
+        return web.json_response(describe_rates(protocol.improvement_rates))
 
     async def put_improvement_rates(request: web.Request) -> web.Response:
         try:
@@ -220,8 +220,8 @@ def make_app(exchange: PoolExchange, status: Callable[[], PoolStatus]) -> web.Ap
             return _refusal("the body is not JSON")
         except ValueError as error:
             return _refusal(str(error))
-        exchange.improvement_rates.put(table, BY_REQUEST, time.time())
-        return web.json_response(describe_rates(exchange.improvement_rates))
+        protocol.improvement_rates.put(table, BY_REQUEST, time.time())
+        return web.json_response(describe_rates(protocol.improvement_rates))
 
     app = web.Application()
     app.router.add_get("/status", get_status)
@@ -250,12 +250,12 @@ def _refusal(message: str) -> web.Response:
 class _PoolCollector(Collector):
     """Reads counts when it is asked."""
 
-    def __init__(self, exchange: PoolExchange, status: Callable[[], PoolStatus]) -> None:
-        self._exchange = exchange
+    def __init__(self, protocol: PoolProtocol, status: Callable[[], PoolStatus]) -> None:
+        self._protocol = protocol
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        status, history = self._status(), self._exchange.history
+        status, history = self._status(), self._protocol.history
         yield _gauge("members", "Instances of the long pool", len(status.members))
         yield _gauge("connected", "1 when all members have the mesh of this epoch", status.is_connected)
         yield _gauge("requests", "Prefills that members share or that wait for it", len(status.requests))

@@ -1,10 +1,10 @@
-"""Rows of a chunk go to the decode instance from whoever computes them, layer by layer, while the chunk is computed.
+"""Rows of a chunk go to decode from the members that compute them, layer by layer, while the chunk is computed.
 
     chunk begins ──offer: "these positions"──▶ decode grants ──layer 0, layer 1, …──▶ its slots
 
-The request's own instance opens the transfer and sends what nobody computes here (`kv_transfer/owner_transfer.py`);
+The request's own instance opens the transfer and sends what no helper computes (`kv_transfer/owner_transfer.py`);
 the others are helpers. Where a helper fails, or a chunk has to be computed again, the transfer begins anew and the
-request's own instance sends everything: rows that have arrived twice, or not at all, are nobody's concern here.
+request's own instance sends everything: rows that have arrived twice, or not at all, do not matter then.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
-from sglang_ext.kv_transfer.send_handle import SendHandle
+from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.policy.cdsp.sharding import Positions
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from sglang_ext.sequence_parallel.chunk_step import LayerReady, StreamError
@@ -30,7 +29,7 @@ from sglang_ext.sequence_parallel.shard import KvPool
 class Target(NamedTuple):
     """A decode rank as one member sends to it."""
 
-    handle: SendHandle
+    handle: OutgoingTransfer
     first_head: int
     head_count: int
     first_token: int
@@ -42,7 +41,7 @@ OpenTarget = Callable[[Destination], Target | None]  # None where it wants no he
 class _Offered(NamedTuple):
     """A chunk towards one decode rank."""
 
-    handle: SendHandle
+    handle: OutgoingTransfer
     chunk: int
     tokens: int
 
@@ -172,7 +171,7 @@ class KvStreams:
                     target.handle.close()
 
     def settle(self) -> None:
-        """Let go of slots that nobody reads any more; call it often. Collective while anything is being sent."""
+        """Unpin slots that are not read any more; call it often. Collective while anything is being sent."""
         left = []
         for reading, is_over in zip(
             self._reading, self._ranks.all_of([reading.is_over for reading in self._reading]), strict=True
@@ -200,7 +199,7 @@ class KvStreams:
 
 
 def _nothing(layer: int) -> None:
-    """Nobody waits for this layer."""
+    """This layer is not sent."""
 
 
 def _wanted(
@@ -233,12 +232,12 @@ class PinnedPool:
         self.layers = pool.layers
         self.page_tokens = pool.page_tokens
         self._pins: Counter[int] = Counter()  # by page
-        self._condemned: set[int] = set()
+        self._deferred: set[int] = set()
 
     @property
-    def condemned_tokens(self) -> int:
-        """Slots that nobody wants but a reader: the pool counts them as taken."""
-        return len(self._condemned) * self.page_tokens
+    def deferred_tokens(self) -> int:
+        """Slots that were freed and are still read: the pool counts them as taken."""
+        return len(self._deferred) * self.page_tokens
 
     def pin(self, slots: torch.Tensor) -> Pin:
         """Keep the pages of these slots until `unpin`."""
@@ -247,14 +246,14 @@ class PinnedPool:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Nobody reads them any more; once for each pin."""
+        """They are not read any more; once for each pin."""
         self._pins.subtract(pin.pages)
         released = [page for page in pin.pages if self._pins[page] <= 0]
         for page in released:
             del self._pins[page]
-        freed = [page for page in released if page in self._condemned]
+        freed = [page for page in released if page in self._deferred]
         if freed:
-            self._condemned.difference_update(freed)
+            self._deferred.difference_update(freed)
             self._pool.free(self._slots(freed))
 
     def allocate(self, tokens: int) -> torch.Tensor:
@@ -264,7 +263,7 @@ class PinnedPool:
         if self._pins:
             pages = slots // self.page_tokens
             is_pinned = torch.isin(pages, torch.tensor(list(self._pins), dtype=pages.dtype, device=pages.device))
-            self._condemned.update(pages[is_pinned].tolist())
+            self._deferred.update(pages[is_pinned].tolist())
             slots = slots[~is_pinned]
         if slots.numel():
             self._pool.free(slots)

@@ -2,8 +2,8 @@
 
 A tensor travels in pieces. A piece is written into a mailbox of the receiver together with a rising count of arrivals;
 the receiver copies it out and raises the sender's count of mailboxes that are free again. Pieces of all calls of a
-batch are started in turn, each one's sending before its receiving, so that two members that exchange more than their
-mailboxes hold do not wait for each other.
+batch are started in turn, each one's sending before its receiving, so that two members that send each other more
+than their mailboxes hold do not wait for each other.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class MailboxMesh:
     @contextmanager
     def batch(self) -> Iterator[None]:
         calls = self._batch = []
-        pending = self._pending = _Pending(self)
+        pending = self._pending = _MailboxCall(self)
         try:
             yield
         finally:
@@ -188,7 +188,7 @@ class MailboxMesh:
         memory.set_signal(member, len(self.members) + self._own, number + 1)
 
 
-class _Pending:
+class _MailboxCall:
     """All calls of a batch are done together."""
 
     def __init__(self, mesh: MailboxMesh) -> None:

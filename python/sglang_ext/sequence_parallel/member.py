@@ -2,6 +2,9 @@
 
 The engine calls `turn` between two of its own iterations. Orders that cost nothing are carried out at once; of those
 that compute, one per turn, so that the engine's own batches and chunks alternate.
+
+Without a coordinator nothing is offered and nothing held: when the connection ends, every request that was offered
+comes back to its own instance, and the instance joins anew.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_ext.identifiers import instance_of, pool_request
 from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
@@ -36,7 +40,7 @@ from sglang_ext.sequence_parallel.messages import (
     MeshBuilt,
     MeshFailed,
     OfferMessage,
-    Report,
+    ReportMessage,
     StepDone,
     StepFailed,
     Streamed,
@@ -45,7 +49,7 @@ from sglang_ext.sequence_parallel.messages import (
     Welcome,
 )
 from sglang_ext.sequence_parallel.pool_link import PoolLink
-from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, together
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
 from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
@@ -54,7 +58,6 @@ logger = logging.getLogger(__name__)
 _NEARLY_CONNECTED_S = 1.0
 
 REPORT_INTERVAL_S = 0.2
-_REQUESTS_OF_AN_INSTANCE = 2**32
 
 
 class Declined(NamedTuple):
@@ -76,96 +79,157 @@ class Collected(NamedTuple):
 Outcome = Declined | Collected
 
 
-class Member:
+Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
+
+
+class PoolMember:
     """Belongs to the thread of the engine's loop; meshes are connected in threads of their own."""
 
     def __init__(
         self,
         engine: Engine,
-        instance: int,
         link: PoolLink,
-        connect: Callable[[int, tuple[int, ...]], Mesh],
-        streams: KvStreams | None = None,
+        connect: Connect,
+        open_target: OpenTarget | None = None,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
-        """`connect(epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
+        """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
 
-        Of several `ranks` each has a member, whose link brings all of them the same orders in the same turn.
+        `open_target`: see `KvStreams`. Of several `ranks` each has a member, whose link brings all of them the same
+        sessions and orders in the same turn; all of them call the same methods in the same order.
         """
         self._engine = engine
-        self._streams = streams or KvStreams(engine.pool, ranks=ranks)
-        self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
-        self._instance = instance
         self._link = link
         self._connect = connect
-        self._ranks = ranks
+        self.ranks = ranks
+        # What is being sent goes on when the coordinator does not.
+        self._streams = KvStreams(engine.pool, open_target, ranks)
+        self._count = itertools.count(1)
+        self._reported_s = float("-inf")
+        self._session: Welcome | None = None
+        self._begin_session(None)
+
+    def _begin_session(self, session: Welcome | None) -> None:
+        """Nothing is held, and nothing has been ordered."""
+        self._session = session
         self._shards: dict[int, Shard] = {}
-        self._last_chunk: int | None = None  # its number; later steps moved KV alone
+        self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
+        self._last_chunk: int | None = None  # its number; later steps moved KV alone
         self._steps: deque[ChunkOrder | Collect] = deque()
         self._meshes: dict[int, Mesh] = {}  # by epoch
-        self._connected: deque[tuple[int, Mesh | MeshError]] = deque()  # by the connecting threads
+        self._connected: deque[tuple[int, Mesh | MeshError]] = deque()  # by the connecting threads of this session
         self._connecting: dict[int, threading.Thread] = {}  # by epoch
+
+    @property
+    def wake_descriptor(self) -> int | None:
+        """See `PoolLink`."""
+        return self._link.wake_descriptor
+
+    @property
+    def is_joined(self) -> bool:
+        return self._session is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it holds KV of any request, has a chunk to compute, or sends what it has computed."""
+        return self._streams.is_sending or bool(self._shards or self._steps)
 
     @property
     def held_tokens(self) -> int:
         """KV slots that shards have taken from the engine's pool, also those that are only read any more."""
         owned = sum(shard.owned_tokens for shard in self._shards.values())
-        return owned + self._streams.pool.condemned_tokens
+        return owned + self._streams.pool.deferred_tokens
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether it holds anything, or has something to do."""
-        return bool(self._shards or self._steps)
+    def offer(
+        self,
+        token_ids: tuple[int, ...],
+        cached_tokens: int,
+        prefix_slots: torch.Tensor,
+        *,
+        waited_s: float,
+        slack_s: float | None,
+        destinations: tuple[Destination, ...] = (),
+        targets: Sequence[Target] = (),
+    ) -> int:
+        """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
 
-    def offer(self, message: OfferMessage, prefix_slots: torch.Tensor, targets: Sequence[Target] = ()) -> None:
-        """Offer a request; `prefix_slots` of its cached prefix must stay valid until its outcome.
-
-        `targets`: the message's destinations as this member sends to them.
+        `prefix_slots` of its cached prefix must stay valid until then. `destinations`: where members send what they
+        compute, `targets` the same for this member.
         """
-        shard = self._shards[message.request] = Shard(self._streams.pool)
-        self._streams.adopt(message.request, targets)
-        if message.cached_tokens:
-            shard.borrow((range(message.cached_tokens),), prefix_slots)
-        self._cached_tokens[message.request] = message.cached_tokens
-        self._link.send(message)
+        if self._session is None:
+            raise RuntimeError("offered without a coordinator")
+        request = pool_request(self._session.instance, next(self._count))
+        shard = self._shards[request] = Shard(self._streams.pool)
+        self._streams.adopt(request, targets)
+        if cached_tokens:
+            shard.borrow((range(cached_tokens),), prefix_slots)
+        self._cached_tokens[request] = cached_tokens
+        self._link.send(OfferMessage(request, token_ids, cached_tokens, waited_s, slack_s, destinations))
+        return request
 
     def withdraw(self, request: int) -> None:
         """The request has ended; what other members hold of it is dropped by the coordinator."""
-        self._cached_tokens.pop(request, None)
-        self._streamed.pop(request, None)
-        self._streams.close(request)
-        self._link.send(CancelMessage(request))
+        if self._session is not None:
+            self._cached_tokens.pop(request, None)
+            self._streamed.pop(request, None)
+            self._streams.close(request)
+            self._link.send(CancelMessage(request))
+
+    def transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
+        """All KV of a request that was offered is at decode; see `Transferred`."""
+        session = self._session
+        # A coordinator that has given this instance another number since knows nothing of it.
+        if session is not None and instance_of(request) == session.instance:
+            self._link.send(Transferred(request, transfer_s, exposed_s))
+
+    def is_report_due(self, now_s: float, busy_s: float = 0.0) -> bool:
+        """Whether a report is due: once an interval, and before `busy_s` in which none can be sent."""
+        if self._session is None or now_s + busy_s < self._reported_s + REPORT_INTERVAL_S:
+            return False
+        self._reported_s = now_s
+        return True
+
+    def report(self, report: MemberReport) -> None:
+        """Tell the coordinator of this instance's load."""
+        self._link.send(ReportMessage(report))
 
     def turn(self) -> list[Outcome]:
-        """Carry out what has been ordered, at most one computation; what has become of offered requests."""
+        """Carry out what has been ordered, at most one computation; what has become of offered requests.
+
+        Joins and leaves with the connection.
+        """
         outcomes: list[Outcome] = []
+        session = self._link.session()
+        if session is not self._session:
+            outcomes += self._leave()
+            self._begin_session(session)
         self._streams.settle()
-        for order in self._link.receive():
-            outcomes += self._take(order)
-        self._take_meshes()
-        if self._steps:
-            outcomes += self._run(self._steps.popleft())
+        if session is not None:
+            for order in self._link.receive():
+                outcomes += self._take(order)
+            self._take_meshes()
+            if self._steps:
+                outcomes += self._run(self._steps.popleft())
         return outcomes
 
-    def abandon(self) -> list[Outcome]:
+    def _leave(self) -> list[Outcome]:
         """The coordinator has gone: drop everything, every offered request is its own instance's again."""
         for shard in self._shards.values():
             shard.drop()
-        outcomes: list[Outcome] = [
-            Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.pop(request, None))
+        if self._session is not None:
+            self._streams.abandon("the pool's coordinator has gone")
+        return [
+            Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.get(request))
             for request in self._cached_tokens
         ]
-        self._streams.abandon("the pool's coordinator has gone")
-        self._shards, self._cached_tokens, self._meshes = {}, {}, {}
-        self._steps.clear()
-        return outcomes
 
     def _take(self, order: ToMember) -> list[Outcome]:
         if isinstance(order, ChunkOrder | Collect):
             self._steps.append(order)
         elif isinstance(order, BuildMesh):
-            thread = threading.Thread(target=self._build, args=(order,), name="cdsp-mesh", daemon=True)
+            arguments = (order, self._session, self._connected)
+            thread = threading.Thread(target=self._build, args=arguments, name="cdsp-mesh", daemon=True)
             self._connecting[order.epoch] = thread
             thread.start()
         elif isinstance(order, Streamed):
@@ -186,11 +250,11 @@ class Member:
                 return [Declined(order.request, order.reason, self._streamed.pop(order.request, None))]
         return []
 
-    def _build(self, order: BuildMesh) -> None:
+    def _build(self, order: BuildMesh, session: Welcome, connected: deque[tuple[int, Mesh | MeshError]]) -> None:
         try:
-            self._connected.append((order.epoch, self._connect(order.epoch, order.members)))
+            connected.append((order.epoch, self._connect(session, order.epoch, order.members)))
         except MeshError as error:
-            self._connected.append((order.epoch, error))
+            connected.append((order.epoch, error))
         self._link.wake()
 
     def _take_meshes(self) -> None:
@@ -212,7 +276,7 @@ class Member:
         # Before anything that may fail on one rank alone.
         reading = self._streams.announce()
         try:
-            with together(self._ranks, MeshError):
+            with all_ranks_or_raise(self.ranks, MeshError):
                 mesh = self._mesh_for(what)
             with mesh.step(what.sequence):
                 outcomes = self._compute(step, mesh, clock, reading)
@@ -230,7 +294,7 @@ class Member:
     def _mesh_for(self, step: RunChunk | Collect) -> Mesh:
         thread = self._connecting.get(step.epoch)
         if thread is not None and step.epoch not in self._meshes:
-            # The first rank has heard from the store that this one is connected, before its own thread has said so.
+            # The first rank knows from the store that this one is connected, before its own thread has noted it.
             thread.join(_NEARLY_CONNECTED_S)
             self._take_meshes()
         mesh = self._meshes.get(step.epoch)
@@ -239,30 +303,31 @@ class Member:
         return mesh
 
     def _compute(self, step: ChunkOrder | Collect, mesh: Mesh, clock: StepClock, reading: Reading) -> list[Outcome]:
-        pool = self._streams.pool
+        assert self._session is not None
+        pool, instance = self._streams.pool, self._session.instance
         if isinstance(step, ChunkOrder):
             chunk, layout = step.chunk, step.chunk.layout
             self._last_chunk = chunk.sequence
             shard = self._shards.setdefault(chunk.request, Shard(pool))
-            positions = layout.new[layout.group.index(self._instance)]
+            positions = layout.new[layout.group.index(instance)]
             run_chunk(
-                *(self._engine, shard, layout, step.token_ids, mesh, self._instance, chunk.first_tag),
+                *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
                 is_overlapped=step.is_overlapped,
                 clock=clock,
                 sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
-                ranks=self._ranks,
+                ranks=self.ranks,
             )
             return []
         shard = self._shards.setdefault(step.request, Shard(pool))
         moves, first_tag = step.moves, step.first_tag
-        run_collect(pool, shard, moves, mesh, self._instance, first_tag, clock=clock, ranks=self._ranks)
-        if step.owner != self._instance:
+        run_collect(pool, shard, moves, mesh, instance, first_tag, clock=clock, ranks=self.ranks)
+        if step.owner != instance:
             return []
         cached_tokens = self._cached_tokens.pop(step.request, None)
         if cached_tokens is None:
             return []  # withdrawn meanwhile; `Drop` follows
         try:
-            slots = shard.surrender(cached_tokens)
+            slots = shard.take_slots(cached_tokens)
         except NoRoomError:
             self._cached_tokens[step.request] = cached_tokens
             shard.roll_back()
@@ -280,115 +345,3 @@ class Member:
 
 def _of(step: ChunkOrder | Collect) -> RunChunk | Collect:
     return step.chunk if isinstance(step, ChunkOrder) else step
-
-
-Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
-
-
-class PoolMembership:
-    """Belongs to the thread of the engine's loop."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        link: PoolLink,
-        connect: Connect,
-        open_target: OpenTarget | None = None,
-        ranks: Ranks = SINGLE_RANK,
-    ) -> None:
-        """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
-
-        `open_target`: see `KvStreams`. Of several `ranks` each has a membership; all of them call the same methods in
-        the same order.
-        """
-        self._engine = engine
-        # What is being sent goes on when the coordinator does not.
-        self._streams = KvStreams(engine.pool, open_target, ranks)
-        self._link = link
-        self._connect = connect
-        self.ranks = ranks
-        self._session: Welcome | None = None
-        self._member: Member | None = None
-        self._count = itertools.count(1)
-        self._reported_s = float("-inf")
-
-    @property
-    def wake_descriptor(self) -> int | None:
-        return self._link.wake_descriptor
-
-    @property
-    def is_joined(self) -> bool:
-        return self._member is not None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it holds KV for anybody, has a chunk to compute, or sends what it has computed."""
-        return self._streams.is_sending or (self._member is not None and self._member.is_busy)
-
-    @property
-    def held_tokens(self) -> int:
-        return self._streams.pool.condemned_tokens if self._member is None else self._member.held_tokens
-
-    def turn(self) -> list[Outcome]:
-        """See `Member.turn`; joins and leaves with the connection."""
-        outcomes: list[Outcome] = []
-        session = self._link.session()
-        if session is not self._session:
-            if self._member is not None:
-                outcomes += self._member.abandon()
-            self._session, self._member = session, None
-            if session is not None:
-                connect = self._connector(session)
-                self._member = Member(self._engine, session.instance, self._link, connect, self._streams, self.ranks)
-        if self._member is not None:
-            outcomes += self._member.turn()
-        else:
-            self._streams.settle()
-        return outcomes
-
-    def offer(
-        self,
-        token_ids: tuple[int, ...],
-        cached_tokens: int,
-        prefix_slots: torch.Tensor,
-        *,
-        waited_s: float,
-        slack_s: float | None,
-        destinations: tuple[Destination, ...] = (),
-        targets: Sequence[Target] = (),
-    ) -> int:
-        """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
-
-        `destinations`: where members send what they compute, `targets` the same for this member.
-        """
-        if self._member is None or self._session is None:
-            raise RuntimeError("offered without a coordinator")
-        number = self._session.instance * _REQUESTS_OF_AN_INSTANCE + next(self._count)
-        message = OfferMessage(number, token_ids, cached_tokens, waited_s, slack_s, destinations)
-        self._member.offer(message, prefix_slots, targets)
-        return number
-
-    def withdraw(self, request: int) -> None:
-        """See `Member.withdraw`."""
-        if self._member is not None:
-            self._member.withdraw(request)
-
-    def transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
-        """All KV of a request that was offered is at decode; see `Transferred`."""
-        session = self._session
-        # A coordinator that has given this instance another number since knows nothing of it.
-        if session is not None and request // _REQUESTS_OF_AN_INSTANCE == session.instance:
-            self._link.send(Transferred(request, transfer_s, exposed_s))
-
-    def is_report_due(self, now_s: float, silence_s: float = 0.0) -> bool:
-        """Whether the coordinator should hear of this instance again: once an interval, and before a longer silence."""
-        if self._member is None or now_s + silence_s < self._reported_s + REPORT_INTERVAL_S:
-            return False
-        self._reported_s = now_s
-        return True
-
-    def report(self, report: MemberReport) -> None:
-        self._link.send(Report(report))
-
-    def _connector(self, session: Welcome) -> Callable[[int, tuple[int, ...]], Mesh]:
-        return lambda epoch, members: self._connect(session, epoch, members)

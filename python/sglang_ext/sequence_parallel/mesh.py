@@ -1,8 +1,8 @@
 """Point-to-point links between the instances of a long pool, beside the engine's own process groups.
 
 One full mesh serves every subset of instances: a group is only an agreement on who talks to whom under which tags.
-A mesh lives for one epoch of membership. Whoever joins or is lost ends the epoch: a mesh in which a call has timed
-out is of no use to anybody, so it is built anew from those that are there.
+A mesh lives for one epoch of membership. A member that joins or is lost ends the epoch: a mesh in which a call has
+timed out is of no use, so it is built anew from those that are there.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Mesh(Protocol):
         """
 
     def step(self, sequence: int) -> AbstractContextManager[None]:
-        """What happens inside belongs to this step. Calls fail soon after anybody has given it up."""
+        """What happens inside belongs to this step. Calls fail soon after a member has given it up."""
 
     def settle(self) -> None:
         """Block until everything that was waited for is done. Raises MeshError."""
 
 
 class Watch(Protocol):
-    """Whether a step is still worth going on with; see `step_watch.StepWatch`."""
+    """Whether a step is still worth going on with; see `mesh_store.StepWatch`."""
 
     def step(self, sequence: int) -> AbstractContextManager[None]: ...
 
@@ -83,7 +83,7 @@ class GlooMesh:
             raise MeshError(f"{name} of instances {list(members)}: {first_line(error)}") from None
 
     def watch(self, watch: Watch) -> None:
-        """Tell of failures, and hear of those of others."""
+        """Announce failures of this rank's calls, and be interrupted by those of others."""
         self._watch = watch
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:

@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 logger = logging.getLogger(__name__)
 
-# Most steps are done before anybody looks, s.
+# Most steps are done before the first look, s.
 LOOK_INTERVAL_S = 0.25
 
 
@@ -78,7 +78,7 @@ class MeshStore:
         give_up(self._store, epoch, sequence)
 
     def forget_before(self, epoch: int) -> None:
-        """Nobody connects in earlier epochs any more; the one before may still hear that its steps are given up."""
+        """Earlier epochs are over, but for the one before: its steps may still be given up."""
         for key in self._store.list_keys():
             if (found := _EPOCH.match(key)) and int(found[1]) < epoch - 1:
                 self._store.delete_key(key)
@@ -134,7 +134,7 @@ def _wait_for_others(store: dist.Store, keys: list[str]) -> None:
 
 
 def give_up(store: dist.Store, epoch: int, sequence: int) -> None:
-    """Tell everybody that a step has come to nothing. Raises RuntimeError without the store."""
+    """Tell all ranks that a step has come to nothing. Raises RuntimeError without the store."""
     store.set(_key(epoch, sequence), "")
 
 
@@ -166,7 +166,7 @@ class StepWatch:
         """The step under way has failed here: all others may give it up."""
         sequence, self._sequence = self._sequence, None
         if sequence is not None:
-            # Nobody waits for a store that does not answer.
+            # The step does not wait for a store that does not answer.
             threading.Thread(target=self._tell, args=(sequence,), name="cdsp-give-up", daemon=True).start()
 
     def _look(self, sequence: int, has_ended: threading.Event) -> None:
@@ -184,7 +184,7 @@ class StepWatch:
         try:
             give_up(self._store, self._epoch, sequence)
         except RuntimeError as error:
-            logger.debug("cdsp: step %d is given up without a word: %s", sequence, error)
+            logger.debug("cdsp: step %d is given up without telling the others: %s", sequence, error)
 
 
 def _key(epoch: int, sequence: int) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from sglang_ext.identifiers import BootstrapRoom, PoolRequest
 from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
@@ -21,24 +22,24 @@ from sglang_ext.policy.cdsp.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move, Positions
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Destination(NamedTuple):
     """A decode rank that waits for it."""
 
-    room: int
+    room: BootstrapRoom
     receiver: str  # address of its endpoint
     rank: int
     heads: HeadLayout  # how its instance spreads them over ranks
     first_token: int  # what comes before is cached there
 
 
-class Outgoing(NamedTuple):
+class AddressedMessage(NamedTuple):
     """A message to a member."""
 
     instance: int
@@ -57,7 +58,7 @@ class Hello(NamedTuple):
     """The first message of a member. All members of a pool must serve the same model in the same way."""
 
     version: int
-    name: str  # of the instance, unique in the pool: whoever comes again under it has lost what it held
+    name: str  # of the instance, unique in the pool: an instance that joins again under it has lost what it held
     node: str
     model: str  # what must be equal in all members, in one line
     layers: int
@@ -66,12 +67,12 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The answer: the number of the instance, where members find each other, and how long silence may last."""
+    """The answer: the number of the instance, where members find each other, and the member timeout."""
 
     instance: int
     store_host: str
     store_port: int
-    silence_s: float  # a member, or a coordinator, that says nothing for so long has gone
+    member_timeout_s: float  # a member, or a coordinator, that says nothing for so long has gone
 
 
 class Refusal(NamedTuple):
@@ -84,7 +85,7 @@ class Heartbeat(NamedTuple):
     """The coordinator is there."""
 
 
-class Report(NamedTuple):
+class ReportMessage(NamedTuple):
     """State of a member; also says that the member is there."""
 
     report: MemberReport
@@ -93,7 +94,7 @@ class Report(NamedTuple):
 class OfferMessage(NamedTuple):
     """A long prefill that came to this member."""
 
-    request: int  # unique in the pool: the number of the instance times 2**32, plus a count
+    request: PoolRequest
     token_ids: tuple[int, ...]  # all that are to be in memory when the request is handed back
     cached_tokens: int
     waited_s: float
@@ -151,7 +152,7 @@ class Streamed(NamedTuple):
 
 
 FromMember = (
-    Hello | Report | OfferMessage | CancelMessage | StepDone | StepFailed | Transferred | MeshBuilt | MeshFailed
+    Hello | ReportMessage | OfferMessage | CancelMessage | StepDone | StepFailed | Transferred | MeshBuilt | MeshFailed
 )
 ToMember = Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Streamed | Collect | RollBack | Drop | Decline
 Message = FromMember | ToMember
@@ -220,10 +221,10 @@ def _range(start: int, stop: int, step: int) -> range:
     return range(start, stop, step)
 
 
-def _moves(values: Sequence[Any]) -> tuple[Move, ...]:
+def _moves(values: Sequence[Any]) -> tuple[KvMove, ...]:
     return tuple(
-        Move(int(source), int(target), int(lot), int(tokens), _positions(positions))
-        for source, target, lot, tokens, positions in values
+        KvMove(int(source), int(target), int(segment), int(tokens), _positions(positions))
+        for source, target, segment, tokens, positions in values
     )
 
 
@@ -278,7 +279,7 @@ _DECODERS: dict[str, Callable[[Sequence[Any]], Message]] = {
     "Welcome": lambda v: Welcome(int(v[0]), _text(v[1]), int(v[2]), _number(v[3])),
     "Refusal": lambda v: Refusal(str(v[0])),
     "Heartbeat": lambda v: Heartbeat(),
-    "Report": lambda v: Report(_report(v[0])),
+    "ReportMessage": lambda v: ReportMessage(_report(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v: CancelMessage(int(v[0])),
     "StepDone": lambda v: StepDone(int(v[0]), StepTimes(*map(_number, v[1]))),

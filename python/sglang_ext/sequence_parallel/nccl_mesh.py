@@ -3,7 +3,7 @@
 NCCL knows no tags and runs what a pair of members starts in the order in which both have started it, in kernels that
 wait for each other. So calls that must not wait for each other are started as one group (`batch`), and all go through
 one communicator, which has a stream of its own and connects all pairs before anything is computed. Waiting makes the
-computation's stream wait and returns at once; only `settle` blocks, and only there a peer's silence is noticed.
+computation's stream wait and returns at once; only `settle` blocks, and only there a lost peer is noticed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NcclMesh:
             raise MeshError(f"{name} of instances {list(members)}: {first_line(error)}") from None
 
     def watch(self, watch: Watch) -> None:
-        """Tell of failures, and hear of those of others."""
+        """Announce failures of this rank's calls, and be interrupted by those of others."""
         self._watch = watch
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
@@ -133,7 +133,7 @@ class NcclMesh:
         return work
 
     def _greet(self) -> None:
-        """Exchange a byte with everybody, so that no pair connects in the middle of a layer."""
+        """Send a byte to every member and receive one, so that no pair connects in the middle of a layer."""
         others = [member for member in self.members if member != self._instance]
         ours = torch.zeros(1, dtype=torch.uint8, device=self._device)
         theirs = [torch.empty_like(ours) for _ in others]

@@ -66,7 +66,7 @@ class NvshmemMemory:
         counters.zero_()
         torch.cuda.synchronize(self._device)
         self._counters = [self._buffer(counters[_SIGNAL_BYTES * number :][:_SIGNAL_BYTES]) for number in range(count)]
-        # Nobody counts before all are at 0.
+        # No member counts before all are at 0.
         self._meet("counters")
 
     def begin(self) -> None:

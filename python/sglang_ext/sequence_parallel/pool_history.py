@@ -80,7 +80,9 @@ class PrefillTimes:
     rebalance_s: float  # between its chunks, as far as computing did not hide it
     collect_s: float  # until its own instance had all KV
     failed_s: float  # in steps that came to nothing
-    transfer_s: float | None = None  # from the offer until all KV was at decode; None before, and where nobody says
+    transfer_s: float | None = (
+        None  # from the offer until all KV was at decode; None before, and where it is not reported
+    )
     exposed_transfer_s: float | None = None  # of that, after its last token had been computed
 
 
@@ -205,7 +207,7 @@ class PoolHistory:
         return step
 
     def note_step_end(self, step: StepRecord) -> None:
-        """Everybody has answered for a step."""
+        """All members have answered for a step."""
         if step.has_failed:
             self.steps_failed += 1
         elif step.kind is StepKind.CHUNK:

@@ -15,27 +15,27 @@ from collections.abc import Callable, Sequence
 from io import BufferedReader
 from typing import NamedTuple, Protocol
 
-from sglang_ext.bell import Bell
 from sglang_ext.sequence_parallel.messages import (
     FromMember,
     Heartbeat,
     Hello,
     MessageError,
     Refusal,
-    Report,
+    ReportMessage,
     ToMember,
     Welcome,
     decode,
     encode,
 )
 from sglang_ext.sequence_parallel.ranks import Ranks
+from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 5.0
-_BEATS = 4  # signs of life per tolerated silence
+_BEATS = 4  # heartbeats per member timeout
 _WELCOME_MAX_BYTES = 2**16
 
 
@@ -71,22 +71,22 @@ class TcpLink:
         self._host = host
         self._port = port
         self._hello = hello
-        self._bell = Bell()
+        self._waker = Waker()
         # Readable when there is something to receive, or a session has begun or ended.
-        self.wake_descriptor = self._bell.descriptor
+        self.wake_descriptor = self._waker.descriptor
         self._is_closed = threading.Event()
         self._live: _Session | None = None  # what the threads have
-        self._seen: _Session | None = None  # what the engine's loop has been told of
+        self._seen: _Session | None = None  # what the engine's loop has seen
         self._thread = threading.Thread(target=self._run, name="cdsp-link", daemon=True)
         self._thread.start()
 
     def session(self) -> Welcome | None:
         """The coordinator's answer to the present session's hello; None while there is none.
 
-        `receive` and `send` belong to the session of which this has told last. Call it first in every turn: from here
+        `receive` and `send` belong to the session that this has returned last. Call it first in every turn: from here
         on the descriptor says what is new.
         """
-        self._bell.silence()
+        self._waker.drain()
         live = self._live
         self._seen = live if live is not None and live.is_up else None
         return None if self._seen is None else self._seen.welcome
@@ -103,7 +103,7 @@ class TcpLink:
 
     def wake(self) -> None:
         """Make the descriptor readable; from any thread."""
-        self._bell.ring()
+        self._waker.notify()
 
     def close(self) -> None:
         """Leave the pool, for good."""
@@ -112,29 +112,29 @@ class TcpLink:
         if live is not None:
             live.end("closed")
         self._thread.join(CONNECT_TIMEOUT_S)
-        self._bell.close()
+        self._waker.close()
 
     def _run(self) -> None:
-        said, retry_s = "", _FIRST_RETRY_S
+        last_error, retry_s = "", _FIRST_RETRY_S
         while not self._is_closed.is_set():
             try:
                 session = self._join()
             except _JoinError as error:
-                if str(error) != said:
-                    said = str(error)
-                    logger.warning("cdsp: not in the pool of %s:%d: %s", self._host, self._port, said)
+                if str(error) != last_error:
+                    last_error = str(error)
+                    logger.warning("cdsp: not in the pool of %s:%d: %s", self._host, self._port, last_error)
                 self._is_closed.wait(retry_s)
                 retry_s = min(_LAST_RETRY_S, 2 * retry_s)
                 continue
-            said, retry_s = "", _FIRST_RETRY_S
+            last_error, retry_s = "", _FIRST_RETRY_S
             logger.info("cdsp: instance %d in the pool of %s:%d", session.welcome.instance, self._host, self._port)
             self._live = session
             if self._is_closed.is_set():
                 session.end("closed")
-            self._bell.ring()
+            self._waker.notify()
             reason = session.run()
             self._live = None
-            self._bell.ring()
+            self._waker.notify()
             if not self._is_closed.is_set():
                 logger.warning("cdsp: out of the pool of %s:%d: %s", self._host, self._port, reason)
                 self._is_closed.wait(_FIRST_RETRY_S)
@@ -156,10 +156,10 @@ class TcpLink:
         if not isinstance(answer, Welcome):
             sock.close()
             raise _JoinError(answer.reason if isinstance(answer, Refusal) else f"{answer!r} instead of a welcome")
-        return _Session(_Connection(sock, lines), answer, hello, self._bell)
+        return _Session(_JoinedSocket(sock, lines), answer, hello, self._waker)
 
 
-class _Connection(NamedTuple):
+class _JoinedSocket(NamedTuple):
     socket: socket.socket
     lines: BufferedReader
 
@@ -167,16 +167,16 @@ class _Connection(NamedTuple):
 class _Session:
     """One connection, from its welcome to its end."""
 
-    def __init__(self, connection: _Connection, welcome: Welcome, hello: Hello, bell: Bell) -> None:
+    def __init__(self, connection: _JoinedSocket, welcome: Welcome, hello: Hello, waker: Waker) -> None:
         self.welcome = welcome
         self._connection = connection
-        self._bell = bell
-        self._report = Report(hello.report)
+        self._waker = waker
+        self._report = ReportMessage(hello.report)
         self._inbox: deque[ToMember] = deque()
         self._outbox: queue.SimpleQueue[FromMember | None] = queue.SimpleQueue()
         self._reason: str | None = None
         self._writer = threading.Thread(target=self._write, name="cdsp-link-writer", daemon=True)
-        connection.socket.settimeout(welcome.silence_s)
+        connection.socket.settimeout(welcome.member_timeout_s)
 
     @property
     def is_up(self) -> bool:
@@ -199,7 +199,7 @@ class _Session:
                 message = decode(line)
                 if not isinstance(message, Heartbeat):
                     self._inbox.append(message)  # type: ignore[arg-type]  # decoded from a coordinator
-                    self._bell.ring()
+                    self._waker.notify()
             self.end("the coordinator has closed the connection")
         except (OSError, MessageError) as error:
             self.end(_reason(error))
@@ -222,12 +222,12 @@ class _Session:
         """Write what is put; the last report again when there is nothing else to say for a while."""
         while True:
             try:
-                message = self._outbox.get(timeout=self.welcome.silence_s / _BEATS)
+                message = self._outbox.get(timeout=self.welcome.member_timeout_s / _BEATS)
             except queue.Empty:
                 message = self._report
             if message is None or not self.is_up:
                 return
-            if isinstance(message, Report):
+            if isinstance(message, ReportMessage):
                 self._report = message
             try:
                 self._connection.socket.sendall(encode(message))
@@ -243,7 +243,7 @@ def _reason(error: Exception) -> str:
 
 
 class _News(NamedTuple):
-    """What the first rank has heard since the last turn."""
+    """What the first rank has received since the last turn."""
 
     session: Welcome | None
     is_new_session: bool
@@ -261,12 +261,12 @@ class ReplicatedLink:
         self._ranks = ranks
         self._link = link
         self._session: Welcome | None = None
-        self._heard: Welcome | None = None  # on the first rank: the session that all have been told of
+        self._shared_session: Welcome | None = None  # on the first rank: the session that all ranks know
         self._orders: list[ToMember] = []
         self.wake_descriptor = None if link is None else link.wake_descriptor
 
     def session(self) -> Welcome | None:
-        news = self._ranks.share(self._hear)
+        news = self._ranks.share(self._receive_news)
         if news.is_new_session:
             # What came before belongs to a session that has ended.
             self._session, self._orders = news.session, []
@@ -285,11 +285,11 @@ class ReplicatedLink:
         if self._link is not None:
             self._link.wake()
 
-    def _hear(self) -> _News:
+    def _receive_news(self) -> _News:
         assert self._link is not None, "only the first rank is asked, and it has a link"
         session = self._link.session()
         # Two sessions may be equal: after a restart the coordinator counts anew.
-        is_new, self._heard = session is not self._heard, session
+        is_new, self._shared_session = session is not self._shared_session, session
         orders = self._link.receive()
         if not is_new and not orders:
             return _NOTHING

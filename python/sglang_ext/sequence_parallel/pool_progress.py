@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_ext.policy.cdsp.orders import Collect, RunChunk
-from sglang_ext.sequence_parallel.messages import Destination, OfferMessage, Outgoing, Streamed
+from sglang_ext.sequence_parallel.messages import AddressedMessage, Destination, OfferMessage, Streamed
 from sglang_ext.sequence_parallel.pool_history import StepRecord
 
 
@@ -81,7 +81,7 @@ class StreamLedger:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._out: list[Outgoing] = []
+        self._out: list[AddressedMessage] = []
 
     def offered(self, owner: int, message: OfferMessage) -> None:
         """A request has come into the pool."""
@@ -116,10 +116,10 @@ class StreamLedger:
         """A request has left the pool."""
         self._entries.pop(request, None)
 
-    def take_messages(self) -> list[Outgoing]:
-        """What is to be said before anything else."""
+    def take_messages(self) -> list[AddressedMessage]:
+        """What is to be sent before anything else."""
         out, self._out = self._out, []
         return out
 
     def _say(self, request: int, entry: _Entry) -> None:
-        self._out.append(Outgoing(entry.owner, Streamed(request, entry.end_tokens, entry.is_intact)))
+        self._out.append(AddressedMessage(entry.owner, Streamed(request, entry.end_tokens, entry.is_intact)))

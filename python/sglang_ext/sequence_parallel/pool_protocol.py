@@ -1,7 +1,8 @@
-"""A long pool's side of the conversation, without I/O: messages in, messages out, and who has to be given up.
+"""The coordinator's side of the pool protocol, without I/O: messages in, messages out, and which members are lost.
 
 Between the members' messages and the coordinator's events and orders: names become numbers, a chunk gets the ids of
-its tokens, silence and stuck steps become lost members, and meshes are not ordered faster than they can be built.
+its tokens, missing heartbeats and stuck steps become lost members, and meshes are not ordered faster than they can be
+built.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_ext.costs.improvement_rates import ImprovementRates
-from sglang_ext.policy.cdsp.coordinator import Coordinator, CoordinatorSettings
+from sglang_ext.identifiers import instance_of
+from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
 from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Offer, Order, RunChunk
 from sglang_ext.policy.cdsp.plan import PlannerConfig
 from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.replanning import ReplanMode
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
 from sglang_ext.sequence_parallel.messages import (
+    AddressedMessage,
     CancelMessage,
     ChunkOrder,
     Heartbeat,
@@ -28,9 +31,8 @@ from sglang_ext.sequence_parallel.messages import (
     MeshFailed,
     Message,
     OfferMessage,
-    Outgoing,
     Refusal,
-    Report,
+    ReportMessage,
     StepDone,
     StepFailed,
     Transferred,
@@ -49,7 +51,6 @@ from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 # Members build a mesh in about so long; after failures they would otherwise be told to build one all the time.
 MESH_INTERVAL_S = 0.5
-_REQUESTS_OF_AN_INSTANCE = 2**32
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class _Pool:
     coordinator: Coordinator
 
 
-class PoolExchange:
+class PoolProtocol:
     """One long pool. Methods take what has happened and return what is to be sent, in order; see also `events`."""
 
     def __init__(self, settings: PoolSettings, costs: PoolCosts, rates: ImprovementRates | None = None) -> None:
@@ -84,7 +85,7 @@ class PoolExchange:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Numbers of all that belong to the pool: a connection of anybody else has to end."""
+        """Numbers of all that belong to the pool: any other connection has to end."""
         return tuple(self._peers)
 
     @property
@@ -100,17 +101,17 @@ class PoolExchange:
 
     # -- members -----------------------------------------------------------------------------------------------------
 
-    def greet(self, hello: Hello) -> Admission | Refusal:
+    def greet(self, hello: Hello) -> NewMember | Refusal:
         """The number of a new member, or why it cannot be one; changes nothing but the next number."""
         identity = Identity(hello.model, hello.layers, hello.page_tokens)
         if self._pool is not None and self._others(hello.name) and identity != self._pool.identity:
             return Refusal(f"the pool serves {self._pool.identity}, {hello.name} serves {identity}")
         self._next_instance += 1
-        return Admission(self._next_instance - 1)
+        return NewMember(self._next_instance - 1)
 
-    def join(self, instance: int, hello: Hello, now_s: float) -> list[Outgoing]:
-        """A member has been welcomed. Whoever was there under its name has gone."""
-        out: list[Outgoing] = []
+    def join(self, instance: int, hello: Hello, now_s: float) -> list[AddressedMessage]:
+        """A member has been welcomed. An earlier member of its name has gone."""
+        out: list[AddressedMessage] = []
         for other in [other for other, peer in self._peers.items() if peer.hello.name == hello.name]:
             out += self.lose(other, "has come again", now_s)
         if self._pool is None:
@@ -120,7 +121,7 @@ class PoolExchange:
         node = self._nodes.setdefault(hello.node, len(self._nodes))
         return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report), now_s)]
 
-    def lose(self, instance: int, reason: str, now_s: float) -> list[Outgoing]:
+    def lose(self, instance: int, reason: str, now_s: float) -> list[AddressedMessage]:
         """A member's connection has ended, or has to."""
         pool = self._pool
         peer = self._peers.pop(instance, None)
@@ -140,17 +141,17 @@ class PoolExchange:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def take(self, instance: int, message: Message, now_s: float) -> list[Outgoing]:
-        """A member has said something. ProtocolError where that makes no sense."""
+    def take(self, instance: int, message: Message, now_s: float) -> list[AddressedMessage]:
+        """A message of a member. PoolProtocolError where it makes no sense."""
         peer, pool = self._peers.get(instance), self._pool
         if peer is None or pool is None:
             return []
-        peer.heard_s = now_s
+        peer.last_message_s = now_s
         return self._carry_out(self._event(pool.coordinator, instance, message, now_s), now_s)
 
     def _event(self, core: Coordinator, instance: int, message: Message, now_s: float) -> list[Order]:
         match message:
-            case Report(report):
+            case ReportMessage(report):
                 self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
                 core.report(instance, report, now_s)
                 return []
@@ -175,12 +176,12 @@ class PoolExchange:
                 return core.mesh_built(instance, epoch, now_s)
             case MeshFailed(epoch):
                 return core.mesh_failed(instance, epoch)
-        raise ProtocolError(f"{type(message).__name__} is nothing that a member says")
+        raise PoolProtocolError(f"{type(message).__name__} is no message of a member")
 
     def _offer(self, core: Coordinator, instance: int, message: OfferMessage, now_s: float) -> list[Order]:
         self._check_owner(message.request, instance)
         if message.request in self._token_ids:
-            raise ProtocolError(f"request {message.request} is offered twice")
+            raise PoolProtocolError(f"request {message.request} is offered twice")
         arrival_s = now_s - message.waited_s
         deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
         tokens = len(message.token_ids)
@@ -193,21 +194,21 @@ class PoolExchange:
             orders = core.offer(offer, now_s)
         except (ValueError, OverflowError) as error:
             self._token_ids.pop(message.request, None)
-            raise ProtocolError(str(error)) from None
+            raise PoolProtocolError(str(error)) from None
         record = PrefillRecord(message.request, instance, tokens, message.cached_tokens, now_s)
         self.history.running[message.request] = record
         self._streams.offered(instance, message)
         return orders
 
     def _check_owner(self, request: int, instance: int) -> None:
-        if request // _REQUESTS_OF_AN_INSTANCE != instance:
-            raise ProtocolError(f"request {request} is none of instance {instance}")
+        if instance_of(request) != instance:
+            raise PoolProtocolError(f"request {request} is none of instance {instance}")
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def tick(self, now_s: float) -> list[Outgoing]:
+    def tick(self, now_s: float) -> list[AddressedMessage]:
         """Time has passed; call it about ten times a second."""
-        out: list[Outgoing] = []
+        out: list[AddressedMessage] = []
         for instance, reason in self._overdue(now_s):
             out += self.lose(instance, reason, now_s)
         pool = self._pool
@@ -218,17 +219,17 @@ class PoolExchange:
             out += self._carry_out(pool.coordinator.plan(now_s), now_s)
         if self._mesh_due is not None and now_s >= self._mesh_ordered_s + MESH_INTERVAL_S:
             out += self._order_mesh(self._mesh_due, now_s)
-        if now_s >= self._beat_s + self._settings.silence_s / 4:
+        if now_s >= self._beat_s + self._settings.member_timeout_s / 4:
             self._beat_s = now_s
-            out += [Outgoing(instance, Heartbeat()) for instance in self._peers]
+            out += [AddressedMessage(instance, Heartbeat()) for instance in self._peers]
         return out
 
     def _overdue(self, now_s: float) -> list[Lost]:
         settings = self._settings
         silent = [
-            Lost(instance, f"has said nothing for {settings.silence_s:g} s")
+            Lost(instance, f"has sent nothing for {settings.member_timeout_s:g} s")
             for instance, peer in self._peers.items()
-            if now_s > peer.heard_s + settings.silence_s
+            if now_s > peer.last_message_s + settings.member_timeout_s
         ]
         stuck = [
             Lost(instance, f"has not answered for a step that failed {settings.stuck_s:g} s ago")
@@ -238,8 +239,8 @@ class PoolExchange:
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, orders: Sequence[Order], now_s: float) -> list[Outgoing]:
-        out: list[Outgoing] = []
+    def _carry_out(self, orders: Sequence[Order], now_s: float) -> list[AddressedMessage]:
+        out: list[AddressedMessage] = []
         declined: dict[int, Outcome] = {}
         for order in orders:
             if isinstance(order, BuildMesh):
@@ -252,28 +253,28 @@ class PoolExchange:
                 out += self._chunk_orders(order)
             elif isinstance(order, Decline):
                 declined[order.request] = order.reason
-                out.append(Outgoing(order.owner, order))
+                out.append(AddressedMessage(order.owner, order))
             else:
-                out += [Outgoing(instance, order) for instance in order.members]
+                out += [AddressedMessage(instance, order) for instance in order.members]
         self._note_ends(declined, now_s)
         return [one for one in (*self._streams.take_messages(), *out) if one.instance in self._peers]
 
-    def _chunk_orders(self, order: RunChunk) -> list[Outgoing]:
+    def _chunk_orders(self, order: RunChunk) -> list[AddressedMessage]:
         ids, destinations = self._token_ids[order.request], self._streams.ordered(order)
         is_overlapped = self._settings.overlaps_rebalancing
         return [
-            Outgoing(instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped))
+            AddressedMessage(instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped))
             for instance, positions in zip(order.layout.group, order.layout.new, strict=True)
         ]
 
-    def _order_mesh(self, order: BuildMesh, now_s: float) -> list[Outgoing]:
+    def _order_mesh(self, order: BuildMesh, now_s: float) -> list[AddressedMessage]:
         """Only the newest one matters; nothing is computed over it before all have it."""
         if now_s < self._mesh_ordered_s + MESH_INTERVAL_S:
             self._mesh_due = order
             return []
         self._mesh_due, self._mesh_ordered_s = None, now_s
         self.history.meshes_ordered += 1
-        return [Outgoing(instance, order) for instance in order.members]
+        return [AddressedMessage(instance, order) for instance in order.members]
 
     def _answered(self, sequence: int, instance: int, now_s: float, times: StepTimes | None) -> None:
         """A member has answered for a step; without times it has failed."""
@@ -334,7 +335,7 @@ class PoolExchange:
                 peer.hello.report.backlog_s,
                 peer.hello.report.free_kv_tokens,
                 core.held_by(instance) if core is not None else 0,
-                now_s - peer.heard_s,
+                now_s - peer.last_message_s,
             )
             for instance, peer in self._peers.items()
         )
@@ -360,13 +361,13 @@ class PoolExchange:
         return any(peer.hello.name != name for peer in self._peers.values())
 
     def _new_coordinator(self, identity: Identity) -> Coordinator:
-        settings = CoordinatorSettings(
+        settings = CoordinationSettings(
             layers=identity.layers,
             page_tokens=identity.page_tokens,
             interleaving=self._settings.interleaving,
             mode=self._settings.mode,
             improvement_rate=self._settings.improvement_rate,
-            patience_s=self._settings.patience_s,
+            mesh_timeout_s=self._settings.mesh_timeout_s,
         )
         return Coordinator(self._planner(identity), settings, self._epoch)
 
@@ -378,8 +379,8 @@ def _of_positions(token_ids: array[int], positions: Positions) -> tuple[int, ...
     return tuple(token for part in positions for token in token_ids[part.start : part.stop : part.step])
 
 
-class ProtocolError(ValueError):
-    """A member has said what it cannot mean: its connection has to end."""
+class PoolProtocolError(ValueError):
+    """A member's message makes no sense: its connection has to end."""
 
 
 class Lost(NamedTuple):
@@ -396,7 +397,7 @@ class GivenUp(NamedTuple):
     sequence: int
 
 
-class Admission(NamedTuple):
+class NewMember(NamedTuple):
     """A member's number."""
 
     instance: int
@@ -418,12 +419,12 @@ class Peer:
     """A member as it described itself, lately."""
 
     hello: Hello
-    heard_s: float
+    last_message_s: float
 
 
 @dataclass(slots=True)
 class Events:
-    """What a caller logs."""
+    """What has happened, for logs and the store."""
 
     lost: list[Lost] = field(default_factory=list)
     ended: list[PrefillRecord] = field(default_factory=list)
@@ -437,12 +438,12 @@ class PoolSettings(NamedTuple):
     mode: ReplanMode = ReplanMode.LARS
     improvement_rate: float = 0.05
     min_chunk_tokens: int = 512
-    patience_s: float = 5.0
+    mesh_timeout_s: float = 5.0
     step_timeout_s: float = 30.0
-    silence_s: float = 5.0
+    member_timeout_s: float = 5.0
     overlaps_rebalancing: bool = True
 
     @property
     def stuck_s(self) -> float:
-        """From the first failure in a step on: everybody else has waited in vain, too, by then."""
-        return 2 * self.step_timeout_s + self.silence_s
+        """From the first failure in a step on: all others have waited in vain, too, by then."""
+        return 2 * self.step_timeout_s + self.member_timeout_s

@@ -1,8 +1,8 @@
 """The tensor-parallel ranks of one instance, which take part in a long pool as one member.
 
-The first rank alone talks to the coordinator. What it has heard and what it decides travels to the others in the same
-turn, and a step counts only where every rank has done it. Each rank computes its own heads, over a mesh of its own with
-the same ranks of the other members.
+The first rank alone talks to the coordinator. What it has received and what it decides travels to the others in the
+same turn, and a step counts only where every rank has done it. Each rank computes its own heads, over a mesh of its own
+with the same ranks of the other members.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ranks(Protocol):
         """The values of all ranks, in their order."""
 
 
-class SingleRank:
+class OneRank:
     """No tensor parallelism: nothing travels."""
 
     rank = 0
@@ -65,7 +65,7 @@ class SingleRank:
         return [value]
 
 
-SINGLE_RANK = SingleRank()
+SINGLE_RANK = OneRank()
 
 
 class GroupRanks:
@@ -118,7 +118,7 @@ class GroupRanks:
 
 
 @contextmanager
-def together(ranks: Ranks, *failures: type[Exception]) -> Iterator[None]:
+def all_ranks_or_raise(ranks: Ranks, *failures: type[Exception]) -> Iterator[None]:
     """What happens inside succeeds on every rank or on none: those that have not failed themselves raise MeshError.
 
     `failures` are the errors that count; any other ends the process, and with it the instance.

@@ -89,7 +89,7 @@ class Ring:
         return following, calls
 
 
-class SteadfastAttention:
+class DeferredErrorAttention:
     """See `attention.Attention`."""
 
     def __init__(self, attention: Attention) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.policy.cdsp.sharding import Lot, Move, Positions, count_tokens, head, positions_of, tail
+from sglang_ext.policy.cdsp.sharding import KvMove, KvSegment, Positions, count_tokens, head, positions_of, tail
 from sglang_ext.sequence_parallel.mesh import Mesh, Pending
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.step_clock import StepClock
@@ -43,10 +43,10 @@ class KvPool(Protocol):
         """Room for one layer's KV."""
 
 
-class HeldLot(NamedTuple):
-    """A lot and where it lies."""
+class HeldSegment(NamedTuple):
+    """A segment and where it lies."""
 
-    lot: Lot
+    segment: KvSegment
     slots: torch.Tensor
 
 
@@ -60,47 +60,47 @@ class Shard:
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
-        self._lots: list[HeldLot] = []
-        self._before: list[HeldLot] = []  # as the last chunk found it
-        self._given: list[HeldLot] = []  # by the last chunk; their slots are still taken
+        self._segments: list[HeldSegment] = []
+        self._before: list[HeldSegment] = []  # as the last chunk found it
+        self._given: list[HeldSegment] = []  # by the last chunk; their slots are still taken
         self._taken: list[torch.Tensor] = []  # slots that the last chunk has allocated
 
     @property
-    def lots(self) -> tuple[Lot, ...]:
-        return tuple(held.lot for held in self._lots)
+    def segments(self) -> tuple[KvSegment, ...]:
+        return tuple(held.segment for held in self._segments)
 
     @property
     def positions(self) -> Positions:
-        return positions_of(self.lots)
+        return positions_of(self.segments)
 
     @property
     def slots(self) -> torch.Tensor:
         """Of all positions, in their order."""
-        slots = [held.slots for held in self._lots]
+        slots = [held.slots for held in self._segments]
         return torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
 
     @property
     def owned_tokens(self) -> int:
         """Slots that this shard has taken from the pool, in whole pages: what the pool does not know to be used."""
         page = self._pool.page_tokens
-        lots = (*self._lots, *self._given)
-        return sum(-(-held.lot.tokens // page) * page for held in lots if not held.lot.is_borrowed)
+        segments = (*self._segments, *self._given)
+        return sum(-(-held.segment.tokens // page) * page for held in segments if not held.segment.is_borrowed)
 
     def borrow(self, positions: Positions, slots: torch.Tensor) -> None:
         """A prefix that the engine's cache holds, and keeps while it is locked there."""
-        self._add(Lot(positions, is_borrowed=True), slots)
+        self._add(KvSegment(positions, is_borrowed=True), slots)
 
     def begin(self) -> None:
         """A chunk begins: the one before it is done everywhere, so what it gave away can be freed."""
         for held in self._given:
             self._free(held)
-        self._before, self._given, self._taken = list(self._lots), [], []
+        self._before, self._given, self._taken = list(self._segments), [], []
 
     def roll_back(self) -> None:
         """Be as the last chunk found it; once only."""
         for slots in self._taken:
             self._pool.free(slots)
-        self._lots, self._given, self._taken = list(self._before), [], []
+        self._segments, self._given, self._taken = list(self._before), [], []
 
     def extend(self, positions: Positions) -> torch.Tensor:
         """Take slots for further positions. Raises NoRoomError."""
@@ -108,25 +108,27 @@ class Shard:
             return torch.empty(0, dtype=torch.int64)
         slots = self._pool.allocate(count_tokens(positions))
         self._taken.append(slots)
-        self._add(Lot(positions), slots)
+        self._add(KvSegment(positions), slots)
         return slots
 
-    def give(self, move: Move) -> torch.Tensor:
-        """Take the end of a lot out of the shard; the slots of what was given. Raises LayoutMismatchError."""
-        held = self._lots[move.lot] if move.lot < len(self._lots) else None
-        if held is None or tail(held.lot.positions, held.lot.tokens, move.tokens) != move.positions:
-            raise LayoutMismatchError(f"lot {move.lot} does not end with {move.positions}: {self.lots}")
-        kept = held.lot.tokens - move.tokens
-        given = HeldLot(held.lot._replace(positions=move.positions), held.slots[kept:])
+    def give(self, move: KvMove) -> torch.Tensor:
+        """Take the end of a segment out of the shard; the slots of what was given. Raises LayoutMismatchError."""
+        held = self._segments[move.segment] if move.segment < len(self._segments) else None
+        if held is None or tail(held.segment.positions, held.segment.tokens, move.tokens) != move.positions:
+            raise LayoutMismatchError(f"segment {move.segment} does not end with {move.positions}: {self.segments}")
+        kept = held.segment.tokens - move.tokens
+        given = HeldSegment(held.segment._replace(positions=move.positions), held.slots[kept:])
         self._given.append(given)
-        self._lots[move.lot] = HeldLot(held.lot._replace(positions=head(held.lot.positions, kept)), held.slots[:kept])
+        self._segments[move.segment] = HeldSegment(
+            held.segment._replace(positions=head(held.segment.positions, kept)), held.slots[:kept]
+        )
         return given.slots
 
     def compact(self) -> None:
-        """Forget lots of which nothing is left."""
-        self._lots = [held for held in self._lots if held.lot.positions]
+        """Forget segments of which nothing is left."""
+        self._segments = [held for held in self._segments if held.segment.positions]
 
-    def surrender(self, start: int) -> torch.Tensor:
+    def take_slots(self, start: int) -> torch.Tensor:
         """Hand over the slots of the positions from `start` on, in order, up to the first one that is missing.
 
         They are whole pages in which position follows position, as an engine's prefix cache wants them; `start` and
@@ -152,29 +154,29 @@ class Shard:
 
     def _keep_only(self, wanted: torch.Tensor) -> None:
         """Free all slots but these, and forget all."""
-        owned = [held.slots for held in (*self._lots, *self._given) if not held.lot.is_borrowed]
+        owned = [held.slots for held in (*self._segments, *self._given) if not held.segment.is_borrowed]
         if owned:
             slots = torch.cat(owned)
             rest = slots[~torch.isin(slots, wanted)]
             if rest.numel():
                 self._pool.free(rest)
-        self._lots, self._before, self._given, self._taken = [], [], [], []
+        self._segments, self._before, self._given, self._taken = [], [], [], []
 
     def drop(self) -> None:
         """Free everything."""
-        for held in (*self._lots, *self._given):
+        for held in (*self._segments, *self._given):
             self._free(held)
-        self._lots, self._before, self._given, self._taken = [], [], [], []
+        self._segments, self._before, self._given, self._taken = [], [], [], []
 
-    def _free(self, held: HeldLot) -> None:
-        if not held.lot.is_borrowed and held.slots.numel():
+    def _free(self, held: HeldSegment) -> None:
+        if not held.segment.is_borrowed and held.slots.numel():
             self._pool.free(held.slots)
 
-    def _add(self, lot: Lot, slots: torch.Tensor) -> None:
-        if lot.tokens != slots.numel():
-            raise ValueError(f"{slots.numel()} slots for {lot.tokens} positions")
-        if lot.positions:
-            self._lots.append(HeldLot(lot, slots))
+    def _add(self, segment: KvSegment, slots: torch.Tensor) -> None:
+        if segment.tokens != slots.numel():
+            raise ValueError(f"{slots.numel()} slots for {segment.tokens} positions")
+        if segment.positions:
+            self._segments.append(HeldSegment(segment, slots))
 
 
 class Rebalancing:
@@ -184,25 +186,25 @@ class Rebalancing:
         self,
         pool: KvPool,
         shard: Shard,
-        moves: Sequence[Move],
+        moves: Sequence[KvMove],
         mesh: Mesh,
         instance: int,
         first_tag: int,
         clock: StepClock | None = None,
     ) -> None:
-        """Takes room for what comes (NoRoomError) and cuts off what goes. Move i uses the tags first + i * layers."""
+        """Takes room for what comes (NoRoomError) and cuts off what goes. KvMove i uses the tags first + i * layers."""
         self._pool = pool
         self._mesh = mesh
         self._clock = clock or StepClock()
-        self._outgoing: list[_Outgoing] = []
-        self._incoming: list[_Incoming] = []
-        self._under_way: dict[int, list[tuple[Pending, torch.Tensor, _Incoming | None]]] = {}
+        self._outgoing: list[_OutgoingRows] = []
+        self._incoming: list[_IncomingRows] = []
+        self._under_way: dict[int, list[tuple[Pending, torch.Tensor, _IncomingRows | None]]] = {}
         for number, move in enumerate(moves):
             tag = first_tag + number * pool.layers
             if move.source == instance:
-                self._outgoing.append(_Outgoing(move.target, shard.give(move), tag))
+                self._outgoing.append(_OutgoingRows(move.target, shard.give(move), tag))
             elif move.target == instance:
-                self._incoming.append(_Incoming(move.source, shard.extend(move.positions), tag))
+                self._incoming.append(_IncomingRows(move.source, shard.extend(move.positions), tag))
         shard.compact()
 
     def start(self, layer: int) -> None:
@@ -234,13 +236,13 @@ class Rebalancing:
         self._clock.rebalance_s += self._clock.now_s() - began_s
 
 
-class _Outgoing(NamedTuple):
+class _OutgoingRows(NamedTuple):
     target: int
     slots: torch.Tensor
     tag: int
 
 
-class _Incoming(NamedTuple):
+class _IncomingRows(NamedTuple):
     source: int
     slots: torch.Tensor
     tag: int

@@ -170,18 +170,18 @@ def _name(names: Mapping[int, str], instance: object) -> str:
     return names.get(int(instance), f"instance {instance}")  # type: ignore[call-overload]
 
 
-class PictureError(RuntimeError):
+class TimelinePictureError(RuntimeError):
     """No picture can be drawn; the text is one line for the user."""
 
 
 def draw_timeline(timeline: Timeline, path: Path, name_of: Callable[[str], str] = str) -> None:
-    """Write a picture in the format of the file's ending; `name_of` says what people call an instance. PictureError."""
+    """Write a picture in the format of the file's ending; `name_of` gives an instance's name. TimelinePictureError."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise PictureError("matplotlib is not installed: pip install matplotlib") from None
+        raise TimelinePictureError("matplotlib is not installed: pip install matplotlib") from None
     rows = {instance: row for row, instance in enumerate(timeline.instances)}
     figure = Figure(figsize=(11, 2.2 + 0.7 * max(1, len(rows))), layout="constrained")
     FigureCanvasAgg(figure)
@@ -221,7 +221,7 @@ def draw_timeline(timeline: Timeline, path: Path, name_of: Callable[[str], str] 
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise PictureError(f"{path} cannot be written: {reason}") from None
+        raise TimelinePictureError(f"{path} cannot be written: {reason}") from None
 
 
 def _colour(request: int) -> str:
@@ -276,7 +276,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw_timeline(timeline, arguments.out)
     except (StatusUnavailableError, TimelineError) as error:
         return _fail(f"--coordinator {arguments.coordinator}: {error}", 1)
-    except PictureError as error:
+    except TimelinePictureError as error:
         return _fail(f"--out: {error}", 1)
     print(f"{len(timeline.requests)} prompts on {len(timeline.instances)} instances: {arguments.out}")
     return 0

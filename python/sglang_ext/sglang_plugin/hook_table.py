@@ -127,14 +127,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         name="prefill-abort-notice",
         why="a prefill that is aborted before its transfer leaves decode waiting for 300 s; tells decode",
         kind=HookKind.AFTER,
-        implementation=f"{_HOOKS}.aborts:tell_decode",
+        implementation=f"{_HOOKS}.aborts:notify_decode",
         targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVSender.abort"}),
     ),
     Hook(
         name="prefill-abort-late-notice",
         why="decode that registers after the abort opens the room again and waits for 300 s; tells it too",
         kind=HookKind.AROUND,
-        implementation=f"{_HOOKS}.aborts:tell_late_decode",
+        implementation=f"{_HOOKS}.aborts:notify_late_decode",
         targets=MappingProxyType(
             {V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"}
         ),

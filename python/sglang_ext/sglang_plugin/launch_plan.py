@@ -169,6 +169,8 @@ _CPU_ENVIRONMENT = {
     # Several engines share the cores: a thread that waits must not spin.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
+    # numpy's library starts its threads when it is imported, and a process with threads must not be forked.
+    "OPENBLAS_NUM_THREADS": "1",
     # SGLang compiles a few small functions whatever the flags: without this, each engine with tensor parallelism
     # needs a C++ compiler and a minute of start-up.
     "TORCHDYNAMO_DISABLE": "1",

@@ -65,9 +65,10 @@ class Imports:
 def preload() -> Imports:
     """Import all that an engine's processes need. Call once, before any thread is started.
 
+    The environment is that of `launch_plan.shared_cpu_environment`, or of a CPU engine.
+
     Raises CannotForkError when something started a thread, or was imported too early.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's starts its threads when it is imported
     seen = dict(os.environ)
     with _recorded_reads() as names, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
 """KV transfer backend `sglang_ext_tcp`: SGLang's mooncake protocol over this project's TCP engine.
 
 SGLang's mooncake classes hold the prefill-decode protocol (registration, rooms, aborts, heartbeats, different
-tensor-parallel sizes); what moves bytes is one engine object, which is exchanged here.
+tensor-parallel sizes); what moves bytes is one engine object, which is replaced here.
 """
 
 from __future__ import annotations

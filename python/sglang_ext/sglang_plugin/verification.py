@@ -161,7 +161,7 @@ def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
 
 def check_statements(init_infos: list[dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
-    """AFTER `_wait_for_scheduler_ready(...)`: refuse a scheduler that said nothing.
+    """AFTER `_wait_for_scheduler_ready(...)`: refuse a scheduler that made no statement.
 
     Raises HookNotInForceError, which ends the engine before it serves.
     """

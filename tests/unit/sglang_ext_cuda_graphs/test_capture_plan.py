@@ -38,7 +38,7 @@ PAPER = [GraphShape(length, requests) for length in DEFAULT_LENGTHS_TOKENS for r
 
 
 class Truth(NamedTuple):
-    """What captures take on a device that nobody has measured."""
+    """What captures take on a device that has not been measured."""
 
     bytes_per_token: int
     reused: float  # of what the pool has, the part that a larger shape can use

@@ -6,7 +6,7 @@ waits here and nothing is sent: a driver does both.
 - An instance has at most one chunk at a time, and a chunk is ordered from all its members at once. So no two instances
   can wait for each other: there is no deadlock to avoid.
 - What has not been ordered is planned again at every event (`replanning`).
-- Whatever fails, positions that somebody holds are kept, and only lost ones are computed again. A request that keeps
+- Whatever fails, positions that a member holds are kept, and only lost ones are computed again. A request that keeps
   failing goes back to the instance that it came to, which can always compute it alone.
 
 Membership is counted in epochs. Every change starts one, in which the mesh between the instances is built anew.
@@ -35,7 +35,7 @@ from sglang_ext.policy.cdsp.planner import CdspPlanner
 from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, replan
 from sglang_ext.policy.cdsp.sharding import (
     Interleaving,
-    Lot,
+    KvSegment,
     Positions,
     count_tokens,
     gather,
@@ -48,7 +48,7 @@ from sglang_ext.policy.cdsp.sharding import (
 _TAG_SPACE = 2**31 - 1
 
 
-class CoordinatorSettings(NamedTuple):
+class CoordinationSettings(NamedTuple):
     """What does not change while a pool is served."""
 
     layers: int  # of the model: every layer of a transfer has a tag
@@ -57,16 +57,16 @@ class CoordinatorSettings(NamedTuple):
     mode: ReplanMode = ReplanMode.LARS
     improvement_rate: float = 0.05
     max_attempts: int = 3  # failed chunks of a request before its own instance computes it alone
-    patience_s: float = 5.0  # how long a request that could go on waits for a mesh; its instance then computes it alone
+    mesh_timeout_s: float = 5.0  # so long a request waits for a mesh; then its own instance computes it alone
 
 
 @dataclass(slots=True)
-class _Running:
-    """An ordered step that somebody has not answered for yet."""
+class _RunningStep:
+    """An ordered step that not all of its members have answered for."""
 
     order: RunChunk | Collect
-    before: dict[int, tuple[Lot, ...]]  # what was held when it was ordered
-    after: dict[int, tuple[Lot, ...]]
+    before: dict[int, tuple[KvSegment, ...]]  # what was held when it was ordered
+    after: dict[int, tuple[KvSegment, ...]]
     ends_s: float  # predicted
     waiting: set[int]
     has_failed: bool = False
@@ -74,21 +74,21 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Request:
+class _SharedPrefill:
     offer: Offer
     total_s: float
-    held: dict[int, tuple[Lot, ...]]
+    held: dict[int, tuple[KvSegment, ...]]
     todo: Positions
     group: tuple[int, ...]
-    idle_s: float  # since when nobody works on it
-    involved: set[int]  # who may know of it: its owner, and whoever was given a step of it
-    running: _Running | None = None
+    idle_s: float  # since when no step of it runs
+    involved: set[int]  # instances that may know of it: its owner, and all that were given a step of it
+    running: _RunningStep | None = None
     attempts: int = 0
     is_cancelled: bool = False
 
 
 @dataclass(slots=True)
-class _Member:
+class _PoolInstance:
     node: int
     report: MemberReport
     step: int | None = None  # sequence of the step that it is in
@@ -104,14 +104,14 @@ class _Member:
 class Coordinator:
     """One long pool. Every method takes an event and returns the orders that follow from it, in their order."""
 
-    def __init__(self, planner: CdspPlanner, settings: CoordinatorSettings, first_epoch: int = 0) -> None:
+    def __init__(self, planner: CdspPlanner, settings: CoordinationSettings, first_epoch: int = 0) -> None:
         """Epochs begin above `first_epoch`: a pool that takes another's place does not repeat its epochs."""
         self._planner = planner
         self._settings = settings
         self._improvement_rate = settings.improvement_rate
-        self._members: dict[int, _Member] = {}
-        self._requests: dict[int, _Request] = {}
-        self._steps: dict[int, _Request] = {}  # by sequence
+        self._members: dict[int, _PoolInstance] = {}
+        self._requests: dict[int, _SharedPrefill] = {}
+        self._steps: dict[int, _SharedPrefill] = {}  # by sequence
         self._epoch = first_epoch
         self._next_sequence = 1
         self._next_tag = 0
@@ -150,7 +150,7 @@ class Coordinator:
     def join(self, instance: int, node: int, report: MemberReport) -> list[Order]:
         """An instance has come, or has come back and knows nothing of what it held."""
         orders = self.lose(instance, 0.0) if instance in self._members else []
-        self._members[instance] = _Member(node, report)
+        self._members[instance] = _PoolInstance(node, report)
         return [*[one for one in orders if not isinstance(one, BuildMesh)], self._new_epoch()]
 
     def lose(self, instance: int, now_s: float) -> list[Order]:
@@ -205,10 +205,10 @@ class Coordinator:
             return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
         costs = [candidate.cost for candidate in self._planner.config.candidates]
         cached: Positions = (range(offer.cached_tokens),) if offer.cached_tokens else ()
-        self._requests[offer.request] = _Request(
+        self._requests[offer.request] = _SharedPrefill(
             offer,
             max(1e-9, ideal_prefill_s(costs, offer.cached_tokens, offer.tokens - offer.cached_tokens)),
-            {offer.owner: (Lot(cached, is_borrowed=True),)} if cached else {},
+            {offer.owner: (KvSegment(cached, is_borrowed=True),)} if cached else {},
             (range(offer.cached_tokens, offer.tokens),),
             (offer.owner,),
             now_s,
@@ -238,7 +238,7 @@ class Coordinator:
         idle = [one for one in self._requests.values() if one.running is None]
         for one in idle:
             if not one.todo:
-                orders += self._bring_home(one, DeclineReason.NO_PLAN, now_s)
+                orders += self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
         pending = [one for one in idle if one.todo]
         if not pending:
             return orders
@@ -258,23 +258,23 @@ class Coordinator:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _start(self, one: _Request, plan: ChunkPlan | NoPlan, now_s: float) -> list[Order]:
+    def _start(self, one: _SharedPrefill, plan: ChunkPlan | NoPlan, now_s: float) -> list[Order]:
         """The first chunk of a plan, if all it needs is there."""
         if isinstance(plan, NoPlan):
-            return self._bring_home(one, DeclineReason.NO_PLAN, now_s)
+            return self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
         members = self.members
         chunk = plan.chunks[0]
         group = tuple(members[index] for index in chunk.instances)
         if len(plan.chunks) == 1 and group == (one.offer.owner,) and not self._is_shared(one):
-            return self._bring_home(one, DeclineReason.ALONE_IS_BEST, now_s)
-        if self._is_hopeless(one, group, now_s):
-            return self._give_back(one, DeclineReason.MESH_DOWN)
+            return self._collect_to_owner(one, DeclineReason.ALONE_IS_BEST, now_s)
+        if self._has_timed_out(one, group, now_s):
+            return self._decline(one, DeclineReason.MESH_DOWN)
         backlog_s = max(self._members[instance].backlog_s(now_s) for instance in group)
         if chunk.start_s > backlog_s + 1e-9 or not self._are_ready(group):
             return []
         return [self._order_chunk(one, chunk, group, now_s)]
 
-    def _order_chunk(self, one: _Request, chunk: PlannedChunk, group: tuple[int, ...], now_s: float) -> Order:
+    def _order_chunk(self, one: _SharedPrefill, chunk: PlannedChunk, group: tuple[int, ...], now_s: float) -> Order:
         settings = self._settings
         positions = head(one.todo, chunk.tokens)
         layout, after = lay_out(one.held, positions, group, settings.interleaving, settings.page_tokens)
@@ -284,14 +284,17 @@ class Coordinator:
         self._run(one, order, group, after, now_s + chunk.compute_s)
         return order
 
-    def _bring_home(self, one: _Request, reason: DeclineReason, now_s: float) -> list[Order]:
+    def _collect_to_owner(self, one: _SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
         """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
-        if all(lot.is_borrowed for lots in one.held.values() for lot in lots):
-            return self._give_back(one, reason)
+        if all(segment.is_borrowed for segments in one.held.values() for segment in segments):
+            return self._decline(one, reason)
         owner = one.offer.owner
-        members = (owner, *sorted(instance for instance, lots in one.held.items() if lots and instance != owner))
-        if self._is_hopeless(one, members, now_s):
-            return self._give_back(one, DeclineReason.MESH_DOWN)
+        members = (
+            owner,
+            *sorted(instance for instance, segments in one.held.items() if segments and instance != owner),
+        )
+        if self._has_timed_out(one, members, now_s):
+            return self._decline(one, DeclineReason.MESH_DOWN)
         if not self._are_ready(members):
             return []
         moves = gather(one.held, owner)
@@ -302,13 +305,13 @@ class Coordinator:
 
     def _run(
         self,
-        one: _Request,
+        one: _SharedPrefill,
         order: RunChunk | Collect,
         members: Sequence[int],
-        after: dict[int, tuple[Lot, ...]],
+        after: dict[int, tuple[KvSegment, ...]],
         ends_s: float,
     ) -> None:
-        one.running = _Running(order, dict(one.held), after, ends_s, set(members))
+        one.running = _RunningStep(order, dict(one.held), after, ends_s, set(members))
         self._steps[order.sequence] = one
         one.involved.update(members)
         for instance in members:
@@ -330,12 +333,11 @@ class Coordinator:
             running.has_failed = True
         orders = [] if running.waiting else self._end_step(one, now_s)
         if not is_done and running.order.epoch == self._epoch:
-            # Whoever fails has closed its connections, or broken them by waiting in vain; those of a later epoch are
-            # others.
+            # A member that fails has closed its connections, or broken them at a timeout; a later epoch has others.
             orders.append(self._new_epoch())
         return [*orders, *self.plan(now_s)]
 
-    def _end_step(self, one: _Request, now_s: float) -> list[Order]:
+    def _end_step(self, one: _SharedPrefill, now_s: float) -> list[Order]:
         running = one.running
         assert running is not None
         order = running.order
@@ -360,23 +362,26 @@ class Coordinator:
         one.attempts += 1
         return [*orders, *self._settle(one)]
 
-    def _settle(self, one: _Request) -> list[Order]:
-        """A request that nobody works on: end it, or say again what is left of it to compute."""
+    def _settle(self, one: _SharedPrefill) -> list[Order]:
+        """A request of which no step runs: end it, or find anew what is left of it to compute."""
         if one.is_cancelled:
             return self._forget(one)
         if one.attempts >= self._settings.max_attempts:
-            return self._give_back(one, DeclineReason.FAILURES)
-        held = tuple(part for lots in one.held.values() for part in positions_of(lots))
+            return self._decline(one, DeclineReason.FAILURES)
+        held = tuple(part for segments in one.held.values() for part in positions_of(segments))
         expected = one.offer.tokens - count_tokens(one.todo)
         if count_tokens(held) != expected:
             one.todo = without((range(one.offer.tokens),), held)
-            one.group = (one.offer.owner, *sorted(i for i, lots in one.held.items() if lots and i != one.offer.owner))
+            one.group = (
+                one.offer.owner,
+                *sorted(i for i, segments in one.held.items() if segments and i != one.offer.owner),
+            )
         return []
 
-    def _give_back(self, one: _Request, reason: DeclineReason) -> list[Order]:
+    def _decline(self, one: _SharedPrefill, reason: DeclineReason) -> list[Order]:
         return [*self._forget(one), Decline(one.offer.request, one.offer.owner, reason)]
 
-    def _forget(self, one: _Request) -> list[Order]:
+    def _forget(self, one: _SharedPrefill) -> list[Order]:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
         members = tuple(sorted(one.involved & self._members.keys()))
@@ -395,7 +400,7 @@ class Coordinator:
             free.append(member.report.free_kv_tokens)
         return PrefillSnapshot(nodes, delays_s, free)
 
-    def _as_pending(self, one: _Request, indices: dict[int, int]) -> PendingPrefill:
+    def _as_pending(self, one: _SharedPrefill, indices: dict[int, int]) -> PendingPrefill:
         offer = one.offer
         left = count_tokens(one.todo)
         group = tuple(indices[instance] for instance in one.group if instance in indices)
@@ -403,13 +408,13 @@ class Coordinator:
             offer.request, left, offer.tokens - left, group, offer.arrival_s, offer.deadline_s, one.total_s
         )
 
-    def _is_shared(self, one: _Request) -> bool:
-        return any(lots for instance, lots in one.held.items() if instance != one.offer.owner)
+    def _is_shared(self, one: _SharedPrefill) -> bool:
+        return any(segments for instance, segments in one.held.items() if instance != one.offer.owner)
 
-    def _is_hopeless(self, one: _Request, group: Sequence[int], now_s: float) -> bool:
+    def _has_timed_out(self, one: _SharedPrefill, group: Sequence[int], now_s: float) -> bool:
         """Whether it has waited long enough for these to be connected."""
         is_connected = all(self._members[instance].mesh_epoch == self._epoch for instance in group)
-        return not is_connected and now_s > one.idle_s + self._settings.patience_s
+        return not is_connected and now_s > one.idle_s + self._settings.mesh_timeout_s
 
     def _are_ready(self, group: Sequence[int]) -> bool:
         members = [self._members[instance] for instance in group]

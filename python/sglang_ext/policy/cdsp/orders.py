@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove
 
 
 class Offer(NamedTuple):
@@ -22,7 +22,7 @@ class Offer(NamedTuple):
 class MemberReport(NamedTuple):
     """What an instance says of itself."""
 
-    backlog_s: float  # ordinary work there: queued, and what was begun as this was said
+    backlog_s: float  # ordinary work there: queued, and what was begun as this was sent
     free_kv_tokens: int
 
 
@@ -61,7 +61,7 @@ class Collect(NamedTuple):
     request: int
     owner: int
     members: tuple[int, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[KvMove, ...]
     first_tag: int
 
 

@@ -2,8 +2,8 @@
 
 Tetris plans first come, first served and keeps every plan; an urgent or short request then waits behind chunks that
 have not even started. Here the unstarted part of every request is planned anew, one request after the other, in order
-of arrival or of Medha's relative slack. Chunks that run are never touched: they are delays. So that they delay nobody
-for long, whoever runs the plans may cut a chunk to a time budget (Medha's adaptive chunking, section 3.2).
+of arrival or of Medha's relative slack. Chunks that run are never touched: they are delays. So that they delay no
+request for long, the caller may cut a chunk to a time budget (Medha's adaptive chunking, section 3.2).
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def replan(
 ) -> tuple[PlannedPrefill, ...]:
     """Plan all pending requests anew, each behind those before it; in the order of planning.
 
-    With `until_busy` planning ends when no instance is left that is free now: enough for whoever plans again at the
-    end of every chunk, since what would start later is planned by then.
+    With `until_busy` planning ends when no instance is left that is free now: enough for a caller that plans again at
+    the end of every chunk, since what would start later is planned by then.
 
     `running` is the instances with nothing but their running chunks: a delay is the time until that chunk ends, and
     free KV is what no unfinished request holds. A request that holds KV finds it free for itself. One that cannot be
-    planned keeps its place for the next event and delays nobody. ValueError as `CdspPlanner.plan`.
+    planned keeps its place for the next event and delays no other. ValueError as `CdspPlanner.plan`.
     """
     costs = [candidate.cost for candidate in planner.config.candidates]
     delays_s = tuple(running.queue_delays_s)

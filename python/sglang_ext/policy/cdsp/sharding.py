@@ -2,7 +2,7 @@
 
 Every member of a group computes a part of each chunk and keeps the KV of what it computed. Positions are given as
 ranges, so a prompt of a million tokens costs as little as one of ten. KV lies in pages that belong to one instance:
-a lot is what was put into fresh pages together, and only whole pages change hands.
+a segment is what was put into fresh pages together, and only whole pages change hands.
 
 Tetris, sections 3.2 and 4.2 (cache balancing); zigzag as in context-parallel training, striped as in Striped Attention.
 """
@@ -24,7 +24,7 @@ class Interleaving(StrEnum):
     STRIPED = "striped"  # every P-th token
 
 
-class Lot(NamedTuple):
+class KvSegment(NamedTuple):
     """Positions whose KV was put into fresh pages of one instance, in this order."""
 
     positions: Positions
@@ -35,24 +35,24 @@ class Lot(NamedTuple):
         return count_tokens(self.positions)
 
 
-class Move(NamedTuple):
-    """KV that changes hands: the last `tokens` of the lot `lot` of `source` become the newest lot of `target`."""
+class KvMove(NamedTuple):
+    """KV that changes hands: the last `tokens` of one of `source`'s segments become the newest segment of `target`."""
 
     source: int  # instances
     target: int
-    lot: int  # position among the source's lots before any move of the same rebalancing that empties one
+    segment: int  # position among the source's segments before any move of the same rebalancing that empties one
     tokens: int
     positions: Positions
 
 
-Holdings = Mapping[int, tuple[Lot, ...]]  # instance → what it holds, oldest first
+Holdings = Mapping[int, tuple[KvSegment, ...]]  # instance → what it holds, oldest first
 
 
 class ChunkLayout(NamedTuple):
     """One chunk as it is executed: first the moves, then everybody computes its new positions."""
 
     group: tuple[int, ...]  # in ring order
-    moves: tuple[Move, ...]
+    moves: tuple[KvMove, ...]
     history: tuple[Positions, ...]  # by place in the ring: what the member holds when the chunk starts
     new: tuple[Positions, ...]  # by place in the ring; empty where a member gets no token of a small chunk
 
@@ -74,7 +74,7 @@ def split_chunk(
     """Deal the positions [start, start + tokens) out to `members`; each member's are ascending.
 
     Zigzag pieces end at multiples of `page_tokens` where the chunk is long enough for it, so that what lies in one
-    page of a member also lies in one page of whoever gets it later. ValueError for numbers below 1 (start: below 0).
+    page of a member also lies in one page of its next holder. ValueError for numbers below 1 (start: below 0).
     """
     if start < 0 or tokens < 1 or members < 1 or page_tokens < 1:
         raise ValueError(f"cannot deal {tokens} tokens from {start} out to {members} in pages of {page_tokens}")
@@ -108,34 +108,34 @@ def without(positions: Positions, taken: Positions) -> Positions:
     return _runs(left)
 
 
-def rebalance(holdings: Holdings, group: Sequence[int], page_tokens: int = 1) -> tuple[Move, ...]:
+def rebalance(holdings: Holdings, group: Sequence[int], page_tokens: int = 1) -> tuple[KvMove, ...]:
     """The moves after which every member of `group` holds about as much as any other, in whole pages.
 
     Members with more than their share give what they got last; the order of the moves is the order in which both
-    sides carry them out. Whoever holds something is in `group` (ValueError otherwise): groups only grow.
+    sides carry them out. Every holder is in `group` (ValueError otherwise): groups only grow.
     """
-    strangers = [instance for instance, lots in holdings.items() if lots and instance not in group]
+    strangers = [instance for instance, segments in holdings.items() if segments and instance not in group]
     if strangers:
         raise ValueError(f"instances {strangers} hold history and are not in the group {list(group)}")
-    held = {instance: sum(lot.tokens for lot in holdings.get(instance, ())) for instance in group}
+    held = {instance: sum(segment.tokens for segment in holdings.get(instance, ())) for instance in group}
     base, rest = divmod(sum(held.values()), len(group))
-    # Whoever has more already keeps the odd tokens.
+    # The members that have more already keep the odd tokens.
     order = sorted(group, key=lambda instance: (-held[instance], group.index(instance)))
     share = {instance: base + (place < rest) for place, instance in enumerate(order)}
     wanting = [[instance, share[instance] - held[instance]] for instance in group if held[instance] < share[instance]]
-    moves: list[Move] = []
+    moves: list[KvMove] = []
     for source in group:
         surplus = held[source] - share[source]
         for number in reversed(range(len(holdings.get(source, ())))):
-            lot = holdings[source][number]
-            left = lot.tokens
+            segment = holdings[source][number]
+            left = segment.tokens
             while left and wanting and surplus > 0:
                 target, wanted = wanting[0]
                 count = _whole_pages(left, min(surplus, wanted), page_tokens)
                 if count == 0 or count > surplus + page_tokens // 2:
                     surplus = 0
                     break
-                moves.append(Move(source, target, number, count, tail(lot.positions, left, count)))
+                moves.append(KvMove(source, target, number, count, tail(segment.positions, left, count)))
                 left -= count
                 surplus -= count
                 wanting[0][1] -= count
@@ -144,29 +144,31 @@ def rebalance(holdings: Holdings, group: Sequence[int], page_tokens: int = 1) ->
     return tuple(moves)
 
 
-def after_moves(holdings: Holdings, moves: Sequence[Move]) -> dict[int, tuple[Lot, ...]]:
-    """What everybody holds once the moves are done; lots that have become empty stay in place until `compacted`."""
-    held = {instance: list(lots) for instance, lots in holdings.items()}
+def after_moves(holdings: Holdings, moves: Sequence[KvMove]) -> dict[int, tuple[KvSegment, ...]]:
+    """What everybody holds once the moves are done; segments that have become empty stay in place until `compacted`."""
+    held = {instance: list(segments) for instance, segments in holdings.items()}
     for move in moves:
-        lot = held[move.source][move.lot]
-        kept = head(lot.positions, lot.tokens - move.tokens)
-        held[move.source][move.lot] = lot._replace(positions=kept)
-        held.setdefault(move.target, []).append(Lot(move.positions))
-    return {instance: tuple(lots) for instance, lots in held.items()}
+        segment = held[move.source][move.segment]
+        kept = head(segment.positions, segment.tokens - move.tokens)
+        held[move.source][move.segment] = segment._replace(positions=kept)
+        held.setdefault(move.target, []).append(KvSegment(move.positions))
+    return {instance: tuple(segments) for instance, segments in held.items()}
 
 
-def compacted(holdings: Holdings) -> dict[int, tuple[Lot, ...]]:
-    """The same without empty lots."""
-    return {instance: tuple(lot for lot in lots if lot.positions) for instance, lots in holdings.items()}
+def compacted(holdings: Holdings) -> dict[int, tuple[KvSegment, ...]]:
+    """The same without empty segments."""
+    return {
+        instance: tuple(segment for segment in segments if segment.positions) for instance, segments in holdings.items()
+    }
 
 
-def gather(holdings: Holdings, owner: int) -> tuple[Move, ...]:
-    """The moves after which `owner` holds everything; each source's newest lot goes first."""
+def gather(holdings: Holdings, owner: int) -> tuple[KvMove, ...]:
+    """The moves after which `owner` holds everything; each source's newest segment goes first."""
     return tuple(
-        Move(source, owner, number, lots[number].tokens, lots[number].positions)
-        for source, lots in holdings.items()
+        KvMove(source, owner, number, segments[number].tokens, segments[number].positions)
+        for source, segments in holdings.items()
         if source != owner
-        for number in reversed(range(len(lots)))
+        for number in reversed(range(len(segments)))
     )
 
 
@@ -176,7 +178,7 @@ def lay_out(
     group: Sequence[int],
     interleaving: Interleaving,
     page_tokens: int = 1,
-) -> tuple[ChunkLayout, dict[int, tuple[Lot, ...]]]:
+) -> tuple[ChunkLayout, dict[int, tuple[KvSegment, ...]]]:
     """A chunk of these ascending positions on `group`, and what everybody holds after it."""
     moves = rebalance(holdings, group, page_tokens)
     held = compacted(after_moves(holdings, moves))
@@ -184,13 +186,13 @@ def lay_out(
     history = tuple(positions_of(held.get(instance, ())) for instance in group)
     for instance, part in zip(group, new, strict=True):
         if part:
-            held[instance] = (*held.get(instance, ()), Lot(part))
+            held[instance] = (*held.get(instance, ()), KvSegment(part))
     return ChunkLayout(tuple(group), moves, history, new), held
 
 
-def positions_of(lots: Sequence[Lot]) -> Positions:
-    """All positions of some lots, in slot order."""
-    return tuple(part for lot in lots for part in lot.positions)
+def positions_of(segments: Sequence[KvSegment]) -> Positions:
+    """All positions of some segments, in slot order."""
+    return tuple(part for segment in segments for part in segment.positions)
 
 
 def head(positions: Positions, tokens: int) -> Positions:
@@ -217,7 +219,7 @@ def tail(positions: Positions, tokens: int, count: int) -> Positions:
 
 
 def _whole_pages(tokens: int, wanted: int, page_tokens: int) -> int:
-    """How many tokens off the end of a lot of `tokens` are whole pages and nearest to `wanted`, at most all."""
+    """How many tokens off the end of a segment of `tokens` are whole pages and nearest to `wanted`, at most all."""
     last_page = tokens % page_tokens or page_tokens
     if last_page >= tokens:
         return tokens

@@ -7,7 +7,7 @@ free ──take──▶ busy ──put_back──▶ idle ──take by the hol
 
 from __future__ import annotations
 
-from sglang_ext.policy.handshake.rooms import Room
+from sglang_ext.identifiers import TransferId
 
 
 class BackendPool:
@@ -17,7 +17,7 @@ class BackendPool:
         self._is_unlimited = count is None
         self._hold_idle_s = hold_idle_s
         self._free = list(reversed(range(count or 0)))
-        self._holder: dict[int, Room] = {}  # backend → room
+        self._holder: dict[int, TransferId] = {}  # backend → transfer_id
         self._idle_since_s: dict[int, float] = {}  # held and not busy, longest idle first
 
     @property
@@ -30,28 +30,28 @@ class BackendPool:
         """Whether anybody at all could be served now or later without a backend becoming idle first."""
         return self._is_unlimited or bool(self._free or self._idle_since_s)
 
-    def held_by(self, room: Room) -> tuple[int, ...]:
+    def held_by(self, transfer_id: TransferId) -> tuple[int, ...]:
         """Backends of a request, busy and idle."""
-        return tuple(backend for backend, holder in self._holder.items() if holder == room)
+        return tuple(backend for backend, holder in self._holder.items() if holder == transfer_id)
 
-    def can_take(self, room: Room, now_s: float) -> bool:
+    def can_take(self, transfer_id: TransferId, now_s: float) -> bool:
         """Whether `take` would find a backend."""
-        return self._is_unlimited or self._find(room, now_s) is not None
+        return self._is_unlimited or self._find(transfer_id, now_s) is not None
 
-    def take(self, room: Room, now_s: float) -> int | None:
-        """Make a backend busy for `room`: one that it holds, a free one, or one idle for too long elsewhere.
+    def take(self, transfer_id: TransferId, now_s: float) -> int | None:
+        """Make a backend busy for `transfer_id`: one that it holds, a free one, or one idle for too long elsewhere.
 
         None where there is no limit. Raises ValueError when `can_take` is false.
         """
         if self._is_unlimited:
             return None
-        backend = self._find(room, now_s)
+        backend = self._find(transfer_id, now_s)
         if backend is None:
-            raise ValueError(f"no backend for room {room}")
+            raise ValueError(f"no backend for transfer {transfer_id}")
         self._idle_since_s.pop(backend, None)
         if self._free and self._free[-1] == backend:
             self._free.pop()
-        self._holder[backend] = room
+        self._holder[backend] = transfer_id
         return backend
 
     def put_back(self, backend: int | None, now_s: float) -> None:
@@ -65,25 +65,25 @@ class BackendPool:
             del self._holder[backend]
             self._free.append(backend)
 
-    def release(self, room: Room) -> None:
+    def release(self, transfer_id: TransferId) -> None:
         """The idle backends of a request become free."""
-        for backend in self.held_by(room):
+        for backend in self.held_by(transfer_id):
             if self._idle_since_s.pop(backend, None) is not None:
                 self.drop(backend)
 
-    def trim(self, room: Room, keep: int) -> None:
+    def trim(self, transfer_id: TransferId, keep: int) -> None:
         """Idle backends of a request become free until it holds no more than `keep`."""
-        surplus = len(self.held_by(room)) - keep
-        for backend in self.held_by(room):
+        surplus = len(self.held_by(transfer_id)) - keep
+        for backend in self.held_by(transfer_id):
             if surplus <= 0:
                 return
             if self._idle_since_s.pop(backend, None) is not None:
                 self.drop(backend)
                 surplus -= 1
 
-    def _find(self, room: Room, now_s: float) -> int | None:
+    def _find(self, transfer_id: TransferId, now_s: float) -> int | None:
         for backend in self._idle_since_s:
-            if self._holder[backend] == room:
+            if self._holder[backend] == transfer_id:
                 return backend
         if self._free:
             return self._free[-1]

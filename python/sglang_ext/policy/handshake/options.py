@@ -24,9 +24,9 @@ class HandshakeOptions:
             "long goes to a request that waits. None: it keeps them whatever happens, as the Tetris paper has it."
         },
     )
-    retry_s: float = field(default=0.2, metadata={"help": "Say again what has not been answered after this."})
-    heartbeat_s: float = field(default=1.0, metadata={"help": "Say something at least this often."})
-    lease_s: float = field(default=10.0, metadata={"help": "A peer that is silent for this long is lost."})
+    retry_s: float = field(default=0.2, metadata={"help": "Retransmit what has not been answered after this."})
+    heartbeat_s: float = field(default=1.0, metadata={"help": "Send a report at least this often."})
+    lease_s: float = field(default=10.0, metadata={"help": "A peer that sends nothing for this long is lost."})
     quarantine_s: float = field(
         default=60.0,
         metadata={

@@ -2,7 +2,7 @@
 
 Messages are whole states, never changes, so that loss and order do not matter: every number in a report only grows
 during a request, so the newest report holds all that older ones held; a duplicate, a late or a lost message does no
-harm. Actions are small frozen records, to be carried out in order by whoever drives a machine.
+harm. Actions are small frozen records, to be carried out in order by the machine's driver.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from sglang_ext.policy.handshake.rooms import Room
+from sglang_ext.identifiers import TransferId
 from sglang_ext.policy.handshake.shards import KVShard
 
 
@@ -30,7 +30,7 @@ class TransferOutcome(StrEnum):
 class ReceiveRecord(NamedTuple):
     """The decode side of a request."""
 
-    room: Room
+    transfer_id: TransferId
     outcome: TransferOutcome
     reason: str
     senders: int
@@ -39,13 +39,13 @@ class ReceiveRecord(NamedTuple):
     handshake_wait_s: float | None  # slots known → first handshake, None when there was none; 0 when it came first
     backend_wait_s: float  # summed over chunks: known and wanted → granted
     transfer_s: float | None  # first grant → end, None without a grant
-    repeated_reports: int  # that said nothing new
+    repeated_reports: int  # without anything new
 
 
 class SendRecord(NamedTuple):
     """The prefill side of a request, towards one receiver."""
 
-    room: Room
+    transfer_id: TransferId
     receiver: str
     outcome: TransferOutcome
     reason: str
@@ -74,7 +74,7 @@ class Grant(NamedTuple):
 class SenderReport(NamedTuple):
     """Sender to receiver. The first one is the handshake."""
 
-    room: Room
+    transfer_id: TransferId
     sender: str  # where its answers go
     sender_epoch: int  # another number after a restart
     sender_count: int | None  # how many senders the request has, where that is known
@@ -84,7 +84,7 @@ class SenderReport(NamedTuple):
     grants_seen: int
     stored: int  # chunks of which every byte is in the receiver's memory
     written_parts: int  # progress within chunks
-    said_s: float  # by the sender's clock; comes back in the answer, means nothing to the receiver
+    sent_s: float  # by the sender's clock; echoed in the answer, means nothing to the receiver
     is_helper: bool = False  # not the request's own prefill instance: its loss ends the attempt, not the request
 
     @property
@@ -95,7 +95,7 @@ class SenderReport(NamedTuple):
 class SenderStopped(NamedTuple):
     """Sender to receiver: no write of this request is under way, and none will be."""
 
-    room: Room
+    transfer_id: TransferId
     sender: str
     sender_epoch: int
     reason: str
@@ -105,7 +105,7 @@ class SenderStopped(NamedTuple):
 class ReceiverReport(NamedTuple):
     """Receiver to sender: the answer to a report, and sent unasked when a chunk is granted."""
 
-    room: Room
+    transfer_id: TransferId
     receiver: str
     receiver_epoch: int
     sender_epoch: int
@@ -115,13 +115,13 @@ class ReceiverReport(NamedTuple):
     stored: int  # chunks known to be stored
     is_last_known: bool
     is_complete: bool  # the whole request is: nothing more is wanted
-    heard_said_s: float  # `said_s` of the newest report heard: how old the receiver's knowledge of the sender is
+    echoed_sent_s: float  # `sent_s` of the newest report received: how old the receiver's knowledge of the sender is
 
 
 class ReceiverAbort(NamedTuple):
     """Receiver to sender: stop, and say `SenderStopped` when no write is under way any more."""
 
-    room: Room
+    transfer_id: TransferId
     receiver: str
     receiver_epoch: int
     sender_epoch: int
@@ -132,7 +132,7 @@ class ReceiverAbort(NamedTuple):
 class ReceiverClosed(NamedTuple):
     """Receiver to sender: `SenderStopped` has arrived."""
 
-    room: Room
+    transfer_id: TransferId
     receiver: str
     receiver_epoch: int
     sender_epoch: int
@@ -155,7 +155,7 @@ class Allow(NamedTuple):
     """From now on the sender may write under this permit, to the slots that its grant names."""
 
     permit: int
-    room: Room
+    transfer_id: TransferId
     sender: str
     shard: KVShard
     grant: Grant
@@ -176,13 +176,13 @@ class Retire(NamedTuple):
 class Ready(NamedTuple):
     """All KV of the request is in its slots."""
 
-    room: Room
+    transfer_id: TransferId
 
 
 class Failing(NamedTuple):
     """The request has failed. Its slots must not be used for anything else before `Released`."""
 
-    room: Room
+    transfer_id: TransferId
     outcome: TransferOutcome
     reason: str
 
@@ -190,7 +190,7 @@ class Failing(NamedTuple):
 class Released(NamedTuple):
     """No write to the failed request's slots can happen any more."""
 
-    room: Room
+    transfer_id: TransferId
 
 
 class Received(NamedTuple):

@@ -6,15 +6,15 @@ from array import array
 from enum import Enum
 from typing import NamedTuple
 
+from sglang_ext.identifiers import TransferId
 from sglang_ext.policy.handshake.protocol import Grant, ReceiveRecord, ReceiverReport, SenderReport, TransferOutcome
-from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan, why_unwanted
 
 
 class Need(NamedTuple):
     """What the decode instance wants, and where. Made by `needed`."""
 
-    room: Room
+    transfer_id: TransferId
     whole: KVShard  # one span of step 1, or none when every token is cached here
     slots: array[int]  # token slot of each position of the span
     aux_slot: int | None
@@ -23,7 +23,7 @@ class Need(NamedTuple):
 
 
 def needed(
-    room: Room,
+    transfer_id: TransferId,
     *,
     first_token: int,
     slots: array[int],
@@ -44,10 +44,10 @@ def needed(
         raise ValueError("a range of tokens, heads or layers makes no sense")
     tokens = (TokenSpan(first_token, first_token + len(slots)),) if len(slots) else ()
     whole = KVShard(tokens, first_head, head_count, first_layer, layer_count, aux_slot is not None)
-    return Need(room, whole, slots, aux_slot, state_slots, first_token)
+    return Need(transfer_id, whole, slots, aux_slot, state_slots, first_token)
 
 
-class Phase(Enum):
+class ReceivePhase(Enum):
     """Where a request stands; ended ones are forgotten but for their outcome."""
 
     EARLY = "early"  # senders have shaken hands, slots are not known
@@ -67,12 +67,12 @@ class SenderState:
 
     __slots__ = (
         "address",
+        "echoed_sent_s",
         "epoch",
         "granted",
-        "heard_s",
-        "heard_said_s",
         "is_helper",
         "is_stopped",
+        "last_report_s",
         "offered_s",
         "outstanding",
         "parts",
@@ -82,12 +82,12 @@ class SenderState:
         "waiting_since_s",
     )
 
-    def __init__(self, address: str, epoch: int, said_s: float, now_s: float, *, is_helper: bool = False) -> None:
+    def __init__(self, address: str, epoch: int, sent_s: float, now_s: float, *, is_helper: bool = False) -> None:
         self.address = address
         self.epoch = epoch
         self.is_helper = is_helper
-        self.heard_s = now_s
-        self.heard_said_s = said_s
+        self.last_report_s = now_s
+        self.echoed_sent_s = sent_s
         self.shards: list[KVShard] = []
         self.offered_s: list[float] = []
         self.granted = 0
@@ -104,7 +104,7 @@ class SenderState:
 
     @property
     def is_live(self) -> bool:
-        """Whether it still has something to do, so that its silence would mean something."""
+        """Whether it still has something to do, so that reports are to be expected."""
         return not self.is_finished and not self.is_stopped
 
     @property
@@ -115,9 +115,9 @@ class SenderState:
 class ReceiveRequest:
     """The state of one request; the receiver decides, this keeps the books."""
 
-    def __init__(self, room: Room, now_s: float) -> None:
-        self.room = room
-        self.phase = Phase.EARLY
+    def __init__(self, transfer_id: TransferId, now_s: float) -> None:
+        self.transfer_id = transfer_id
+        self.phase = ReceivePhase.EARLY
         self.order: int | None = None  # by first handshake
         self.need: Need | None = None
         self.senders: dict[str, SenderState] = {}
@@ -142,7 +142,7 @@ class ReceiveRequest:
 
     @property
     def has_unsettled(self) -> bool:
-        """Whether somebody may still write to its slots."""
+        """Whether a sender may still write to its slots."""
         return any(sender.outstanding is not None for sender in self.senders.values())
 
     @property
@@ -152,7 +152,7 @@ class ReceiveRequest:
 
     @property
     def unfinished_senders(self) -> int | None:
-        """Senders that have something left to do, known and to come; None where nobody has said how many come."""
+        """Senders that have something left to do, known and to come; None where no report says how many come."""
         if self.sender_count is None:
             return None
         return max(0, self.sender_count - sum(sender.is_finished for sender in self.senders.values()))
@@ -165,7 +165,7 @@ class ReceiveRequest:
     def expect(self, need: Need, now_s: float) -> str | None:
         """Its slots are known. Returns why what has been offered so far does not fit, or None."""
         self.need = need
-        self.phase = Phase.OPEN
+        self.phase = ReceivePhase.OPEN
         self.expected_s = self.progress_s = now_s
         accepted: list[KVShard] = []
         for sender in self.senders.values():
@@ -223,7 +223,7 @@ class ReceiveRequest:
     def grant_of(self, sender: SenderState, outstanding: Outstanding) -> Grant:
         """The grant of the sender's outstanding chunk. Raises ValueError before the slots are known."""
         if self.need is None:
-            raise ValueError(f"the slots of room {self.room} are not known")
+            raise ValueError(f"the slots of transfer {self.transfer_id} are not known")
         chunk = sender.granted - 1
         shard = sender.shards[chunk]
         first = self.need.whole.tokens[0].start if self.need.whole.tokens else 0
@@ -236,10 +236,10 @@ class ReceiveRequest:
     def report_to(self, sender: SenderState, seen: int, receiver: str, epoch: int) -> ReceiverReport:
         """The state of `sender`'s part, with the outstanding grant unless the sender has seen it."""
         grant = None
-        if sender.outstanding is not None and self.phase is Phase.OPEN and seen < sender.granted:
+        if sender.outstanding is not None and self.phase is ReceivePhase.OPEN and seen < sender.granted:
             grant = self.grant_of(sender, sender.outstanding)
         return ReceiverReport(
-            self.room,
+            self.transfer_id,
             receiver,
             epoch,
             sender.epoch,
@@ -249,7 +249,7 @@ class ReceiveRequest:
             sender.stored,
             sender.total is not None,
             self.is_complete,
-            sender.heard_said_s,
+            sender.echoed_sent_s,
         )
 
     def record(self, outcome: TransferOutcome, reason: str, now_s: float) -> ReceiveRecord:
@@ -258,7 +258,7 @@ class ReceiveRequest:
         if self.first_handshake_s is not None and self.expected_s is not None:
             handshake_wait_s = max(0.0, self.first_handshake_s - self.expected_s)
         return ReceiveRecord(
-            self.room,
+            self.transfer_id,
             outcome,
             reason,
             len(self.senders),

@@ -6,13 +6,13 @@
 
 Who gets a backend (Tetris, section "CDSP Cache Transfer Management"; arXiv 2511.06247):
 
-* A backend that nobody holds goes to the request with the earliest *first handshake* among those that have a
-  chunk waiting. So a later sender of an old request overtakes younger requests, and nobody overtakes an older one.
+* A free backend goes to the request with the earliest *first handshake* among those that have a chunk waiting.
+  So a later sender of an old request overtakes younger requests, and none overtakes an older one.
 * A request keeps the backends it got until it is complete or has failed, or has fewer senders left (where they say
   how many there are). Its senders take turns on them, chunk by
   chunk, longest waiting first: one backend is enough for any number of senders, so two requests that each hold
   some and want more cannot block each other.
-* Only a backend that its request leaves idle for `hold_idle_s` goes to somebody who waits. The request keeps its
+* Only a backend that its request leaves idle for `hold_idle_s` goes to a request that waits. The request keeps its
   place in the order. This breaks the remaining circle: the holder cannot compute its next chunk because the
   prefill instance's memory is full of KV whose request waits for that very backend.
 
@@ -30,6 +30,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
+from sglang_ext.identifiers import TransferId
 from sglang_ext.policy.handshake.backend_pool import BackendPool
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import (
@@ -50,8 +51,7 @@ from sglang_ext.policy.handshake.protocol import (
     SenderStopped,
     TransferOutcome,
 )
-from sglang_ext.policy.handshake.receive_request import Need, Phase, ReceiveRequest, SenderState
-from sglang_ext.policy.handshake.rooms import Room
+from sglang_ext.policy.handshake.receive_request import Need, ReceivePhase, ReceiveRequest, SenderState
 
 PERMIT_EPOCH_SHIFT = 32  # permit = epoch << this | number: one of an earlier incarnation never holds
 
@@ -73,9 +73,11 @@ class Receiver:
         self.epoch = epoch
         self.options = options
         self.backends = BackendPool(options.receive_backends, options.hold_idle_s)
-        self._requests: dict[Room, ReceiveRequest] = {}
-        self._ended: dict[Room, _Ended] = {}  # oldest first
-        self._queue: list[tuple[int, Room]] = []  # (order, room) of open requests with a chunk waiting, sorted
+        self._requests: dict[TransferId, ReceiveRequest] = {}
+        self._ended: dict[TransferId, _Ended] = {}  # oldest first
+        self._queue: list[
+            tuple[int, TransferId]
+        ] = []  # (order, transfer id) of open requests with a chunk waiting, sorted
         self._permits: dict[int, tuple[ReceiveRequest, SenderState]] = {}  # unsettled
         self._handshakes = 0
         self._grants = 0
@@ -92,29 +94,29 @@ class Receiver:
 
     @property
     def unsettled_permits(self) -> int:
-        """Grants under which somebody may be writing."""
+        """Grants under which a sender may be writing."""
         return len(self._permits)
 
     @property
-    def request_counts(self) -> dict[Phase, int]:
+    def request_counts(self) -> dict[ReceivePhase, int]:
         """How many requests are in each phase."""
         phases = [request.phase for request in self._requests.values()]
-        return {phase: phases.count(phase) for phase in Phase}
+        return {phase: phases.count(phase) for phase in ReceivePhase}
 
     # ---- events of this instance ----
 
     def expect(self, need: Need, now_s: float) -> ReceiverActions:
-        """The scheduler has slots for a request. Raises ValueError when its room is in use."""
-        ended = self._ended.get(need.room)
+        """The scheduler has slots for a request. Raises ValueError when its transfer id is in use."""
+        ended = self._ended.get(need.transfer_id)
         if ended is not None and ended.outcome is TransferOutcome.COMPLETE:
-            raise ValueError(f"room {need.room} has been used before")
+            raise ValueError(f"transfer {need.transfer_id} has been used before")
         if ended is not None:
-            return (Failing(need.room, ended.outcome, ended.reason), Released(need.room))
-        request = self._requests.get(need.room)
+            return (Failing(need.transfer_id, ended.outcome, ended.reason), Released(need.transfer_id))
+        request = self._requests.get(need.transfer_id)
         if request is None:
-            request = self._requests[need.room] = ReceiveRequest(need.room, now_s)
-        elif request.phase is not Phase.EARLY:
-            raise ValueError(f"room {need.room} is in use")
+            request = self._requests[need.transfer_id] = ReceiveRequest(need.transfer_id, now_s)
+        elif request.phase is not ReceivePhase.EARLY:
+            raise ValueError(f"transfer {need.transfer_id} is in use")
         problem = request.expect(need, now_s)
         if problem is not None:
             self._refuse(request, problem, now_s)
@@ -122,21 +124,21 @@ class Receiver:
             self._complete(request, now_s)
         return self._finish_event(request, now_s)
 
-    def cancel(self, room: Room, reason: str, now_s: float) -> ReceiverActions:
-        """The request is not wanted any more, also when it has not been heard of yet."""
-        if room in self._ended:
+    def cancel(self, transfer_id: TransferId, reason: str, now_s: float) -> ReceiverActions:
+        """The request is not wanted any more, also when no sender of it is known yet."""
+        if transfer_id in self._ended:
             return ()
-        request = self._requests.get(room)
+        request = self._requests.get(transfer_id)
         if request is None:
-            self._remember(room, TransferOutcome.ABORTED, reason, now_s)
+            self._remember(transfer_id, TransferOutcome.ABORTED, reason, now_s)
             return ()
         self._fail(request, TransferOutcome.ABORTED, reason, now_s)
         return self._finish_event(request, now_s)
 
     def on_fenced(self, permit: int, now_s: float) -> ReceiverActions:
-        """The transport lets nobody write under this permit any more."""
+        """The transport lets no sender write under this permit any more."""
         entry = self._permits.get(permit)
-        if entry is None or entry[0].phase is not Phase.CLOSING:
+        if entry is None or entry[0].phase is not ReceivePhase.CLOSING:
             return ()
         self._settle(*entry)
         return self._finish_event(entry[0], now_s)
@@ -145,46 +147,49 @@ class Receiver:
 
     def on_report(self, report: SenderReport, now_s: float) -> ReceiverActions:
         """A sender says where it stands. Its first report is its handshake."""
-        ended = self._ended.get(report.room)
+        ended = self._ended.get(report.transfer_id)
         if ended is not None:
             return (Send(report.sender, self._answer_ended(report, ended)),)
-        request = self._requests.get(report.room)
+        request = self._requests.get(report.transfer_id)
         if request is None:
-            early = sum(other.phase is Phase.EARLY for other in self._requests.values())
+            early = sum(other.phase is ReceivePhase.EARLY for other in self._requests.values())
             if early >= self.options.max_early_requests:
                 return ()
-            request = self._requests[report.room] = ReceiveRequest(report.room, now_s)
+            request = self._requests[report.transfer_id] = ReceiveRequest(report.transfer_id, now_s)
         sender = request.senders.get(report.sender)
-        if request.phase is Phase.CLOSING and sender is None:
+        if request.phase is ReceivePhase.CLOSING and sender is None:
             return (Send(report.sender, self._abort_message(request, report.sender_epoch)),)
         if sender is not None and sender.epoch != report.sender_epoch:
             reason = f"another incarnation of {report.sender} sends this request"
             return (
-                Send(report.sender, ReceiverAbort(report.room, self.address, self.epoch, report.sender_epoch, reason)),
+                Send(
+                    report.sender,
+                    ReceiverAbort(report.transfer_id, self.address, self.epoch, report.sender_epoch, reason),
+                ),
             )
         if sender is None:
-            sender = SenderState(report.sender, report.sender_epoch, report.said_s, now_s, is_helper=report.is_helper)
+            sender = SenderState(report.sender, report.sender_epoch, report.sent_s, now_s, is_helper=report.is_helper)
             request.senders[report.sender] = sender
             if request.order is None:
                 request.order = self._handshakes
                 request.first_handshake_s = request.progress_s = now_s
                 self._handshakes += 1
-        sender.heard_s = now_s
-        sender.heard_said_s = max(sender.heard_said_s, report.said_s)
+        sender.last_report_s = now_s
+        sender.echoed_sent_s = max(sender.echoed_sent_s, report.sent_s)
         before = (len(sender.shards), sender.total, sender.parts, sender.stored)
-        problem = None if request.phase is Phase.CLOSING else request.accept(sender, report, now_s)
+        problem = None if request.phase is ReceivePhase.CLOSING else request.accept(sender, report, now_s)
         self._note_stored(request, sender, report.stored, now_s)
         request.repeated_reports += before == (len(sender.shards), sender.total, sender.parts, sender.stored)
         if problem is not None:
             self._refuse(request, problem, now_s)
-        elif request.phase is Phase.CLOSING:
+        elif request.phase is ReceivePhase.CLOSING:
             self._send_abort(request, sender)
         elif request.is_complete:
             self._complete(request, now_s)
-            self._out.append(Send(report.sender, self._answer_ended(report, self._ended[request.room])))
+            self._out.append(Send(report.sender, self._answer_ended(report, self._ended[request.transfer_id])))
         else:
             if request.unfinished_senders is not None:
-                self.backends.trim(request.room, request.unfinished_senders)
+                self.backends.trim(request.transfer_id, request.unfinished_senders)
             self._assign_after(request, now_s)
             self._out.append(
                 Send(sender.address, request.report_to(sender, report.grants_seen, self.address, self.epoch))
@@ -193,16 +198,16 @@ class Receiver:
 
     def on_stopped(self, message: SenderStopped, now_s: float) -> ReceiverActions:
         """A sender writes no more, of its own accord or because it was told to."""
-        ended = self._ended.get(message.room)
+        ended = self._ended.get(message.transfer_id)
         is_complete = ended is not None and ended.outcome is TransferOutcome.COMPLETE
-        closed = ReceiverClosed(message.room, self.address, self.epoch, message.sender_epoch, is_complete)
+        closed = ReceiverClosed(message.transfer_id, self.address, self.epoch, message.sender_epoch, is_complete)
         answer = Send(message.sender, closed)
-        request = self._requests.get(message.room)
+        request = self._requests.get(message.transfer_id)
         reason = f"{message.sender} has stopped: {message.reason}"
         outcome = TransferOutcome.RESTARTED if message.restarts else TransferOutcome.REMOTE_ABORT
         if request is None:
             if ended is None:  # so that a request expected later fails at once
-                self._remember(message.room, outcome, reason, now_s)
+                self._remember(message.transfer_id, outcome, reason, now_s)
             return (answer,)
         sender = request.senders.get(message.sender)
         if sender is not None and sender.epoch != message.sender_epoch:
@@ -221,16 +226,16 @@ class Receiver:
     def on_timer(self, now_s: float) -> ReceiverActions:
         """Leases, stalls, repeated aborts, idle backends, and forgetting."""
         for request in list(self._requests.values()):
-            if request.phase is Phase.CLOSING:
+            if request.phase is ReceivePhase.CLOSING:
                 self._press_on(request, now_s)
             else:
                 self._check_liveness(request, now_s)
             self._end_if_settled(request, now_s)
         self._assign(now_s)
-        for room, ended in list(self._ended.items()):
+        for transfer_id, ended in list(self._ended.items()):
             if ended.until_s > now_s:
                 break
-            del self._ended[room]
+            del self._ended[transfer_id]
         return self._flush()
 
     # ---- granting ----
@@ -240,28 +245,28 @@ class Receiver:
         self._assign(now_s)
 
     def _assign(self, now_s: float) -> None:
-        for _, room in list(self._queue):
+        for _, transfer_id in list(self._queue):
             if not self.backends.has_spare:
                 return
-            request = self._requests[room]
-            while (sender := request.next_waiting()) is not None and self.backends.can_take(room, now_s):
+            request = self._requests[transfer_id]
+            while (sender := request.next_waiting()) is not None and self.backends.can_take(transfer_id, now_s):
                 self._grant(request, sender, now_s)
             self._update_queue(request)
 
     def _grant(self, request: ReceiveRequest, sender: SenderState, now_s: float) -> None:
-        backend = self.backends.take(request.room, now_s)
+        backend = self.backends.take(request.transfer_id, now_s)
         self._grants += 1
         permit = self.epoch << PERMIT_EPOCH_SHIFT | self._grants
         grant = request.grant(sender, permit, backend, now_s)
         self._permits[permit] = (request, sender)
-        self._out.append(Allow(permit, request.room, sender.address, sender.shards[grant.chunk], grant))
+        self._out.append(Allow(permit, request.transfer_id, sender.address, sender.shards[grant.chunk], grant))
         self._out.append(Send(sender.address, request.report_to(sender, grant.chunk, self.address, self.epoch)))
 
     def _note_stored(self, request: ReceiveRequest, sender: SenderState, stored: int, now_s: float) -> None:
         outstanding = sender.outstanding
         if outstanding is None or stored < sender.granted:
             return
-        if request.phase is Phase.CLOSING:
+        if request.phase is ReceivePhase.CLOSING:
             self._settle(request, sender)
             return
         del self._permits[outstanding.permit]
@@ -270,10 +275,10 @@ class Receiver:
         self._out.append(Retire(outstanding.permit))
 
     def _update_queue(self, request: ReceiveRequest) -> None:
-        is_waiting = request.phase is Phase.OPEN and request.next_waiting() is not None
+        is_waiting = request.phase is ReceivePhase.OPEN and request.next_waiting() is not None
         if request.order is None or is_waiting == request.is_queued:
             return
-        entry = (request.order, request.room)
+        entry = (request.order, request.transfer_id)
         if is_waiting:
             insort(self._queue, entry)
         else:
@@ -283,7 +288,7 @@ class Receiver:
     # ---- ending ----
 
     def _complete(self, request: ReceiveRequest, now_s: float) -> None:
-        self._out.append(Ready(request.room))
+        self._out.append(Ready(request.transfer_id))
         if request.has_helper:
             for sender in request.senders.values():
                 report = request.report_to(sender, sender.granted, self.address, self.epoch)
@@ -292,15 +297,15 @@ class Receiver:
 
     def _fail(self, request: ReceiveRequest, outcome: TransferOutcome, reason: str, now_s: float) -> None:
         """Tell everybody to stop; the request ends when no write can happen."""
-        if request.phase is Phase.CLOSING:
+        if request.phase is ReceivePhase.CLOSING:
             return
-        if request.phase is Phase.OPEN:
-            self._out.append(Failing(request.room, outcome, reason))
-        request.phase = Phase.CLOSING
+        if request.phase is ReceivePhase.OPEN:
+            self._out.append(Failing(request.transfer_id, outcome, reason))
+        request.phase = ReceivePhase.CLOSING
         self._update_queue(request)
         request.outcome = (outcome, reason)
         request.abort_sent_s = now_s
-        self.backends.release(request.room)
+        self.backends.release(request.transfer_id)
         for sender in request.senders.values():
             if sender.is_live:
                 self._send_abort(request, sender)
@@ -313,21 +318,21 @@ class Receiver:
         self._fail(request, outcome, problem, now_s)
 
     def _press_on(self, request: ReceiveRequest, now_s: float) -> None:
-        """Say abort again; whoever has been lost for long enough cannot be writing any more."""
+        """Retransmit aborts; a sender that has been lost for long enough cannot be writing any more."""
         if now_s - request.abort_sent_s >= self.options.retry_s:
             request.abort_sent_s = now_s
             for sender in request.senders.values():
                 if sender.outstanding is not None:
                     self._send_abort(request, sender)
         for sender in request.senders.values():
-            silent_s = now_s - sender.heard_s
+            silent_s = now_s - sender.last_report_s
             if sender.outstanding is not None and silent_s >= self.options.lease_s + self.options.quarantine_s:
                 self._settle(request, sender)
 
     def _check_liveness(self, request: ReceiveRequest, now_s: float) -> None:
         # The request's own instance first: its loss is the end, that of others is not.
         for sender in sorted(request.senders.values(), key=lambda sender: sender.is_helper):
-            if sender.is_live and now_s - sender.heard_s >= self.options.lease_s:
+            if sender.is_live and now_s - sender.last_report_s >= self.options.lease_s:
                 reason = f"lost {sender.address}: silent for {self.options.lease_s:g} s"
                 outcome = TransferOutcome.RESTARTED if sender.is_helper else TransferOutcome.PEER_LOST
                 self._fail(request, outcome, reason, now_s)
@@ -347,29 +352,29 @@ class Receiver:
             self.backends.drop(outstanding.backend)
 
     def _end_if_settled(self, request: ReceiveRequest, now_s: float) -> None:
-        if request.phase is not Phase.CLOSING or request.outcome is None or request.has_unsettled:
+        if request.phase is not ReceivePhase.CLOSING or request.outcome is None or request.has_unsettled:
             return
-        if request.room in self._requests:
+        if request.transfer_id in self._requests:
             if request.need is not None:
-                self._out.append(Released(request.room))
+                self._out.append(Released(request.transfer_id))
             self._end(request, *request.outcome, now_s)
 
     def _end(self, request: ReceiveRequest, outcome: TransferOutcome, reason: str, now_s: float) -> None:
-        del self._requests[request.room]
-        self.backends.release(request.room)
+        del self._requests[request.transfer_id]
+        self.backends.release(request.transfer_id)
         if request.is_queued and request.order is not None:
-            del self._queue[bisect_left(self._queue, (request.order, request.room))]
+            del self._queue[bisect_left(self._queue, (request.order, request.transfer_id))]
         self._out.append(Received(request.record(outcome, reason, now_s)))
-        self._remember(request.room, outcome, reason, now_s)
+        self._remember(request.transfer_id, outcome, reason, now_s)
 
-    def _remember(self, room: Room, outcome: TransferOutcome, reason: str, now_s: float) -> None:
-        self._ended[room] = _Ended(outcome, reason, now_s + self.options.memory_s)
+    def _remember(self, transfer_id: TransferId, outcome: TransferOutcome, reason: str, now_s: float) -> None:
+        self._ended[transfer_id] = _Ended(outcome, reason, now_s + self.options.memory_s)
 
     # ---- saying ----
 
     def _finish_event(self, request: ReceiveRequest, now_s: float) -> ReceiverActions:
         self._end_if_settled(request, now_s)
-        self._assign_after(request, now_s) if request.room in self._requests else self._assign(now_s)
+        self._assign_after(request, now_s) if request.transfer_id in self._requests else self._assign(now_s)
         return self._flush()
 
     def _flush(self) -> ReceiverActions:
@@ -382,14 +387,16 @@ class Receiver:
     def _abort_message(self, request: ReceiveRequest, sender_epoch: int) -> ReceiverAbort:
         outcome, reason = request.outcome or (TransferOutcome.ABORTED, "the request has failed")
         restarts = outcome is TransferOutcome.RESTARTED
-        return ReceiverAbort(request.room, self.address, self.epoch, sender_epoch, reason, restarts)
+        return ReceiverAbort(request.transfer_id, self.address, self.epoch, sender_epoch, reason, restarts)
 
     def _answer_ended(self, report: SenderReport, ended: _Ended) -> ReceiverReport | ReceiverAbort:
         if ended.outcome is not TransferOutcome.COMPLETE:
             restarts = ended.outcome is TransferOutcome.RESTARTED
-            return ReceiverAbort(report.room, self.address, self.epoch, report.sender_epoch, ended.reason, restarts)
+            return ReceiverAbort(
+                report.transfer_id, self.address, self.epoch, report.sender_epoch, ended.reason, restarts
+            )
         return ReceiverReport(
-            report.room,
+            report.transfer_id,
             self.address,
             self.epoch,
             report.sender_epoch,
@@ -399,5 +406,5 @@ class Receiver:
             report.offered,
             True,
             True,
-            report.said_s,
+            report.sent_s,
         )

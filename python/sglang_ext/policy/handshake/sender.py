@@ -2,7 +2,7 @@
 
     open ──last chunk stored and known to be──▶ over
      │
-     └──abort, refusal, lost receiver, failed write──▶ stopping ──no write under way──▶ stopped ──heard──▶ over
+     └──abort, refusal, lost receiver, failed write──▶ stopping ──no write under way──▶ stopped ──closed─▶ over
 
 A chunk is what is offered and granted as a whole, usually while it is being computed; a part of it (a layer, a
 range of tokens) is written as soon as it is ready and the chunk is granted. A chunk is stored when the cells
@@ -14,6 +14,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from sglang_ext.identifiers import TransferId
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import (
     ChunkStored,
@@ -32,7 +33,6 @@ from sglang_ext.policy.handshake.protocol import (
     UseGrant,
     WritePart,
 )
-from sglang_ext.policy.handshake.rooms import Room
 from sglang_ext.policy.handshake.shards import KVShard, why_malformed
 
 
@@ -51,7 +51,7 @@ class Sender:
 
     def __init__(
         self,
-        room: Room,
+        transfer_id: TransferId,
         address: str,
         receiver: str,
         epoch: int,
@@ -67,7 +67,7 @@ class Sender:
         `may_have_helpers`: others may send parts of it. A write may then fail because one of them has, and it is over
         only when the receiver has everything from everybody.
         """
-        self.room = room
+        self.transfer_id = transfer_id
         self.is_helper = is_helper
         self.may_have_helpers = may_have_helpers
         self.address = address
@@ -84,7 +84,7 @@ class Sender:
         self._in_flight: set[tuple[int, int]] = set()
         self._written_parts = self._overlapped_parts = 0
         self._outcome = (TransferOutcome.COMPLETE, "")
-        self._started_s = self._heard_s = self._said_s = now_s
+        self._started_s = self._acknowledged_s = self._sent_s = now_s
         self._stopped_s = now_s
         self._first_answer_s: float | None = None
         self._first_grant_s: float | None = None
@@ -135,7 +135,7 @@ class Sender:
         if problem is None and self._is_last_offered:
             problem = "the last chunk has been offered"
         if problem is not None:
-            raise ValueError(f"room {self.room}: cannot offer a chunk: {problem}")
+            raise ValueError(f"transfer {self.transfer_id}: cannot offer a chunk: {problem}")
         if self._phase is SenderPhase.OPEN:
             self._chunks.append(OfferedChunk(shard, now_s))
             self._is_last_offered = is_last
@@ -160,7 +160,7 @@ class Sender:
         state = self._chunks[chunk]
         is_aux_surplus = part.has_aux and (state.is_aux_ready or not state.shard.has_aux)
         if part.cells < 0 or state.cells_ready + part.cells > state.shard.cells or is_aux_surplus:
-            raise ValueError(f"room {self.room}: the parts of chunk {chunk} are more than the chunk")
+            raise ValueError(f"transfer {self.transfer_id}: the parts of chunk {chunk} are more than the chunk")
         state.cells_ready += part.cells
         state.is_aux_ready |= part.has_aux
         if state.ready_s is None:
@@ -206,7 +206,7 @@ class Sender:
         return self._flush()
 
     def restart(self, reason: str, now_s: float) -> SenderActions:
-        """This attempt ends, on both sides; the receiver is ready for another one when nobody writes any more."""
+        """This attempt ends, on both sides; the receiver is ready for another one once no write is under way."""
         self._stop(TransferOutcome.RESTARTED, reason, now_s)
         return self._flush()
 
@@ -218,7 +218,7 @@ class Sender:
             report.receiver_epoch, report.sender_epoch
         ):
             return self._flush()
-        self._heard(report.heard_said_s, now_s)
+        self._acknowledge(report.echoed_sent_s, now_s)
         if self._stop_if_lost(now_s):
             return self._flush()
         self._accepted = max(self._accepted, min(report.accepted, len(self._chunks)))
@@ -238,7 +238,7 @@ class Sender:
         if message.sender_epoch != self.epoch or self._phase is SenderPhase.OVER:
             return ()
         if self._phase is SenderPhase.STOPPED:
-            self._say_stopped(now_s)
+            self._send_stopped(now_s)
         else:
             outcome = TransferOutcome.RESTARTED if message.restarts else TransferOutcome.REMOTE_ABORT
             self._stop(outcome, message.reason, now_s)
@@ -257,22 +257,22 @@ class Sender:
 
     def on_timer(self, now_s: float) -> SenderActions:
         """Repeat what was not answered, stay alive in the receiver's eyes, notice that the receiver is lost."""
-        unheard_s = now_s - self._said_s
+        since_sent_s = now_s - self._sent_s
         if self._phase is SenderPhase.STOPPED:
             if now_s - self._stopped_s >= self.options.lease_s:
                 self._phase = SenderPhase.OVER
                 if self._outcome[0] is TransferOutcome.RESTARTED:
-                    # Nobody who could ask for it anew has heard.
+                    # The receiver, which could ask for it anew, has not acknowledged.
                     self._outcome = (TransferOutcome.PEER_LOST, f"lost {self.receiver} at a restart")
-            elif unheard_s >= self.options.retry_s:
+            elif since_sent_s >= self.options.retry_s:
                 self._retransmissions += 1
-                self._say_stopped(now_s)
+                self._send_stopped(now_s)
         elif self._phase is not SenderPhase.OVER and not self._stop_if_lost(now_s):
             is_unanswered = self._phase is SenderPhase.OPEN and self._has_unanswered()
-            if is_unanswered and unheard_s >= self.options.retry_s:
+            if is_unanswered and since_sent_s >= self.options.retry_s:
                 self._retransmissions += 1
                 self._report(now_s)
-            elif unheard_s >= self.options.heartbeat_s:
+            elif since_sent_s >= self.options.heartbeat_s:
                 self._report(now_s)
         return self._flush()
 
@@ -331,8 +331,8 @@ class Sender:
         return TransferOutcome.RESTARTED if self.is_helper else outcome
 
     def _stop_if_lost(self, now_s: float) -> bool:
-        """Nothing may be written after the lease: the receiver may have given the slots to somebody else."""
-        is_lost = self._phase is SenderPhase.OPEN and now_s - self._heard_s >= self.options.lease_s
+        """Nothing may be written after the lease: the receiver may have given the slots to another request."""
+        is_lost = self._phase is SenderPhase.OPEN and now_s - self._acknowledged_s >= self.options.lease_s
         if is_lost:
             reason = f"lost {self.receiver}: silent for {self.options.lease_s:g} s"
             self._stop(self._own_failure(TransferOutcome.PEER_LOST), reason, now_s)
@@ -343,23 +343,23 @@ class Sender:
         if self._phase is SenderPhase.STOPPING and not self._in_flight:
             self._phase = SenderPhase.STOPPED
             self._stopped_s = now_s
-            self._say_stopped(now_s)
+            self._send_stopped(now_s)
             self._out.append(SendEnded(self._record(now_s)))
 
-    # ---- saying ----
+    # ---- sending ----
 
-    def _heard(self, heard_said_s: float, now_s: float) -> None:
-        """What counts is when this side said what the receiver has heard: the lease that the receiver keeps for it
+    def _acknowledge(self, echoed_sent_s: float, now_s: float) -> None:
+        """What counts is when this side sent what the receiver has received: the lease that the receiver keeps for it
         ends later than its own, however long messages were under way."""
-        self._heard_s = max(self._heard_s, heard_said_s)
+        self._acknowledged_s = max(self._acknowledged_s, echoed_sent_s)
         if self._first_answer_s is None:
             self._first_answer_s = now_s
 
     def _report(self, now_s: float) -> None:
-        self._said_s = now_s
+        self._sent_s = now_s
         chunks = tuple(chunk.shard for chunk in self._chunks[self._accepted :])
         report = SenderReport(
-            self.room,
+            self.transfer_id,
             self.address,
             self.epoch,
             self.sender_count,
@@ -374,17 +374,17 @@ class Sender:
         )
         self._out.append(Send(self.receiver, report))
 
-    def _say_stopped(self, now_s: float) -> None:
-        self._said_s = now_s
+    def _send_stopped(self, now_s: float) -> None:
+        self._sent_s = now_s
         outcome, reason = self._outcome
         stopped = SenderStopped(
-            self.room, self.address, self.epoch, reason, restarts=outcome is TransferOutcome.RESTARTED
+            self.transfer_id, self.address, self.epoch, reason, restarts=outcome is TransferOutcome.RESTARTED
         )
         self._out.append(Send(self.receiver, stopped))
 
     def _record(self, now_s: float) -> SendRecord:
         return SendRecord(
-            self.room,
+            self.transfer_id,
             self.receiver,
             *self._outcome,
             self._stored,

@@ -52,7 +52,7 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=float,
         default=_DEFAULT_STEP_TIMEOUT_S,
-        help="longest silence of another instance in the middle of a chunk; above the longest iteration "
+        help="longest time without data from another instance in a chunk; above the longest iteration "
         f"(default: {_DEFAULT_STEP_TIMEOUT_S:g})",
     )
 

@@ -1,4 +1,4 @@
-"""What a scheduler brings into a long pool: its model and KV memory as chunk steps want them, and its membership.
+"""What a scheduler brings into a long pool: its model and KV memory as chunk steps want them, and its member.
 
 A chunk is a forward of its own between two scheduler iterations. It enters SGLang with a batch made by hand whose
 one "sequence" is this member's rows, and with an attention backend that asks the ring; everything else in the model
@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import OpenTarget, Target
-from sglang_ext.sequence_parallel.member import PoolMembership
+from sglang_ext.sequence_parallel.member import PoolMember
 from sglang_ext.sequence_parallel.mesh import Mesh
 from sglang_ext.sequence_parallel.mesh_store import connect_mesh
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Destination, Hello, Welcome
@@ -32,7 +32,7 @@ from sglang_ext.sglang_plugin.handshake.layout import shares_of
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
 
-# SGLang's padding slot: written by rows that mean nothing, read by nobody.
+# SGLang's padding slot: written by rows that mean nothing, never read.
 _PADDING_SLOT = 0
 
 
@@ -163,7 +163,7 @@ def _batch(token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     return batch
 
 
-def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
+def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
     """Connects in the background. Raises UnsupportedModelError, naming the model or what of it does not fit."""
     ranks = _ranks(scheduler)
     engine = SchedulerEngine(scheduler, ranks)
@@ -190,7 +190,7 @@ def build_membership(scheduler: Any, options: CdspOptions) -> PoolMembership:
         link = TcpLink(options.coordinator_host, options.coordinator_port, hello)
     if ranks.size > 1 or link is None:
         link = ReplicatedLink(ranks, link)
-    return PoolMembership(engine, link, connect, open_target, ranks)
+    return PoolMember(engine, link, connect, open_target, ranks)
 
 
 def _ranks(scheduler: Any) -> Ranks:

@@ -26,9 +26,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMembership
+from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
 from sglang_ext.sequence_parallel.messages import Destination
-from sglang_ext.sglang_plugin.cdsp.engine import build_membership
+from sglang_ext.sglang_plugin.cdsp.engine import build_member
 from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens
@@ -50,7 +50,7 @@ class _Shared:
 class SequenceParallelScheduler(LengthAwareScheduler):
     """REPLACE `Scheduler` on a member of a long pool."""
 
-    _membership: PoolMembership | None = None  # None until everything that it needs has been set up
+    _member: PoolMember | None = None  # None until everything that it needs has been set up
     _min_tokens = 0
 
     def init_load_inquirer(self) -> None:
@@ -64,31 +64,31 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def run_event_loop(self) -> None:
         options = options_from_environment(os.environ)
         if options is not None and options.cdsp is not None:
-            self._membership = build_membership(self, options.cdsp)
+            self._member = build_member(self, options.cdsp)
             self._min_tokens = options.cdsp.min_tokens
-            if self.idle_sleeper is not None and self._membership.wake_descriptor is not None:
-                self.idle_sleeper.poller.register(self._membership.wake_descriptor, select.POLLIN)
+            if self.idle_sleeper is not None and self._member.wake_descriptor is not None:
+                self.idle_sleeper.poller.register(self._member.wake_descriptor, select.POLLIN)
         super().run_event_loop()
 
     # ---------------------------------------------------------------- a round
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
-        membership = self._membership
-        if membership is not None:
-            for outcome in membership.turn():
+        member = self._member
+        if member is not None:
+            for outcome in member.turn():
                 self._resume(outcome)
-            self._withdraw_failed(membership)
+            self._withdraw_failed(member)
         plan = super().get_new_batch_prefill(running_batch)
-        self._let_go()
-        if membership is not None:
-            self._tell(membership, plan.batch_to_run)
-            self._tell_transferred(membership)
+        self._release_locks()
+        if member is not None:
+            self._report_load(member, plan.batch_to_run)
+            self._report_transferred(member)
         return plan
 
     def _classify_arrivals(self, laps: LapsInstance) -> None:
         super()._classify_arrivals(laps)
-        membership = self._membership
-        if membership is None or not membership.is_joined:
+        member = self._member
+        if member is None or not member.is_joined:
             return
         candidates = {
             entry.key: (request, entry)
@@ -98,12 +98,12 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if not candidates:
             return
         # What is long follows from measurements, which are not the same on every rank.
-        chosen = membership.ranks.share(
+        chosen = member.ranks.share(
             lambda: [key for key, (_, entry) in candidates.items() if entry.length_class is LengthClass.LONG]
         )
         now_s = laps.now_s()
         for key in chosen:
-            self._offer(membership, *candidates[key], now_s)
+            self._offer(member, *candidates[key], now_s)
 
     def _can_be_shared(self, request: Any, entry: LapsEntry) -> bool:
         """Decided alike on every rank."""
@@ -118,7 +118,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             and request.lora_id is None
         )
 
-    def _offer(self, membership: PoolMembership, request: Any, entry: LapsEntry, now_s: float) -> None:
+    def _offer(self, member: PoolMember, request: Any, entry: LapsEntry, now_s: float) -> None:
         entry.was_offered = True
         # What was found when it came may have been evicted since.
         match_kv_cache(request, self.tree_cache)
@@ -130,13 +130,13 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         cached_tokens = request.prefix_len
         prefix_slots = self.tree_cache.path_device_indices(request.last_node)[:cached_tokens].to(torch.int64)
         slack_s = entry.deadline_s - now_s
-        sender, ranks = request.disagg_kv_sender, membership.ranks
+        sender, ranks = request.disagg_kv_sender, member.ranks
         destinations: tuple[Destination, ...] = ()
         targets: tuple[Target, ...] = ()
         if isinstance(sender, HandshakeKVSender) and ranks.all(sender.can_be_shared):
             of_rank, targets = sender.share(cached_tokens, prefix_slots)
             destinations = tuple(itertools.chain.from_iterable(ranks.gather(of_rank)))
-        number = membership.offer(
+        number = member.offer(
             tuple(request.origin_input_ids[:tokens]),
             cached_tokens,
             prefix_slots,
@@ -167,7 +167,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     priority=request.priority or 0,
                 )
             )
-            # The cache frees slots of what it has already, whoever reads them.
+            # The cache frees slots of what it has already, even while members still read them.
             is_taken_twice = inserted.prefix_len > shared.cached_tokens
         if isinstance(request.disagg_kv_sender, HandshakeKVSender):
             self._sending[outcome.request] = request.disagg_kv_sender
@@ -182,7 +182,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             entry.length_class = laps.policy.classify(*prefill_tokens(request))
         self.waiting_queue.insert(0, request)
 
-    def _let_go(self) -> None:
+    def _release_locks(self) -> None:
         """Requests that wait no more are locked by SGLang, or have ended."""
         if self._resumed:
             waiting = set(map(id, self.waiting_queue))
@@ -191,19 +191,19 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     self.tree_cache.unlock(lock)
             self._resumed = [one for one in self._resumed if id(one[0]) in waiting]
 
-    def _tell_transferred(self, membership: PoolMembership) -> None:
+    def _report_transferred(self, member: PoolMember) -> None:
         for number, sender in list(self._sending.items()):
             if sender.conclude_state is not None:
                 del self._sending[number]
                 if sender.transfer_times is not None:
-                    membership.transferred(number, *sender.transfer_times)
+                    member.transferred(number, *sender.transfer_times)
 
-    def _withdraw_failed(self, membership: PoolMembership) -> None:
+    def _withdraw_failed(self, member: PoolMember) -> None:
         """Decode has given them up, or is lost; in the queue SGLang finds that, too."""
         if not self._shared:
             return
         numbers = list(self._shared)
-        are_well = membership.ranks.all_of(
+        are_well = member.ranks.all_of(
             [not _has_failed(shared.request.disagg_kv_sender) for shared in self._shared.values()]
         )
         for number, is_well in zip(numbers, are_well, strict=True):
@@ -219,8 +219,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     sender.go_on_alone(())
         return super().run_batch(batch, *args, **kwargs)
 
-    def _tell(self, membership: PoolMembership, batch: Any) -> None:
-        """What is queued, and what of `batch` is not: it is about to run, and nothing is said meanwhile."""
+    def _report_load(self, member: PoolMember, batch: Any) -> None:
+        """What is queued, and what of `batch` is not: it is about to run, and no report is sent meanwhile."""
         laps = self._laps
         if laps is None:
             return
@@ -231,17 +231,17 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             rows = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True)
             begun = [lengths for request, *lengths in rows if request is not self.chunked_req]
             begun_s = laps.policy.predicted_s(*zip(*begun, strict=True)) if begun else 0.0
-        if membership.is_report_due(laps.now_s(), batch_s):
+        if member.is_report_due(laps.now_s(), batch_s):
             report = laps.policy.report(self._snapshot(laps))
             free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
             backlog_s = begun_s + report.short.backlog_s + report.long.backlog_s
-            membership.report(MemberReport(backlog_s, int(free_tokens)))
+            member.report(MemberReport(backlog_s, int(free_tokens)))
 
     # ---------------------------------------------------------------- shared requests, wherever SGLang counts
 
     def is_fully_idle(self, for_health_check: bool = False, *args: Any, **kwargs: Any) -> bool:
-        membership = self._membership
-        is_ours = self._shared or (membership is not None and membership.is_busy and not for_health_check)
+        member = self._member
+        is_ours = self._shared or (member is not None and member.is_busy and not for_health_check)
         return not is_ours and bool(super().is_fully_idle(for_health_check, *args, **kwargs))
 
     def held_requests(self) -> list[Any]:
@@ -256,8 +256,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     def _withdraw(self, number: int) -> None:
         shared = self._shared.pop(number)
-        assert self._membership is not None
-        self._membership.withdraw(number)
+        assert self._member is not None
+        self._member.withdraw(number)
         self.tree_cache.unlock(shared.lock)
         self.waiting_queue.append(shared.request)
 

@@ -9,7 +9,7 @@ window, values of another size than keys), SGLang's own path computes it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ from sglang_ext_kernels.block_attention import attention_behind_prefix_
 
 # Set to 1, an engine on a CPU computes attention as SGLang does: to compare, or to rule this module out.
 STOCK_ATTENTION_VARIABLE = "SGLANG_EXT_STOCK_CPU_ATTENTION"
+
+
+def is_stock_wanted(environment: Mapping[str, str]) -> bool:
+    """Whether the user leaves attention to SGLang.
+
+    Asked at each call, not once: an engine may be forked from a process that had another environment.
+    """
+    return environment.get(STOCK_ATTENTION_VARIABLE) == "1"
 
 
 def run_extend(
@@ -42,11 +50,12 @@ def run_extend(
     """Write to `output` [new tokens, heads, size], and return it, what the queries of a batch attend to.
 
     `query` is shaped as `output`, `k_cache` and `v_cache` [slots, KV heads, size] hold the new tokens already;
-    `req_to_token` [rows, tokens] has the slots of the request in row `req_pool_indices[i]`.
+    `req_to_token` [rows, tokens] has the slots of request i in row `req_pool_indices[i]`. Of its `seq_lens[i]` tokens
+    the last `extend_seq_lens[i]` are new. `scaling` None: one over the square root of the head size.
     """
     is_plain = causal and not is_cross_attn and encoder_lens is None and sliding_window_size is None
     is_one_size = query.shape[-1] == k_cache.shape[-1] == v_cache.shape[-1]
-    if not is_plain or not is_one_size or os.environ.get(STOCK_ATTENTION_VARIABLE) == "1":
+    if not is_plain or not is_one_size or is_stock_wanted(os.environ):
         return stock(
             *(backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens),
             *(extend_prefix_lens, extend_seq_lens, encoder_lens),
@@ -64,6 +73,7 @@ def run_extend(
         start += new_tokens
         if not new_tokens:
             continue
+        # One gather for prefix and new tokens: pages may lie anywhere in the pool.
         slots = req_to_token[row, :tokens]
         keys, values = k_cache.index_select(0, slots), v_cache.index_select(0, slots)
         attention_behind_prefix_(output[rows], query[rows], keys.to(query.dtype), values.to(query.dtype), scale)

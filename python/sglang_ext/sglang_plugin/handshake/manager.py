@@ -20,11 +20,11 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
+from sglang_ext.identifiers import TransferAttempt, TransferId
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.rooms import Attempt, Room
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sglang_plugin.handshake.layout import cpu_head_layout, pool_layout
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
@@ -35,7 +35,7 @@ from sglang_ext.sglang_plugin.options import options_from_environment
 class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is untyped
     """Raises ValueError, in one line, for a model whose KV it does not transfer."""
 
-    # Slots of a failed request are released when the endpoint says that nobody writes to them.
+    # Slots of a failed request are released when the endpoint reports that no prefill rank writes to them.
     supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
 
@@ -52,7 +52,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         if problem is not None:
             raise ValueError(problem)
         self._kv_heads = _kv_heads(server_args)
-        self.attempts: dict[int, Attempt] = {}  # decode: of rooms that are being received anew
+        self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received anew
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._open_endpoint()
@@ -88,7 +88,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         self.forget_attempt(bootstrap_room)
 
     def forget_attempt(self, room: int) -> None:
-        """Forget how a request that has ended fared, once nobody can write to its slots."""
+        """Forget how a request that has ended fared, once no prefill rank can write to its slots."""
         attempt = self.attempts.get(room, room)
         self.endpoint.forget(attempt)
         if self.endpoint.receive_status(attempt) is None:
@@ -160,27 +160,27 @@ class RefusedRooms:
         self._endpoint = endpoint
         self._keep_s = keep_s
         self._clock = clock
-        self._rooms: dict[Room, _Refusal] = {}  # oldest first
+        self._rooms: dict[TransferId, _Refusal] = {}  # oldest first
         self._lock = threading.Lock()
         self._is_wanted = threading.Event()
         threading.Thread(target=self._watch, name="kv-refused-rooms", daemon=True).start()
 
-    def refuse(self, room: Room, reason: str) -> None:
+    def refuse(self, room: TransferId, reason: str) -> None:
         """Tell every decode rank that has invited for this room, and those that will."""
         with self._lock:
             self._rooms.pop(room, None)
             self._rooms[room] = _Refusal(reason, self._clock() + self._keep_s)
             while len(self._rooms) > _MAX_ROOMS:
                 del self._rooms[next(iter(self._rooms))]
-        self._tell(room, reason)
+        self._notify(room, reason)
         self._is_wanted.set()
 
-    def forget(self, room: Room) -> None:
+    def forget(self, room: TransferId) -> None:
         """A new request has this room."""
         with self._lock:
             self._rooms.pop(room, None)
 
-    def _tell(self, room: Room, reason: str) -> None:
+    def _notify(self, room: TransferId, reason: str) -> None:
         for invitation in self._endpoint.invitations(room):
             if invitation.withdrawn is None:
                 try:
@@ -202,5 +202,5 @@ class RefusedRooms:
                 if not rooms:
                     self._is_wanted.clear()
             for room, refusal in rooms:
-                self._tell(room, refusal.reason)
+                self._notify(room, refusal.reason)
             time.sleep(_LOOK_EVERY_S)

@@ -24,7 +24,7 @@ _GAUGES = {
     "sending": "Requests being sent, towards one decode rank each",
     "receiving": "Requests with slots that wait for KV or get it",
     "receiving_early": "Requests that have shaken hands before they have slots",
-    "unsettled_permits": "Grants under which somebody may be writing",
+    "unsettled_permits": "Grants under which a prefill rank may be writing",
 }
 
 

@@ -1,6 +1,7 @@
-"""The decode side of one request: says where its KV shall go, invites the prefill ranks, and waits for all of it.
+"""The decode side of one request: tells where its KV shall go, invites the prefill ranks, and waits for all of it.
 
-Where one of several senders fails, an attempt ends; when nobody writes any more, the next one begins in the same slots.
+Where one of several senders fails, an attempt ends; when no sender writes any more, the next one begins in the same
+slots.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
+from sglang_ext.identifiers import TransferAttempt, TransferId, next_attempt
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.rooms import Attempt, Room, following
 from sglang_ext.sglang_plugin.handshake.layout import token_slots
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         if self._is_expected and self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
             self._give_up()
         super().clear()
-        # While somebody may still write to its slots, the attempt is what tells so: see `is_abort_release_safe`.
+        # While a sender may still write to its slots, the attempt is what tells so: see `is_abort_release_safe`.
         self.kv_mgr.forget_attempt(self.bootstrap_room)
 
     # ---- called by the common class ----
@@ -76,16 +77,16 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
     # ---- internals ----
 
     @property
-    def _room(self) -> Room:
+    def _room(self) -> TransferId:
         room: int = self.bootstrap_room
-        attempt: Attempt | None = self.kv_mgr.attempts.get(room)
+        attempt: TransferAttempt | None = self.kv_mgr.attempts.get(room)
         return room if attempt is None else attempt
 
     def _expect(self) -> bool:
         """Wait for the KV of the present attempt; whether it can be had."""
         assert self._wanted is not None
         try:
-            self.kv_mgr.endpoint.expect(self._wanted._replace(room=self._room), self._prefill_endpoints())
+            self.kv_mgr.endpoint.expect(self._wanted._replace(transfer_id=self._room), self._prefill_endpoints())
         except ValueError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
             return False
@@ -99,17 +100,17 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             return
         status = endpoint.receive_status(self._room)
         if status is not None and status.outcome is TransferOutcome.RESTARTED:
-            attempt = following(self._room)
+            attempt = next_attempt(self._room)
             if attempt is not None:
                 endpoint.cancel(attempt, _GIVEN_UP)
                 self._refuse(attempt)
 
-    def _refuse(self, room: Room) -> None:
+    def _refuse(self, room: TransferId) -> None:
         """Prefill waits for an invitation: it gets one together with its withdrawal. A room that has been used before
-        is refused, and nobody waits for it."""
+        is refused, and no prefill rank waits for it."""
         endpoint = self.kv_mgr.endpoint
         with suppress(ValueError):
-            endpoint.expect(self._need(array("I"), 0, None)._replace(room=room), self._prefill_endpoints())
+            endpoint.expect(self._need(array("I"), 0, None)._replace(transfer_id=room), self._prefill_endpoints())
             endpoint.forget(room)
 
     def _need(self, slots: array[int], first_token: int, aux_index: int | None) -> Need:
@@ -136,7 +137,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         status = self.kv_mgr.endpoint.receive_status(self._room)
         if status is None:
             return
-        attempt = following(self._room) if status.outcome is TransferOutcome.RESTARTED else None
+        attempt = next_attempt(self._room) if status.outcome is TransferOutcome.RESTARTED else None
         if attempt is not None:
             if status.is_released:
                 logger.warning("the KV of room %d is received anew: %s", room, status.reason)

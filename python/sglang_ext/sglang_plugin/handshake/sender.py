@@ -19,10 +19,10 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
+from sglang_ext.identifiers import attempts_of, next_attempt
 from sglang_ext.kv_transfer.invitations import Invitation
 from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
 from sglang_ext.kv_transfer.transfer_status import Stage
-from sglang_ext.policy.handshake.rooms import attempts_of, following
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.handshake.layout import Share, shares_of, token_slots
@@ -244,6 +244,6 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             outgoing.transfer.abort(reason)
         self.kv_mgr.refused_rooms.refuse(self.bootstrap_room, reason)
         # Decode may have begun another attempt that is not known here yet.
-        for room in {following(outgoing.transfer.room) for outgoing in self._outgoing or ()}:
+        for room in {next_attempt(outgoing.transfer.transfer_id) for outgoing in self._outgoing or ()}:
             if room is not None:
                 self.kv_mgr.refused_rooms.refuse(room, reason)

@@ -47,14 +47,14 @@ class AbortedRooms:
 _aborted: WeakKeyDictionary[Any, AbortedRooms] = WeakKeyDictionary()
 
 
-def tell_decode(result: None, sender: Any) -> None:
+def notify_decode(result: None, sender: Any) -> None:
     """AFTER `CommonKVSender.abort()`: send the failure to every decode rank that registered for the room."""
     manager, room = sender.kv_mgr, sender.bootstrap_room
     _aborted.setdefault(manager, AbortedRooms()).add(room)
     _send_failure(manager, room)
 
 
-def tell_late_decode(stock: Callable[..., None], manager: Any, bootstrap_room: int, status: Any) -> None:
+def notify_late_decode(stock: Callable[..., None], manager: Any, bootstrap_room: int, status: Any) -> None:
     """AROUND `CommonKVManager.update_status(room, status)`.
 
     `WaitingForInput` says on a prefill instance that all decode ranks have registered. Stock would open the room

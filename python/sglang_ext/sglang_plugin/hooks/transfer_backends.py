@@ -13,10 +13,10 @@ import zmq
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.disaggregation.utils import TransferBackend as _StockTransferBackend
 
-from sglang_ext.bell import Bell
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE, STAND_IN, TCP
+from sglang_ext.waker import Waker
 
 # SGLang compares members with `==` against its module global, which is replaced everywhere, so a second
 # enumeration with the same names serves as the first.
@@ -145,7 +145,7 @@ def host_kind(argument: Any) -> Any:
 _SHORTEST_WAIT_MS = 1
 # A look costs half a millisecond; nothing has happened in any of the waits before, each twice as long as the last.
 _LONGEST_WAIT_MS = 2
-_LONGEST_RUNG_WAIT_MS = 50  # where the transfer backend rings when something has happened
+_LONGEST_NOTIFIED_WAIT_MS = 50  # where the transfer backend notifies when something has happened
 _NEXT_WAIT_MS = "_sglang_ext_next_wait_ms"
 
 
@@ -163,24 +163,24 @@ def wait_a_little(result: None, scheduler: Any) -> None:
     poller = zmq.Poller()
     for source, flags in asleep.sockets:
         poller.register(source, flags)
-    bell = _bell(scheduler)
-    if bell is not None:
-        poller.register(bell.descriptor, zmq.POLLIN)
-    # What waits in the queue may wait for its time, which nobody rings.
+    waker = _waker_of(scheduler)
+    if waker is not None:
+        poller.register(waker.descriptor, zmq.POLLIN)
+    # What waits in the queue may wait for its time, of which no notification comes.
     wait_ms = _SHORTEST_WAIT_MS if scheduler.waiting_queue else getattr(scheduler, _NEXT_WAIT_MS, _SHORTEST_WAIT_MS)
     has_happened = poller.poll(wait_ms)
-    if bell is not None:
-        bell.silence()
-    longest_ms = _LONGEST_WAIT_MS if bell is None else _LONGEST_RUNG_WAIT_MS
+    if waker is not None:
+        waker.drain()
+    longest_ms = _LONGEST_WAIT_MS if waker is None else _LONGEST_NOTIFIED_WAIT_MS
     setattr(scheduler, _NEXT_WAIT_MS, _SHORTEST_WAIT_MS if has_happened else min(2 * wait_ms, longest_ms))
 
 
-def _bell(scheduler: Any) -> Bell | None:
+def _waker_of(scheduler: Any) -> Waker | None:
     """That of the KV manager, if it has one and all ranks' requests are this rank's."""
     if scheduler.tp_group.world_size > 1:
         return None
     queues = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
     queue = next(filter(None, (getattr(scheduler, name, None) for name in queues)), None)
     endpoint = getattr(getattr(queue, "kv_manager", None), "endpoint", None)
-    bell = getattr(endpoint, "bell", None)
-    return bell if isinstance(bell, Bell) else None
+    waker = getattr(endpoint, "waker", None)
+    return waker if isinstance(waker, Waker) else None

@@ -1,8 +1,8 @@
 """One rank decides, every rank carries the same decision out.
 
 The policy, its clock and its measurements exist on the first tensor-parallel rank alone. A decision travels to
-the others as one tensor of fixed length, so that a round costs one broadcast and nobody has to agree on a
-size first.
+the others as one tensor of fixed length, so that a round costs one broadcast and the ranks need not agree
+on a size first.
 """
 
 from __future__ import annotations

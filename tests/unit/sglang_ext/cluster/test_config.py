@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.cluster.checks import ConfigError, parse_id_set
 from sglang_ext.cluster.config import (
     ClusterConfig,
-    CoordinatorSettings,
+    ConfigError,
+    CoordinatorConfig,
     PoolConfig,
     PoolsConfig,
     RouterSettings,
     StartSettings,
+    parse_id_set,
 )
 
 POOLS = PoolsConfig(short=PoolConfig(), long=PoolConfig(), decode=PoolConfig())
@@ -85,13 +86,13 @@ def test_id_sets() -> None:
 
 
 def test_a_coordinator_needs_long_instances_and_ports_of_its_own() -> None:
-    enabled = CoordinatorSettings(enabled=True, port=31000, http_port=31001)
+    enabled = CoordinatorConfig(enabled=True, port=31000, http_port=31001)
     assert ClusterConfig(model="m", pools=POOLS, coordinator=enabled).coordinator.enabled
     with pytest.raises(ConfigError, match=r"coordinator.enabled: there are no long instances"):
         ClusterConfig(
-            model="m", pools=PoolsConfig(short=PoolConfig(), decode=PoolConfig()), coordinator=CoordinatorSettings(True)
+            model="m", pools=PoolsConfig(short=PoolConfig(), decode=PoolConfig()), coordinator=CoordinatorConfig(True)
         )
     with pytest.raises(ConfigError, match=r"coordinator.http_port: port 31000 is already taken by coordinator.port"):
-        ClusterConfig(model="m", pools=POOLS, coordinator=CoordinatorSettings(True, 31000, 31000))
+        ClusterConfig(model="m", pools=POOLS, coordinator=CoordinatorConfig(True, 31000, 31000))
     with pytest.raises(ConfigError, match="http_port: 70000 is not a port"):
-        CoordinatorSettings(http_port=70000)
+        CoordinatorConfig(http_port=70000)

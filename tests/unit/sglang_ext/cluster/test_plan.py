@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.cluster.checks import ConfigError
-from sglang_ext.cluster.config import ClusterConfig, CoordinatorSettings, PoolConfig, PoolsConfig, RouterSettings
+from sglang_ext.cluster.config import (
+    ClusterConfig,
+    ConfigError,
+    CoordinatorConfig,
+    PoolConfig,
+    PoolsConfig,
+    RouterSettings,
+)
 from sglang_ext.cluster.model import PreparedModel, prepare_model
-from sglang_ext.cluster.plan import ClusterPlan, Machine, Program, count_ports, given_ports, make_plan
+from sglang_ext.cluster.plan import ClusterPlan, Host, Program, count_ports, given_ports, make_plan
 
-CPU = Machine(core_ids=frozenset(range(8)), gpu_count=0)
+CPU = Host(core_ids=frozenset(range(8)), gpu_count=0)
 MODEL = PreparedModel("/models/m", "m")
 
 
-def plan_of(config: ClusterConfig, machine: Machine = CPU) -> ClusterPlan:
+def plan_of(config: ClusterConfig, machine: Host = CPU) -> ClusterPlan:
     free = list(range(20000, 20000 + count_ports(config)))
     return make_plan(config, model=MODEL, machine=machine, free_ports=free, admin_key="secret")
 
@@ -92,9 +98,9 @@ def test_every_open_port_is_picked_once() -> None:
 
 
 def test_threads_share_the_cores() -> None:
-    plan = plan_of(cluster(both=PoolConfig(), decode=PoolConfig(tp=2)), Machine(frozenset(range(7)), 0))
+    plan = plan_of(cluster(both=PoolConfig(), decode=PoolConfig(tp=2)), Host(frozenset(range(7)), 0))
     assert [option(program, "--threads") for program in plan.instances] == ["2", "2"]
-    plan = plan_of(cluster(both=PoolConfig(threads=5), decode=PoolConfig()), Machine(frozenset({0}), 0))
+    plan = plan_of(cluster(both=PoolConfig(threads=5), decode=PoolConfig()), Host(frozenset({0}), 0))
     assert [option(program, "--threads") for program in plan.instances] == ["5", "1"]
 
 
@@ -102,7 +108,7 @@ def test_cores_are_those_of_the_machine() -> None:
     pool = PoolConfig(count=2, cores=("0-1", "2,3"))
     assert [p.cores for p in plan_of(cluster(both=pool, decode=PoolConfig())).instances] == [{0, 1}, {2, 3}, None]
     with pytest.raises(ConfigError, match=r"pools.both.cores\[1\]: this machine has no core 2"):
-        plan_of(cluster(both=pool, decode=PoolConfig()), Machine(frozenset({0, 1}), 0))
+        plan_of(cluster(both=pool, decode=PoolConfig()), Host(frozenset({0, 1}), 0))
 
 
 def gpus_of(plan: ClusterPlan) -> list[str]:
@@ -111,21 +117,21 @@ def gpus_of(plan: ClusterPlan) -> list[str]:
 
 def test_gpus_are_consecutive_and_whole_instances_stay_together() -> None:
     pools = {"short": PoolConfig(), "long": PoolConfig(tp=2), "decode": PoolConfig(tp=2)}
-    plan = plan_of(cluster(**pools), Machine(CPU.core_ids, 5))
+    plan = plan_of(cluster(**pools), Host(CPU.core_ids, 5))
     assert gpus_of(plan) == ["0", "1,2", "3,4"]
     assert "--threads" not in plan.instances[0].command
     assert option(plan.instances[0], "--device") == "cuda"
     assert plan.start_parallel == 16
-    shared = plan_of(cluster(**pools), Machine(CPU.core_ids, 4))
+    shared = plan_of(cluster(**pools), Host(CPU.core_ids, 4))
     assert gpus_of(shared) == ["0", "1,2", "0,1"]
     assert shared.start_parallel == 1  # instances that share a GPU measure its free memory in turn
 
 
 def test_gpus_by_hand() -> None:
     config = cluster(both=PoolConfig(count=2, gpus=("3", "1")), decode=PoolConfig())
-    assert gpus_of(plan_of(config, Machine(CPU.core_ids, 4))) == ["3", "1", "0"]
+    assert gpus_of(plan_of(config, Host(CPU.core_ids, 4))) == ["3", "1", "0"]
     with pytest.raises(ConfigError, match=r"pools.both.gpus\[0\]: this machine has 2 GPUs"):
-        plan_of(config, Machine(CPU.core_ids, 2))
+        plan_of(config, Host(CPU.core_ids, 2))
 
 
 def test_a_gpu_is_not_imagined() -> None:
@@ -133,7 +139,7 @@ def test_a_gpu_is_not_imagined() -> None:
     with pytest.raises(ConfigError, match="device: is cuda, but no GPU"):
         plan_of(ClusterConfig(model="m", pools=pools, device="cuda"))
     with pytest.raises(ConfigError, match=r"pools.decode.tp: is 3, but this machine has 2 GPUs"):
-        plan_of(cluster(both=PoolConfig(), decode=PoolConfig(tp=3)), Machine(CPU.core_ids, 2))
+        plan_of(cluster(both=PoolConfig(), decode=PoolConfig(tp=3)), Host(CPU.core_ids, 2))
 
 
 def test_addresses_can_be_ipv6_and_wildcards_are_reached_by_loopback() -> None:
@@ -166,7 +172,7 @@ def test_models(tmp_path: Path) -> None:
 def test_long_instances_and_the_router_are_told_of_the_coordinator() -> None:
     config = dataclasses.replace(
         cluster(short=PoolConfig(), long=PoolConfig(count=3), decode=PoolConfig()),
-        coordinator=CoordinatorSettings(enabled=True, port=31000, args=("--min-chunk-tokens", "64")),
+        coordinator=CoordinatorConfig(enabled=True, port=31000, args=("--min-chunk-tokens", "64")),
     )
     assert (count_ports(config), given_ports(config)) == (1 + 2 + 6 + 1 + 1, {31000: "coordinator.port"})
     plan = plan_of(config)
@@ -191,7 +197,7 @@ def test_a_coordinator_that_listens_everywhere_is_reached_by_loopback() -> None:
     config = dataclasses.replace(
         cluster(long=PoolConfig(), decode=PoolConfig()),
         host="0.0.0.0",
-        coordinator=CoordinatorSettings(enabled=True),
+        coordinator=CoordinatorConfig(enabled=True),
     )
     plan = plan_of(config)
     assert plan.coordinator is not None
@@ -202,6 +208,6 @@ def test_a_coordinator_that_listens_everywhere_is_reached_by_loopback() -> None:
 
 def test_a_coordinator_needs_cpu_engines() -> None:
     pools = PoolsConfig(long=PoolConfig(count=2), decode=PoolConfig())
-    config = ClusterConfig(model="m", pools=pools, coordinator=CoordinatorSettings(enabled=True))
+    config = ClusterConfig(model="m", pools=pools, coordinator=CoordinatorConfig(enabled=True))
     with pytest.raises(ConfigError, match=r"coordinator\.enabled: .* CPU engines only"):
-        plan_of(config, Machine(core_ids=frozenset(range(8)), gpu_count=4))
+        plan_of(config, Host(core_ids=frozenset(range(8)), gpu_count=4))

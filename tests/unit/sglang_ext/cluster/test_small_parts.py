@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from sglang_ext.cluster.ports import HIGHEST_PORT, LOWEST_PORT, NoFreePortError, is_port_free, pick_free_ports
 from sglang_ext.cluster.process import describe_exit, log_tail
 from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, cluster_processes, read_stat
-from sglang_ext.cluster.restart import LONGEST_DELAY_S, STEADY_AFTER_S, RestartRecord
 from sglang_ext.cluster.state import (
     ClusterInUseError,
     ClusterState,
     ProgramState,
     lock_folder,
-    read_state,
     remove_state,
     write_state,
 )
+from sglang_ext.cluster.supervisor import LONGEST_DELAY_S, STEADY_AFTER_S, RestartRecord
+from support.up_process import read_state
 
 
 def test_ports_that_are_taken_are_not_picked() -> None:

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cluster.process_tree import send_signal, session_processes
-from sglang_ext.cluster.supervisor import Member, Phase, StartError, Supervisor
+from sglang_ext.cluster.supervisor import ProgramPhase, StartError, SupervisedProgram, Supervisor
 from support.stand_in_cluster import TESTS, is_alive, stand_in_plan, stand_in_supervisor, wait_until_gone
 
 
 class Events:
-    """A listener that keeps what it heard."""
+    """A listener that keeps what it was notified of."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
 
-    def __call__(self, member: Member, line: str) -> None:
+    def __call__(self, member: SupervisedProgram, line: str) -> None:
         self.lines.append((member.program.name, line))
 
     def of(self, name: str) -> list[str]:
@@ -54,7 +54,7 @@ def test_all_become_ready_and_all_end(tmp_path: Path) -> None:
     assert ready[-1] == "router"  # only when every instance was
     supervisor.stop()
     assert wait_until_gone(pids, 0) == []
-    assert {member.phase for member in supervisor.members} == {Phase.STOPPED}
+    assert {member.phase for member in supervisor.members} == {ProgramPhase.STOPPED}
     stops = [name for name, line in events.lines if line == "stopped"]
     assert stops[0] == "router"  # it drains before the instances go
     assert (tmp_path / "long-0.log").read_text() == "hello log\n"
@@ -72,7 +72,7 @@ def test_starts_are_bounded(tmp_path: Path) -> None:
 
     def count() -> None:
         nonlocal most
-        most = max(most, sum(member.phase is Phase.STARTING for member in supervisor.backends))
+        most = max(most, sum(member.phase is ProgramPhase.STARTING for member in supervisor.backends))
 
     assert supervisor.start(count)
     supervisor.stop()
@@ -107,7 +107,7 @@ def test_cancelled_start(tmp_path: Path) -> None:
         grace_s=1,
         restarts=True,
         listener=lambda member, line: None,
-        is_cancelled=lambda: any(m.phase is Phase.READY for m in supervisor.backends),
+        is_cancelled=lambda: any(m.phase is ProgramPhase.READY for m in supervisor.backends),
     )
     assert supervisor.start() is False
     pids = pids_of(supervisor)
@@ -125,9 +125,9 @@ def test_a_killed_instance_comes_back_at_its_address(tmp_path: Path) -> None:
     left_behind = [pid for pid in session_processes(before) if pid != before]
     assert len(left_behind) == 1
     os.kill(before, signal.SIGKILL)
-    tick_until(supervisor, lambda: decode.phase is Phase.BACKING_OFF)
+    tick_until(supervisor, lambda: decode.phase is ProgramPhase.BACKING_OFF)
     assert not is_alive(left_behind[0])  # nothing of the dead instance holds its port or memory
-    tick_until(supervisor, lambda: decode.phase is Phase.READY)
+    tick_until(supervisor, lambda: decode.phase is ProgramPhase.READY)
     assert decode.pid != before
     assert decode.restarts == 1
     assert "was ended by SIGKILL; starting again in 1 s" in events.of("decode-0")
@@ -140,9 +140,9 @@ def test_restart_never(tmp_path: Path) -> None:
     short = supervisor.backends[0]
     assert short.pid is not None
     os.kill(short.pid, signal.SIGKILL)
-    tick_until(supervisor, lambda: short.phase is Phase.STOPPED)
+    tick_until(supervisor, lambda: short.phase is ProgramPhase.STOPPED)
     supervisor.tick()
-    assert short.phase is Phase.STOPPED
+    assert short.phase is ProgramPhase.STOPPED
     supervisor.stop()
 
 
@@ -177,22 +177,22 @@ def test_nothing_outlives_a_supervisor_that_dies(tmp_path: Path, number: signal.
         assert process.stdout is not None
         words = process.stdout.readline().split()
         own, *programs = map(int, words)
-        everyone = [pid for program in programs for pid in session_processes(program)]
-        assert len(everyone) == 4 + 2  # two have a child
+        processes = [pid for program in programs for pid in session_processes(program)]
+        assert len(processes) == 4 + 2  # two have a child
         os.kill(own, number)
-    left = wait_until_gone(everyone, 15)
+    left = wait_until_gone(processes, 15)
     send_signal(left, signal.SIGKILL)
     assert left == []
 
 
-def test_a_killed_watchdog_is_replaced_and_knows_everyone(tmp_path: Path) -> None:
+def test_a_killed_watchdog_is_replaced_and_knows_every_session(tmp_path: Path) -> None:
     supervisor = stand_in_supervisor(stand_in_plan({"short-0": ["--child"]}), tmp_path)
     assert supervisor.start()
-    everyone = [pid for member_pid in pids_of(supervisor) for pid in session_processes(member_pid)]
+    processes = [pid for member_pid in pids_of(supervisor) for pid in session_processes(member_pid)]
     first = supervisor._watchdog
     os.kill(first.pid, signal.SIGKILL)
     tick_until(supervisor, lambda: supervisor._watchdog is not first)
     # Closing the new one's input is what a dead supervisor looks like to it.
     supervisor._watchdog.close()
-    assert wait_until_gone([pid for pid in everyone if pid not in pids_of(supervisor)], 0) == []
+    assert wait_until_gone([pid for pid in processes if pid not in pids_of(supervisor)], 0) == []
     assert all(member.running is not None and member.running.exit_status is not None for member in supervisor.members)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.identifiers import TransferAttempt
 from sglang_ext.kv_transfer.control_channel import CodecError, ControlMessage, decode, encode
 from sglang_ext.kv_transfer.invitations import DecodeRank, Invitation, InvitationSeen
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest
@@ -20,11 +21,10 @@ from sglang_ext.policy.handshake.protocol import (
     SenderReport,
     SenderStopped,
 )
-from sglang_ext.policy.handshake.rooms import Attempt
 from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan
 
 numbers = st.integers(0, (1 << 63) - 1)
-rooms = numbers | st.builds(Attempt, numbers, st.integers(1, 9))
+transfers = numbers | st.builds(TransferAttempt, numbers, st.integers(1, 9))
 texts = st.text(max_size=8)
 shards = st.builds(
     KVShard,
@@ -53,7 +53,7 @@ decode_ranks = st.builds(DecodeRank, numbers, head_layouts)
 messages = st.one_of(
     st.builds(
         SenderReport,
-        rooms,
+        transfers,
         texts,
         numbers,
         st.none() | numbers,
@@ -64,10 +64,10 @@ messages = st.one_of(
         st.floats(allow_nan=False),
         st.booleans(),
     ),
-    st.builds(SenderStopped, rooms, texts, numbers, texts, st.booleans()),
+    st.builds(SenderStopped, transfers, texts, numbers, texts, st.booleans()),
     st.builds(
         ReceiverReport,
-        rooms,
+        transfers,
         texts,
         *[numbers] * 4,
         st.none() | grants,
@@ -76,11 +76,11 @@ messages = st.one_of(
         st.booleans(),
         st.floats(allow_nan=False),
     ),
-    st.builds(ReceiverAbort, rooms, texts, numbers, numbers, texts, st.booleans()),
-    st.builds(ReceiverClosed, rooms, texts, numbers, numbers, st.booleans()),
+    st.builds(ReceiverAbort, transfers, texts, numbers, numbers, texts, st.booleans()),
+    st.builds(ReceiverClosed, transfers, texts, numbers, numbers, st.booleans()),
     st.builds(LayoutRequest, texts),
-    st.builds(Invitation, rooms, texts, shards, st.none() | texts, numbers, st.none() | decode_ranks),
-    st.builds(InvitationSeen, rooms, texts, st.booleans()),
+    st.builds(Invitation, transfers, texts, shards, st.none() | texts, numbers, st.none() | decode_ranks),
+    st.builds(InvitationSeen, transfers, texts, st.booleans()),
     st.builds(LayoutReply, texts, numbers, texts, texts, layouts),
 )
 
@@ -92,7 +92,7 @@ def test_round_trip(message: ControlMessage) -> None:
     assert type(copy) is type(message)
     if not isinstance(message, LayoutRequest | LayoutReply):
         assert not isinstance(copy, LayoutRequest | LayoutReply)
-        assert type(copy.room) is type(message.room)
+        assert type(copy.transfer_id) is type(message.transfer_id)
 
 
 @given(messages, st.data())

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import PoolLayout
 from sglang_ext.kv_transfer.transfer_status import SendResult, Stage
 from sglang_ext.kv_transfer.transport import create_transport
@@ -45,9 +45,9 @@ def make() -> Iterator[Make]:
         yield begin
 
 
-def need(room: int, slots: list[int], aux_slot: int | None = None, states: tuple[bytes, ...] = ()) -> Need:
+def need(transfer_id: int, slots: list[int], aux_slot: int | None = None, states: tuple[bytes, ...] = ()) -> Need:
     return needed(
-        room,
+        transfer_id,
         first_token=0,
         slots=array("I", slots),
         first_head=0,
@@ -96,21 +96,21 @@ def test_many_requests_of_two_senders_each(make: Make, transport: str) -> None:
     sources, target = [Pool(shape, 1), Pool(shape, 2)], Pool(shape, 3)
     prefills, decode = [make(source, transport) for source in sources], make(target, transport)
     expected = Pool(shape, 3)
-    rooms = range(40)
-    for room in rooms:
-        slots = [4 * room + offset for offset in (2, 0, 3, 1)]
-        decode.expect(need(room, slots))
+    transfers = range(40)
+    for transfer_id in transfers:
+        slots = [4 * transfer_id + offset for offset in (2, 0, 3, 1)]
+        decode.expect(need(transfer_id, slots))
         for rank in (0, 1):
             shard = WHOLE._replace(tokens=(TokenSpan(rank, 4, 2),))
-            handle = prefills[rank].open_sender(room, decode.address, 2)
-            own = [4 * room + rank, 4 * room + 3 - rank]
+            handle = prefills[rank].open_sender(transfer_id, decode.address, 2)
+            own = [4 * transfer_id + rank, 4 * transfer_id + 3 - rank]
             handle.offer(chunk(shard, own), is_last=True)
             handle.part(0, PartRows(0, 2, 0, 2, False))
             handle.part(0, PartRows(2, 1, 0, 2, False))
             for have, source in zip(expected.buffers, sources[rank].buffers, strict=True):
                 have[slots[rank::2]] = source[own]
-    for room in rooms:
-        wait_until(lambda room=room: is_stage(decode.receive_status(room), Stage.COMPLETE))  # type: ignore[misc]
+    for transfer_id in transfers:
+        wait_until(lambda transfer_id=transfer_id: is_stage(decode.receive_status(transfer_id), Stage.COMPLETE))  # type: ignore[misc]
     for have, want in zip(target.buffers, expected.buffers, strict=True):
         np.testing.assert_array_equal(have, want)
     assert decode.totals().free_backends == 2
@@ -145,15 +145,15 @@ def test_metadata_and_extra_state_come_with_the_last_chunk(make: Make) -> None:
 )
 def test_instances_that_do_not_fit_each_other(make: Make, shape: PoolShape, transport: str, reason: str) -> None:
     prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(shape, 2), transport)
-    for room in (1, 2):  # the second is told at once
-        decode.expect(need(room, [1, 2, 3, 4]))
-        handle = prefill.open_sender(room, decode.address)
+    for transfer_id in (1, 2):  # the second is told at once
+        decode.expect(need(transfer_id, [1, 2, 3, 4]))
+        handle = prefill.open_sender(transfer_id, decode.address)
         handle.offer(chunk(WHOLE, [0, 1, 2, 3]), is_last=True)
         handle.part(0, ALL_LAYERS)
         wait_until(lambda handle=handle: handle.status.stage is Stage.FAILED)  # type: ignore[misc]
         assert reason in handle.status.reason
-        wait_until(lambda room=room: is_stage(decode.receive_status(room), Stage.FAILED))  # type: ignore[misc]
-        status = decode.receive_status(room)
+        wait_until(lambda transfer_id=transfer_id: is_stage(decode.receive_status(transfer_id), Stage.FAILED))  # type: ignore[misc]
+        status = decode.receive_status(transfer_id)
         assert status is not None
         assert status.outcome is TransferOutcome.REMOTE_ABORT
         assert reason in status.reason
@@ -180,7 +180,7 @@ def test_an_ordinary_instance_offers_the_whole_request_and_brings_slots_with_its
 def test_callers_are_told_what_makes_no_sense(make: Make) -> None:
     prefill = make(Pool(PoolShape(), 1))
     handle = prefill.open_sender(1, "127.0.0.1:1")
-    with pytest.raises(ValueError, match="room 1 is being sent"):
+    with pytest.raises(ValueError, match="transfer 1 is being sent"):
         prefill.open_sender(1, "127.0.0.1:1")
     with pytest.raises(ValueError, match="3 slots for a chunk of 4 tokens"):
         handle.offer(chunk(WHOLE, [1, 2, 3]))
@@ -264,13 +264,16 @@ def test_addresses_that_are_none_are_dropped_messages(make: Make) -> None:
 def test_prefill_learns_from_invitations_where_kv_shall_go(make: Make) -> None:
     source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
     prefill, decode = make(source), make(target)
-    for room in (1, 2):
-        decode.expect(need(room, [8 * room, 8 * room + 3, 8 * room + 1, 8 * room + 2]), invite=[prefill.address])
-        wait_until(lambda room=room: prefill.invitations(room) != ())  # type: ignore[misc]
-    decode.cancel(2, "nobody listens any more")
+    for transfer_id in (1, 2):
+        decode.expect(
+            need(transfer_id, [8 * transfer_id, 8 * transfer_id + 3, 8 * transfer_id + 1, 8 * transfer_id + 2]),
+            invite=[prefill.address],
+        )
+        wait_until(lambda transfer_id=transfer_id: prefill.invitations(transfer_id) != ())  # type: ignore[misc]
+    decode.cancel(2, "it is not wanted any more")
     (invitation,) = prefill.invitations(1)
     assert (invitation.receiver, invitation.whole, invitation.withdrawn) == (decode.address, WHOLE, None)
-    wait_until(lambda: prefill.invitations(2)[0].withdrawn == "nobody listens any more")
+    wait_until(lambda: prefill.invitations(2)[0].withdrawn == "it is not wanted any more")
     handle = prefill.open_sender(1, invitation.receiver)
     handle.offer(chunk(invitation.whole, [0, 1, 2, 3]), is_last=True)
     handle.part(0, ALL_LAYERS)

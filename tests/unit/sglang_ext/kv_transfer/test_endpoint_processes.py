@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from sglang_ext.kv_transfer.outgoing import PartRows
+from sglang_ext.kv_transfer.outgoing_transfer import PartRows
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
@@ -59,25 +59,25 @@ class Sending:
     """One sender of one request to one receiver, whose shard is a single chunk."""
 
     def __init__(
-        self, rank: RankProcess, receiver: str, room: int, shard: KVShard, slots: list[int], count: int
+        self, rank: RankProcess, receiver: str, transfer_id: int, shard: KVShard, slots: list[int], count: int
     ) -> None:
-        self.rank, self.receiver, self.room, self.shard, self.slots = rank, receiver, room, shard, slots
+        self.rank, self.receiver, self.transfer_id, self.shard, self.slots = rank, receiver, transfer_id, shard, slots
         self.aux_slot = 3 if shard.has_aux else None
-        rank.call("open", room, receiver, count)
-        rank.call("offer", room, receiver, shard, slots, self.aux_slot, True)
+        rank.call("open", transfer_id, receiver, count)
+        rank.call("offer", transfer_id, receiver, shard, slots, self.aux_slot, True)
 
     def layer(self, index: int) -> None:
         part = PartRows(self.shard.first_layer + index, 1, 0, self.shard.token_count, False)
-        self.rank.call("part", self.room, self.receiver, 0, part)
+        self.rank.call("part", self.transfer_id, self.receiver, 0, part)
 
     def rest(self, first_layer: int = 0) -> None:
         for index in range(first_layer, self.shard.layer_count):
             self.layer(index)
         if self.shard.has_aux:
-            self.rank.call("part", self.room, self.receiver, 0, PartRows(0, 0, 0, 0, True))
+            self.rank.call("part", self.transfer_id, self.receiver, 0, PartRows(0, 0, 0, 0, True))
 
     def is_at(self, stage: Stage) -> bool:
-        return is_stage(self.rank.call("send_status", self.room, self.receiver), stage)
+        return is_stage(self.rank.call("send_status", self.transfer_id, self.receiver), stage)
 
     def put_into(self, expected: Pool, target: PoolShape, target_slots: dict[int, int], aux_slot: int | None) -> None:
         """What the receiver's pool must look like."""
@@ -103,7 +103,7 @@ def assert_content(rank: RankProcess, expected: Pool) -> None:
 
 
 def assert_quiet(decode: RankProcess, backends: int = 2) -> None:
-    """Every backend is back and nobody may write."""
+    """Every backend is free and no permit holds."""
     wait_until(lambda: decode.call("totals").unsettled_permits == 0, what="settling")
     totals = decode.call("totals")
     assert (totals.free_backends, totals.receiving, totals.receiving_early) == (backends, 0, 0)
@@ -118,26 +118,29 @@ def test_three_senders_and_half_the_backends(start: Start, transport: str, page_
     expected = Pool(decode.shape, 99)
     sendings, wanted = [], []
     slots = slots_of(64, page_size, decode.shape, random)
-    for room, tokens in enumerate((33, 1, 30)):
+    for transfer_id, tokens in enumerate((33, 1, 30)):
         target_slots, slots = slots[:tokens], slots[tokens:]
         whole = KVShard((TokenSpan(0, tokens),), 0, 2, 0, 3)
-        decode.call("expect", room, 0, target_slots, whole, room)
-        wanted.append(room)
+        decode.call("expect", transfer_id, 0, target_slots, whole, transfer_id)
+        wanted.append(transfer_id)
         group = senders if tokens > 1 else senders[:1]
         for rank, sender in enumerate(group):
             spans = zigzag(tokens, rank, len(group))
             shard = whole._replace(tokens=spans, has_aux=rank == 0)
             source_slots = slots_of(shard.token_count, page_size, sender.shape, random)
-            sending = Sending(sender, decode.address, room, shard, source_slots, len(group))
-            sending.put_into(expected, decode.shape, dict(enumerate(target_slots)), room)
+            sending = Sending(sender, decode.address, transfer_id, shard, source_slots, len(group))
+            sending.put_into(expected, decode.shape, dict(enumerate(target_slots)), transfer_id)
             sendings.append(sending)
     for layer in range(3):
         for sending in sendings:
             sending.layer(layer)
     for sending in sendings:
         sending.rest(3)
-    for room in wanted:
-        wait_until(lambda room=room: is_stage(decode.call("receive_status", room), Stage.COMPLETE), what="the transfer")  # type: ignore[misc]
+    for transfer_id in wanted:
+        wait_until(
+            lambda transfer_id=transfer_id: is_stage(decode.call("receive_status", transfer_id), Stage.COMPLETE),
+            what="the transfer",
+        )  # type: ignore[misc]
     for sending in sendings:
         wait_until(lambda sending=sending: sending.is_at(Stage.COMPLETE), what="knowing it")  # type: ignore[misc]
     assert_content(decode, expected)
@@ -195,16 +198,16 @@ def start_pair(start: Start, transport: str) -> tuple[RankProcess, list[Sending]
     return decode, sendings
 
 
-def assert_next_request_is_fine(decode: RankProcess, sender: RankProcess, room: int = 2) -> None:
+def assert_next_request_is_fine(decode: RankProcess, sender: RankProcess, transfer_id: int = 2) -> None:
     """The slots of a failed request serve the next one."""
     buffers, aux = decode.call("content")
     expected = Pool(decode.shape, 0)
     expected.buffers, expected.aux = [buffer.copy() for buffer in buffers], aux.copy()
-    decode.call("expect", room, 0, list(range(8)), WHOLE, None)
-    sending = Sending(sender, decode.address, room, WHOLE, list(range(20, 28)), 1)
+    decode.call("expect", transfer_id, 0, list(range(8)), WHOLE, None)
+    sending = Sending(sender, decode.address, transfer_id, WHOLE, list(range(20, 28)), 1)
     sending.put_into(expected, decode.shape, {token: token for token in range(8)}, None)
     sending.rest()
-    wait_until(lambda: is_stage(decode.call("receive_status", room), Stage.COMPLETE), what="the next request")
+    wait_until(lambda: is_stage(decode.call("receive_status", transfer_id), Stage.COMPLETE), what="the next request")
     assert_content(decode, expected)
     assert_quiet(decode)
 
@@ -237,7 +240,7 @@ def test_stopped_sender_cannot_write_into_slots_of_the_next_request(start: Start
     after, _ = decode.call("content")
     for have, want in zip(after, before, strict=True):
         np.testing.assert_array_equal(have, want)
-    assert_next_request_is_fine(decode, victim.rank, room=3)
+    assert_next_request_is_fine(decode, victim.rank, transfer_id=3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -20,9 +20,9 @@ INVITATION = Invitation(1, "d", WHOLE, None, 8, RANK)
 WITHDRAWAL = INVITATION._replace(withdrawn="gone")
 
 
-def need(room: int = 1) -> Need:
+def need(transfer_id: int = 1) -> Need:
     return needed(
-        room, first_token=8, slots=array("I", [5, 6]), first_head=0, head_count=2, first_layer=0, layer_count=3
+        transfer_id, first_token=8, slots=array("I", [5, 6]), first_head=0, head_count=2, first_layer=0, layer_count=3
     )
 
 
@@ -34,7 +34,7 @@ def is_idle(invitations: SentInvitations) -> bool:
     return invitations.is_idle
 
 
-def test_an_invitation_is_repeated_to_those_who_have_not_heard_it() -> None:
+def test_an_invitation_is_retransmitted_until_it_is_acknowledged() -> None:
     invitations = sent()
     assert is_idle(invitations)
     assert list(invitations.invite(need(), ["a", "b"], 0.0)) == [("a", INVITATION), ("b", INVITATION)]
@@ -48,7 +48,7 @@ def test_an_invitation_is_repeated_to_those_who_have_not_heard_it() -> None:
     assert list(invitations.on_timer(99.0)) == []
 
 
-def test_how_much_is_cached_is_said_also_when_it_is_everything() -> None:
+def test_an_invitation_tells_how_much_is_cached_also_when_it_is_everything() -> None:
     values = {"first_head": 0, "head_count": 2, "first_layer": 0, "layer_count": 3, "aux_slot": 4}
     cached = needed(1, first_token=12, slots=array("I"), **values)  # type: ignore[arg-type]
     ((_, invitation),) = sent().invite(cached, ["a"], 0.0)
@@ -68,7 +68,7 @@ def test_a_withdrawal_goes_to_everybody_and_is_repeated_for_a_while() -> None:
     assert is_idle(invitations)
 
 
-def test_a_withdrawal_that_all_have_heard_is_forgotten() -> None:
+def test_a_withdrawal_that_all_have_acknowledged_is_forgotten() -> None:
     invitations = sent()
     list(invitations.invite(need(), ["a"], 0.0))
     list(invitations.withdraw(1, "gone", 0.0))
@@ -85,7 +85,7 @@ def test_a_complete_request_needs_no_news() -> None:
     assert list(invitations.on_timer(9.0)) == list(invitations.withdraw(1, "gone", 9.0)) == []
 
 
-def test_what_has_arrived_is_kept_by_room_and_decode_rank() -> None:
+def test_what_has_arrived_is_kept_by_transfer_and_decode_rank() -> None:
     received = ReceivedInvitations(keep_s=10.0)
     other = INVITATION._replace(receiver="e")
     for invitation in (INVITATION, other, INVITATION):
@@ -99,10 +99,10 @@ def test_what_has_arrived_is_kept_by_room_and_decode_rank() -> None:
     assert received.of(1) == ()
 
 
-def test_what_nobody_asks_for_is_forgotten_in_time() -> None:
+def test_what_is_not_asked_for_is_forgotten_in_time() -> None:
     received = ReceivedInvitations(keep_s=10.0)
     received.note(INVITATION, 0.0)
-    received.note(INVITATION._replace(room=2), 5.0)
+    received.note(INVITATION._replace(transfer_id=2), 5.0)
     received.on_timer(9.9)
     assert received.of(1)
     received.on_timer(10.0)

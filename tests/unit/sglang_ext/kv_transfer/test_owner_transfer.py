@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.identifiers import TransferAttempt, TransferId
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source, _without
 from sglang_ext.kv_transfer.pool_layout import plan_rows
 from sglang_ext.kv_transfer.tcp_transport import TcpTransport
@@ -21,7 +22,6 @@ from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.rooms import Attempt, Room
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from support.handshake_process import Pool, PoolShape, wait_until
 
@@ -48,9 +48,9 @@ def sides() -> Iterator[tuple[Side, Side, Side]]:
         yield Side(stack, 1), Side(stack, 1), Side(stack, 2)
 
 
-def need(room: Room) -> Need:
+def need(transfer_id: TransferId) -> Need:
     return needed(
-        room,
+        transfer_id,
         first_token=FIRST,
         slots=array("I", TARGET_SLOTS),
         first_head=0,
@@ -65,8 +65,8 @@ def slots(start: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return np.array(SOURCE_SLOTS[start:stop], np.uint32)
 
 
-def status_of(decode: Side, room: Room) -> TransferStatus:
-    status = decode.endpoint.receive_status(room)
+def status_of(decode: Side, transfer_id: TransferId) -> TransferStatus:
+    status = decode.endpoint.receive_status(transfer_id)
     assert status is not None
     return status
 
@@ -85,7 +85,7 @@ def help_with(helper: Side, decode: Side, start: int, stop: int, *, computed_lay
         handle.part(chunk, PartRows(layer, 1, 0, stop - start, False))
 
 
-def test_it_sends_what_nobody_else_does(sides: tuple[Side, Side, Side]) -> None:
+def test_it_sends_what_no_helper_does(sides: tuple[Side, Side, Side]) -> None:
     prefill, helper, decode = sides
     decode.endpoint.expect(need(1), [prefill.endpoint.address])
     transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1, may_have_helpers=True)
@@ -116,12 +116,12 @@ def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side,
     assert status_of(decode, 1).outcome is TransferOutcome.RESTARTED
     wait_until(lambda: transfer.handle.status.outcome is TransferOutcome.RESTARTED)
     assert transfer.poll().stage is Stage.TRANSFERRING
-    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
     if not has_sent:
         transfer.offer_rest([range(4, 9)])  # what was agreed upon before does not count
         transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
-    assert transfer.room == Attempt(1, 1)
+    assert transfer.transfer_id == TransferAttempt(1, 1)
     check_arrived(prefill, decode)
 
 
@@ -137,7 +137,7 @@ def test_a_late_writer_does_not_write_into_the_next_attempt(sides: tuple[Side, S
     old = permits[0]
     transfer.restart("a test")
     wait_until(lambda: status_of(decode, 1).is_released)
-    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
     transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
     # A helper that was stopped all the time goes on with what it was about to do.
@@ -157,7 +157,7 @@ def test_a_restart_after_the_end_changes_nothing(sides: tuple[Side, Side, Side])
     wait_until(lambda: status_of(decode, 1).stage is Stage.COMPLETE)
     transfer.restart("too late")
     wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
-    assert transfer.room == 1
+    assert transfer.transfer_id == 1
 
 
 def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side]) -> None:
@@ -166,8 +166,8 @@ def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side])
     transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1)
     transfer.restart("a test")
     wait_until(lambda: status_of(decode, 1).is_released)
-    decode.endpoint.cancel(Attempt(1, 1), "not wanted")
-    decode.endpoint.expect(need(Attempt(1, 1)), [prefill.endpoint.address])
+    decode.endpoint.cancel(TransferAttempt(1, 1), "not wanted")
+    decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
     wait_until(lambda: transfer.poll().stage is Stage.FAILED)
     assert "not wanted" in transfer.poll().reason
 

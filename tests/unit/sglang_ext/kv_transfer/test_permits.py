@@ -1,4 +1,4 @@
-"""Permits: what holds, what is cut off, and that taking one back waits for whoever is writing."""
+"""Permits: what holds, what is cut off, and that taking one back waits for writes under way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_ext.kv_transfer.permits import PermitError, Permits
 
 
 def nothing() -> None:
-    """Nobody to interrupt."""
+    """No write to interrupt."""
 
 
 def test_a_permit_holds_until_it_is_taken_back() -> None:

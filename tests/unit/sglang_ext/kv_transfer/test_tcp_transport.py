@@ -130,7 +130,7 @@ def test_unregistered_memory_is_refused(writer: TcpTransferEngine, owner: TcpTra
         writer.write(owner.session_id, [Block(source.address, target.address, 8)])
 
 
-def test_nobody_listens(writer: TcpTransferEngine) -> None:
+def test_a_closed_port(writer: TcpTransferEngine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(TransferError, match="refused"):
@@ -204,7 +204,7 @@ def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> N
     with greet(owner) as connection:
         connection.sendall(wire.BATCH_HEADER.pack(1, 0, 8, 0) + wire.BLOCK.pack(target.address, 8) + b"half")
         assert connection.recv(1) == b""
-    # The region can be released: nobody holds a view of it any more.
+    # The region can be released: no view of it is held any more.
     owner.unregister(target.address)
 
 

@@ -30,7 +30,7 @@ def test_greeting_round_trip() -> None:
     ],
 )
 def test_foreign_greeting_is_refused(greeting: bytes, reason: str) -> None:
-    with pytest.raises(wire.ProtocolError, match=reason):
+    with pytest.raises(wire.WireError, match=reason):
         wire.check_greeting(greeting)
 
 
@@ -55,7 +55,7 @@ def test_batch_round_trip(targets: list[Span], permit: int) -> None:
     ids=["blocks", "payload", "payload without blocks", "blocks without payload", "reserved"],
 )
 def test_bad_header_is_refused(header: bytes) -> None:
-    with pytest.raises(wire.ProtocolError):
+    with pytest.raises(wire.WireError):
         wire.decode_header(header, LIMITS)
 
 
@@ -69,7 +69,7 @@ def test_bad_header_is_refused(header: bytes) -> None:
     ids=["sum", "empty block", "length"],
 )
 def test_table_that_contradicts_its_header_is_refused(table: bytes, header: wire.BatchHeader) -> None:
-    with pytest.raises(wire.ProtocolError):
+    with pytest.raises(wire.WireError):
         wire.decode_table(table, header)
 
 
@@ -77,7 +77,7 @@ def test_table_that_contradicts_its_header_is_refused(table: bytes, header: wire
 def test_any_header_is_within_limits_or_refused(data: bytes) -> None:
     try:
         header = wire.decode_header(data, LIMITS)
-    except wire.ProtocolError:
+    except wire.WireError:
         return
     assert header.block_count <= LIMITS.max_blocks
     assert header.payload_bytes <= LIMITS.max_payload_bytes

@@ -16,7 +16,7 @@ from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_arguments, options_from, run
 from sglang_ext.sequence_parallel.coordinator_server import make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -31,14 +31,14 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert [candidate.size for candidate in options.candidates] == [1, 2, 4]
 
 
-def test_what_is_said_is_meant(tmp_path: Path) -> None:
+def test_options_reach_the_settings(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     cost = {"size": 1, "a_s": 0.5, "b_s_per_token": 1e-3, "c_s_per_token2": 0.0, "d_s_per_token2": 0.0}
     path.write_text(json.dumps({"format": "sglang-ext engine profile", "version": 1, "model": "m", "sp": [cost]}))
     options = options_from(
         parse(
             *("--sp-sizes", "3,1,3", "--profile", str(path), "--interleaving", "striped", "--replanning", "fcfs"),
-            *("--improvement-rate", "0", "--min-chunk-tokens", "7", "--patience-ms", "0"),
+            *("--improvement-rate", "0", "--min-chunk-tokens", "7", "--mesh-timeout-ms", "0"),
             *("--step-timeout-ms", "1500", "--member-timeout-ms", "250"),
         )
     )
@@ -57,7 +57,7 @@ def test_what_is_said_is_meant(tmp_path: Path) -> None:
         (("--improvement-rate", "1"), "--improvement-rate must be from 0 to below 1"),
         (("--improvement-rate", "nan"), "--improvement-rate must be"),
         (("--min-chunk-tokens", "0"), "--min-chunk-tokens must be at least 1"),
-        (("--patience-ms", "-1"), "--patience-ms must be at least 0"),
+        (("--mesh-timeout-ms", "-1"), "--mesh-timeout-ms must be at least 0"),
         (("--member-timeout-ms", "inf"), "--member-timeout-ms must be at least 100"),
         (("--profile", "/does/not/exist"), "--profile /does/not/exist cannot be read"),
         (("--improvement-rates", "/does/not/exist"), "--improvement-rates: /does/not/exist cannot be read"),
@@ -89,8 +89,8 @@ def test_a_table_is_given_at_the_start_and_replaced_while_serving(tmp_path: Path
     options = options_from(parse("--improvement-rates", str(path)))
 
     async def talk() -> None:
-        exchange = PoolExchange(options.settings, PoolCosts(options.candidates), options.rates)
-        async with TestClient(TestServer(make_app(exchange, lambda: exchange.status(0.0)))) as client:
+        protocol = PoolProtocol(options.settings, PoolCosts(options.candidates), options.rates)
+        async with TestClient(TestServer(make_app(protocol, lambda: protocol.status(0.0)))) as client:
             given = await (await client.get("/improvement_rates")).json()
             assert (given["origin"], given["improvement_rate"], given["rates"]) == (str(path), 0.1, TABLE["rates"])
             for wrong, message in (
@@ -110,16 +110,16 @@ def test_a_table_is_given_at_the_start_and_replaced_while_serving(tmp_path: Path
 
 
 def test_without_a_table_the_option_holds_until_one_comes() -> None:
-    exchange = PoolExchange(PoolSettings(improvement_rate=0.25), PoolCosts(prior_candidates((1, 2))))
-    assert exchange.status(0.0).improvement_rate == 0.25
-    exchange.improvement_rates.put(table_from_json(OTHER), "here", 0.0)
-    assert exchange.status(0.0).improvement_rate == 0.6
+    protocol = PoolProtocol(PoolSettings(improvement_rate=0.25), PoolCosts(prior_candidates((1, 2))))
+    assert protocol.status(0.0).improvement_rate == 0.25
+    protocol.improvement_rates.put(table_from_json(OTHER), "here", 0.0)
+    assert protocol.status(0.0).improvement_rate == 0.6
 
 
 def test_status_and_metrics() -> None:
     async def read() -> tuple[dict[str, object], str]:
-        exchange = PoolExchange(PoolSettings(), PoolCosts(prior_candidates((1, 2))))
-        app = make_app(exchange, lambda: exchange.status(0.0))
+        protocol = PoolProtocol(PoolSettings(), PoolCosts(prior_candidates((1, 2))))
+        app = make_app(protocol, lambda: protocol.status(0.0))
         async with TestClient(TestServer(app)) as client:
             status = await (await client.get("/status")).json()
             assert (await client.get("/health")).status == 200

@@ -20,15 +20,15 @@ from sglang_ext.sequence_parallel.messages import (
     Message,
     OfferMessage,
     Refusal,
-    Report,
+    ReportMessage,
     Welcome,
     decode,
     encode,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 
-SILENCE_S = 1.0
+MEMBER_TIMEOUT_S = 1.0
 
 
 def hello(name: str, **changes: object) -> Hello:
@@ -60,8 +60,8 @@ class Client(NamedTuple):
 
     async def beat(self) -> None:
         while True:
-            self.writer.write(encode(Report(MemberReport(0.0, 1000))))
-            await asyncio.sleep(SILENCE_S / 4)
+            self.writer.write(encode(ReportMessage(MemberReport(0.0, 1000))))
+            await asyncio.sleep(MEMBER_TIMEOUT_S / 4)
 
 
 class Served(NamedTuple):
@@ -88,8 +88,8 @@ class Served(NamedTuple):
 def serve(test: Callable[[Served], Awaitable[None]]) -> None:
     async def run() -> None:
         store = MeshStore("127.0.0.1", 0)
-        exchange = PoolExchange(PoolSettings(silence_s=SILENCE_S), PoolCosts(prior_candidates((1, 2))))
-        server = CoordinatorServer(exchange, store, SILENCE_S)
+        protocol = PoolProtocol(PoolSettings(member_timeout_s=MEMBER_TIMEOUT_S), PoolCosts(prior_candidates((1, 2))))
+        server = CoordinatorServer(protocol, store, MEMBER_TIMEOUT_S)
         port = await server.listen("127.0.0.1", 0)
         ticking = asyncio.create_task(server.run())
         served = Served(server, store, port, [])
@@ -109,7 +109,7 @@ def serve(test: Callable[[Served], Awaitable[None]]) -> None:
 def test_welcome_says_where_the_store_is() -> None:
     async def test(served: Served) -> None:
         client = await served.connect(encode(hello("a")))
-        assert await client.read() == Welcome(0, "127.0.0.1", served.store.port, SILENCE_S)
+        assert await client.read() == Welcome(0, "127.0.0.1", served.store.port, MEMBER_TIMEOUT_S)
         assert await client.read() == BuildMesh(1, (0,))
         _, writer = await asyncio.open_connection("127.0.0.1", served.store.port)
         writer.close()
@@ -141,8 +141,8 @@ def test_refused_with_a_reason_and_one_line_in_the_log(
     assert len([record for record in caplog.records if "is refused" in record.message]) == 1
 
 
-@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", encode(Report(MemberReport(0.0, 1))), b"\xff\n"])
-def test_who_does_not_say_hello_is_nobody(line: bytes) -> None:
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", encode(ReportMessage(MemberReport(0.0, 1))), b"\xff\n"])
+def test_a_connection_without_a_hello_is_no_member(line: bytes) -> None:
     async def test(served: Served) -> None:
         client = await served.connect(line)
         assert await client.is_ended()
@@ -158,14 +158,14 @@ def test_a_bad_line_ends_the_connection_of_its_sender_alone(line: bytes) -> None
         beating = asyncio.create_task(good.beat())
         bad.writer.write(line)
         assert await bad.is_ended()
-        await asyncio.sleep(1.5 * SILENCE_S)
+        await asyncio.sleep(1.5 * MEMBER_TIMEOUT_S)
         assert served.names() == ["good"]
         beating.cancel()
 
     serve(test)
 
 
-def test_silence_ends_a_connection() -> None:
+def test_a_connection_without_messages_ends() -> None:
     async def test(served: Served) -> None:
         client = await served.join("a")
         assert await client.is_ended()
@@ -187,7 +187,7 @@ def test_who_comes_again_takes_its_own_place() -> None:
     serve(test)
 
 
-def test_an_address_in_use_is_said_in_one_line() -> None:
+def test_an_address_in_use_is_named_in_one_line() -> None:
     async def test(served: Served) -> None:
         with pytest.raises(ListenError, match=f"--store-port {served.store.port}: Address already in use"):
             MeshStore("127.0.0.1", served.store.port)

@@ -64,7 +64,7 @@ def prompt(seed: int, tokens: int = PROMPT) -> list[int]:
 
 
 def check_clean(members: list[MemberProcess], free_tokens: int = 8192) -> None:
-    """Nobody holds anything."""
+    """No member holds anything."""
     deadline_s = time.monotonic() + 10
     while True:
         states = [member.state() for member in members]
@@ -129,7 +129,7 @@ def test_a_member_stops_in_a_chunk_and_comes_back(coordinator: Coordinator) -> N
         check_clean(members)
 
 
-def test_nobody_waits_for_a_stopped_member_longer_than_the_coordinator_does(coordinator: Coordinator) -> None:
+def test_members_wait_no_longer_for_a_stopped_member_than_the_coordinator(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         # Far longer than this test waits for an outcome.
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3, step_timeout_s=300) for name in "abc"))

@@ -19,9 +19,9 @@ from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.sequence_parallel.kv_streams import Pin, PinnedPool
 from sglang_ext.sequence_parallel.member import Declined
-from sglang_ext.sequence_parallel.messages import ChunkOrder, Destination, StepFailed, Streamed
+from sglang_ext.sequence_parallel.messages import ChunkOrder, Destination, StepFailed, Streamed, Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 from sglang_ext.sequence_parallel.shard import NoRoomError
 from support.handshake_process import wait_until
 from support.memory_pool import MemoryPool, Wires
@@ -112,12 +112,12 @@ def test_slots_stay_taken_until_they_have_been_read(make: Make, decode: Decode) 
     helper.turn()
     helper.link.inbox.append(Drop(5, (0,)))
     helper.turn()
-    assert helper.streams.is_sending
+    assert helper.member.is_busy
     assert helper.member.held_tokens == 40
     assert helper.pool.free_tokens == POOL_TOKENS - 40
     decode.expect(ROOM, 0, 40, "127.0.0.1:1")
     turns_until([helper], lambda: helper.pool.free_tokens == POOL_TOKENS)
-    assert not helper.streams.is_sending
+    assert not helper.member.is_busy
     turns_until([helper], lambda: decode.requests[ROOM].outcome is TransferOutcome.COMPLETE)
     torch.testing.assert_close(decode.requests[ROOM].kv, kv_of(ids(40)), atol=1e-4, rtol=0)
 
@@ -136,8 +136,9 @@ def test_numbers_come_again_under_another_coordinator(make: Make, decode: Decode
     helper = connected(make())
     helper.link.inbox.append(order(helper, 40))  # no slots yet
     helper.turn()
-    assert helper.member.abandon() == []
-    assert helper.streams.is_sending
+    helper.link.welcome = Welcome(0, "elsewhere", 1, 1.0)
+    helper.turn()
+    assert helper.ended == {}
     again = order(helper, 40)
     (destination,) = again.destinations
     decode.expect(ROOM + 1, 0, 40, "127.0.0.1:1")
@@ -163,9 +164,9 @@ def test_without_a_coordinator_what_was_sent_is_sent_anew(make: Make, decode: De
     owner.offer_streamed(1, ids(60), cached_tokens=10, first_token=4)
     owner.link.inbox.append(Streamed(1, 40, True))
     owner.turn()
-    (outcome,) = owner.member.abandon()
-    assert outcome == Declined(1, DeclineReason.NOT_A_MEMBER, Streamed(1, 40, True))
-    owner._go_on(outcome)
+    owner.link.welcome = None
+    owner.turn()
+    assert owner.ended == {1: Declined(1, DeclineReason.NOT_A_MEMBER, Streamed(1, 40, True))}
     turns_until([owner], lambda: decode.requests[1].outcome is not None)
     assert (decode.requests[1].outcome, decode.requests[1].attempts) == (TransferOutcome.COMPLETE, 2)
     torch.testing.assert_close(decode.requests[1].kv, kv_of(ids(60))[:, :, 4:], atol=1e-4, rtol=0)
@@ -177,39 +178,41 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
     page = draw.choice((1, 4))
     wires = Wires(failure_rate=draw.choice((0.0, 0.0, 0.003, 0.01)), seed=seed)
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
-    settings = PoolSettings(draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, silence_s=1e6)
+    settings = PoolSettings(
+        draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6
+    )
     members = [make(instance, wires, page) for instance in range(3)]
-    exchange = PoolExchange(settings, costs)
-    pool = MemoryPool(exchange, members, page)
+    protocol = PoolProtocol(settings, costs)
+    pool = MemoryPool(protocol, members, page)
     prompts: dict[int, tuple[tuple[int, ...], int]] = {}
     for number in range(1, 7):
         one = draw.choice(members)
         tokens = draw.randrange(5, 50) * 4
         cached_tokens = draw.choice((0, 0, 4 * draw.randrange(tokens // 4)))
         first_token = draw.choice((0, 0, 4 * draw.randrange(tokens // 4)))
-        request, token_ids = one.instance * 2**32 + number, ids(tokens, 100 * seed + number)
-        prompts[request] = token_ids, first_token
-        one.offer_streamed(request, token_ids, cached_tokens, first_token)
+        token_ids = ids(tokens, 100 * seed + number)
+        prompts[number] = token_ids, first_token
+        one.offer_streamed(number, token_ids, cached_tokens, first_token)
 
     def is_done() -> bool:
         decode.turn()
         return all(one.outcome is not None for one in decode.requests.values())
 
     pool.run(is_done, timeout_s=60)
-    for request, (token_ids, first_token) in prompts.items():
-        received = decode.requests[request]
+    for room, (token_ids, first_token) in prompts.items():
+        received = decode.requests[room]
         assert received.outcome is TransferOutcome.COMPLETE
         torch.testing.assert_close(received.kv, kv_of(token_ids)[:, :, first_token:], atol=1e-4, rtol=0)
     deadline_s = time.monotonic() + 20
     while any(one.pool.free_tokens < POOL_TOKENS for one in members) and time.monotonic() < deadline_s:
-        pool.exchange_messages()
+        pool.deliver_messages()
         for one in members:
             one.turn()
         time.sleep(0.01)
     assert [one.pool.free_tokens for one in members] == [POOL_TOKENS] * 3
     assert decode.pool.free_tokens == 4096
     assert decode.endpoint.totals().unsettled_permits == 0
-    if exchange.history.steps_failed == 0:
+    if protocol.history.steps_failed == 0:
         assert all(one.attempts == 1 for one in decode.requests.values())
         assert sum(one.endpoint.totals().written_bytes > 0 for one in members) > 1
 
@@ -258,7 +261,7 @@ class Histories(RuleBasedStateMachine):
             held = {page for slots in self.held for page in (slots // self.page).tolist()}
             pinned = {page for pin in self.pins for page in pin.pages}
             assert self.inner.free_tokens == TOKENS - len(held | pinned) * self.page
-            assert self.pool.condemned_tokens == len(pinned - held) * self.page
+            assert self.pool.deferred_tokens == len(pinned - held) * self.page
 
 
 TestHistories = Histories.TestCase
@@ -273,6 +276,6 @@ def test_a_part_of_what_is_freed_is_pinned(page: int) -> None:
     pin = pool.pin(slots[:5])
     pool.free(slots)
     kept = -(-5 // page) * page
-    assert (inner.free_tokens, pool.condemned_tokens) == (TOKENS - kept, kept)
+    assert (inner.free_tokens, pool.deferred_tokens) == (TOKENS - kept, kept)
     pool.unpin(pin)
-    assert (inner.free_tokens, pool.condemned_tokens) == (TOKENS, 0)
+    assert (inner.free_tokens, pool.deferred_tokens) == (TOKENS, 0)

@@ -12,31 +12,31 @@ import torch
 from sglang_ext.sequence_parallel.mailbox_mesh import MailboxMesh
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError, Pending
 from sglang_ext.sequence_parallel.nvshmem_memory import NvshmemMissingError, load_nvshmem
-from support.symmetric_memory import SymmetricWorld
+from support.symmetric_memory import SymmetricGroup
 
 PIECE_BYTES = 64
 NAMES = (5, 9, 2)  # instances
 
 
 @pytest.fixture
-def world() -> Iterator[SymmetricWorld]:
-    one = SymmetricWorld(len(NAMES))
+def group() -> Iterator[SymmetricGroup]:
+    one = SymmetricGroup(len(NAMES))
     yield one
     one.close()
 
 
-def meshes(world: SymmetricWorld, timeout_s: float = 30.0) -> dict[int, MailboxMesh]:
+def meshes(group: SymmetricGroup, timeout_s: float = 30.0) -> dict[int, MailboxMesh]:
     return {
         name: MailboxMesh(memory, NAMES, name, timeout_s, PIECE_BYTES)
-        for name, memory in zip(NAMES, world.members, strict=True)
+        for name, memory in zip(NAMES, group.members, strict=True)
     }
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_exchanges(world: SymmetricWorld, seed: int) -> None:
+def test_random_sends_and_receives(group: SymmetricGroup, seed: int) -> None:
     """Rounds of messages between random pairs, each member's part of a round a batch of its own, in random order."""
     draw = random.Random(seed)
-    members: dict[int, Mesh] = dict(meshes(world))
+    members: dict[int, Mesh] = dict(meshes(group))
     wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
     pending: list[Pending] = []
     for _ in range(6):
@@ -59,8 +59,8 @@ def test_random_exchanges(world: SymmetricWorld, seed: int) -> None:
         assert torch.equal(received, sent)
 
 
-def test_more_than_the_mailboxes_hold_in_both_directions(world: SymmetricWorld) -> None:
-    members = meshes(world)
+def test_more_than_the_mailboxes_hold_in_both_directions(group: SymmetricGroup) -> None:
+    members = meshes(group)
     sent = {name: torch.randn(1000) for name in NAMES[:2]}
     received = {name: torch.empty(1000) for name in NAMES[:2]}
     for name, other in (NAMES[:2], NAMES[1::-1]):
@@ -72,8 +72,8 @@ def test_more_than_the_mailboxes_hold_in_both_directions(world: SymmetricWorld) 
         assert torch.equal(received[name], sent[other])
 
 
-def test_nothing_comes(world: SymmetricWorld) -> None:
-    mesh = meshes(world, timeout_s=0.2)[5]
+def test_nothing_comes(group: SymmetricGroup) -> None:
+    mesh = meshes(group, timeout_s=0.2)[5]
     mesh.receive(torch.empty(3), 9, 0)
     with pytest.raises(MeshError, match="nothing has come for"):
         mesh.settle()
@@ -81,8 +81,8 @@ def test_nothing_comes(world: SymmetricWorld) -> None:
         mesh.send(torch.empty(3), 9, 0)
 
 
-def test_given_up_while_somebody_waits(world: SymmetricWorld) -> None:
-    mesh = meshes(world)[5]
+def test_given_up_while_a_member_waits(group: SymmetricGroup) -> None:
+    mesh = meshes(group)[5]
     call = mesh.receive(torch.empty(3), 9, 0)
     mesh.interrupt()
     with pytest.raises(MeshError, match="given up"):

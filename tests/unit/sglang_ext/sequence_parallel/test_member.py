@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
-from sglang_ext.policy.cdsp.sharding import Interleaving, Lot, gather, lay_out
+from sglang_ext.policy.cdsp.sharding import Interleaving, KvSegment, gather, lay_out
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.member import Collected, Declined
 from sglang_ext.sequence_parallel.messages import (
@@ -23,11 +23,12 @@ from sglang_ext.sequence_parallel.messages import (
     StepFailed,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 from support.memory_pool import FakeLink, MemoryMember, MemoryPool, Wires
 from support.toy_engine import ToyPool, kv_of
 
 POOL_TOKENS = 512
+REQUEST = 1  # the number of the first request that instance 0 offers
 NO_KV = torch.empty(3, 2, 0, 1, 4)
 
 
@@ -53,8 +54,14 @@ def sent(link: FakeLink, *kinds: type) -> list[FromMember]:
 
 
 def done(link: FakeLink) -> list[int]:
-    """Sequences of the steps that it has said to have done."""
+    """Sequences of the steps that it has reported as done."""
     return [message.sequence for message in link.sent if isinstance(message, StepDone)]
+
+
+def is_idle(one: MemoryMember) -> bool:
+    """After another turn, in which slots that a step was to be sent from are let go of."""
+    one.turn()
+    return not one.member.is_busy
 
 
 def chunk(
@@ -79,34 +86,34 @@ def collect(request: int, *, sequence: int = 2, epoch: int = 1) -> Collect:
 def test_a_prompt_alone() -> None:
     one = member()
     connect(one, 1)
-    one.offer(5, ids(30), NO_KV)
-    one.link.inbox.extend([chunk(5, ids(30)), collect(5), Drop(5, (0,))])
+    one.offer(ids(30), NO_KV)
+    one.link.inbox.extend([chunk(REQUEST, ids(30)), collect(REQUEST), Drop(REQUEST, (0,))])
     one.turn()
     assert done(one.link) == [1], "one computation a turn"
     assert one.member.held_tokens == 30
     one.turn()
     assert done(one.link) == [1, 2]
-    assert isinstance(one.ended[5], Collected)
-    torch.testing.assert_close(one.kv[5], kv_of(ids(30)), atol=1e-4, rtol=0)
+    assert isinstance(one.ended[REQUEST], Collected)
+    torch.testing.assert_close(one.kv[REQUEST], kv_of(ids(30)), atol=1e-4, rtol=0)
     assert one.pool.free_tokens == POOL_TOKENS
-    assert not one.member.is_busy
+    assert is_idle(one)
 
 
 def test_a_step_of_an_epoch_without_a_mesh_fails_and_leaves_nothing() -> None:
     one = member()
     connect(one, 1)
-    one.link.inbox.append(chunk(5, ids(30), epoch=2))
+    one.link.inbox.append(chunk(REQUEST, ids(30), epoch=2))
     one.turn()
     (failed,) = sent(one.link, StepFailed)
     assert failed == StepFailed(1, "the mesh of epoch 2 is gone")
-    assert not one.member.is_busy
+    assert is_idle(one)
 
 
 def test_a_step_runs_over_the_mesh_of_its_own_epoch() -> None:
-    """Who joins in the meantime does not end the chunks of others."""
+    """A member that joins in the meantime does not end the chunks of others."""
     one = member()
     connect(one, 1)
-    one.link.inbox.extend([chunk(5, ids(30), sequence=1), chunk(6, ids(30), sequence=2), BuildMesh(2, (0,))])
+    one.link.inbox.extend([chunk(REQUEST, ids(30), sequence=1), chunk(6, ids(30), sequence=2), BuildMesh(2, (0,))])
     one.turn()
     assert one.link.woken.wait(10)
     one.turn()
@@ -121,41 +128,41 @@ def test_a_step_runs_over_the_mesh_of_its_own_epoch() -> None:
 def test_no_room() -> None:
     one = member(tokens=16)
     connect(one, 1)
-    one.offer(5, ids(30), NO_KV)
-    one.link.inbox.extend([chunk(5, ids(30)), chunk(6, ids(30), sequence=2)])
+    one.offer(ids(30), NO_KV)
+    one.link.inbox.extend([chunk(REQUEST, ids(30)), chunk(6, ids(30), sequence=2)])
     one.turn()
     one.turn()
     assert [message.sequence for message in sent(one.link, StepFailed)] == [1, 2]  # type: ignore[union-attr]
     assert one.pool.free_tokens == 16
-    one.link.inbox.append(Decline(5, 0, DeclineReason.FAILURES))
+    one.link.inbox.append(Decline(REQUEST, 0, DeclineReason.FAILURES))
     one.turn()
-    assert one.ended == {5: Declined(5, DeclineReason.FAILURES)}
-    assert not one.member.is_busy, "of request 6 nothing is held and nobody will say that it has ended"
+    assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES)}
+    assert is_idle(one), "of request 6 nothing is held, and no message will end it"
 
 
 def test_taken_back() -> None:
     one = member()
     connect(one, 1)
-    one.link.inbox.append(chunk(5, ids(30)))
+    one.link.inbox.append(chunk(REQUEST, ids(30)))
     one.turn()
-    one.link.inbox.append(RollBack(1, 5, (0,)))
+    one.link.inbox.append(RollBack(1, REQUEST, (0,)))
     one.turn()
     assert one.pool.free_tokens == POOL_TOKENS
-    one.link.inbox.append(Drop(5, (0,)))
+    one.link.inbox.append(Drop(REQUEST, (0,)))
     one.turn()
-    assert not one.member.is_busy
+    assert is_idle(one)
 
 
 def test_a_peer_that_does_not_answer() -> None:
     one = member()
     connect(one, 1, (0, 1))
-    one.link.inbox.append(chunk(5, ids(30), group=(0, 1)))
+    one.link.inbox.append(chunk(REQUEST, ids(30), group=(0, 1)))
     one.turn()
     assert sent(one.link, StepFailed) == [StepFailed(1, "nothing has come")]
     assert one.pool.free_tokens == POOL_TOKENS
-    one.link.inbox.append(Drop(5, (0,)))
+    one.link.inbox.append(Drop(REQUEST, (0,)))
     one.turn()
-    assert not one.member.is_busy
+    assert is_idle(one)
 
 
 def test_a_mesh_that_does_not_come() -> None:
@@ -167,62 +174,64 @@ def test_a_mesh_that_does_not_come() -> None:
 def test_withdrawn() -> None:
     one = member()
     connect(one, 1)
-    one.offer(5, ids(30), NO_KV)
-    one.link.inbox.append(chunk(5, ids(30)))
+    one.offer(ids(30), NO_KV)
+    one.link.inbox.append(chunk(REQUEST, ids(30)))
     one.turn()
-    one.member.withdraw(5)
-    assert sent(one.link, CancelMessage) == [CancelMessage(5)]
-    one.link.inbox.append(collect(5))
+    one.member.withdraw(REQUEST)
+    assert sent(one.link, CancelMessage) == [CancelMessage(REQUEST)]
+    one.link.inbox.append(collect(REQUEST))
     one.turn()
     assert (one.ended, one.member.held_tokens) == ({}, 30)
-    one.link.inbox.append(Drop(5, (0,)))
+    one.link.inbox.append(Drop(REQUEST, (0,)))
     one.turn()
-    assert (one.member.is_busy, one.pool.free_tokens) == (False, POOL_TOKENS)
+    assert (is_idle(one), one.pool.free_tokens) == (True, POOL_TOKENS)
 
 
 def test_no_room_to_hand_over() -> None:
     one = member(tokens=40, page=4)
     connect(one, 1)
-    one.offer(5, ids(32), NO_KV)
-    one.link.inbox.extend([chunk(5, ids(32)), collect(5)])
+    one.offer(ids(32), NO_KV)
+    one.link.inbox.extend([chunk(REQUEST, ids(32)), collect(REQUEST)])
     one.turn()
     one.turn()
     assert [message.sequence for message in sent(one.link, StepFailed)] == [2]  # type: ignore[union-attr]
     assert (one.ended, one.member.held_tokens) == ({}, 32)
-    one.link.inbox.extend([Drop(5, (0,)), Decline(5, 0, DeclineReason.FAILURES)])
+    one.link.inbox.extend([Drop(REQUEST, (0,)), Decline(REQUEST, 0, DeclineReason.FAILURES)])
     one.turn()
-    assert one.ended == {5: Declined(5, DeclineReason.FAILURES)}
+    assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES)}
     assert one.pool.free_tokens == 40
 
 
 def test_abandoned() -> None:
     one = member()
     connect(one, 1)
-    one.offer(5, ids(30), kv_of(ids(30))[:, :, :10])
+    one.offer(ids(30), kv_of(ids(30))[:, :, :10])
     one.link.inbox.append(chunk(6, ids(30)))
     one.turn()
-    assert one.member.abandon() == [Declined(5, DeclineReason.NOT_A_MEMBER)]
-    assert (one.member.is_busy, one.pool.free_tokens) == (False, POOL_TOKENS - 10)
+    one.link.welcome = None
+    one.turn()
+    assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.NOT_A_MEMBER)}
+    assert (is_idle(one), one.pool.free_tokens) == (True, POOL_TOKENS)
 
 
 def test_what_others_hold_comes_to_the_owner() -> None:
     """Two members, turn by turn: what the mesh carries waits in queues."""
     wires = Wires()
     owner, other = member(0, wires), member(1, wires)
-    held = {1: (Lot((range(30),)),)}
+    held = {1: (KvSegment((range(30),)),)}
     for one in (owner, other):
         connect(one, 1, (0, 1))
-    owner.offer(5, ids(30), NO_KV)
-    other.link.inbox.append(chunk(5, ids(30), group=(1,), instance=1))
-    order = Collect(2, 1, 5, 0, (0, 1), gather(held, 0), 100)
+    owner.offer(ids(30), NO_KV)
+    other.link.inbox.append(chunk(REQUEST, ids(30), group=(1,), instance=1))
+    order = Collect(2, 1, REQUEST, 0, (0, 1), gather(held, 0), 100)
     for one in (owner, other):
         one.link.inbox.append(order)
     other.turn()
     other.turn()
     owner.turn()
-    assert isinstance(owner.ended[5], Collected)
-    torch.testing.assert_close(owner.kv[5], kv_of(ids(30)), atol=1e-4, rtol=0)
-    other.link.inbox.append(Drop(5, (0, 1)))
+    assert isinstance(owner.ended[REQUEST], Collected)
+    torch.testing.assert_close(owner.kv[REQUEST], kv_of(ids(30)), atol=1e-4, rtol=0)
+    other.link.inbox.append(Drop(REQUEST, (0, 1)))
     other.turn()
     assert owner.pool.free_tokens == other.pool.free_tokens == POOL_TOKENS
 
@@ -233,15 +242,17 @@ def test_requests_of_several_members_end_right_whatever_fails(seed: int) -> None
     page = draw.choice((1, 4))
     wires = Wires(failure_rate=draw.choice((0.0, 0.003, 0.01)), seed=seed)
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
-    settings = PoolSettings(draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, silence_s=1e6)
+    settings = PoolSettings(
+        draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6
+    )
     members = [member(instance, wires, tokens=640, page=page) for instance in range(3)]
-    pool = MemoryPool(PoolExchange(settings, costs), members, page)
+    pool = MemoryPool(PoolProtocol(settings, costs), members, page)
     for number in range(1, 7):
         one = draw.choice(members)
         tokens = draw.randrange(5, 70) * 4
         cached_tokens = draw.choice((0, 0, 4 * draw.randrange(tokens // 4)))
         token_ids = ids(tokens, 100 * seed + number)
-        one.offer(one.instance * 2**32 + number, token_ids, kv_of(token_ids)[:, :, :cached_tokens])
+        one.offer(token_ids, kv_of(token_ids)[:, :, :cached_tokens])
     pool.run(lambda: all(len(one.ended) == len(one.offered) for one in members), timeout_s=60)
     for one in members:
         for request, kv in one.kv.items():
@@ -252,7 +263,7 @@ def test_requests_of_several_members_end_right_whatever_fails(seed: int) -> None
     # What others hold of the last request is dropped in the turn after.
     deadline_s = time.monotonic() + 10
     while any(one.member.is_busy for one in members) and time.monotonic() < deadline_s:
-        pool.exchange_messages()
+        pool.deliver_messages()
         for one in members:
             one.turn()
     assert [one.pool.free_tokens for one in members] == [640, 640, 640]

@@ -16,9 +16,9 @@ from sglang_ext.sequence_parallel.member import Collected
 from sglang_ext.sequence_parallel.messages import Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
-from support.memory_pool import MemoryPool, Wires
-from support.memory_ranks import FakePoolLink, Meeting, MemoryRanks, RankedMember
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from support.memory_pool import FakeLink, MemoryPool, Wires
+from support.memory_ranks import Meeting, MemoryRanks, RankedMember
 from support.toy_engine import kv_of
 
 POOL_TOKENS = 640
@@ -38,21 +38,23 @@ def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
     rate = draw.choice((0.0, 0.003, 0.02))
     wires = [Wires(rate if rank == failing else 0.0, seed) for rank in range(2 + seed % 2)]
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
-    settings = PoolSettings(draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, silence_s=1e6)
+    settings = PoolSettings(
+        draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6
+    )
     members = [RankedMember(instance, wires, POOL_TOKENS, page) for instance in range(3)]
-    pool = MemoryPool(PoolExchange(settings, costs), members, page)
+    pool = MemoryPool(PoolProtocol(settings, costs), members, page)
     offered = 0
     for number in range(1, 6):
         one = draw.choice(members)
         tokens = draw.randrange(5, 60) * 4
         cached_tokens = draw.choice((0, 0, 4 * draw.randrange(tokens // 4)))
         token_ids = ids(tokens, 100 * seed + number)
-        one.offer(one.instance * 2**32 + number, token_ids, kv_of(token_ids)[:, :, :cached_tokens])
+        one.offer(token_ids, kv_of(token_ids)[:, :, :cached_tokens])
         offered += 1
     pool.run(lambda: sum(len(one.ranks[0].ended) for one in members) == offered, timeout_s=60)
     deadline_s = time.monotonic() + 10
     while any(rank.member.is_busy for one in members for rank in one.ranks) and time.monotonic() < deadline_s:
-        pool.exchange_messages()
+        pool.deliver_messages()
         for one in members:
             one.turn()
     collected = 0
@@ -76,7 +78,7 @@ def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
 
 
 def test_what_the_first_rank_hears_all_hear_in_the_same_turn() -> None:
-    link = FakePoolLink()
+    link = FakeLink()
     meeting = Meeting(2)
     first, second = (ReplicatedLink(MemoryRanks(meeting, rank), link if rank == 0 else None) for rank in range(2))
     member = _Both(first, second)
@@ -101,7 +103,7 @@ def test_what_the_first_rank_hears_all_hear_in_the_same_turn() -> None:
 
 
 def test_orders_of_a_session_that_has_ended_are_forgotten() -> None:
-    link = FakePoolLink()
+    link = FakeLink()
     meeting = Meeting(2)
     first, second = (ReplicatedLink(MemoryRanks(meeting, rank), link if rank == 0 else None) for rank in range(2))
     member = _Both(first, second)

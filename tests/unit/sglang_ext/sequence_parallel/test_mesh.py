@@ -141,6 +141,6 @@ def test_an_instance_has_none_when_one_of_its_ranks_has_none(store: dist.TCPStor
     first = threads.submit(
         connect_mesh, Welcome(0, "127.0.0.1", store.port, 1.0), EPOCH, (0,), TIMEOUT_S, MemoryRanks(Meeting(2), 0)
     )
-    store.set(f"mesh/{EPOCH}/instance0/rank1", "mesh of rank 1: nobody there")
-    with pytest.raises(MeshError, match="mesh of rank 1: nobody there"):
+    store.set(f"mesh/{EPOCH}/instance0/rank1", "mesh of rank 1: no peer there")
+    with pytest.raises(MeshError, match="mesh of rank 1: no peer there"):
         first.result(SOON_S)

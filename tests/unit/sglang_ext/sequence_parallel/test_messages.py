@@ -18,7 +18,7 @@ from sglang_ext.policy.cdsp.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.policy.cdsp.sharding import ChunkLayout, Move
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
@@ -33,7 +33,7 @@ from sglang_ext.sequence_parallel.messages import (
     MessageError,
     OfferMessage,
     Refusal,
-    Report,
+    ReportMessage,
     StepDone,
     StepFailed,
     Streamed,
@@ -51,7 +51,7 @@ reasons = st.text(max_size=30)
 several = st.lists(counts, max_size=4).map(tuple)
 ranges = st.builds(lambda start, length, step: range(start, start + length, step), counts, counts, st.integers(1, 9))
 positions = st.lists(ranges, max_size=3).map(tuple)
-moves = st.lists(st.builds(Move, counts, counts, counts, counts, positions), max_size=3).map(tuple)
+moves = st.lists(st.builds(KvMove, counts, counts, counts, counts, positions), max_size=3).map(tuple)
 layouts = st.builds(
     ChunkLayout, several, moves, st.lists(positions, max_size=3).map(tuple), st.lists(positions, max_size=3).map(tuple)
 )
@@ -66,7 +66,7 @@ messages = st.one_of(
     st.builds(Welcome, counts, texts, counts, times),
     st.builds(Refusal, reasons),
     st.just(Heartbeat()),
-    st.builds(Report, reports),
+    st.builds(ReportMessage, reports),
     st.builds(OfferMessage, counts, several, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
     st.builds(CancelMessage, counts),
     st.builds(StepDone, counts, st.builds(StepTimes, times, times, times)),
@@ -103,7 +103,9 @@ scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats()
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=8), max_leaves=20)
 
 
-@given(st.sampled_from([*(kind.__name__ for kind in (Hello, OfferMessage, ChunkOrder, Collect, Report))]), values)
+@given(
+    st.sampled_from([*(kind.__name__ for kind in (Hello, OfferMessage, ChunkOrder, Collect, ReportMessage))]), values
+)
 def test_what_has_the_form_of_a_message_but_not_its_content(name: str, content: object) -> None:
     try:
         decode(json.dumps([name, content]).encode())

@@ -20,7 +20,7 @@ from sglang_ext.sequence_parallel.messages import (
     MeshBuilt,
     Message,
     Refusal,
-    Report,
+    ReportMessage,
     ToMember,
     Welcome,
     decode,
@@ -29,7 +29,7 @@ from sglang_ext.sequence_parallel.messages import (
 from sglang_ext.sequence_parallel.pool_link import TcpLink
 
 HELLO = Hello(PROTOCOL_VERSION, "a", "node", "model", 2, 1, MemberReport(0.0, 10))
-SILENCE_S = 1.0
+MEMBER_TIMEOUT_S = 1.0
 
 
 class Peer:
@@ -48,7 +48,7 @@ class Peer:
 
     def welcome(self, instance: int) -> Welcome:
         assert self.read() == HELLO
-        answer = Welcome(instance, "127.0.0.1", 1, SILENCE_S)
+        answer = Welcome(instance, "127.0.0.1", 1, MEMBER_TIMEOUT_S)
         self.write(answer)
         return answer
 
@@ -123,8 +123,8 @@ def test_orders_wake_and_come_in_order(played: Played) -> None:
 
 def test_the_last_report_is_repeated_as_a_sign_of_life(played: Played) -> None:
     peer, _ = played.join()
-    assert peer.read() == Report(HELLO.report)
-    report = Report(MemberReport(1.5, 3))
+    assert peer.read() == ReportMessage(HELLO.report)
+    report = ReportMessage(MemberReport(1.5, 3))
     played.link.send(report)
     assert [peer.read(), peer.read()] == [report, report]
 
@@ -142,7 +142,7 @@ def test_sending_never_blocks(played: Played) -> None:
     played.join()
     began_s = time.monotonic()
     for _ in range(20):
-        played.link.send(Report(MemberReport(0.0, 10**300)))
+        played.link.send(ReportMessage(MemberReport(0.0, 10**300)))
     large = MeshBuilt(int("9" * 3_000))
     for _ in range(3_000):
         played.link.send(large)
@@ -159,15 +159,15 @@ def test_a_coordinator_that_goes_is_noticed_and_joined_anew(played: Played) -> N
     assert answer.instance == 4
 
 
-def test_silence_is_an_end(played: Played) -> None:
+def test_a_session_without_messages_ends(played: Played) -> None:
     peer, _ = played.join()
     began_s = time.monotonic()
     for _ in range(8):
-        time.sleep(SILENCE_S / 5)
+        time.sleep(MEMBER_TIMEOUT_S / 5)
         peer.write(Heartbeat())
     assert played.link.session() is not None
     wait_for(lambda: played.link.session() is None)
-    assert SILENCE_S * 2 < time.monotonic() - began_s < SILENCE_S * 6
+    assert MEMBER_TIMEOUT_S * 2 < time.monotonic() - began_s < MEMBER_TIMEOUT_S * 6
 
 
 def test_noise_is_an_end(played: Played) -> None:
@@ -177,7 +177,7 @@ def test_noise_is_an_end(played: Played) -> None:
 
 
 def test_orders_of_another_session_are_not_received(played: Played) -> None:
-    """The engine's loop has not been told of the new session yet."""
+    """The engine's loop has not seen the new session yet."""
     peer, _ = played.join()
     peer.write(BuildMesh(1, (0,)))
     assert is_readable(played.link, 5.0)
@@ -190,7 +190,7 @@ def test_orders_of_another_session_are_not_received(played: Played) -> None:
     played.link.send(MeshBuilt(1))
     assert played.link.session() == answer
     assert played.link.receive() == [BuildMesh(9, (1,))]
-    assert second.read() == Report(HELLO.report)
+    assert second.read() == ReportMessage(HELLO.report)
 
 
 def test_refused_and_tried_again(played: Played, caplog: pytest.LogCaptureFixture) -> None:
@@ -206,7 +206,7 @@ def test_refused_and_tried_again(played: Played, caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_nobody_there() -> None:
+def test_no_coordinator_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     link = TcpLink("127.0.0.1", port, lambda: HELLO)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_ext.policy.cdsp.orders import RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
 from sglang_ext.policy.handshake.shards import HeadLayout
-from sglang_ext.sequence_parallel.messages import Destination, OfferMessage, Outgoing, Streamed
+from sglang_ext.sequence_parallel.messages import AddressedMessage, Destination, OfferMessage, Streamed
 from sglang_ext.sequence_parallel.pool_progress import StreamLedger
 
 WHERE = (Destination(77, "decode:1", 0, HeadLayout(2, 1, 2), 4),)
@@ -22,10 +22,13 @@ def test_chunks_are_sent_as_long_as_nothing_fails() -> None:
     ledger.offered(3, OFFER)
     assert ledger.ordered(chunk(10, 40, (3,))) == WHERE
     assert ledger.ordered(chunk(40, 99, (3, 1), Interleaving.STRIPED)) == WHERE
-    assert ledger.take_messages() == [Outgoing(3, Streamed(5, 40, True)), Outgoing(3, Streamed(5, 99, True))]
+    assert ledger.take_messages() == [
+        AddressedMessage(3, Streamed(5, 40, True)),
+        AddressedMessage(3, Streamed(5, 99, True)),
+    ]
     ledger.broken(5)
     ledger.broken(5)
-    assert ledger.take_messages() == [Outgoing(3, Streamed(5, 99, False))]
+    assert ledger.take_messages() == [AddressedMessage(3, Streamed(5, 99, False))]
     assert ledger.ordered(chunk(40, 99, (3, 1))) == ()
     assert ledger.take_messages() == []
 
@@ -39,11 +42,11 @@ def test_a_member_that_sends_is_lost() -> None:
     ledger.lost(2)
     assert ledger.take_messages() == []
     ledger.lost(1)
-    assert ledger.take_messages() == [Outgoing(3, Streamed(5, 40, False))]
+    assert ledger.take_messages() == [AddressedMessage(3, Streamed(5, 40, False))]
     assert ledger.ordered(chunk(40, 50, (3,))) == ()
 
 
-def test_nobody_sends_what_nobody_waits_for_or_what_has_ended() -> None:
+def test_what_decode_does_not_wait_for_or_has_ended_is_not_sent() -> None:
     ledger = StreamLedger()
     assert ledger.ordered(chunk(10, 40, (3,))) == ()
     ledger.offered(3, OFFER._replace(destinations=()))

@@ -1,14 +1,16 @@
-"""The conversation without I/O: numbers, refusals, ids of a chunk's tokens, silence, stuck steps, slow rebuilding."""
+"""The pool protocol without I/O: numbers, refusals, ids of a chunk's tokens, timeouts, stuck steps, slow rebuilding."""
 
 from __future__ import annotations
 
 import pytest
 
+from sglang_ext.identifiers import pool_request
 from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
+    AddressedMessage,
     CancelMessage,
     ChunkOrder,
     Heartbeat,
@@ -17,9 +19,8 @@ from sglang_ext.sequence_parallel.messages import (
     MeshFailed,
     Message,
     OfferMessage,
-    Outgoing,
     Refusal,
-    Report,
+    ReportMessage,
     StepDone,
     StepFailed,
     Transferred,
@@ -27,10 +28,10 @@ from sglang_ext.sequence_parallel.messages import (
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_history import FormerMember, PrefillEnd, PrefillTimes
-from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange, PoolSettings, ProtocolError
+from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolProtocolError, PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, silence_s=1.0)
+SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, member_timeout_s=1.0)
 TIMES = StepTimes(1.0, 0.2, 0.1)
 IDS = tuple(range(1000, 1400))
 
@@ -41,40 +42,40 @@ def hello(name: str = "a", **changes: object) -> Hello:
 
 
 class Pool:
-    """An exchange and its clock."""
+    """A pool protocol and its clock."""
 
     def __init__(self, *names: str) -> None:
         costs = PoolCosts([SpCandidate(size, SpCost(0.05 * (size - 1), 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
-        self.exchange = PoolExchange(SETTINGS, costs)
+        self.protocol = PoolProtocol(SETTINGS, costs)
         self.now_s = 100.0
         for name in names:
             self.join(hello(name))
 
-    def join(self, one: Hello) -> list[Outgoing]:
-        answer = self.exchange.greet(one)
-        assert isinstance(answer, Admission)
-        return self.exchange.join(answer.instance, one, self.now_s)
+    def join(self, one: Hello) -> list[AddressedMessage]:
+        answer = self.protocol.greet(one)
+        assert isinstance(answer, NewMember)
+        return self.protocol.join(answer.instance, one, self.now_s)
 
-    def say(self, instance: int, message: Message) -> list[Outgoing]:
-        return self.exchange.take(instance, message, self.now_s)
+    def say(self, instance: int, message: Message) -> list[AddressedMessage]:
+        return self.protocol.take(instance, message, self.now_s)
 
-    def wait(self, seconds: float) -> list[Outgoing]:
+    def wait(self, seconds: float) -> list[AddressedMessage]:
         """Time passes, and everybody says so."""
         self.now_s += seconds
-        for instance in self.exchange.members:
-            self.exchange.take(instance, Report(MemberReport(0.0, 100_000)), self.now_s)
-        return self.exchange.tick(self.now_s)
+        for instance in self.protocol.members:
+            self.protocol.take(instance, ReportMessage(MemberReport(0.0, 100_000)), self.now_s)
+        return self.protocol.tick(self.now_s)
 
     def connect(self) -> None:
         """All members build the mesh."""
         meshes = [one.message for one in self.wait(0.6) if isinstance(one.message, BuildMesh)]
-        epoch = meshes[-1].epoch if meshes else self.exchange.status(self.now_s).epoch
-        for instance in self.exchange.members:
+        epoch = meshes[-1].epoch if meshes else self.protocol.status(self.now_s).epoch
+        for instance in self.protocol.members:
             self.say(instance, MeshBuilt(epoch))
-        assert self.exchange.status(self.now_s).is_connected
+        assert self.protocol.status(self.now_s).is_connected
 
-    def offer(self, request: int = 1, owner: int = 0) -> list[Outgoing]:
-        return self.say(owner, OfferMessage(owner * 2**32 + request, IDS, 0, 0.0, None))
+    def offer(self, request: int = 1, owner: int = 0) -> list[AddressedMessage]:
+        return self.say(owner, OfferMessage(pool_request(owner, request), IDS, 0, 0.0, None))
 
 
 def connected(*names: str) -> Pool:
@@ -83,11 +84,11 @@ def connected(*names: str) -> Pool:
     return pool
 
 
-def of_kind(out: list[Outgoing], kind: type) -> list[Outgoing]:
+def of_kind(out: list[AddressedMessage], kind: type) -> list[AddressedMessage]:
     return [one for one in out if isinstance(one.message, kind)]
 
 
-def without_beats(out: list[Outgoing]) -> list[Outgoing]:
+def without_beats(out: list[AddressedMessage]) -> list[AddressedMessage]:
     return [one for one in out if not isinstance(one.message, Heartbeat)]
 
 
@@ -108,10 +109,10 @@ def test_a_prompt_from_offer_to_end() -> None:
     assert [type(one.message) for one in collects] == [Collect, Collect]
     pool.say(1, StepDone(sequence + 1, TIMES))
     assert [type(one.message) for one in pool.say(0, StepDone(sequence + 1, TIMES))] == [Drop, Drop]
-    (record,) = pool.exchange.take_events().ended
+    (record,) = pool.protocol.take_events().ended
     assert record.outcome is PrefillEnd.COLLECTED
     assert [chunk.new_tokens for chunk in record.chunks] == [400]
-    assert pool.exchange.status(pool.now_s).requests_collected == 1
+    assert pool.protocol.status(pool.now_s).requests_collected == 1
 
 
 def test_where_the_time_of_a_prompt_went() -> None:
@@ -121,20 +122,20 @@ def test_where_the_time_of_a_prompt_went() -> None:
     pool.now_s += 1.5
     pool.say(0, StepDone(1, StepTimes(1.25, 0.25, 0.0)))
     pool.say(1, StepDone(1, StepTimes(1.5, 0.25, 0.75)))
-    assert pool.exchange.status(pool.now_s).requests[0].times.collect_s == 0.0, "it has begun and not ended"
+    assert pool.protocol.status(pool.now_s).requests[0].times.collect_s == 0.0, "it has begun and not ended"
     pool.now_s += 0.5
     pool.say(1, StepDone(2, TIMES))
     pool.say(0, StepDone(2, TIMES))
-    (record,) = pool.exchange.status(pool.now_s).recent
+    (record,) = pool.protocol.status(pool.now_s).recent
     assert record.times == PrefillTimes(
         wait_s=0.0, compute_s=0.75, ring_s=0.25, rebalance_s=0.375, collect_s=0.5, failed_s=0.0
     )
     assert pool.say(0, Transferred(record.request, 3.5, 0.25)) == []
-    times = pool.exchange.status(pool.now_s).recent[-1].times
+    times = pool.protocol.status(pool.now_s).recent[-1].times
     assert (times.transfer_s, times.exposed_transfer_s) == (3.5, 0.25)
-    history = pool.exchange.history
+    history = pool.protocol.history
     assert (history.transfers, history.transfer_s) == (1, {"hidden": 3.25, "exposed": 0.25})
-    with pytest.raises(ProtocolError, match="none of instance 1"):
+    with pytest.raises(PoolProtocolError, match="none of instance 1"):
         pool.say(1, Transferred(record.request, 3.5, 0.25))
     assert pool.say(0, Transferred(record.request + 5, 3.5, 0.25)) == [], "forgotten long ago"
     assert history.member_s == {"compute": 1.5, "ring": 0.5, "rebalance": 0.75}
@@ -146,10 +147,10 @@ def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
     pool.offer(1, owner=0)
     pool.offer(2, owner=1)
     pool.now_s += 3.0
-    assert [one.times.wait_s for one in pool.exchange.status(pool.now_s).requests] == [0.0, None]
+    assert [one.times.wait_s for one in pool.protocol.status(pool.now_s).requests] == [0.0, None]
     pool.say(0, StepDone(1, TIMES))
     pool.say(1, StepFailed(1, "no room"))
-    first = pool.exchange.status(pool.now_s).requests[0]
+    first = pool.protocol.status(pool.now_s).requests[0]
     assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
 
 
@@ -160,9 +161,9 @@ def test_the_improvement_rate_follows_the_load() -> None:
         "version": 1,
         "rates": [{"arrivals_per_s": 0.0, "improvement_rate": 0.05}, {"arrivals_per_s": 1.0, "improvement_rate": 0.9}],
     }
-    pool.exchange.improvement_rates.put(table_from_json(table), "a test", 0.0)
+    pool.protocol.improvement_rates.put(table_from_json(table), "a test", 0.0)
     assert len(of_kind(pool.offer(1), ChunkOrder)) == 2
-    source = pool.exchange.improvement_rates.source
+    source = pool.protocol.improvement_rates.source
     assert source is not None
     for number in range(2, 40):  # one a second
         pool.wait(1.0)
@@ -178,52 +179,52 @@ def test_the_improvement_rate_follows_the_load() -> None:
 
 def test_who_has_gone_is_still_known_by_name() -> None:
     pool = connected("a", "b")
-    pool.exchange.lose(1, "was killed", 7.0)
-    assert pool.exchange.status(8.0).former_members == (FormerMember(1, "b", 7.0, "was killed"),)
+    pool.protocol.lose(1, "was killed", 7.0)
+    assert pool.protocol.status(8.0).former_members == (FormerMember(1, "b", 7.0, "was killed"),)
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"layers": 4}, {"page_tokens": 16}])
-def test_others_are_refused_while_somebody_is_there(change: dict[str, object]) -> None:
+def test_others_are_refused_while_there_is_a_member(change: dict[str, object]) -> None:
     pool = Pool("a")
-    refusal = pool.exchange.greet(hello("b", **change))
+    refusal = pool.protocol.greet(hello("b", **change))
     assert isinstance(refusal, Refusal)
     assert refusal.reason.startswith("the pool serves model (3 layers, pages of 1), b serves ")
     # Who comes again has gone, so it may be another one by now.
-    assert isinstance(pool.exchange.greet(hello("a", **change)), Admission)
-    pool.exchange.lose(0, "test", pool.now_s)
-    assert isinstance(pool.exchange.greet(hello("b", **change)), Admission)
+    assert isinstance(pool.protocol.greet(hello("a", **change)), NewMember)
+    pool.protocol.lose(0, "test", pool.now_s)
+    assert isinstance(pool.protocol.greet(hello("b", **change)), NewMember)
 
 
 def test_epochs_of_a_new_pool_are_new() -> None:
     pool = connected("a", "b")
-    epoch = pool.exchange.status(pool.now_s).epoch
+    epoch = pool.protocol.status(pool.now_s).epoch
     for instance in (0, 1):
-        pool.exchange.lose(instance, "test", pool.now_s)
+        pool.protocol.lose(instance, "test", pool.now_s)
     pool.wait(1.0)
     (mesh,) = of_kind(pool.join(hello("c", model="other")), BuildMesh)
     assert isinstance(mesh.message, BuildMesh)
     assert mesh.message.epoch > epoch
 
 
-def test_who_comes_again_is_somebody_else() -> None:
+def test_an_instance_that_joins_again_is_another_member() -> None:
     pool = connected("a", "b")
     pool.offer(owner=1)
     pool.join(hello("a"))
-    assert pool.exchange.members == (1, 2)
-    (lost,) = pool.exchange.take_events().lost
+    assert pool.protocol.members == (1, 2)
+    (lost,) = pool.protocol.take_events().lost
     assert lost == (0, "has come again")
 
 
-def test_silence_is_loss_and_a_beat_is_not_silence() -> None:
+def test_a_member_without_messages_is_lost_and_a_beat_is_a_message() -> None:
     pool = connected("a", "b")
     for _ in range(20):
         pool.now_s += 0.1
-        pool.say(0, Report(MemberReport(0.5, 7)))
-        pool.exchange.tick(pool.now_s)
-    assert pool.exchange.members == (0,)
-    (lost,) = pool.exchange.take_events().lost
-    assert lost == (1, "has said nothing for 1 s")
-    (status,) = pool.exchange.status(pool.now_s).members
+        pool.say(0, ReportMessage(MemberReport(0.5, 7)))
+        pool.protocol.tick(pool.now_s)
+    assert pool.protocol.members == (0,)
+    (lost,) = pool.protocol.take_events().lost
+    assert lost == (1, "has sent nothing for 1 s")
+    (status,) = pool.protocol.status(pool.now_s).members
     assert (status.backlog_s, status.free_kv_tokens) == (0.5, 7)
 
 
@@ -237,12 +238,12 @@ def test_who_never_answers_for_a_failed_step_is_lost() -> None:
     pool = connected("a", "b")
     pool.offer()
     pool.wait(60.0)
-    assert pool.exchange.members == (0, 1), "a long step is no failure"
+    assert pool.protocol.members == (0, 1), "a long step is no failure"
     pool.say(0, StepFailed(1, "no room"))
     pool.wait(4.9)
-    assert pool.exchange.members == (0, 1)
+    assert pool.protocol.members == (0, 1)
     pool.wait(0.2)
-    assert pool.exchange.members == (0,)
+    assert pool.protocol.members == (0,)
 
 
 def test_meshes_are_not_ordered_faster_than_they_are_built() -> None:
@@ -262,18 +263,18 @@ def test_a_lost_member_in_a_step() -> None:
     pool = connected("a", "b")
     pool.offer()
     pool.say(0, StepDone(1, TIMES))
-    out = pool.exchange.lose(1, "test", pool.now_s)
+    out = pool.protocol.lose(1, "test", pool.now_s)
     assert RollBack(1, 1, (0,)) in [one.message for one in out]
     assert all(one.instance == 0 for one in out)
-    assert [one.reason for one in pool.exchange.take_events().lost] == ["test"]
+    assert [one.reason for one in pool.protocol.take_events().lost] == ["test"]
 
 
 def test_a_lost_owner_ends_its_requests() -> None:
     pool = connected("a", "b")
     pool.offer()
-    pool.exchange.lose(0, "test", pool.now_s)
+    pool.protocol.lose(0, "test", pool.now_s)
     pool.say(1, StepDone(1, TIMES))
-    (record,) = pool.exchange.take_events().ended
+    (record,) = pool.protocol.take_events().ended
     assert record.outcome is PrefillEnd.OWNER_LOST
 
 
@@ -284,9 +285,9 @@ def test_cancelled_and_declined() -> None:
     pool.say(0, StepDone(1, TIMES))
     out = pool.say(1, StepDone(1, TIMES))
     assert Drop(1, (0, 1)) in [one.message for one in out]
-    short = pool.say(1, OfferMessage(2**32 + 2, IDS[:4], 3, 0.0, None))
+    short = pool.say(1, OfferMessage(pool_request(1, 2), IDS[:4], 3, 0.0, None))
     assert len(of_kind(short, Decline)) == 1
-    outcomes = [record.outcome for record in pool.exchange.take_events().ended]
+    outcomes = [record.outcome for record in pool.protocol.take_events().ended]
     assert outcomes == [PrefillEnd.CANCELLED, "alone_is_best"]
 
 
@@ -298,20 +299,20 @@ def test_cancelled_while_it_is_collected() -> None:
     pool.say(0, CancelMessage(1))
     for instance in (0, 1):
         pool.say(instance, StepDone(2, TIMES))
-    (record,) = pool.exchange.take_events().ended
+    (record,) = pool.protocol.take_events().ended
     assert record.outcome is PrefillEnd.CANCELLED
-    assert pool.exchange.status(pool.now_s).requests_collected == 0
+    assert pool.protocol.status(pool.now_s).requests_collected == 0
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        OfferMessage(2**32 + 1, IDS, 0, 0.0, None),
+        OfferMessage(pool_request(1, 1), IDS, 0, 0.0, None),
         OfferMessage(1, IDS, 400, 0.0, None),
         OfferMessage(1, (), 0, 0.0, None),
         OfferMessage(1, (2**40, 1), 0, 0.0, None),
         OfferMessage(77, IDS, 0, 0.0, None),
-        CancelMessage(2**32 + 5),
+        CancelMessage(pool_request(1, 5)),
         Welcome(1, "host", 1, 1.0),
         hello(),
     ],
@@ -319,17 +320,17 @@ def test_cancelled_while_it_is_collected() -> None:
 def test_what_makes_no_sense_is_its_senders_fault_alone(message: Message) -> None:
     pool = connected("a", "b")
     pool.say(0, OfferMessage(77, IDS, 0, 0.0, None))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(PoolProtocolError):
         pool.say(0, message)
-    assert pool.exchange.members == (0, 1)
-    assert [one.request for one in pool.exchange.status(pool.now_s).requests] == [77]
+    assert pool.protocol.members == (0, 1)
+    assert [one.request for one in pool.protocol.status(pool.now_s).requests] == [77]
 
 
 def test_strangers_and_late_answers() -> None:
     pool = connected("a", "b")
     assert pool.say(9, StepDone(1, TIMES)) == []
     assert pool.say(0, StepDone(1, TIMES)) == []
-    assert pool.exchange.lose(9, "test", pool.now_s) == []
+    assert pool.protocol.lose(9, "test", pool.now_s) == []
 
 
 def test_costs_follow_what_chunks_take() -> None:
@@ -343,4 +344,4 @@ def test_costs_follow_what_chunks_take() -> None:
             pool.say(instance, StepDone(sequence, TIMES))
         for instance in (1, 0):
             pool.say(instance, StepDone(sequence + 1, TIMES))
-    assert pool.exchange.status(pool.now_s).cost_scale == pytest.approx(4.0 / 2.05)
+    assert pool.protocol.status(pool.now_s).cost_scale == pytest.approx(4.0 / 2.05)

@@ -1,4 +1,4 @@
-"""A member that is lost in a step: the others need not wait for it, and the store forgets what nobody asks for."""
+"""A member that is lost in a step: the others need not wait for it, and the store forgets what is over."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.mesh_store import MeshStore
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, ChunkOrder, Hello, MeshBuilt, OfferMessage, StepDone
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import Admission, PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 
-def exchange_with_a_step() -> tuple[PoolExchange, ChunkOrder]:
+def protocol_with_a_step() -> tuple[PoolProtocol, ChunkOrder]:
     """Two members in the middle of a chunk."""
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
-    exchange = PoolExchange(PoolSettings(min_chunk_tokens=16), costs)
+    protocol = PoolProtocol(PoolSettings(min_chunk_tokens=16), costs)
     for name in "ab":
         hello = Hello(PROTOCOL_VERSION, name, "node", "model", 3, 1, MemberReport(0.0, 100_000))
-        answer = exchange.greet(hello)
-        assert isinstance(answer, Admission)
-        exchange.join(answer.instance, hello, 0.0)
-    exchange.tick(1.0)
+        answer = protocol.greet(hello)
+        assert isinstance(answer, NewMember)
+        protocol.join(answer.instance, hello, 0.0)
+    protocol.tick(1.0)
     for instance in range(2):
-        exchange.take(instance, MeshBuilt(2), 1.0)
-    out = exchange.take(0, OfferMessage(1, tuple(range(400)), 0, 0.0, None), 1.0)
+        protocol.take(instance, MeshBuilt(2), 1.0)
+    out = protocol.take(0, OfferMessage(1, tuple(range(400)), 0, 0.0, None), 1.0)
     orders = [one.message for one in out if isinstance(one.message, ChunkOrder)]
     assert len(orders) == 2
-    return exchange, orders[0]
+    return protocol, orders[0]
 
 
 def test_who_still_computes_is_told() -> None:
-    exchange, order = exchange_with_a_step()
-    exchange.lose(1, "killed", 2.0)
-    events = exchange.take_events()
+    protocol, order = protocol_with_a_step()
+    protocol.lose(1, "killed", 2.0)
+    events = protocol.take_events()
     assert [tuple(one) for one in events.given_up] == [(order.chunk.epoch, order.chunk.sequence)]
-    assert exchange.take_events().given_up == []
+    assert protocol.take_events().given_up == []
 
 
-def test_nobody_computes_any_more() -> None:
-    exchange, order = exchange_with_a_step()
-    exchange.take(0, StepDone(order.chunk.sequence, StepTimes(0.5, 0.0, 0.0)), 2.0)
-    exchange.lose(1, "killed", 2.0)
-    assert exchange.take_events().given_up == []
+def test_no_member_computes_any_more() -> None:
+    protocol, order = protocol_with_a_step()
+    protocol.take(0, StepDone(order.chunk.sequence, StepTimes(0.5, 0.0, 0.0)), 2.0)
+    protocol.lose(1, "killed", 2.0)
+    assert protocol.take_events().given_up == []
 
 
 def test_the_store_forgets_epochs() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sglang_ext.sequence_parallel.mesh import MeshError
-from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, together
-from sglang_ext.sequence_parallel.ring_attention import SteadfastAttention
+from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, all_ranks_or_raise
+from sglang_ext.sequence_parallel.ring_attention import DeferredErrorAttention
 from support.group_ranks import ROUNDS, run_ranks, value_of
 
 
@@ -33,7 +33,7 @@ def test_alone() -> None:
     assert SINGLE_RANK.all(True)
     assert SINGLE_RANK.all_of([True, False]) == [True, False]
     assert SINGLE_RANK.gather(5) == [5]
-    with pytest.raises(MeshError, match="mine"), together(SINGLE_RANK, MeshError):
+    with pytest.raises(MeshError, match="mine"), all_ranks_or_raise(SINGLE_RANK, MeshError):
         raise MeshError("mine")
 
 
@@ -47,7 +47,7 @@ def test_what_a_failed_step_has_used_does_not_live_on() -> None:
         mesh = Mesh()
         reference = weakref.ref(mesh)
         try:
-            with together(SINGLE_RANK, MeshError):
+            with all_ranks_or_raise(SINGLE_RANK, MeshError):
                 raise MeshError(f"with {mesh}")
         except MeshError:
             return reference
@@ -74,7 +74,7 @@ class Breaking:
 
 def test_a_broken_ring_does_not_end_the_forward() -> None:
     ring = Breaking()
-    attention = SteadfastAttention(ring)
+    attention = DeferredErrorAttention(ring)
     q = torch.ones(2, 1, 4, dtype=torch.bfloat16)
     assert (attention.attend(0, q, 1.0) == 2).all()
     attention.check()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.sharding import Interleaving, Lot, Move, count_tokens, head, split_chunk, tail
+from sglang_ext.policy.cdsp.sharding import Interleaving, KvMove, KvSegment, count_tokens, head, split_chunk, tail
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.shard import LayoutMismatchError, NoRoomError, Shard
 from support.toy_engine import LAYERS, ToyPool
@@ -39,14 +39,14 @@ def test_a_chunk_that_is_taken_back(page_tokens: int) -> None:
     shard = Shard(pool)
     shard.begin()
     shard.extend((range(10),))
-    before, free_tokens = shard.lots, pool.free_tokens
+    before, free_tokens = shard.segments, pool.free_tokens
     fill(pool, shard)
     shard.begin()
-    given = Move(0, 1, 0, 2, tail(before[0].positions, 10, 2))
+    given = KvMove(0, 1, 0, 2, tail(before[0].positions, 10, 2))
     shard.give(given)
     shard.extend((range(20, 30),))
     shard.roll_back()
-    assert shard.lots == before
+    assert shard.segments == before
     assert pool.free_tokens == free_tokens
     assert positions_in(pool, shard.slots) == list(range(10))
     shard.drop()
@@ -60,9 +60,9 @@ def test_what_was_given_is_freed_when_the_next_chunk_begins(page_tokens: int) ->
     shard.begin()
     shard.extend((range(12),))
     shard.begin()
-    shard.give(Move(0, 1, 0, 12, (range(12),)))
+    shard.give(KvMove(0, 1, 0, 12, (range(12),)))
     shard.compact()
-    assert (shard.lots, shard.owned_tokens) == ((), 12)
+    assert (shard.segments, shard.owned_tokens) == ((), 12)
     shard.begin()
     assert (shard.owned_tokens, pool.free_tokens) == (0, 64)
 
@@ -71,7 +71,7 @@ def test_a_move_of_what_is_not_there_is_refused() -> None:
     shard = Shard(ToyPool(64, 1))
     shard.begin()
     shard.extend((range(8),))
-    for move in (Move(0, 1, 1, 2, (range(6, 8),)), Move(0, 1, 0, 2, (range(5, 7),)), Move(0, 1, 0, 2, ())):
+    for move in (KvMove(0, 1, 1, 2, (range(6, 8),)), KvMove(0, 1, 0, 2, (range(5, 7),)), KvMove(0, 1, 0, 2, ())):
         with pytest.raises(LayoutMismatchError):
             shard.give(move)
     assert count_tokens(shard.positions) == 8
@@ -103,10 +103,10 @@ def test_handed_over_in_order(page_tokens: int, cached_tokens: int) -> None:
     shard.extend(mine)
     shard.extend(others)
     fill(pool, shard)
-    slots = shard.surrender(cached_tokens)
+    slots = shard.take_slots(cached_tokens)
     assert positions_in(pool, slots) == list(range(cached_tokens, cached_tokens + 40))
     assert pool.free_tokens == 128 - 40 - cached_tokens
-    assert (shard.lots, shard.owned_tokens) == ((), 0)
+    assert (shard.segments, shard.owned_tokens) == ((), 0)
     shard.drop()
     pool.free(slots)
     if cached_tokens:
@@ -121,7 +121,7 @@ def test_handed_over_up_to_the_first_that_is_missing(page_tokens: int) -> None:
     shard.begin()
     shard.extend((range(11), range(16, 30)))
     fill(pool, shard)
-    slots = shard.surrender(0)
+    slots = shard.take_slots(0)
     assert positions_in(pool, slots) == list(range(11 - 11 % page_tokens))
     pool.free(slots)
     assert pool.free_tokens == 128
@@ -133,10 +133,10 @@ def test_no_room_for_whole_pages_changes_nothing() -> None:
     shard.begin()
     shard.extend((range(12),))
     fill(pool, shard)
-    before = shard.lots
+    before = shard.segments
     with pytest.raises(NoRoomError):
-        shard.surrender(0)
-    assert shard.lots == before
+        shard.take_slots(0)
+    assert shard.segments == before
     assert positions_in(pool, shard.slots) == list(range(12))
     shard.drop()
     assert pool.free_tokens == 16
@@ -148,9 +148,9 @@ def test_borrowed_pages_are_never_freed() -> None:
     shard = Shard(pool)
     shard.borrow((range(8),), prefix)
     shard.begin()
-    shard.give(Move(0, 1, 0, 4, (range(4, 8),)))
+    shard.give(KvMove(0, 1, 0, 4, (range(4, 8),)))
     shard.begin()
-    assert shard.lots == (Lot((range(4),), is_borrowed=True),)
+    assert shard.segments == (KvSegment((range(4),), is_borrowed=True),)
     shard.drop()
     assert pool.free_tokens == 56
 
@@ -162,12 +162,12 @@ steps = st.lists(
 
 
 @settings(deadline=None)
-@given(steps, st.sampled_from([1, 4]), st.sampled_from(["drop", "surrender"]))
+@given(steps, st.sampled_from([1, 4]), st.sampled_from(["drop", "take_slots"]))
 def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int]], page_tokens: int, end: str) -> None:
     pool = ToyPool(256, page_tokens)
     shard = Shard(pool)
     position = 0
-    before = shard.lots
+    before = shard.segments
     shard.begin()
     for what, number, place in history:
         if what == "extend":
@@ -176,25 +176,25 @@ def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int
                 position += number
             except NoRoomError:
                 pass
-        elif what == "give" and shard.lots:
-            lot = place % len(shard.lots)
-            positions = shard.lots[lot].positions
+        elif what == "give" and shard.segments:
+            segment = place % len(shard.segments)
+            positions = shard.segments[segment].positions
             tokens = count_tokens(positions)
             kept = max(0, tokens - number) // page_tokens * page_tokens
             if kept < tokens:
-                shard.give(Move(0, 1, lot, tokens - kept, tail(positions, tokens, tokens - kept)))
-                assert shard.lots[lot].positions == head(positions, kept)
+                shard.give(KvMove(0, 1, segment, tokens - kept, tail(positions, tokens, tokens - kept)))
+                assert shard.segments[segment].positions == head(positions, kept)
                 shard.compact()
         elif what == "begin":
             shard.begin()
-            before = shard.lots
+            before = shard.segments
         elif what == "roll_back":
             shard.roll_back()
-            assert shard.lots == before
+            assert shard.segments == before
     assert shard.owned_tokens == 256 - pool.free_tokens
-    if end == "surrender":
+    if end == "take_slots":
         try:
-            pool.free(shard.surrender(0))
+            pool.free(shard.take_slots(0))
         except NoRoomError:
             shard.drop()
     else:

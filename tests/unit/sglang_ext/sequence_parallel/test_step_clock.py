@@ -92,7 +92,7 @@ def test_a_chunk_on_two_instances_after_one_on_the_other() -> None:
     assert clock.times().compute_s == COMPUTE_S
 
 
-def test_alone_nobody_is_waited_for() -> None:
+def test_a_single_member_waits_for_no_other() -> None:
     layout, _ = lay_out({}, (range(TOKENS),), (0,), Interleaving.ZIGZAG)
     pool = ToyPool(256, 1)
     clock = HandClock()

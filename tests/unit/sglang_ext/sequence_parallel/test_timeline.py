@@ -24,14 +24,14 @@ from sglang_ext.sequence_parallel.pool_history import (
     StepKind,
     StepRecord,
 )
-from sglang_ext.sequence_parallel.pool_protocol import PoolExchange, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from sglang_ext.sequence_parallel.timeline import (
     Activity,
     Bar,
-    PictureError,
     ShownRequest,
     TimelineError,
+    TimelinePictureError,
     add_arguments,
     draw_timeline,
     run,
@@ -56,7 +56,7 @@ def status(**changes: object) -> dict[str, Any]:
     never = PrefillRecord(3, 1, 2000, 0, 90.0, ended_s=91.0, outcome=PrefillEnd.CANCELLED)
     members = tuple(MemberStatus(number, name, "n", 0.0, 10, 0, 0.0) for number, name in ((0, "a"), (1, "b")))
     former = (FormerMember(2, "c", 117.0, "was killed"), FormerMember(9, "x", 1.0, "long ago"))
-    pool = PoolExchange(PoolSettings(), PoolCosts(prior_candidates((1, 2)))).status(120.0)
+    pool = PoolProtocol(PoolSettings(), PoolCosts(prior_candidates((1, 2)))).status(120.0)
     full = PoolStatus(
         *(120.0, "m", 3, True, members, (second,), (never, first), 1, 0, 2, 1.0, 0.05, None, former),
     )
@@ -113,9 +113,9 @@ def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "pool.png"
     draw_timeline(timeline_of(status()), path, name_of=str.upper)
     assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(PictureError, match="cannot be written: No such file"):
+    with pytest.raises(TimelinePictureError, match="cannot be written: No such file"):
         draw_timeline(timeline_of(status()), tmp_path / "no" / "pool.png")
-    with pytest.raises(PictureError, match="Format 'xyz' is not supported"):
+    with pytest.raises(TimelinePictureError, match="Format 'xyz' is not supported"):
         draw_timeline(timeline_of(status()), tmp_path / "pool.xyz")
 
 

@@ -48,7 +48,7 @@ def test_optional_backend_does_not_matter(hooks: list[HookStatus], monkeypatch: 
     assert unfit(LARGE) == set()
 
 
-def test_what_the_installed_version_is_too_old_for_is_said_and_does_not_matter(
+def test_what_the_installed_version_is_too_old_for_is_reported_and_does_not_matter(
     hooks: list[HookStatus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "installed_sglang", lambda: V17)

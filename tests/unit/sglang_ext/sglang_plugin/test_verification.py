@@ -75,7 +75,7 @@ def test_applied_hooks_are_in_force(fake: types.ModuleType, table: None) -> None
     assert verification.verify_hooks() == ["a-function", "a-class"]
 
 
-def test_hook_below_somebody_elses_is_in_force(fake: types.ModuleType, table: None) -> None:
+def test_hook_below_another_plugins_is_in_force(fake: types.ModuleType, table: None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     apply_hooks()
@@ -141,7 +141,7 @@ def launch(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[st
 
 def test_engine_refuses_to_start_when_sglang_skips_the_plugin(tmp_path: Path) -> None:
     options = ExtensionOptions(Role.SHORT, Device.CPU).to_environment()
-    result = launch(tmp_path, SGLANG_PLUGINS="somebody_else", **options)
+    result = launch(tmp_path, SGLANG_PLUGINS="another_plugin", **options)
     assert result.returncode == 3
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("sglang-ext: refusing to start")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.cdsp.coordinator import Coordinator, CoordinatorSettings
+from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
 from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
@@ -24,7 +24,7 @@ from sglang_ext.policy.cdsp.orders import (
 )
 from sglang_ext.policy.cdsp.plan import PlannerConfig
 from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.sharding import Lot, after_moves, compacted, positions_of
+from sglang_ext.policy.cdsp.sharding import KvSegment, after_moves, compacted, positions_of
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 
 IDLE = MemberReport(0.0, 100_000)
@@ -39,7 +39,7 @@ def planner(sizes: tuple[int, ...] = (1, 2, 4), min_chunk_tokens: int = 64, star
 
 
 def coordinator(instances: int = 4, **settings: Any) -> Coordinator:
-    one = Coordinator(planner(), CoordinatorSettings(layers=2, **settings))
+    one = Coordinator(planner(), CoordinationSettings(layers=2, **settings))
     for instance in range(instances):
         one.join(instance, 0, IDLE)
     for instance in range(instances):
@@ -100,7 +100,7 @@ def test_offers_that_make_no_sense(bad: Offer) -> None:
 
 
 def test_nothing_starts_before_the_mesh_is_there() -> None:
-    one = Coordinator(planner(), CoordinatorSettings(layers=2))
+    one = Coordinator(planner(), CoordinationSettings(layers=2))
     one.join(0, 0, IDLE)
     (mesh,) = one.join(1, 0, IDLE)
     assert mesh == BuildMesh(2, (0, 1))
@@ -111,7 +111,7 @@ def test_nothing_starts_before_the_mesh_is_there() -> None:
 
 
 def test_a_mesh_that_never_comes_is_not_waited_for() -> None:
-    one = Coordinator(planner(), CoordinatorSettings(layers=2, patience_s=3.0))
+    one = Coordinator(planner(), CoordinationSettings(layers=2, mesh_timeout_s=3.0))
     one.join(0, 0, IDLE)
     one.join(1, 0, IDLE)
     assert one.offer(offer(), 0.0) == []
@@ -122,7 +122,7 @@ def test_a_mesh_that_never_comes_is_not_waited_for() -> None:
 
 
 def test_what_a_lost_instance_held_is_computed_again_and_nothing_else() -> None:
-    one = Coordinator(planner((1, 2), 64), CoordinatorSettings(layers=2))
+    one = Coordinator(planner((1, 2), 64), CoordinationSettings(layers=2))
     for instance in range(3):
         one.join(instance, 0, IDLE)
     for instance in range(3):
@@ -201,9 +201,9 @@ def test_an_instance_that_says_nothing_works_on_what_it_has() -> None:
     assert order.layout.group == (0, 1)
 
 
-def test_patience_begins_anew_with_every_step() -> None:
+def test_the_mesh_timeout_begins_anew_with_every_step() -> None:
     """A long chunk is no reason to give up while members connect after it."""
-    one = coordinator(2, patience_s=3.0)
+    one = coordinator(2, mesh_timeout_s=3.0)
     order = chunk_of(one.offer(offer(), 0.0))
     one.done(0, order.sequence, 10.0)
     assert RollBack(order.sequence, 1, (0,)) in one.failed(1, order.sequence, 10.0)
@@ -212,7 +212,7 @@ def test_patience_begins_anew_with_every_step() -> None:
 
 
 def test_a_collection_is_not_waited_for_for_ever() -> None:
-    one = coordinator(2, patience_s=3.0)
+    one = coordinator(2, mesh_timeout_s=3.0)
     order = chunk_of(one.offer(offer(), 0.0))
     one.mesh_failed(1, one.epoch)
     one.done(0, order.sequence, 10.0)
@@ -244,7 +244,7 @@ def test_who_fails_takes_part_in_nothing_before_it_is_connected_anew() -> None:
 
 
 def test_epochs_that_have_not_begun_are_not_believed() -> None:
-    one = Coordinator(planner(), CoordinatorSettings(layers=2), first_epoch=7)
+    one = Coordinator(planner(), CoordinationSettings(layers=2), first_epoch=7)
     assert one.join(0, 0, IDLE) == [BuildMesh(8, (0,))]
     one.mesh_built(0, 9, 0.0)
     assert not one.is_connected
@@ -258,18 +258,18 @@ def test_other_costs_from_now_on() -> None:
     assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
-class World:
+class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.coordinator = Coordinator(
-            planner((1, 2, 3), 1, 1e-4), CoordinatorSettings(layers=2, page_tokens=self.random.choice((1, 16)))
+            planner((1, 2, 3), 1, 1e-4), CoordinationSettings(layers=2, page_tokens=self.random.choice((1, 16)))
         )
         self.mail: dict[int, deque[Order]] = {}
-        self.held: dict[tuple[int, int], tuple[Lot, ...]] = {}  # instance, request
-        self.before: dict[tuple[int, int], tuple[Lot, ...]] = {}
+        self.held: dict[tuple[int, int], tuple[KvSegment, ...]] = {}  # instance, request
+        self.before: dict[tuple[int, int], tuple[KvSegment, ...]] = {}
         self.offers: dict[int, Offer] = {}
         self.ended: dict[int, str] = {}
         self.broken: set[int] = set()  # steps in which a peer has failed
@@ -306,7 +306,7 @@ class World:
         one = Offer(request, owner, tokens, self.random.choice((0, 0, tokens // 3)), self.now_s, math.inf)
         self.offers[request] = one
         if one.cached_tokens:
-            self.held[owner, request] = (Lot((range(one.cached_tokens),), is_borrowed=True),)
+            self.held[owner, request] = (KvSegment((range(one.cached_tokens),), is_borrowed=True),)
         self.deliver(self.coordinator.offer(one, self.now_s))
 
     def kill(self, instance: int) -> None:
@@ -359,12 +359,12 @@ class World:
         moves = order.layout.moves if isinstance(order, RunChunk) else order.moves
         mine = [move for move in moves if instance in (move.source, move.target)]
         moved = compacted(after_moves({instance: self.held.get(key, ())}, [m for m in mine if m.source == instance]))
-        lots = [*moved[instance], *(Lot(move.positions) for move in mine if move.target == instance)]
+        segments = [*moved[instance], *(KvSegment(move.positions) for move in mine if move.target == instance)]
         if isinstance(order, RunChunk):
             new = order.layout.new[group.index(instance)]
-            lots += [Lot(new)] if new else []
-            assert positions_of(lots) == (*order.layout.history[group.index(instance)], *new)
-        self.held[key] = tuple(lots)
+            segments += [KvSegment(new)] if new else []
+            assert positions_of(segments) == (*order.layout.history[group.index(instance)], *new)
+        self.held[key] = tuple(segments)
         self.deliver(self.coordinator.done(instance, order.sequence, self.now_s))
         if isinstance(order, Collect) and instance == order.owner and order.request not in self.ended:
             self.finish(order)
@@ -395,33 +395,33 @@ class World:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_any_history_ends(seed: int) -> None:
-    world = World(seed)
+    cluster = SimulatedCluster(seed)
     for request in range(1, 13):
-        for _ in range(world.random.randrange(1, 25)):
-            world.now_s += 0.02
-            busy = [instance for instance, mail in world.mail.items() if mail]
+        for _ in range(cluster.random.randrange(1, 25)):
+            cluster.now_s += 0.02
+            busy = [instance for instance, mail in cluster.mail.items() if mail]
             if busy:
-                world.work(world.random.choice(busy), may_fail=True)
-        chance = world.random.random()
-        if chance < 0.1 and len(world.mail) > 1:
-            world.kill(world.random.choice(list(world.mail)))
+                cluster.work(cluster.random.choice(busy), may_fail=True)
+        chance = cluster.random.random()
+        if chance < 0.1 and len(cluster.mail) > 1:
+            cluster.kill(cluster.random.choice(list(cluster.mail)))
         elif chance < 0.2:
-            world.join(world.random.randrange(6))
-        elif chance < 0.3 and world.coordinator.requests:
-            victim = world.random.choice(world.coordinator.requests)
-            world.ended.setdefault(victim, "cancelled")
-            world.deliver(world.coordinator.cancel(victim, world.now_s))
-        if world.mail:
-            world.offer(request)
-    world.quiet_down()
-    assert set(world.ended) == set(world.offers)
-    # Also who holds nothing any more is told of the end.
-    assert not world.held
+            cluster.join(cluster.random.randrange(6))
+        elif chance < 0.3 and cluster.coordinator.requests:
+            victim = cluster.random.choice(cluster.coordinator.requests)
+            cluster.ended.setdefault(victim, "cancelled")
+            cluster.deliver(cluster.coordinator.cancel(victim, cluster.now_s))
+        if cluster.mail:
+            cluster.offer(request)
+    cluster.quiet_down()
+    assert set(cluster.ended) == set(cluster.offers)
+    # A member that holds nothing any more gets the end, too.
+    assert not cluster.held
 
 
 def test_most_requests_are_shared_when_nothing_fails() -> None:
-    world = World(7)
+    cluster = SimulatedCluster(7)
     for request in range(1, 10):
-        world.offer(request)
-        world.quiet_down()
-    assert {how for request, how in world.ended.items() if world.offers[request].tokens >= 200} == {"whole"}
+        cluster.offer(request)
+        cluster.quiet_down()
+    assert {how for request, how in cluster.ended.items() if cluster.offers[request].tokens >= 200} == {"whole"}

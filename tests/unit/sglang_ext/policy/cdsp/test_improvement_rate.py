@@ -132,7 +132,7 @@ def test_the_arrivals_at_both_ends_of_the_window_do_not_count() -> None:
     assert source.arrivals_per_s == 0.9  # 1 to 9 s
 
 
-def test_after_a_silence_the_load_is_light() -> None:
+def test_after_a_time_without_arrivals_the_load_is_light() -> None:
     source = ProfiledImprovementRate(TABLE)
     note_all(source, [0.4 * step for step in range(300)])
     assert source.current == 0.5

@@ -96,7 +96,7 @@ def test_the_kv_that_a_request_holds_counts_as_free_for_it_alone() -> None:
     assert plans[2] == NoPlan(NoPlanReason.KV_CAPACITY)
 
 
-def test_one_that_cannot_be_planned_delays_nobody() -> None:
+def test_one_that_cannot_be_planned_delays_no_other() -> None:
     tight = IDLE._replace(free_kv_tokens=(5_000,) * 16)
     plans = replan(PLANNER, ReplanMode.FCFS, 0.0, tight, [pending(1, 190_000, -1.0), pending(2, 4096)], 0.05)
     assert plans[0].plan == NoPlan(NoPlanReason.KV_CAPACITY)
@@ -153,7 +153,7 @@ def test_deadlines_and_remaining_times_order_too() -> None:
     assert orders == {ReplanMode.EDF: [1, 2, 0], ReplanMode.SRPT: [0, 1, 2], ReplanMode.FCFS: [0, 1, 2]}
 
 
-def test_planning_may_end_when_nobody_is_free() -> None:
+def test_planning_may_end_when_no_instance_is_free() -> None:
     requests = [pending(key, 100_000, key * 0.1) for key in range(6)]
     every = replan(PLANNER, ReplanMode.FCFS, 1.0, IDLE, requests, 0.3)
     first = replan(PLANNER, ReplanMode.FCFS, 1.0, IDLE, requests, 0.3, until_busy=True)

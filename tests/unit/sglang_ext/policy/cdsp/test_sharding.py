@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.sharding import (
     Interleaving,
-    Lot,
+    KvSegment,
     Positions,
     after_moves,
     compacted,
@@ -83,16 +83,16 @@ def test_head_and_tail() -> None:
 
 def test_history_outside_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match="not in the group"):
-        rebalance({7: (Lot((range(3),)),)}, [0, 1])
+        rebalance({7: (KvSegment((range(3),)),)}, [0, 1])
 
 
 def test_an_even_history_stays() -> None:
-    holdings = {0: (Lot((range(8),)),), 1: (Lot((range(8, 16),)),)}
+    holdings = {0: (KvSegment((range(8),)),), 1: (KvSegment((range(8, 16),)),)}
     assert rebalance(holdings, [0, 1], 4) == ()
 
 
 def test_one_member_shares_with_three() -> None:
-    moves = rebalance({2: (Lot((range(64),)),)}, [2, 0, 1, 3], 16)
+    moves = rebalance({2: (KvSegment((range(64),)),)}, [2, 0, 1, 3], 16)
     assert [(move.source, move.target, move.tokens) for move in moves] == [(2, 0, 16), (2, 1, 16), (2, 3, 16)]
     assert [every(move.positions) for move in moves] == [
         list(range(48, 64)),
@@ -118,12 +118,12 @@ def growing_groups(draw: st.DrawFn) -> list[tuple[int, ...]]:
 def test_any_plan(
     groups: list[tuple[int, ...]], data: st.DataObject, interleaving: Interleaving, page_tokens: int, cached_tokens: int
 ) -> None:
-    held = {groups[0][0]: (Lot((range(cached_tokens),), is_borrowed=True),)} if cached_tokens else {}
+    held = {groups[0][0]: (KvSegment((range(cached_tokens),), is_borrowed=True),)} if cached_tokens else {}
     start = cached_tokens
     for group in groups:
-        before = {instance: positions_of(lots) for instance, lots in held.items()}
+        before = {instance: positions_of(segments) for instance, segments in held.items()}
         moved = compacted(after_moves(held, rebalance(held, group, page_tokens)))
-        amounts = [sum(lot.tokens for lot in moved.get(instance, ())) for instance in group]
+        amounts = [sum(segment.tokens for segment in moved.get(instance, ())) for instance in group]
         assert max(amounts) - min(amounts) <= (1 if page_tokens == 1 else 3 * page_tokens)
         tokens = data.draw(st.integers(1, 200))
         layout, held = lay_out(held, (range(start, start + tokens),), group, interleaving, page_tokens)
@@ -133,19 +133,19 @@ def test_any_plan(
         assert sorted(p for one in layout.history for p in every(one)) == list(range(start))
         start += tokens
         assert start - 1 in every(layout.new[group.index(layout.last_token_owner)])
-        assert sorted(p for lots in held.values() for p in every(positions_of(lots))) == list(range(start))
+        assert sorted(p for segments in held.values() for p in every(positions_of(segments))) == list(range(start))
 
 
 @given(tokens=st.integers(1, 400), members=st.integers(2, 5), page_tokens=st.sampled_from([4, 16]))
 def test_only_whole_pages_change_hands(tokens: int, members: int, page_tokens: int) -> None:
-    held = {0: (Lot((range(tokens),)),)}
+    held = {0: (KvSegment((range(tokens),)),)}
     moves = rebalance(held, list(range(members)), page_tokens)
     left = tokens
     for move in moves:
         left -= move.tokens
         assert left % page_tokens == 0
     pages = ceil(tokens / page_tokens)
-    most = max(sum(lot.tokens for lot in lots) for lots in after_moves(held, moves).values())
+    most = max(sum(segment.tokens for segment in segments) for segments in after_moves(held, moves).values())
     assert most <= (ceil(pages / members) + 1) * page_tokens
 
 
@@ -153,17 +153,21 @@ def test_what_was_lost_is_dealt_out_again() -> None:
     lost = without((range(100),), (range(40), range(60, 100, 2)))
     assert lost[0] == range(40, 60)
     assert every(lost) == [*range(40, 60), *range(61, 100, 2)]
-    held = {0: (Lot((range(40),)),), 2: (Lot((range(60, 100, 2),)),)}
+    held = {0: (KvSegment((range(40),)),), 2: (KvSegment((range(60, 100, 2),)),)}
     layout, after = lay_out(held, lost, (0, 2), Interleaving.ZIGZAG)
     assert sorted(every(layout.new[0]) + every(layout.new[1])) == every(lost)
     assert all(every(part) == sorted(every(part)) for part in layout.new)
-    assert sorted(p for lots in after.values() for p in every(positions_of(lots))) == list(range(100))
+    assert sorted(p for segments in after.values() for p in every(positions_of(segments))) == list(range(100))
 
 
 def test_gathered() -> None:
-    held = {1: (Lot((range(10),)), Lot((range(20, 30),))), 0: (Lot((range(10, 20),)),), 2: (Lot((range(30, 33),)),)}
+    held = {
+        1: (KvSegment((range(10),)), KvSegment((range(20, 30),))),
+        0: (KvSegment((range(10, 20),)),),
+        2: (KvSegment((range(30, 33),)),),
+    }
     moves = gather(held, 0)
-    assert [(move.source, move.lot, move.tokens) for move in moves] == [(1, 1, 10), (1, 0, 10), (2, 0, 3)]
+    assert [(move.source, move.segment, move.tokens) for move in moves] == [(1, 1, 10), (1, 0, 10), (2, 0, 3)]
     after = compacted(after_moves(held, moves))
     assert sorted(every(positions_of(after[0]))) == list(range(33))
     assert not after[1]

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from sglang_ext.identifiers import MAX_ATTEMPTS, TransferAttempt, TransferId, attempts_of, next_attempt
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import (
     Failing,
@@ -22,7 +23,6 @@ from sglang_ext.policy.handshake.protocol import (
 )
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.receiver import Receiver
-from sglang_ext.policy.handshake.rooms import MAX_ATTEMPTS, Attempt, Room, attempts_of, following
 from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
@@ -37,9 +37,9 @@ def receiver() -> Receiver:
     return machine
 
 
-def need(room: Room) -> Need:
+def need(transfer_id: TransferId) -> Need:
     return needed(
-        room,
+        transfer_id,
         first_token=0,
         slots=array("I", [4, 5, 6, 7]),
         first_head=0,
@@ -53,12 +53,12 @@ def report(sender: str, *chunks: KVShard, is_helper: bool, stored: int = 0) -> S
     return SenderReport(1, sender, 9, None, 0, chunks, False, stored, stored, stored, 0.0, is_helper)
 
 
-def test_rooms_have_a_bounded_number_of_attempts() -> None:
+def test_a_room_has_a_bounded_number_of_attempts() -> None:
     assert len(attempts_of(5)) == MAX_ATTEMPTS
-    assert attempts_of(5)[:2] == (5, Attempt(5, 1))
-    assert following(5) == Attempt(5, 1)
-    assert following(Attempt(5, MAX_ATTEMPTS - 1)) is None
-    assert str(Attempt(5, 1)) == "5 (attempt 2)"
+    assert attempts_of(5)[:2] == (5, TransferAttempt(5, 1))
+    assert next_attempt(5) == TransferAttempt(5, 1)
+    assert next_attempt(TransferAttempt(5, MAX_ATTEMPTS - 1)) is None
+    assert str(TransferAttempt(5, 1)) == "5 (attempt 2)"
 
 
 def test_a_lost_helper_is_no_lost_owner() -> None:
@@ -89,7 +89,7 @@ def test_a_sender_says_whether_the_request_is_sent_anew(restarts: bool) -> None:
     actions = machine.on_stopped(SenderStopped(1, "owner", 9, "told to", restarts), 1.1)
     assert any(isinstance(action, Released) for action in actions)
     if restarts:
-        machine.expect(need(Attempt(1, 1)), 1.2)
+        machine.expect(need(TransferAttempt(1, 1)), 1.2)
         late = machine.on_report(report("helper", OTHER_HALF, is_helper=True), 1.3)
         assert [action.message for action in late if isinstance(action, Send)] == [
             ReceiverAbort(1, "d", 1, 9, "helper has stopped: enough", True)
@@ -203,7 +203,7 @@ def test_decode_has_been_started_again() -> None:
     assert machine.outcome[0] is TransferOutcome.PEER_LOST
 
 
-def test_a_restart_that_nobody_hears_is_a_loss() -> None:
+def test_a_restart_that_is_not_acknowledged_is_a_loss() -> None:
     machine = sender(is_helper=False)
     machine.restart("x", 1.0)
     machine.on_timer(6.0)

@@ -2,7 +2,7 @@
 
 The states are found by breadth: in each one, every message under way may arrive, get lost or arrive twice, every
 write may end, a sender may abort or crash, decode may cancel (as far as a budget allows). From each state that has not
-been seen the world then goes on without faults, and must end clean. Nothing is left to chance.
+been seen the cluster then goes on without faults, and must end clean. Nothing is left to chance.
 
 Two things keep the number of states in bounds and change no result: an answer that would tell its sender nothing is
 taken off the network (what is known only grows, so it would never tell it anything), and in the largest models a
@@ -22,7 +22,7 @@ import pytest
 
 from sglang_ext.policy.handshake.protocol import Message, ReceiverReport
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
-from support.handshake_world import World, quick_options
+from support.handshake_cluster import SimulatedCluster, quick_options
 
 
 @dataclass(frozen=True)
@@ -36,78 +36,80 @@ class Budget:
     crashes: int = 0
 
 
-def begin(requests: int, senders: int, backends: int, *, can_fence: bool = True) -> World:
+def begin(requests: int, senders: int, backends: int, *, can_fence: bool = True) -> SimulatedCluster:
     """Each sender has shaken hands and offered its only chunk, computed already; no message has arrived."""
-    world = World(quick_options(backends), can_fence=can_fence, slot_count=requests * senders)
-    for room in range(1, requests + 1):
+    cluster = SimulatedCluster(quick_options(backends), can_fence=can_fence, slot_count=requests * senders)
+    for transfer_id in range(1, requests + 1):
         whole = KVShard((TokenSpan(0, senders),), 0, 1, 0, 1)
         shards = {
             f"prefill-{index}": [whole._replace(tokens=(TokenSpan(index, index + 1),))] for index in range(senders)
         }
-        world.add_request(room, whole, shards)
-        assert world.expect(room)
+        cluster.add_request(transfer_id, whole, shards)
+        assert cluster.expect(transfer_id)
         for address in shards:
-            world.start_sender(address, room)
-            world.network.pop()  # the report of the offer says all that the first one did
-            world.offer(address, room)
-            world.compute(address, room)
-    return world
+            cluster.start_sender(address, transfer_id)
+            cluster.network.pop()  # the report of the offer says all that the first one did
+            cluster.offer(address, transfer_id)
+            cluster.compute(address, transfer_id)
+    return cluster
 
 
-def steps(world: World, budget: Budget) -> list[tuple[str, int, Budget]]:
+def steps(cluster: SimulatedCluster, budget: Budget) -> list[tuple[str, int, Budget]]:
     """Everything that can happen now: what, which, and the budget after it."""
-    found = [("deliver", index, budget) for index in range(len(world.network))]
-    found += [("write", index, budget) for index in range(len(world.writes))]
-    found += [("fence", 0, budget)] * bool(world.fences)
+    found = [("deliver", index, budget) for index in range(len(cluster.network))]
+    found += [("write", index, budget) for index in range(len(cluster.writes))]
+    found += [("fence", 0, budget)] * bool(cluster.fences)
     if budget.losses:
         less = Budget(budget.losses - 1, budget.repeats, budget.aborts, budget.cancels, budget.crashes)
-        found += [("lose", index, less) for index in range(len(world.network))]
+        found += [("lose", index, less) for index in range(len(cluster.network))]
     if budget.repeats:
         less = Budget(budget.losses, budget.repeats - 1, budget.aborts, budget.cancels, budget.crashes)
-        found += [("repeat", index, less) for index in range(len(world.network))]
+        found += [("repeat", index, less) for index in range(len(cluster.network))]
     if budget.aborts:
         less = Budget(budget.losses, budget.repeats, budget.aborts - 1, budget.cancels, budget.crashes)
-        found += [("abort", index, less) for index in range(len(world.machines))]
+        found += [("abort", index, less) for index in range(len(cluster.machines))]
     if budget.cancels:
         less = Budget(budget.losses, budget.repeats, budget.aborts, budget.cancels - 1, budget.crashes)
-        found += [("cancel", room, less) for room, state in world.rooms.items() if state.outcome is None]
+        found += [
+            ("cancel", transfer_id, less) for transfer_id, state in cluster.transfers.items() if state.outcome is None
+        ]
     if budget.crashes:
         less = Budget(budget.losses, budget.repeats, budget.aborts, budget.cancels, budget.crashes - 1)
-        found += [("crash", index, less) for index in range(len(world.machines))]
+        found += [("crash", index, less) for index in range(len(cluster.machines))]
     return found
 
 
-def take(world: World, what: str, index: int, *, is_eager: bool) -> None:
+def take(cluster: SimulatedCluster, what: str, index: int, *, is_eager: bool) -> None:
     if what == "deliver":
-        world.deliver(index)
+        cluster.deliver(index)
     elif what == "repeat":
-        world.deliver(index, is_kept=True)
+        cluster.deliver(index, is_kept=True)
     elif what == "lose":
-        world.network.pop(index)
+        cluster.network.pop(index)
     elif what == "write":
-        world.end_write(list(world.writes)[index])
+        cluster.end_write(list(cluster.writes)[index])
     elif what == "fence":
-        world.fence_done()
+        cluster.fence_done()
     elif what == "abort":
-        world.abort_sender(*list(world.machines)[index])
+        cluster.abort_sender(*list(cluster.machines)[index])
     elif what == "cancel":
-        world.cancel(index)
+        cluster.cancel(index)
     elif what == "crash":
-        world.crash_sender(list(world.machines)[index][0])
-    while is_eager and world.writes:
-        world.end_write(next(iter(world.writes)))
-    world.network = [entry for entry in dict.fromkeys(world.network) if tells_something(world, *entry)]
-    world.check()
+        cluster.crash_sender(list(cluster.machines)[index][0])
+    while is_eager and cluster.writes:
+        cluster.end_write(next(iter(cluster.writes)))
+    cluster.network = [entry for entry in dict.fromkeys(cluster.network) if tells_something(cluster, *entry)]
+    cluster.check()
 
 
-def tells_something(world: World, to: str, message: Message) -> bool:
+def tells_something(cluster: SimulatedCluster, to: str, message: Message) -> bool:
     """Whether a message would change its receiver, or be answered."""
-    machine = world.machines.get((to, message.room))
+    machine = cluster.machines.get((to, message.transfer_id))
     if not isinstance(message, ReceiverReport):
         return True
     if machine is None or machine.is_over:
         return False
-    return _tells_something(pickle.dumps(machine), message, world.now_s)
+    return _tells_something(pickle.dumps(machine), message, cluster.now_s)
 
 
 @lru_cache(maxsize=100_000)
@@ -116,11 +118,11 @@ def _tells_something(frozen: bytes, message: ReceiverReport, now_s: float) -> bo
     return bool(twin.on_report(message, now_s)) or pickle.dumps(twin) != pickle.dumps(machine)
 
 
-def key_of(world: World, budget: Budget) -> tuple[object, ...]:
+def key_of(cluster: SimulatedCluster, budget: Budget) -> tuple[object, ...]:
     """What the future depends on; messages under way are a multiset."""
-    network = tuple(sorted(repr(message) for message in world.network))
+    network = tuple(sorted(repr(message) for message in cluster.network))
     machines = tuple(
-        (key, repr(sorted(vars(machine).items(), key=repr))) for key, machine in sorted(world.machines.items())
+        (key, repr(sorted(vars(machine).items(), key=repr))) for key, machine in sorted(cluster.machines.items())
     )
     chunks = tuple(
         (
@@ -130,12 +132,12 @@ def key_of(world: World, budget: Budget) -> tuple[object, ...]:
                 for chunk in machine._chunks
             ],
         )
-        for key, machine in sorted(world.machines.items())
+        for key, machine in sorted(cluster.machines.items())
     )
-    receiver = world.receiver
+    receiver = cluster.receiver
     requests = tuple(
         (
-            room,
+            transfer_id,
             request.phase,
             request.order,
             request.cells_stored,
@@ -152,14 +154,20 @@ def key_of(world: World, budget: Budget) -> tuple[object, ...]:
                 for sender in request.senders.values()
             ],
         )
-        for room, request in sorted(receiver._requests.items())
+        for transfer_id, request in sorted(receiver._requests.items())
     )
     pool = (
         sorted(receiver.backends._free),
         sorted(receiver.backends._holder.items()),
         list(receiver.backends._idle_since_s),
     )
-    rest = (list(receiver._ended), receiver._queue, sorted(world.writes), world.fences, sorted(world.slot_room.items()))
+    rest = (
+        list(receiver._ended),
+        receiver._queue,
+        sorted(cluster.writes),
+        cluster.fences,
+        sorted(cluster.slot_transfer.items()),
+    )
     return (network, strip(repr(machines)), repr(chunks), repr(requests), repr(pool), repr(rest), budget)
 
 
@@ -168,23 +176,23 @@ def strip(text: str) -> str:
     return "".join(piece.split(">", 1)[-1] if index else piece for index, piece in enumerate(text.split(" object at ")))
 
 
-def explore(world: World, budget: Budget, *, is_eager: bool = False) -> int:
+def explore(cluster: SimulatedCluster, budget: Budget, *, is_eager: bool = False) -> int:
     """Visit every state; returns how many there are."""
-    seen = {key_of(world, budget)}
-    frontier: deque[tuple[bytes, Budget, tuple[str, ...]]] = deque([(pickle.dumps(world), budget, ())])
+    seen = {key_of(cluster, budget)}
+    frontier: deque[tuple[bytes, Budget, tuple[str, ...]]] = deque([(pickle.dumps(cluster), budget, ())])
     while frontier:
         frozen, left, story = frontier.popleft()
         for what, index, after in steps(pickle.loads(frozen), left):
-            world = pickle.loads(frozen)
+            cluster = pickle.loads(frozen)
             path = (*story, f"{what} {index}")
             try:
-                take(world, what, index, is_eager=is_eager)
-                key = key_of(world, after)
+                take(cluster, what, index, is_eager=is_eager)
+                key = key_of(cluster, after)
                 if key in seen:
                     continue
                 seen.add(key)
-                frontier.append((pickle.dumps(world), after, path))
-                world.settle(Random(0))
+                frontier.append((pickle.dumps(cluster), after, path))
+                cluster.settle(Random(0))
             except AssertionError as error:
                 raise AssertionError(f"{error}: {' → '.join(path)}") from error
     return len(seen)

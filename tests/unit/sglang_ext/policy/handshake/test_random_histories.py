@@ -1,9 +1,9 @@
 """Random histories: messages lost, repeated, delayed and reordered, processes crash, requests are aborted at any time.
 
 Half of the requests have helpers: when one of those fails, the request begins again in the same slots, and its owner
-sends everything. What the world checks at every step: KV is written to slots of its own request only, a ready request
+sends everything. What the cluster checks at every step: KV is written to slots of its own request only, a ready request
 has every byte in its place, no backend takes two chunks at a time or gets lost, and a backend that a request does not
-hold yet goes to the earliest first handshake that has a chunk waiting. At the end of every history the world does its
+hold yet goes to the earliest first handshake that has a chunk waiting. At the end of every history the cluster does its
 work without faults and everything must end, with nothing held, allowed or occupied.
 """
 
@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
-from support.handshake_world import Cell, World, WriteKey, quick_options
+from support.handshake_cluster import Cell, SimulatedCluster, WriteKey, quick_options
 
 SENDER_COUNTS = (1, 1, 2, 3, 4, 8, 64)
 
@@ -63,16 +63,16 @@ class Histories(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 30),
     )
     def begin(self, backends: int | None, hold_idle_s: float | None, can_fence: bool, seed: int) -> None:
-        self.world = World(quick_options(backends, hold_idle_s), can_fence=can_fence)
+        self.cluster = SimulatedCluster(quick_options(backends, hold_idle_s), can_fence=can_fence)
         self.random = Random(seed)
-        self.next_room = 1
+        self.next_transfer = 1
         self.next_epoch = 2
 
     @rule(seed=st.integers(0, 1 << 30), tells_count=st.booleans())
-    @precondition(lambda self: self.next_room <= 6)
+    @precondition(lambda self: self.next_transfer <= 6)
     def add_request(self, seed: int, tells_count: bool) -> None:
         random = Random(seed)
-        room, self.next_room = self.next_room, self.next_room + 1
+        transfer_id, self.next_transfer = self.next_transfer, self.next_transfer + 1
         count = random.choice(SENDER_COUNTS)
         senders = [f"prefill-{index}:1" for index in random.sample(range(64), count)]
         tokens = random.randint(1, 8) if count < 64 else 24
@@ -81,110 +81,116 @@ class Histories(RuleBasedStateMachine):
         whole = whole._replace(has_aux=random.random() < 0.7)
         shards = split_request(random, whole, senders)
         owner = random.choice(senders) if random.random() < 0.5 else None
-        self.world.add_request(room, whole, shards, owner)
+        self.cluster.add_request(transfer_id, whole, shards, owner)
         for address in senders:
-            self.world.start_sender(address, room, self.next_epoch, tells_count=tells_count)
+            self.cluster.start_sender(address, transfer_id, self.next_epoch, tells_count=tells_count)
             self.next_epoch += 1
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: any(room.slots is None and room.outcome is None for room in self.world.rooms.values()))
+    @precondition(
+        lambda self: any(one.slots is None and one.outcome is None for one in self.cluster.transfers.values())
+    )
     def expect(self, choice: Random) -> None:
-        waiting = [key for key, room in self.world.rooms.items() if room.slots is None and room.outcome is None]
-        self.world.expect(choice.choice(waiting))
+        waiting = [key for key, one in self.cluster.transfers.items() if one.slots is None and one.outcome is None]
+        self.cluster.expect(choice.choice(waiting))
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 40))
-    @precondition(lambda self: self.world.network)
+    @precondition(lambda self: self.cluster.network)
     def deliver(self, choice: Random, count: int) -> None:
-        for _ in range(min(count, len(self.world.network))):
-            self.world.deliver(choice.randrange(len(self.world.network)))
+        for _ in range(min(count, len(self.cluster.network))):
+            self.cluster.deliver(choice.randrange(len(self.cluster.network)))
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 20))
-    @precondition(lambda self: self.world.network)
+    @precondition(lambda self: self.cluster.network)
     def repeat(self, choice: Random, count: int) -> None:
         for _ in range(count):
-            self.world.deliver(choice.randrange(len(self.world.network)), is_kept=True)
+            self.cluster.deliver(choice.randrange(len(self.cluster.network)), is_kept=True)
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 20))
-    @precondition(lambda self: self.world.network)
+    @precondition(lambda self: self.cluster.network)
     def lose(self, choice: Random, count: int) -> None:
-        for _ in range(min(count, len(self.world.network))):
-            self.world.network.pop(choice.randrange(len(self.world.network)))
+        for _ in range(min(count, len(self.cluster.network))):
+            self.cluster.network.pop(choice.randrange(len(self.cluster.network)))
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 40))
     def offer_and_compute(self, choice: Random, count: int) -> None:
         for _ in range(count):
-            can_offer = [key for key in self.world.machines if self.world.can_offer(*key)]
-            can_compute = [key for key in self.world.machines if self.world.can_compute(*key)]
+            can_offer = [key for key in self.cluster.machines if self.cluster.can_offer(*key)]
+            can_compute = [key for key in self.cluster.machines if self.cluster.can_compute(*key)]
             if can_offer and (choice.random() < 0.5 or not can_compute):
-                self.world.offer(*choice.choice(can_offer))
+                self.cluster.offer(*choice.choice(can_offer))
             elif can_compute:
-                self.world.compute(*choice.choice(can_compute))
+                self.cluster.compute(*choice.choice(can_compute))
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 20))
-    @precondition(lambda self: self.world.writes)
+    @precondition(lambda self: self.cluster.writes)
     def end_writes(self, choice: Random, count: int) -> None:
-        for _ in range(min(count, len(self.world.writes))):
-            self.world.end_write(choice.choice(list(self.world.writes)))
+        for _ in range(min(count, len(self.cluster.writes))):
+            self.cluster.end_write(choice.choice(list(self.cluster.writes)))
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: self.world.writes)
+    @precondition(lambda self: self.cluster.writes)
     def fail_write(self, choice: Random) -> None:
-        self.world.end_write(choice.choice(list(self.world.writes)), is_failing=True)
+        self.cluster.end_write(choice.choice(list(self.cluster.writes)), is_failing=True)
 
     @rule()
-    @precondition(lambda self: self.world.fences)
+    @precondition(lambda self: self.cluster.fences)
     def fence_done(self) -> None:
-        self.world.fence_done()
+        self.cluster.fence_done()
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 0.3, 0.6, 2.5, 10.0]))
     def advance(self, seconds: float) -> None:
-        self.world.advance(seconds)
+        self.cluster.advance(seconds)
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: self.world.machines)
+    @precondition(lambda self: self.cluster.machines)
     def crash_sender(self, choice: Random) -> None:
-        self.world.crash_sender(choice.choice(list(self.world.machines))[0])
+        self.cluster.crash_sender(choice.choice(list(self.cluster.machines))[0])
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: self.world.orphans)
+    @precondition(lambda self: self.cluster.orphans)
     def land_orphan(self, choice: Random) -> None:
-        self.world.land_orphan(choice.randrange(len(self.world.orphans)))
+        self.cluster.land_orphan(choice.randrange(len(self.cluster.orphans)))
 
     @rule()
     @precondition(lambda self: self.random.random() < 0.1)
     def crash_receiver(self) -> None:
-        self.world.crash_receiver()
+        self.cluster.crash_receiver()
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: self.world.machines)
+    @precondition(lambda self: self.cluster.machines)
     def abort_sender(self, choice: Random) -> None:
-        self.world.abort_sender(*choice.choice(list(self.world.machines)))
+        self.cluster.abort_sender(*choice.choice(list(self.cluster.machines)))
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: any(self.world.rooms[room].owner is not None for _, room in self.world.machines))
+    @precondition(
+        lambda self: any(
+            self.cluster.transfers[transfer_id].owner is not None for _, transfer_id in self.cluster.machines
+        )
+    )
     def restart_sender(self, choice: Random) -> None:
-        helped = [key for key in self.world.machines if self.world.rooms[key[1]].owner is not None]
-        self.world.restart_sender(*choice.choice(helped))
+        helped = [key for key in self.cluster.machines if self.cluster.transfers[key[1]].owner is not None]
+        self.cluster.restart_sender(*choice.choice(helped))
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: self.world.can_begin_again())
+    @precondition(lambda self: self.cluster.can_begin_again())
     def begin_again(self, choice: Random) -> None:
-        self.world.begin_again(choice.choice(self.world.can_begin_again()), self.next_epoch)
+        self.cluster.begin_again(choice.choice(self.cluster.can_begin_again()), self.next_epoch)
         self.next_epoch += 1
 
     @rule(choice=st.randoms(use_true_random=False))
-    @precondition(lambda self: self.world.rooms)
+    @precondition(lambda self: self.cluster.transfers)
     def cancel(self, choice: Random) -> None:
-        self.world.cancel(choice.choice(list(self.world.rooms)))
+        self.cluster.cancel(choice.choice(list(self.cluster.transfers)))
 
     @invariant()
     def promises_hold(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
+        if hasattr(self, "cluster"):
+            self.cluster.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.settle(self.random, loss=0.2)
+        if hasattr(self, "cluster"):
+            self.cluster.settle(self.random, loss=0.2)
 
 
 TestHistories = Histories.TestCase
@@ -198,64 +204,64 @@ TestHistories.settings = settings(
 @pytest.mark.parametrize("loss", [0.0, 0.3])
 def test_without_crashes_every_request_is_complete(backends: int | None, senders: int, loss: float) -> None:
     random = Random(f"{backends} {senders} {loss}")
-    world = World(quick_options(backends), can_fence=True, slot_count=200)
+    cluster = SimulatedCluster(quick_options(backends), can_fence=True, slot_count=200)
     whole = KVShard((TokenSpan(0, max(4, senders)),), 0, 2, 0, 2, True)
-    for room in (1, 2, 3):
+    for transfer_id in (1, 2, 3):
         addresses = [f"prefill-{index}:1" for index in range(senders)]
-        world.add_request(room, whole, split_request(random, whole, addresses))
+        cluster.add_request(transfer_id, whole, split_request(random, whole, addresses))
         for index, address in enumerate(addresses):
-            world.start_sender(address, room, index)
-        assert world.expect(room)
-    world.settle(random, loss)
-    assert [state.outcome for state in world.rooms.values()] == ["ready"] * 3
-    assert {record.outcome for record in world.send_records} == {TransferOutcome.COMPLETE}
-    assert len(world.send_records) == 3 * senders
+            cluster.start_sender(address, transfer_id, index)
+        assert cluster.expect(transfer_id)
+    cluster.settle(random, loss)
+    assert [state.outcome for state in cluster.transfers.values()] == ["ready"] * 3
+    assert {record.outcome for record in cluster.send_records} == {TransferOutcome.COMPLETE}
+    assert len(cluster.send_records) == 3 * senders
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("loss", [0.0, 0.3])
-def test_whoever_helps_may_go_at_any_time(seed: int, loss: float) -> None:
+def test_a_helper_may_go_at_any_time(seed: int, loss: float) -> None:
     random = Random(f"{seed} {loss}")
-    world = World(quick_options(random.choice((None, 1, 2))), can_fence=random.random() < 0.7)
+    cluster = SimulatedCluster(quick_options(random.choice((None, 1, 2))), can_fence=random.random() < 0.7)
     whole = KVShard((TokenSpan(0, 12),), 0, 2, 0, 2, True)
     addresses = [f"prefill-{index}:1" for index in range(4)]
-    world.add_request(1, whole, split_request(random, whole, addresses), owner=addresses[0])
+    cluster.add_request(1, whole, split_request(random, whole, addresses), owner=addresses[0])
     for index, address in enumerate(addresses):
-        world.start_sender(address, 1, index)
-    assert world.expect(1)
+        cluster.start_sender(address, 1, index)
+    assert cluster.expect(1)
     for _ in range(random.randrange(40)):
         step = random.randrange(4)
-        if step == 0 and world.network:
-            world.deliver(random.randrange(len(world.network)))
-        elif step == 1 and world.writes:
-            world.end_write(random.choice(list(world.writes)))
+        if step == 0 and cluster.network:
+            cluster.deliver(random.randrange(len(cluster.network)))
+        elif step == 1 and cluster.writes:
+            cluster.end_write(random.choice(list(cluster.writes)))
         else:
-            key = random.choice(list(world.machines))
-            if world.can_offer(*key):
-                world.offer(*key)
-            elif world.can_compute(*key):
-                world.compute(*key)
+            key = random.choice(list(cluster.machines))
+            if cluster.can_offer(*key):
+                cluster.offer(*key)
+            elif cluster.can_compute(*key):
+                cluster.compute(*key)
     gone = random.sample(addresses[1:], random.randint(1, 3))
     for address in gone:
-        world.crash_sender(address)
-    if any((address, 1) not in world.heard for address in gone):
-        world.restart_sender(addresses[0], 1)  # decode has never heard of it: who has sent for it, tells
-    world.settle(random, loss)
-    assert [state.outcome for state in world.rooms.values()][-1] == "ready"
+        cluster.crash_sender(address)
+    if any((address, 1) not in cluster.received for address in gone):
+        cluster.restart_sender(addresses[0], 1)  # decode has no report of it: the helper that has sent one tells
+    cluster.settle(random, loss)
+    assert [state.outcome for state in cluster.transfers.values()][-1] == "ready"
 
 
-def test_the_world_notices_a_write_to_a_slot_of_somebody_else() -> None:
-    world = World(quick_options(None), can_fence=True)
+def test_the_cluster_notices_a_write_to_a_slot_of_another_request() -> None:
+    cluster = SimulatedCluster(quick_options(None), can_fence=True)
     whole = KVShard((TokenSpan(0, 1),), 0, 1, 0, 1)
-    world.add_request(1, whole, {"prefill:1": [whole]})
-    world.start_sender("prefill:1", 1)
-    world.expect(1)
-    world.deliver(0)
-    world.offer("prefill:1", 1)
-    world.compute("prefill:1", 1)
-    while world.network:
-        world.deliver(0)
-    world.slot_room = dict.fromkeys(world.slot_room, 2)
-    with pytest.raises(AssertionError, match="somebody else"):
-        world.end_write(WriteKey("prefill:1", 1, 0, 0))
-    assert Cell(1, 0, 0, 0) not in world.memory.values()
+    cluster.add_request(1, whole, {"prefill:1": [whole]})
+    cluster.start_sender("prefill:1", 1)
+    cluster.expect(1)
+    cluster.deliver(0)
+    cluster.offer("prefill:1", 1)
+    cluster.compute("prefill:1", 1)
+    while cluster.network:
+        cluster.deliver(0)
+    cluster.slot_transfer = dict.fromkeys(cluster.slot_transfer, 2)
+    with pytest.raises(AssertionError, match="another request"):
+        cluster.end_write(WriteKey("prefill:1", 1, 0, 0))
+    assert Cell(1, 0, 0, 0) not in cluster.memory.values()

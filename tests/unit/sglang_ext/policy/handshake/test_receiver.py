@@ -40,10 +40,10 @@ OPTIONS = HandshakeOptions(
 )
 
 
-def need(room: int, tokens: int = 4, aux_slot: int | None = None, first_token: int = 0) -> Need:
-    slots = array("I", range(100 * room, 100 * room + tokens))
+def need(transfer_id: int, tokens: int = 4, aux_slot: int | None = None, first_token: int = 0) -> Need:
+    slots = array("I", range(100 * transfer_id, 100 * transfer_id + tokens))
     return needed(
-        room,
+        transfer_id,
         first_token=first_token,
         slots=slots,
         first_head=0,
@@ -59,7 +59,7 @@ def shard(start: int, stop: int, step: int = 1, *, has_aux: bool = False) -> KVS
 
 
 def report(
-    room: int,
+    transfer_id: int,
     sender: str = "p",
     chunks: tuple[KVShard, ...] = (),
     *,
@@ -71,7 +71,7 @@ def report(
     count: int | None = None,
     parts: int = 0,
 ) -> SenderReport:
-    return SenderReport(room, sender, epoch, count, first_chunk, chunks, is_last, seen, stored, parts, 0.0)
+    return SenderReport(transfer_id, sender, epoch, count, first_chunk, chunks, is_last, seen, stored, parts, 0.0)
 
 
 def only(actions: ReceiverActions, kind: type[ReceiverAction]) -> list[ReceiverAction]:
@@ -79,7 +79,7 @@ def only(actions: ReceiverActions, kind: type[ReceiverAction]) -> list[ReceiverA
 
 
 def allowed(actions: ReceiverActions) -> list[tuple[int, str]]:
-    return [(action.room, action.sender) for action in actions if isinstance(action, Allow)]
+    return [(action.transfer_id, action.sender) for action in actions if isinstance(action, Allow)]
 
 
 def answers(actions: ReceiverActions) -> list[object]:
@@ -129,8 +129,8 @@ def test_a_grant_is_repeated_until_it_has_been_seen() -> None:
 
 def test_a_late_sender_of_an_older_request_goes_before_a_younger_request() -> None:
     machine = receiver()
-    for room in (1, 2, 3):
-        machine.expect(need(room), 0.0)
+    for transfer_id in (1, 2, 3):
+        machine.expect(need(transfer_id), 0.0)
     machine.on_report(report(1, "a", (shard(0, 4),)), 1.0)  # has the only backend
     machine.on_report(report(2, "b", (shard(0, 2),), is_last=False), 2.0)
     machine.on_report(report(3, "c", (shard(0, 4),)), 3.0)
@@ -142,7 +142,7 @@ def test_a_late_sender_of_an_older_request_goes_before_a_younger_request() -> No
     assert allowed(actions) == [(3, "c")]
 
 
-def test_a_request_keeps_an_idle_backend_until_somebody_has_waited_for_long() -> None:
+def test_a_request_keeps_an_idle_backend_until_another_has_waited_for_long() -> None:
     machine = receiver()
     machine.expect(need(1), 0.0)
     machine.expect(need(2), 0.0)
@@ -156,7 +156,7 @@ def test_a_request_keeps_an_idle_backend_until_somebody_has_waited_for_long() ->
     assert allowed(machine.on_report(report(2, "b", (shard(0, 4),), stored=1), 3.0)) == [(1, "a")]
 
 
-def test_with_unlimited_patience_an_idle_backend_is_kept() -> None:
+def test_without_an_idle_timeout_an_idle_backend_is_kept() -> None:
     machine = receiver(HandshakeOptions(receive_backends=1, hold_idle_s=None))
     machine.expect(need(1), 0.0)
     machine.expect(need(2), 0.0)
@@ -179,14 +179,20 @@ def test_a_backend_that_no_sender_can_need_any_more_is_given_up() -> None:
 def test_two_requests_that_each_hold_a_backend_and_want_more_end() -> None:
     machine = receiver(HandshakeOptions(receive_backends=2, hold_idle_s=None))
     halves = {"x": shard(0, 2), "y": shard(2, 4)}
-    for room in (1, 2):
-        machine.expect(need(room), 0.0)
-        assert allowed(machine.on_report(report(room, "x", (halves["x"],), count=2), 0.0)) == [(room, "x")]
-    for room in (1, 2):
-        assert allowed(machine.on_report(report(room, "y", (halves["y"],), count=2), 0.0)) == []
-    for room in (1, 2):
-        assert (room, "y") in allowed(machine.on_report(report(room, "x", (halves["x"],), count=2, stored=1), 1.0))
-    ready = [machine.on_report(report(room, "y", (halves["y"],), count=2, stored=1), 2.0) for room in (1, 2)]
+    for transfer_id in (1, 2):
+        machine.expect(need(transfer_id), 0.0)
+        assert allowed(machine.on_report(report(transfer_id, "x", (halves["x"],), count=2), 0.0)) == [
+            (transfer_id, "x")
+        ]
+    for transfer_id in (1, 2):
+        assert allowed(machine.on_report(report(transfer_id, "y", (halves["y"],), count=2), 0.0)) == []
+    for transfer_id in (1, 2):
+        assert (transfer_id, "y") in allowed(
+            machine.on_report(report(transfer_id, "x", (halves["x"],), count=2, stored=1), 1.0)
+        )
+    ready = [
+        machine.on_report(report(transfer_id, "y", (halves["y"],), count=2, stored=1), 2.0) for transfer_id in (1, 2)
+    ]
     assert [only(actions, Ready) for actions in ready] == [[Ready(1)], [Ready(2)]]
     assert machine.backends.free_count == 2
 
@@ -342,7 +348,7 @@ def test_written_parts_are_progress_and_waiting_for_others_is_no_stall() -> None
         assert not only(machine.on_timer(5.0 * step), Failing)
 
 
-def test_a_request_that_nobody_sends_fails() -> None:
+def test_a_request_without_a_sender_fails() -> None:
     machine = receiver()
     machine.expect(need(1), 0.0)
     assert only(machine.on_timer(100.0), Released) == [Released(1)]
@@ -364,14 +370,14 @@ def test_late_messages_of_an_ended_request_get_a_true_answer_until_it_is_forgott
     assert not answer.is_complete
 
 
-def test_a_room_serves_one_request() -> None:
+def test_a_transfer_id_serves_one_request() -> None:
     machine = receiver()
     machine.expect(need(1), 0.0)
-    with pytest.raises(ValueError, match="room 1 is in use"):
+    with pytest.raises(ValueError, match="transfer 1 is in use"):
         machine.expect(need(1), 0.0)
     machine.on_report(report(1, chunks=(shard(0, 4),)), 0.0)
     machine.on_report(report(1, chunks=(shard(0, 4),), stored=1), 0.0)
-    with pytest.raises(ValueError, match="room 1 has been used before"):
+    with pytest.raises(ValueError, match="transfer 1 has been used before"):
         machine.expect(need(1), 0.0)
 
 
@@ -381,10 +387,10 @@ def test_a_request_cancelled_or_aborted_before_its_slots_were_known_fails_at_onc
     machine.on_report(report(2, is_last=False), 0.0)
     machine.on_stopped(SenderStopped(2, "p", 1, "no"), 0.0)
     machine.on_stopped(SenderStopped(3, "p", 1, "no"), 0.0)
-    for room in (1, 2, 3):
-        actions = machine.expect(need(room), 1.0)
+    for transfer_id in (1, 2, 3):
+        actions = machine.expect(need(transfer_id), 1.0)
         assert only(actions, Failing)
-        assert only(actions, Released) == [Released(room)]
+        assert only(actions, Released) == [Released(transfer_id)]
 
 
 def test_another_incarnation_of_a_sender_is_sent_away() -> None:

@@ -40,13 +40,13 @@ def answer(
     stored: int = 0,
     is_last_known: bool = False,
     is_complete: bool = False,
-    said_s: float = 0.0,
+    sent_s: float = 0.0,
     receiver_epoch: int = 7,
     sender_epoch: int = 5,
 ) -> ReceiverReport:
     granted = 0 if grant is None else grant.chunk + 1
     return ReceiverReport(
-        1, "d", receiver_epoch, sender_epoch, accepted, granted, grant, stored, is_last_known, is_complete, said_s
+        1, "d", receiver_epoch, sender_epoch, accepted, granted, grant, stored, is_last_known, is_complete, sent_s
     )
 
 
@@ -151,23 +151,23 @@ def test_grants_are_used_in_order() -> None:
     assert machine.on_report(answer(accepted=2, grant=GRANT._replace(chunk=1)), 0.0) == ()
 
 
-def test_what_is_not_answered_is_said_again_and_a_heartbeat_follows() -> None:
+def test_what_is_not_answered_is_retransmitted_and_a_heartbeat_follows() -> None:
     machine = sender()
     machine.start(0.0)
     assert messages(machine.on_timer(0.1)) == []
     assert len(messages(machine.on_timer(0.2))) == 1
-    machine.on_report(answer(said_s=0.2), 0.3)
+    machine.on_report(answer(sent_s=0.2), 0.3)
     assert messages(machine.on_timer(0.5)) == []
     assert len(messages(machine.on_timer(1.2))) == 1
     machine.offer(SHARD, 1.5)
     assert len(messages(machine.on_timer(2.0))) == 1
-    machine.on_report(answer(accepted=1, grant=GRANT, said_s=2.0), 2.0)
+    machine.on_report(answer(accepted=1, grant=GRANT, sent_s=2.0), 2.0)
     machine.part_ready(0, Part(24), 2.0)
     machine.on_written(0, 0, 2.0)
     (again,) = messages(machine.on_timer(2.5))
     assert isinstance(again, SenderReport)
     assert (again.stored, again.chunks, again.first_chunk) == (1, (), 1)
-    machine.on_report(answer(accepted=1, stored=1, said_s=2.5), 2.5)
+    machine.on_report(answer(accepted=1, stored=1, sent_s=2.5), 2.5)
     assert messages(machine.on_timer(3.0)) == []
     machine.close(3.0)
     assert len(messages(machine.on_timer(3.5))) == 1
@@ -182,10 +182,10 @@ def test_a_silent_receiver_is_lost() -> None:
     assert (ended.outcome, ended.reason) == (TransferOutcome.PEER_LOST, "lost d: silent for 10 s")
 
 
-def test_the_lease_counts_from_what_the_receiver_has_heard() -> None:
+def test_the_lease_counts_from_what_the_receiver_has_received() -> None:
     machine = granted()
     machine.on_timer(5.0)
-    machine.on_report(answer(accepted=1, said_s=5.0), 9.0)  # was long under way
+    machine.on_report(answer(accepted=1, sent_s=5.0), 9.0)  # was long under way
     machine.on_timer(14.9)
     assert machine.outcome is None
     machine.on_timer(15.0)
@@ -199,7 +199,7 @@ def test_nothing_is_written_after_the_lease_even_when_no_timer_has_run() -> None
     late = sender()
     late.offer(SHARD, 0.0)
     late.part_ready(0, Part(24), 0.0)
-    assert writes(late.on_report(answer(accepted=1, grant=GRANT, said_s=0.0), 10.0)) == []
+    assert writes(late.on_report(answer(accepted=1, grant=GRANT, sent_s=0.0), 10.0)) == []
 
 
 def test_it_says_that_it_has_stopped_only_when_no_write_is_under_way() -> None:
@@ -226,7 +226,7 @@ def test_while_it_stops_it_stays_alive_in_the_receivers_eyes() -> None:
     assert machine.phase is SenderPhase.STOPPING
 
 
-def test_having_stopped_is_said_again_until_the_receiver_knows() -> None:
+def test_having_stopped_is_retransmitted_until_the_receiver_knows() -> None:
     machine = granted()
     machine.abort("enough", 0.0)
     stopped = SenderStopped(1, "p", 5, "enough")

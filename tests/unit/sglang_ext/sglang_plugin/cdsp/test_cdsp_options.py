@@ -44,7 +44,7 @@ def test_everything_given() -> None:
     assert cdsp_options(given, Role.BOTH, "here:1") == CdspOptions("::1", 8990, "here:1", "rack-7", 1024, 2.5)
 
 
-def test_the_node_is_the_host_unless_said() -> None:
+def test_the_node_is_the_host_unless_given() -> None:
     options = cdsp_options(parse("--cdsp-coordinator", "a:1"), Role.LONG, "here:1")
     assert options is not None
     assert options.node == socket.gethostname()

@@ -1,4 +1,4 @@
-"""What is said of graphs: nothing where there are none, else shapes, replays and reasons."""
+"""What is reported of graphs: nothing where there are none, else shapes, replays and reasons."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import pytest
 
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
-from sglang_ext.kv_transfer.outgoing import PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
@@ -404,7 +404,7 @@ def test_a_request_is_aborted_between_two_attempts(ranks: tuple[Rank, Rank, Rank
         assert rank.endpoint.totals().receiving == 0
 
 
-def test_slots_of_a_later_attempt_are_not_free_while_somebody_writes(
+def test_slots_of_a_later_attempt_are_not_free_while_a_sender_writes(
     ranks: tuple[Rank, Rank, Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode, _ = ranks

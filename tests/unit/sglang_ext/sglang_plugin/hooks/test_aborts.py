@@ -33,15 +33,15 @@ class Manager:
 
 
 def update(manager: Manager, status: Any) -> None:
-    from sglang_ext.sglang_plugin.hooks.aborts import tell_late_decode
+    from sglang_ext.sglang_plugin.hooks.aborts import notify_late_decode
 
-    tell_late_decode(lambda manager, room, status: manager.statuses.append(status), manager, ROOM, status)
+    notify_late_decode(lambda manager, room, status: manager.statuses.append(status), manager, ROOM, status)
 
 
 def abort(manager: Manager) -> None:
-    from sglang_ext.sglang_plugin.hooks.aborts import tell_decode
+    from sglang_ext.sglang_plugin.hooks.aborts import notify_decode
 
-    tell_decode(None, SimpleNamespace(kv_mgr=manager, bootstrap_room=ROOM))
+    notify_decode(None, SimpleNamespace(kv_mgr=manager, bootstrap_room=ROOM))
 
 
 def test_decode_that_has_registered() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from sglang_ext.bell import Bell
 from sglang_ext.sglang_plugin.transfer_backend import OWN_BACKENDS
+from sglang_ext.waker import Waker
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
 
@@ -81,12 +81,12 @@ def long_waits(sglang_imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(transfer_backends, "_SHORTEST_WAIT_MS", 100)
     monkeypatch.setattr(transfer_backends, "_LONGEST_WAIT_MS", 300)
-    monkeypatch.setattr(transfer_backends, "_LONGEST_RUNG_WAIT_MS", 800)
+    monkeypatch.setattr(transfer_backends, "_LONGEST_NOTIFIED_WAIT_MS", 800)
 
 
 @pytest.fixture
-def bell() -> Iterator[Bell]:
-    one = Bell()
+def waker() -> Iterator[Waker]:
+    one = Waker()
     yield one
     one.close()
 
@@ -99,10 +99,10 @@ def request_sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def scheduler(bell: Bell, request_sockets: tuple[socket.socket, socket.socket]) -> Any:
+def scheduler(waker: Waker, request_sockets: tuple[socket.socket, socket.socket]) -> Any:
     poller = zmq.Poller()
     poller.register(request_sockets[0], zmq.POLLIN)
-    manager = SimpleNamespace(endpoint=SimpleNamespace(bell=bell))
+    manager = SimpleNamespace(endpoint=SimpleNamespace(waker=waker))
     return SimpleNamespace(
         device="cpu",
         tp_group=SimpleNamespace(world_size=1),
@@ -119,18 +119,18 @@ def waited_s(one: Any) -> float:
     return time.monotonic() - began_s
 
 
-def test_waits_grow_while_nothing_happens(scheduler: Any, bell: Bell) -> None:
+def test_waits_grow_while_nothing_happens(scheduler: Any, waker: Waker) -> None:
     for wait_s in (0.1, 0.2, 0.4, 0.8, 0.8):
         assert wait_s - 0.01 < waited_s(scheduler)
-    bell.ring()
+    waker.notify()
     assert waited_s(scheduler) < 0.7
     assert 0.09 < waited_s(scheduler) < 0.7  # rung once is heard once
 
 
-def test_a_bell_ends_a_wait(scheduler: Any, bell: Bell) -> None:
+def test_a_waker_ends_a_wait(scheduler: Any, waker: Waker) -> None:
     for _ in range(3):
         wait_a_little(scheduler)
-    threading.Timer(0.1, bell.ring).start()
+    threading.Timer(0.1, waker.notify).start()
     assert waited_s(scheduler) < 0.7
 
 

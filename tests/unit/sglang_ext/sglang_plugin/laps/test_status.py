@@ -82,7 +82,7 @@ def test_a_mode_switch_shows() -> None:
     for generation, mode in enumerate((LapsMode.LONG, LapsMode.LONG, LapsMode.SHORT), start=1):
         laps.switch_mode(mode)
         report = read_report(status_of(laps, RoundSnapshot(0.0, (), 10), locked_tokens=0))
-        # One that changes nothing counts as well: whoever asked sees that it was heard.
+        # One that changes nothing counts as well: the client sees that it was received.
         assert (report.mode, report.generation) == (mode, generation)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.cluster.command import add_arguments, config_from_arguments, run
 from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.up import add_arguments, config_from_arguments, run
 
 FILE = """
 model: m
@@ -51,7 +51,7 @@ def test_options_alone() -> None:
     assert config.args == ("--dtype", "float32")
 
 
-def test_long_instances_share_their_prompts_where_that_is_said() -> None:
+def test_long_instances_share_their_prompts_where_that_is_asked_for() -> None:
     assert not config_of("--long", "2", "--decode", "1").coordinator.enabled
     assert config_of("--long", "2", "--decode", "1", "--coordinator").coordinator.enabled
 
@@ -136,8 +136,8 @@ def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 
     (tmp_path / "stand_in_cli.py").write_text(STAND_IN_CLI)
     code = (
-        "import sys, argparse; import sglang_ext.cluster.plan as plan; from sglang_ext.cluster import command;"
-        "parser = argparse.ArgumentParser(); command.add_arguments(parser);"
+        "import sys, argparse; import sglang_ext.cluster.plan as plan; from sglang_ext.cluster import up;"
+        "parser = argparse.ArgumentParser(); up.add_arguments(parser);"
         "make = plan.make_plan;"
         "plan.make_plan = lambda *a, **k: plan_with_stand_ins(make(*a, **k));"
         "import dataclasses;"
@@ -145,10 +145,11 @@ def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
         "'stand_in_cli' if w == 'sglang_ext.cli' else w for w in p.command));"
         "plan_with_stand_ins = lambda p: dataclasses.replace("
         "p, instances=tuple(map(swap, p.instances)), router=swap(p.router));"
-        "sys.exit(command.run(parser.parse_args(sys.argv[1:])))"
+        "sys.exit(up.run(parser.parse_args(sys.argv[1:])))"
     )
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{tmp_path}"}
     command = [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run"), "--name", "t", "--port", "0"]
+    command += ["--start-method", "spawn"]
     return subprocess.Popen(
         [*command, "--model", model_folder(tmp_path), *words],
         env=environment,

@@ -1,20 +1,51 @@
-"""Frozen records from plain YAML values, by their type hints; each problem is named by its path.
+"""A cluster's YAML file: read into a ClusterConfig, written from one, and its settings as a table.
 
-Knows the shapes that configuration needs: numbers, text, flags, sequences of one scalar type, maps from
-text to text, nested records, and any of them or nothing.
+Each mistake is one line that starts with the setting's path. `python -m sglang_ext.cluster.cluster_file` prints the
+table of settings that the documentation holds.
 """
 
 from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sglang_ext.cluster.checks import ConfigError
+import yaml
+
+from sglang_ext.cluster.config import ClusterConfig, ConfigError
 
 Record = TypeVar("Record")
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """Read a cluster from a YAML file. Raises ConfigError, one line that names the file or the setting."""
+    return read_record(ClusterConfig, load_settings(path))
+
+
+def load_settings(path: Path) -> dict[str, object]:
+    """Read the file's mapping without resolving it, so that command-line options can replace parts."""
+    try:
+        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), "is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise ConfigError(str(path), f"is not valid YAML{where}: {problem}") from None
+    if not isinstance(contents, dict):
+        raise ConfigError(str(path), "must hold a mapping of settings")
+    return contents
+
+
+def dump_cluster(config: ClusterConfig) -> str:
+    """Return YAML text with every setting that differs from its default; `load_cluster` inverts it."""
+    return yaml.safe_dump(write_record(config), sort_keys=False, allow_unicode=True)
 
 
 def read_record(record_type: type[Record], value: object, path: str = "") -> Record:
@@ -118,3 +149,54 @@ def _kind(value: object) -> str:
     if isinstance(value, list):
         return "a list"
     return repr(value)
+
+
+_KIND_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+
+def reference_table() -> str:
+    """Return one row per setting: its path in the YAML file, its kind, its default and what it means."""
+    rows = ["| setting | kind | default | meaning |", "|---|---|---|---|"]
+    for path, kind, default, text in _rows(ClusterConfig, ""):
+        rows.append(f"| `{path}` | {kind} | {default} | {text} |")
+    return "\n".join(rows) + "\n"
+
+
+def _rows(record: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    hints = get_type_hints(record)
+    is_pools = prefix == "pools."
+    for position, entry in enumerate(fields(record)):
+        hint = hints[entry.name]
+        path = prefix + entry.name
+        if not is_dataclass(hint):
+            yield path, _kind_text(hint), _default_text(entry), entry.metadata["help"]
+        elif not is_pools:
+            yield from _rows(hint, f"{path}.")
+        elif position == 0:
+            # The pools have the same settings.
+            yield from _rows(hint, "pools.ROLE.")
+
+
+def _kind_text(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin is types.UnionType:
+        return _kind_text(next(option for option in get_args(hint) if option is not type(None)))
+    if origin is tuple:
+        return f"list of {_KIND_WORDS[get_args(hint)[0]]}{'' if get_args(hint)[0] is str else 's'}"
+    if origin is Mapping:
+        return "mapping of texts"
+    return _KIND_WORDS[hint]
+
+
+def _default_text(entry: Any) -> str:
+    if entry.default_factory is not MISSING:
+        return ""
+    if entry.default is MISSING:
+        return "required"
+    if entry.default is None or entry.default == ():
+        return ""
+    return f"`{entry.default:g}`" if isinstance(entry.default, float) else f"`{entry.default}`"
+
+
+if __name__ == "__main__":
+    print(reference_table(), end="")

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.cluster.checks import ConfigError
+from sglang_ext.cluster.cluster_file import dump_cluster, load_cluster, read_record, reference_table
 from sglang_ext.cluster.config import (
     ClusterConfig,
+    ConfigError,
     PoolConfig,
     PoolsConfig,
     RouterSettings,
     StartSettings,
     StopSettings,
 )
-from sglang_ext.cluster.records import read_record
-from sglang_ext.cluster.yaml_file import dump_cluster, load_cluster
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "cluster.yaml"
 GOOD = "model: m\npools: {both: {}, decode: {}}\n"
@@ -168,3 +167,16 @@ def test_anything_else_is_refused_in_one_line(value: object) -> None:
     except ConfigError as error:
         message = str(error)
     assert "\n" not in message
+
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "up.md"
+
+
+def test_the_document_holds_the_table() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8").endswith("cluster_file` -->\n" + reference_table())
+
+
+def test_every_setting_has_a_row() -> None:
+    table = reference_table()
+    for setting in ("model", "pools.ROLE.worker_args", "router.length_boundary_tokens", "stop.grace_s", "restart"):
+        assert table.count(f"| `{setting}` |") == 1

@@ -9,16 +9,14 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from sglang_ext.cluster.checks import ConfigError
 from sglang_ext.cluster.cluster import Cluster, plan_cluster
-from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.cluster_file import load_settings, read_record
+from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.display import make_display
 from sglang_ext.cluster.model import DEMONSTRATION_MODEL, prepare_model
 from sglang_ext.cluster.ports import NoFreePortError
-from sglang_ext.cluster.records import read_record
 from sglang_ext.cluster.state import STATE_FILE, ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
-from sglang_ext.cluster.yaml_file import load_settings
 from sglang_ext.models.smollm2 import ModelError
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
@@ -60,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--length-boundary-tokens", int, "longest short prefill, in new tokens"),
         ("--router-args", str, "further router arguments, as one quoted string"),
         ("--start-timeout-s", float, "longest wait for an instance to become healthy"),
+        ("--start-method", str, "fork or spawn: how CPU instances start"),
         ("--restart", str, "never or on-failure: start an instance again that dies while serving"),
     )
     for option, value_type, text in value_options:
@@ -89,6 +88,7 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
         ("port", ("router", "port")),
         ("length_boundary_tokens", ("router", "length_boundary_tokens")),
         ("start_timeout_s", ("start", "timeout_s")),
+        ("start_method", ("start", "method")),
         *((role, ("pools", role, "count")) for role in ROLES),
         *((f"{role}_tp", ("pools", role, "tp")) for role in ROLES),
     ):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from sglang_ext.identifiers import TransferAttempt, TransferId, next_attempt
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import (
     Allow,
@@ -39,7 +40,6 @@ from sglang_ext.policy.handshake.protocol import (
 )
 from sglang_ext.policy.handshake.receive_request import needed
 from sglang_ext.policy.handshake.receiver import Receiver
-from sglang_ext.policy.handshake.rooms import Attempt, Room, following
 from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
 from sglang_ext.policy.handshake.shards import KVShard
 
@@ -60,7 +60,7 @@ def quick_options(backends: int | None, hold_idle_s: float | None = 0.5) -> Hand
 
 
 class Cell(NamedTuple):
-    room: Room
+    transfer_id: TransferId
     token: int
     head: int
     layer: int
@@ -68,7 +68,7 @@ class Cell(NamedTuple):
 
 class WriteKey(NamedTuple):
     address: str
-    room: Room
+    transfer_id: TransferId
     chunk: int
     part: int
 
@@ -84,7 +84,7 @@ class Write:
 
 @dataclass
 class Plan:
-    """What a sender will offer for a room, and what it has done of it."""
+    """What a sender will offer for a transfer, and what it has done of it."""
 
     shards: list[KVShard]
     offered: int = 0
@@ -98,7 +98,7 @@ def parts_of(shard: KVShard) -> list[Part]:
 
 
 @dataclass
-class RoomState:
+class TransferState:
     """One request as the test knows it."""
 
     whole: KVShard
@@ -108,7 +108,7 @@ class RoomState:
     is_aux_written: bool = False
     # "ready", "failing", "released", "restarted" (released, and in use again), or "forgotten" with the receiver
     outcome: str | None = None
-    owner: str | None = None  # the others are its helpers; None: nobody helps
+    owner: str | None = None  # the others are its helpers; None: no helpers
     fails_as: TransferOutcome | None = None
 
 
@@ -116,7 +116,7 @@ class Allowed(NamedTuple):
     """A permit as its action described it."""
 
     sender: str
-    room: Room
+    transfer_id: TransferId
     backend: int | None
 
 
@@ -129,7 +129,7 @@ class Told:
     stored: int = 0
 
 
-class World:
+class SimulatedCluster:
     """One decode rank, any number of senders."""
 
     def __init__(self, options: HandshakeOptions, *, can_fence: bool, slot_count: int = 64) -> None:
@@ -138,68 +138,68 @@ class World:
         self.now_s = 100.0
         self.receiver = Receiver(DECODE, 1, options)
         self.network: list[tuple[str, Message]] = []
-        self.rooms: dict[Room, RoomState] = {}
-        self.machines: dict[tuple[str, Room], Sender] = {}
-        self.plans: dict[tuple[str, Room], Plan] = {}
-        self.grants: dict[tuple[str, Room, int], Grant] = {}
+        self.transfers: dict[TransferId, TransferState] = {}
+        self.machines: dict[tuple[str, TransferId], Sender] = {}
+        self.plans: dict[tuple[str, TransferId], Plan] = {}
+        self.grants: dict[tuple[str, TransferId, int], Grant] = {}
         self.writes: dict[WriteKey, Write] = {}
         self.orphans: list[Write] = []
         self.fences: list[int] = []
         self.allowed: dict[int, Allowed] = {}  # by permit
-        self.held: dict[int, Room] = {}  # backend → room, as the grants tell
+        self.held: dict[int, TransferId] = {}  # backend → transfer_id, as the grants tell
         self.free_slots = list(range(slot_count))
-        self.slot_room: dict[int, Room] = {}
+        self.slot_transfer: dict[int, TransferId] = {}
         self.memory: dict[tuple[int, int, int], Cell] = {}
         self.receive_records: list[ReceiveRecord] = []
         self.send_records: list[SendRecord] = []
         self.handshakes = 0
         self.crashed: set[str] = set()
         # What the receiver has been told, for the promise about order.
-        self.heard: dict[tuple[str, Room], Told] = {}
+        self.received: dict[tuple[str, TransferId], Told] = {}
 
     # ---- what a test may do ----
 
     def add_request(
-        self, room: Room, whole: KVShard, shards: dict[str, list[KVShard]], owner: str | None = None
+        self, transfer_id: TransferId, whole: KVShard, shards: dict[str, list[KVShard]], owner: str | None = None
     ) -> None:
         """Senders other than `owner` are helpers: where one fails, the owner sends everything in another attempt."""
-        self.rooms[room] = RoomState(whole, list(shards), owner=owner)
+        self.transfers[transfer_id] = TransferState(whole, list(shards), owner=owner)
         for address, chunks in shards.items():
-            self.plans[address, room] = Plan(chunks)
+            self.plans[address, transfer_id] = Plan(chunks)
 
-    def start_sender(self, address: str, room: Room, epoch: int = 1, *, tells_count: bool = True) -> None:
-        state = self.rooms[room]
+    def start_sender(self, address: str, transfer_id: TransferId, epoch: int = 1, *, tells_count: bool = True) -> None:
+        state = self.transfers[transfer_id]
         count = len(state.senders) if tells_count else None
         is_helper = state.owner is not None and address != state.owner
         machine = Sender(
-            *(room, address, DECODE, epoch, self.options, self.now_s, count),
+            *(transfer_id, address, DECODE, epoch, self.options, self.now_s, count),
             is_helper=is_helper,
-            may_have_helpers=address == state.owner and not isinstance(room, Attempt),
+            may_have_helpers=address == state.owner and not isinstance(transfer_id, TransferAttempt),
         )
-        self.machines[address, room] = machine
+        self.machines[address, transfer_id] = machine
         self._carry_out_sender(machine, machine.start(self.now_s))
 
-    def can_offer(self, address: str, room: Room) -> bool:
-        plan, machine = self.plans[address, room], self.machines.get((address, room))
+    def can_offer(self, address: str, transfer_id: TransferId) -> bool:
+        plan, machine = self.plans[address, transfer_id], self.machines.get((address, transfer_id))
         return machine is not None and machine.phase is SenderPhase.OPEN and plan.offered < len(plan.shards)
 
-    def offer(self, address: str, room: Room) -> None:
-        plan, machine = self.plans[address, room], self.machines[address, room]
+    def offer(self, address: str, transfer_id: TransferId) -> None:
+        plan, machine = self.plans[address, transfer_id], self.machines[address, transfer_id]
         shard = plan.shards[plan.offered]
         plan.offered += 1
         plan.ready.append(0)
         is_last = plan.offered == len(plan.shards)
         self._carry_out_sender(machine, machine.offer(shard, self.now_s, is_last=is_last))
 
-    def can_compute(self, address: str, room: Room) -> bool:
-        plan, machine = self.plans[address, room], self.machines.get((address, room))
+    def can_compute(self, address: str, transfer_id: TransferId) -> bool:
+        plan, machine = self.plans[address, transfer_id], self.machines.get((address, transfer_id))
         if machine is None or machine.phase is not SenderPhase.OPEN:
             return False
         return any(ready < len(parts_of(shard)) for ready, shard in zip(plan.ready, plan.shards, strict=False))
 
-    def compute(self, address: str, room: Room) -> None:
+    def compute(self, address: str, transfer_id: TransferId) -> None:
         """The next part of the earliest chunk becomes ready."""
-        plan, machine = self.plans[address, room], self.machines[address, room]
+        plan, machine = self.plans[address, transfer_id], self.machines[address, transfer_id]
         for chunk, shard in enumerate(plan.shards[: plan.offered]):
             parts = parts_of(shard)
             if plan.ready[chunk] < len(parts):
@@ -208,68 +208,68 @@ class World:
                 self._carry_out_sender(machine, machine.part_ready(chunk, part, self.now_s))
                 return
 
-    def expect(self, room: Room) -> bool:
+    def expect(self, transfer_id: TransferId) -> bool:
         """False when there are not enough slots."""
-        state = self.rooms[room]
+        state = self.transfers[transfer_id]
         count = state.whole.token_count
         if len(self.free_slots) < count:
             return False
         state.slots, self.free_slots = self.free_slots[:count], self.free_slots[count:]
         state.slots.reverse()
-        self._expect_in(room, state, state.slots)
+        self._expect_in(transfer_id, state, state.slots)
         return True
 
-    def _expect_in(self, room: Room, state: RoomState, slots: list[int]) -> None:
-        self.slot_room.update(dict.fromkeys(slots, room))
+    def _expect_in(self, transfer_id: TransferId, state: TransferState, slots: list[int]) -> None:
+        self.slot_transfer.update(dict.fromkeys(slots, transfer_id))
         whole = state.whole
         need = needed(
-            room,
+            transfer_id,
             first_token=whole.tokens[0].start if whole.tokens else 0,
             slots=array("I", slots),
             first_head=whole.first_head,
             head_count=whole.head_count,
             first_layer=whole.first_layer,
             layer_count=whole.layer_count,
-            aux_slot=_aux_slot(room) if whole.has_aux else None,
+            aux_slot=_aux_slot(transfer_id) if whole.has_aux else None,
         )
         self._carry_out_receiver(self.receiver.expect(need, self.now_s))
 
-    def cancel(self, room: Room) -> None:
-        self._carry_out_receiver(self.receiver.cancel(room, "cancelled", self.now_s))
-        if self.rooms[room].slots is None and self.rooms[room].outcome is None:
-            self.rooms[room].outcome = "released"
+    def cancel(self, transfer_id: TransferId) -> None:
+        self._carry_out_receiver(self.receiver.cancel(transfer_id, "cancelled", self.now_s))
+        if self.transfers[transfer_id].slots is None and self.transfers[transfer_id].outcome is None:
+            self.transfers[transfer_id].outcome = "released"
 
-    def can_begin_again(self) -> list[Attempt]:
+    def can_begin_again(self) -> list[TransferAttempt]:
         """Attempts that decode waits for and whose owner, as far as it lives, has not begun them."""
         return [
-            room
-            for room, state in self.rooms.items()
-            if isinstance(room, Attempt)
+            transfer_id
+            for transfer_id, state in self.transfers.items()
+            if isinstance(transfer_id, TransferAttempt)
             and state.outcome is None
             and state.owner is not None
-            and (state.owner, room) not in self.plans
+            and (state.owner, transfer_id) not in self.plans
             and state.owner not in self.crashed
         ]
 
-    def begin_again(self, room: Attempt, epoch: int) -> None:
-        """The owner has heard of the invitation."""
-        state = self.rooms[room]
+    def begin_again(self, transfer_id: TransferAttempt, epoch: int) -> None:
+        """The owner has received the invitation."""
+        state = self.transfers[transfer_id]
         assert state.owner is not None
-        self.plans[state.owner, room] = Plan([state.whole])
-        self.start_sender(state.owner, room, epoch)
+        self.plans[state.owner, transfer_id] = Plan([state.whole])
+        self.start_sender(state.owner, transfer_id, epoch)
 
-    def restart_sender(self, address: str, room: Room) -> None:
-        machine = self.machines[address, room]
+    def restart_sender(self, address: str, transfer_id: TransferId) -> None:
+        machine = self.machines[address, transfer_id]
         self._carry_out_sender(machine, machine.restart("restarted by a test", self.now_s))
 
-    def abort_sender(self, address: str, room: Room) -> None:
-        machine = self.machines[address, room]
+    def abort_sender(self, address: str, transfer_id: TransferId) -> None:
+        machine = self.machines[address, transfer_id]
         self._carry_out_sender(machine, machine.abort("aborted by a test", self.now_s))
 
     def end_write(self, key: WriteKey, *, is_failing: bool = False) -> None:
         write = self.writes.pop(key)
         is_stored = not is_failing and self._land(write)
-        machine = self.machines[key.address, key.room]
+        machine = self.machines[key.address, key.transfer_id]
         if is_stored:
             actions = machine.on_written(key.chunk, key.part, self.now_s)
         else:
@@ -289,12 +289,12 @@ class World:
     def crash_receiver(self) -> None:
         """Restarted with empty pools; it knows nothing of what it had promised."""
         self.receiver = Receiver(DECODE, self.receiver.epoch + 1, self.options)
-        self.free_slots += list(self.slot_room)
-        for state in self.rooms.values():
+        self.free_slots += list(self.slot_transfer)
+        for state in self.transfers.values():
             if state.slots is not None and state.outcome in (None, "failing"):
                 state.outcome = "forgotten"
             state.order = None
-        self.slot_room, self.memory, self.allowed, self.held, self.heard = {}, {}, {}, {}, {}
+        self.slot_transfer, self.memory, self.allowed, self.held, self.received = {}, {}, {}, {}, {}
         self.fences = []
 
     def fence_done(self) -> None:
@@ -311,10 +311,10 @@ class World:
                 actions = self.receiver.on_stopped(message, self.now_s)
             self._carry_out_receiver(actions)
             return
-        machine = self.machines.get((to, message.room))
+        machine = self.machines.get((to, message.transfer_id))
         if machine is None:
             if isinstance(message, ReceiverAbort):
-                stopped = SenderStopped(message.room, to, message.sender_epoch, "unknown here")
+                stopped = SenderStopped(message.transfer_id, to, message.sender_epoch, "unknown here")
                 self.network.append((DECODE, stopped))
         elif isinstance(message, ReceiverReport):
             self._carry_out_sender(machine, machine.on_report(message, self.now_s))
@@ -335,17 +335,17 @@ class World:
 
     def settle(self, random: Random, loss: float = 0.0) -> None:
         """From now on everybody does its work; everything must end, and nothing may be left over."""
-        for room, state in self.rooms.items():
+        for transfer_id, state in self.transfers.items():
             if state.slots is None and state.outcome is None:
-                self.cancel(room)
+                self.cancel(transfer_id)
         for step in range(1200):
-            for room in self.can_begin_again():
-                self.begin_again(room, random.getrandbits(30))
-            for address, room in list(self.machines):
-                while self.can_offer(address, room):
-                    self.offer(address, room)
-                while self.can_compute(address, room):
-                    self.compute(address, room)
+            for transfer_id in self.can_begin_again():
+                self.begin_again(transfer_id, random.getrandbits(30))
+            for address, transfer_id in list(self.machines):
+                while self.can_offer(address, transfer_id):
+                    self.offer(address, transfer_id)
+                while self.can_compute(address, transfer_id):
+                    self.compute(address, transfer_id)
             for key in list(self.writes):
                 if key in self.writes:
                     self.end_write(key)
@@ -372,10 +372,10 @@ class World:
         assert self.receiver.backends.free_count == (backends or 0)
         assert self.receiver.unsettled_permits == 0
         assert not self.allowed
-        assert not self.slot_room
+        assert not self.slot_transfer
         assert sorted(self.free_slots) == list(range(len(self.free_slots)))
-        for room, state in self.rooms.items():
-            assert state.outcome in ("ready", "released", "restarted", "forgotten"), (room, state.outcome)
+        for transfer_id, state in self.transfers.items():
+            assert state.outcome in ("ready", "released", "restarted", "forgotten"), (transfer_id, state.outcome)
 
     def check(self) -> None:
         """What must hold at every moment."""
@@ -387,7 +387,9 @@ class World:
         assert len(busy) == len(set(busy)), "a backend takes two chunks at a time"
         backends = self.options.receive_backends
         if backends is not None:
-            held = [backend for room in self.rooms for backend in self.receiver.backends.held_by(room)]
+            held = [
+                backend for transfer_id in self.transfers for backend in self.receiver.backends.held_by(transfer_id)
+            ]
             assert len(held) + self.receiver.backends.free_count == backends
             assert len(held) == len(set(held))
 
@@ -398,27 +400,27 @@ class World:
             if isinstance(action, Send):
                 self.network.append((action.to, action.message))
             elif isinstance(action, Allow):
-                assert self.rooms[action.room].outcome is None, "granted to a request that has ended"
+                assert self.transfers[action.transfer_id].outcome is None, "granted to a request that has ended"
                 self._check_order(action)
-                self.allowed[action.permit] = Allowed(action.sender, action.room, action.grant.backend)
-                self.heard[action.sender, action.room].granted += 1
+                self.allowed[action.permit] = Allowed(action.sender, action.transfer_id, action.grant.backend)
+                self.received[action.sender, action.transfer_id].granted += 1
             elif isinstance(action, Fence):
                 if self.can_fence:
                     del self.allowed[action.permit]
                     self.fences.append(action.permit)
             elif isinstance(action, Retire):
                 used = self.allowed.pop(action.permit)
-                self.heard[used.sender, used.room].stored += 1
+                self.received[used.sender, used.transfer_id].stored += 1
             elif isinstance(action, Ready):
-                self._check_arrived(action.room)
-                self._free(action.room, "ready")
+                self._check_arrived(action.transfer_id)
+                self._free(action.transfer_id, "ready")
             elif isinstance(action, Failing):
-                assert self.rooms[action.room].outcome is None
-                self.rooms[action.room].outcome = "failing"
-                self.rooms[action.room].fails_as = action.outcome
+                assert self.transfers[action.transfer_id].outcome is None
+                self.transfers[action.transfer_id].outcome = "failing"
+                self.transfers[action.transfer_id].fails_as = action.outcome
             elif isinstance(action, Released):
-                assert self.rooms[action.room].outcome == "failing"
-                self._release(action.room)
+                assert self.transfers[action.transfer_id].outcome == "failing"
+                self._release(action.transfer_id)
             elif isinstance(action, Received):
                 self.receive_records.append(action.record)
 
@@ -427,19 +429,21 @@ class World:
             if isinstance(action, Send):
                 self.network.append((action.to, action.message))
             elif isinstance(action, UseGrant):
-                self.grants[machine.address, machine.room, action.grant.chunk] = action.grant
+                self.grants[machine.address, machine.transfer_id, action.grant.chunk] = action.grant
             elif isinstance(action, WritePart):
-                key = WriteKey(machine.address, machine.room, action.chunk, action.part)
+                key = WriteKey(machine.address, machine.transfer_id, action.chunk, action.part)
                 assert key not in self.writes
-                grant = self.grants[machine.address, machine.room, action.chunk]
-                shard = self.plans[machine.address, machine.room].shards[action.chunk]
+                grant = self.grants[machine.address, machine.transfer_id, action.chunk]
+                shard = self.plans[machine.address, machine.transfer_id].shards[action.chunk]
                 self.writes[key] = Write(key, action.permit, grant, shard, self.now_s + WRITE_LIMIT_S)
             elif isinstance(action, SendEnded):
-                own = (machine.address, machine.room)
-                assert not [key for key in self.writes if (key.address, key.room) == own], "source freed under a write"
+                own = (machine.address, machine.transfer_id)
+                assert not [key for key in self.writes if (key.address, key.transfer_id) == own], (
+                    "source freed under a write"
+                )
                 self.send_records.append(action.record)
                 if action.record.outcome is TransferOutcome.COMPLETE and machine.may_have_helpers:
-                    state = self.rooms[machine.room]
+                    state = self.transfers[machine.transfer_id]
                     assert state.outcome in ("ready", "forgotten"), "an owner has left before its helpers were done"
 
     def _land(self, write: Write) -> bool:
@@ -452,44 +456,44 @@ class World:
         key, shard, grant = write.key, write.shard, write.grant
         part = parts_of(shard)[key.part]
         if part.has_aux:
-            assert grant.aux_slot == _aux_slot(key.room)
-            self.rooms[key.room].is_aux_written = True
+            assert grant.aux_slot == _aux_slot(key.transfer_id)
+            self.transfers[key.transfer_id].is_aux_written = True
             return True
         layer = shard.first_layer + key.part
         positions = [token for span in shard.tokens for token in range(span.start, span.stop, span.step)]
         slots = array("I", grant.slots)
         for token, slot in zip(positions, slots, strict=True):
-            assert self.slot_room.get(slot) == key.room, "written to a slot of somebody else"
+            assert self.slot_transfer.get(slot) == key.transfer_id, "written to a slot of another request"
             for head in range(shard.first_head, shard.first_head + shard.head_count):
-                self.memory[slot, head, layer] = Cell(key.room, token, head, layer)
+                self.memory[slot, head, layer] = Cell(key.transfer_id, token, head, layer)
         return True
 
     # ---- promises ----
 
     def _note_report(self, report: SenderReport) -> None:
-        state = self.rooms.get(report.room)
+        state = self.transfers.get(report.transfer_id)
         if state is not None and state.order is None:
             state.order = self.handshakes
             self.handshakes += 1
-        told = self.heard.setdefault((report.sender, report.room), Told())
+        told = self.received.setdefault((report.sender, report.transfer_id), Told())
         told.offered = max(told.offered, report.offered)
 
     def _check_order(self, action: Allow) -> None:
         """A backend that the request did not hold goes to the earliest first handshake that could use one."""
         backend = action.grant.backend
-        if backend is None or self.held.get(backend) == action.room:
+        if backend is None or self.held.get(backend) == action.transfer_id:
             return
-        self.held[backend] = action.room
-        mine = self.rooms[action.room].order
+        self.held[backend] = action.transfer_id
+        mine = self.transfers[action.transfer_id].order
         assert mine is not None
-        for (_, room), told in self.heard.items():
-            state = self.rooms[room]
+        for (_, transfer_id), told in self.received.items():
+            state = self.transfers[transfer_id]
             is_open = state.slots is not None and state.outcome is None
             if is_open and state.order is not None and state.order < mine:
                 assert told.offered == told.granted or told.granted > told.stored, "an older request was overtaken"
 
-    def _check_arrived(self, room: Room) -> None:
-        state = self.rooms[room]
+    def _check_arrived(self, transfer_id: TransferId) -> None:
+        state = self.transfers[transfer_id]
         assert state.slots is not None
         whole = state.whole
         assert state.is_aux_written or not whole.has_aux
@@ -497,38 +501,42 @@ class World:
         for offset, slot in enumerate(state.slots):
             for head in range(whole.first_head, whole.first_head + whole.head_count):
                 for layer in range(whole.first_layer, whole.first_layer + whole.layer_count):
-                    assert self.memory.get((slot, head, layer)) == Cell(room, first + offset, head, layer)
+                    assert self.memory.get((slot, head, layer)) == Cell(transfer_id, first + offset, head, layer)
 
-    def _release(self, room: Room) -> None:
+    def _release(self, transfer_id: TransferId) -> None:
         """Free the slots, or wait for the next attempt in them."""
-        state, attempt = self.rooms[room], following(room)
+        state, attempt = self.transfers[transfer_id], next_attempt(transfer_id)
         restarts = state.fails_as is TransferOutcome.RESTARTED and attempt is not None
         if not restarts or attempt is None or state.slots is None:
-            self._free(room, "released")
+            self._free(transfer_id, "released")
             return
         state.outcome = "restarted"
-        self.allowed = {permit: allowed for permit, allowed in self.allowed.items() if allowed.room != room}
-        self.memory = {key: cell for key, cell in self.memory.items() if cell.room != room}
-        again = self.rooms[attempt] = RoomState(state.whole, [], state.slots, owner=state.owner)
+        self.allowed = {
+            permit: allowed for permit, allowed in self.allowed.items() if allowed.transfer_id != transfer_id
+        }
+        self.memory = {key: cell for key, cell in self.memory.items() if cell.transfer_id != transfer_id}
+        again = self.transfers[attempt] = TransferState(state.whole, [], state.slots, owner=state.owner)
         if state.owner is not None:
             again.senders.append(state.owner)
         self._expect_in(attempt, again, state.slots)
 
-    def _free(self, room: Room, outcome: str) -> None:
-        state = self.rooms[room]
+    def _free(self, transfer_id: TransferId, outcome: str) -> None:
+        state = self.transfers[transfer_id]
         assert state.slots is not None
         assert state.outcome in (None, "failing")
         state.outcome = outcome
-        self.allowed = {permit: allowed for permit, allowed in self.allowed.items() if allowed.room != room}
+        self.allowed = {
+            permit: allowed for permit, allowed in self.allowed.items() if allowed.transfer_id != transfer_id
+        }
         for slot in state.slots:
-            assert self.slot_room.pop(slot) == room
-        self.memory = {key: cell for key, cell in self.memory.items() if cell.room != room}
+            assert self.slot_transfer.pop(slot) == transfer_id
+        self.memory = {key: cell for key, cell in self.memory.items() if cell.transfer_id != transfer_id}
         self.free_slots += state.slots
 
 
-def _aux_slot(room: Room) -> int:
-    return room.room if isinstance(room, Attempt) else room
+def _aux_slot(transfer_id: TransferId) -> int:
+    return transfer_id.room if isinstance(transfer_id, TransferAttempt) else transfer_id
 
 
-def outcomes(world: World) -> list[TransferOutcome]:
-    return [record.outcome for record in world.receive_records]
+def outcomes(cluster: SimulatedCluster) -> list[TransferOutcome]:
+    return [record.outcome for record in cluster.receive_records]
