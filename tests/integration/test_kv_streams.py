@@ -106,7 +106,11 @@ def long_pool(setting: Setting, name: str, threads: ThreadPoolExecutor) -> Itera
                 engine.stop()
 
 
-SETTINGS = (Setting("zigzag", 1, 1), Setting("striped", 16, 2))
+SETTINGS = {
+    "zigzag, page 1, decode TP 1": Setting("zigzag", 1, 1),
+    "striped, page 16, decode TP 2": Setting("striped", 16, 2),
+}
+TESTED = "striped, page 16, decode TP 2"  # the others with all tests
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +119,13 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=["zigzag, page 1, decode TP 1", "striped, page 16, decode TP 2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(setting, id=name, marks=() if name == TESTED else pytest.mark.full)
+        for name, setting in SETTINGS.items()
+    ],
+)
 def pool(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[LongPool]:
     with long_pool(request.param, f"streams{request.param_index}-", threads) as one:
         yield one
@@ -206,7 +216,7 @@ def stopped(engine: Engine) -> Iterator[None]:
 
 @pytest.fixture
 def mortal(threads: ThreadPoolExecutor) -> Iterator[LongPool]:
-    with long_pool(SETTINGS[0], f"mortal{time.monotonic_ns()}-", threads) as one:
+    with long_pool(Setting("zigzag", 1, 1), f"mortal{time.monotonic_ns()}-", threads) as one:
         yield one
 
 
@@ -233,6 +243,7 @@ def check_decode(decode: Engine, *, restarted: int) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.full
 def test_a_killed_member_costs_time_only(mortal: LongPool, threads: ThreadPoolExecutor) -> None:
     owner, helper, other = mortal.pairs
     decode = owner.decode

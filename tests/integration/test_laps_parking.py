@@ -34,7 +34,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-@pytest.fixture(params=[1, 16], ids=["page1", "page16"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.full), 16], ids=["page1", "page16"])
 def paged(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[Pair]:
     page = () if request.param == 1 else ("--page-size", str(request.param))
     yield from checked_pair(threads, *FLEET.get(prefill_spec(*page), EngineSpec(Role.DECODE, arguments=page)))
