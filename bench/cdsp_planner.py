@@ -35,7 +35,7 @@ from support.result import machine, print_result, progress
 
 NODE_SIZE = 8
 IMPROVEMENT_RATE = 0.05
-FREE_KV_TOKENS = 400_000  # room for every prompt on one instance
+FREE_KV_TOKENS = 400_000  # enough for every prompt on one instance
 SHORTEST_TOKENS, LONGEST_TOKENS = 4096, 190_000
 
 

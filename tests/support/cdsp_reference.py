@@ -71,7 +71,7 @@ class Reference:
         return ceil(Fraction(ceil(Fraction(tokens, size)), page)) * page
 
     def eligible(self, size: int) -> frozenset[int]:
-        """Instances with room for the whole request spread over `size`."""
+        """Instances that can hold their share of the whole request spread over `size`."""
         needed = self.share(self.total, size)
         return frozenset(i for i, free in enumerate(self.snapshot.free_kv_tokens) if free >= needed)
 
@@ -155,15 +155,15 @@ class Reference:
         return best
 
     def _chunk(self, left: int, cached: int, members: tuple[int, ...], budget_s: Fraction) -> int:
-        """Algorithm 3: the most tokens that take no longer than the budget and have room."""
+        """Algorithm 3: the most tokens that take no longer than the budget and fit into the KV pools."""
         if budget_s <= 0:
             return 0
-        room = min(self.snapshot.free_kv_tokens[i] for i in members)
+        free_tokens = min(self.snapshot.free_kv_tokens[i] for i in members)
 
         def fits(tokens: int) -> bool:
             time_s = chunk_time_s(self.costs[len(members)], cached, tokens)
-            has_room = self.share(cached + tokens, len(members)) <= room
-            return time_s is not None and time_s <= budget_s and has_room
+            fits = self.share(cached + tokens, len(members)) <= free_tokens
+            return time_s is not None and time_s <= budget_s and fits
 
         return _largest(fits, left)
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext.policy.cdsp.sharding import Interleaving, KvSegment, lay_out
-from sglang_ext.sequence_parallel.chunk_step import tags_needed
 from support.ring_instances import RingInstances, Step
 
 LOGIT_TOLERANCE = 1e-4
@@ -53,7 +52,7 @@ def steps_of(plan: Plan, request: int, first_tag: int, page_tokens: int) -> list
         layout, held = lay_out(held, (range(start, start + tokens),), group, plan.interleaving, page_tokens)
         ids = tuple(tuple(plan.token_ids[p] for part in positions for p in part) for positions in layout.new)
         steps.append(Step(request, layout, ids, tag, plan.is_overlapped))
-        tag += tags_needed(layout, LAYERS)
+        tag += LAYERS * (len(layout.group) + len(layout.moves))
         start += tokens
     return steps
 

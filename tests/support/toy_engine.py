@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_ext.sequence_parallel.ring_attention import Attention
-from sglang_ext.sequence_parallel.shard import KvPool, NoRoomError
+from sglang_ext.sequence_parallel.shard import KvPool, KvPoolFullError
 from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
 
 LAYERS = 3
@@ -34,7 +34,7 @@ class ToyPool:
     def allocate(self, tokens: int) -> torch.Tensor:
         pages = -(-tokens // self.page_tokens)
         if pages > len(self._free):
-            raise NoRoomError(f"{pages} pages are wanted, {len(self._free)} are free")
+            raise KvPoolFullError(f"{pages} pages are wanted, {len(self._free)} are free")
         taken, self._free = self._free[:pages], self._free[pages:]
         slots = torch.tensor(taken, dtype=torch.int64)[:, None] * self.page_tokens + torch.arange(self.page_tokens)
         return slots.flatten()[:tokens]

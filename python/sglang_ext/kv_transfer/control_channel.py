@@ -29,11 +29,10 @@ from sglang_ext.policy.handshake.protocol import (
 )
 from sglang_ext.waker import Waker
 
-VERSION = 2
-_MAGIC = b"SXHS" + bytes([VERSION])
-
 logger = logging.getLogger(__name__)
 
+VERSION = 2
+_MAGIC = b"SXHS" + bytes([VERSION])
 _MAX_PEERS = 1024
 _MAX_QUEUED = 10_000  # messages waiting for one peer
 _MAX_FRAME_BYTES = 1 << 28

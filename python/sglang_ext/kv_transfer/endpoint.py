@@ -123,7 +123,7 @@ class HandshakeEndpoint:
     # ---- decode side ----
 
     def expect(self, need: Need, invite: Iterable[str] = ()) -> None:
-        """Slots are ready for a request; the prefill endpoints at the addresses `invite` are told so.
+        """Slots are ready for a request; the prefill endpoints at the addresses `invite` are invited.
 
         Raises ValueError when its transfer id is in use or has been.
         """
@@ -135,7 +135,7 @@ class HandshakeEndpoint:
             self._carry_out(actions)
 
     def cancel(self, transfer_id: TransferId, reason: str) -> None:
-        """The request is not wanted any more; its slots are free once its status says `is_released`."""
+        """The request is not wanted any more; its slots are free once its status is `is_released`."""
         with self._lock:
             self._carry_out(self._receiver.cancel(transfer_id, reason, self._clock()))
 
@@ -153,7 +153,7 @@ class HandshakeEndpoint:
     # ---- prefill side ----
 
     def invitations(self, transfer_id: TransferId) -> tuple[Invitation, ...]:
-        """Which decode ranks want KV of a request, and what of it; one that is withdrawn says why."""
+        """Which decode ranks want KV of a request, and what of it; one that is withdrawn has the reason."""
         with self._lock:
             return self._received_invitations.of(transfer_id)
 
@@ -221,7 +221,7 @@ class HandshakeEndpoint:
             )
 
     def close(self) -> None:
-        """Abort what is under way, tell the peers, and stop. Safe to call again."""
+        """Abort what is under way, notify the peers, and stop. Safe to call again."""
         with self._lock:
             if self._closing:
                 return
@@ -231,7 +231,7 @@ class HandshakeEndpoint:
                 self._carry_out_sender(outgoing, outgoing.machine.abort(reason, now_s))
             for transfer_id in list(self._received):
                 self._carry_out(self._receiver.cancel(transfer_id, reason, now_s))
-        # Peers are told that this side has stopped once its writes have ended.
+        # Peers are notified that this side has stopped once its writes have ended.
         self._writers.shutdown(wait=True)
         self._fencers.shutdown(wait=True)
         self._loop.close()
@@ -331,7 +331,7 @@ class HandshakeEndpoint:
                 self._received[action.transfer_id] = TransferStatus(Stage.FAILED, action.outcome, action.reason, False)
                 self.waker.notify()
                 if action.outcome is TransferOutcome.RESTARTED:
-                    # Who has shaken hands is told; others are invited to the next attempt.
+                    # Senders that have shaken hands are notified; others are invited to the next attempt.
                     self._sent_invitations.finish(action.transfer_id)
                 else:
                     self._send_all(self._sent_invitations.withdraw(action.transfer_id, action.reason, self._clock()))

@@ -19,7 +19,7 @@ _MAX_TRANSFERS = 100_000
 class DecodeRank(NamedTuple):
     """Which rank of its instance invites, and how that instance spreads its KV heads.
 
-    A prefill rank tells from it which heads to send, and how many ranks will invite it.
+    From it a prefill rank knows which heads to send, and how many ranks will invite it.
     """
 
     rank: int

@@ -112,7 +112,7 @@ class OutgoingTransfer:
         slots: Slots | None = None,
         state_slots: tuple[Slots, ...] | None = None,
     ) -> None:
-        """A part of a chunk is in its source slots: `slots`, where the chunk did not say them, one per token.
+        """A part of a chunk is in its source slots: `slots`, where they did not come with the chunk, one per token.
 
         `state_slots` likewise, per kind of extra state, with the metadata. Ignored once the transfer has ended.
         Raises ValueError when it is more than the chunk has, or its slots are not known.

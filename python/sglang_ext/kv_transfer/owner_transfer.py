@@ -92,7 +92,7 @@ class OwnerTransfer:
         return self._is_first and not self._is_rest_wanted
 
     def offer_now(self, first_token: int, slots: Slots) -> None:
-        """These positions are here and will not be sent by anybody else; before `offer_rest`."""
+        """These positions are here and will not be sent by any other instance; before `offer_rest`."""
         source = self._source
         if not self.can_be_shared or not len(slots) or not source.head_count:
             return

@@ -14,7 +14,7 @@ class PermitError(Exception):
 
 
 class Permits:
-    """A thread-safe set of permits, and who is writing under each."""
+    """A thread-safe set of permits, and the writes under way under each."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

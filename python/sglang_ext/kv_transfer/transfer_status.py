@@ -1,4 +1,4 @@
-"""What an endpoint says about its transfers: plain records for polling and for metrics."""
+"""What an endpoint reports of its transfers: plain records for polling and for metrics."""
 
 from __future__ import annotations
 

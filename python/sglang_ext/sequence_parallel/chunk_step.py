@@ -12,7 +12,7 @@ from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
 from sglang_ext.sequence_parallel.ring_attention import Attention, DeferredErrorAttention, Ring
-from sglang_ext.sequence_parallel.shard import KvPool, LayoutMismatchError, NoRoomError, Rebalancing, Shard
+from sglang_ext.sequence_parallel.shard import KvPool, KvPoolFullError, LayoutMismatchError, Rebalancing, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
 
@@ -21,7 +21,7 @@ class StreamError(RuntimeError):
 
 
 # What fails a step for the time being; the shard is as it was before.
-STEP_ERRORS = (MeshError, NoRoomError, LayoutMismatchError, StreamError)
+STEP_ERRORS = (MeshError, KvPoolFullError, LayoutMismatchError, StreamError)
 
 LayerReady = Callable[[int], None]
 Sending = Callable[[torch.Tensor], LayerReady]
@@ -43,11 +43,6 @@ class Engine(Protocol):
         """
 
 
-def tags_needed(layout: ChunkLayout, layers: int) -> int:
-    """How many message tags a chunk uses; the next one begins behind them."""
-    return layers * (len(layout.group) + len(layout.moves))
-
-
 def run_chunk(
     engine: Engine,
     shard: Shard,
@@ -64,12 +59,12 @@ def run_chunk(
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
-    Returns the logits of the chunk's last position on the member that computes it, else None. Raises NoRoomError and
-    LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and so
-    it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the computation
-    of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the slots of the
-    new rows, and what it returns is called with every layer whose K and V are there. Of several `ranks` all raise where
-    one does.
+    Returns the logits of the chunk's last position on the member that computes it, else None. Raises KvPoolFullError
+    and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and
+    so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the
+    computation of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the
+    slots of the new rows, and what it returns is called with every layer whose K and V are there. Of several `ranks`
+    all raise where one does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)

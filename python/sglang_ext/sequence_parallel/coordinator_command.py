@@ -35,7 +35,7 @@ class OptionError(ValueError):
 
 
 class CoordinatorOptions(NamedTuple):
-    """What the options say."""
+    """The options, checked."""
 
     host: str
     port: int
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replanning",
         choices=[str(ReplanMode.LARS), str(ReplanMode.FCFS)],
         default=str(default.mode),
-        help="who is planned first: the least relative slack, or the first to arrive",
+        help="which request is planned first: that with the least relative slack, or the first to arrive",
     )
     rates = parser.add_mutually_exclusive_group()
     rates.add_argument(
@@ -108,14 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MS",
         default=1000 * default.step_timeout_s,
-        help="the members' --cdsp-step-timeout-s; who has not answered twice as long after a failure is lost",
+        help="the members' --cdsp-step-timeout-s; a member that has not answered twice as long after a failure is lost",
     )
     add(
         "--member-timeout-ms",
         type=float,
         metavar="MS",
         default=1000 * default.member_timeout_s,
-        help="a member that says nothing for so long is lost",
+        help="a member that sends nothing for so long is lost",
     )
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="least severe message")
 
@@ -151,7 +151,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until a signal to stop; the exit status."""
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:

@@ -233,7 +233,7 @@ def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus]) -> web.Ap
 
 
 def describe_status(status: PoolStatus) -> dict[str, Any]:
-    """The pool as JSON; every request also says where its time went."""
+    """The pool as JSON; every request with `times`, where its time went."""
     described = dataclasses.asdict(status)
     for name in ("requests", "recent"):
         records: tuple[PrefillRecord, ...] = getattr(status, name)

@@ -99,7 +99,7 @@ class MailboxMesh:
         self._sent, self._received = [0] * size, [0] * size
 
     def watch(self, watch: Watch) -> None:
-        """Tell of failures, and hear of those of others."""
+        """Announce failures of this rank's calls, and be interrupted by those of others."""
         self._watch = watch
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
@@ -144,7 +144,7 @@ class MailboxMesh:
             raise self.fail("the step has been given up")
 
     def fail(self, why: str) -> MeshError:
-        """The error, of which others are told."""
+        """The error, which is announced to the others."""
         if self._watch is not None:
             self._watch.fail()
         return MeshError(why)

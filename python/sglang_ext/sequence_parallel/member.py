@@ -50,14 +50,13 @@ from sglang_ext.sequence_parallel.messages import (
 )
 from sglang_ext.sequence_parallel.pool_link import PoolLink
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
-from sglang_ext.sequence_parallel.shard import NoRoomError, Shard
+from sglang_ext.sequence_parallel.shard import KvPoolFullError, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
-_NEARLY_CONNECTED_S = 1.0
-
 REPORT_INTERVAL_S = 0.2
+_NEARLY_CONNECTED_S = 1.0
 
 
 class Declined(NamedTuple):
@@ -328,7 +327,7 @@ class PoolMember:
             return []  # withdrawn meanwhile; `Drop` follows
         try:
             slots = shard.take_slots(cached_tokens)
-        except NoRoomError:
+        except KvPoolFullError:
             self._cached_tokens[step.request] = cached_tokens
             shard.roll_back()
             raise

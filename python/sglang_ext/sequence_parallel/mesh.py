@@ -1,8 +1,8 @@
 """Point-to-point links between the instances of a long pool, beside the engine's own process groups.
 
-One full mesh serves every subset of instances: a group is only an agreement on who talks to whom under which tags.
-A mesh lives for one epoch of membership. A member that joins or is lost ends the epoch: a mesh in which a call has
-timed out is of no use, so it is built anew from those that are there.
+One full mesh serves every subset of instances: a group only agrees on which members send to each other under which
+tags. A mesh lives for one epoch of membership. A member that joins or is lost ends the epoch: a mesh in which a call
+has timed out is of no use, so it is built anew from those that are there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GlooMesh:
     """A mesh over TCP for tensors in host memory."""
 
     def __init__(self, store: dist.Store, name: str, members: Sequence[int], instance: int, timeout_s: float) -> None:
-        """Connect to all members, who must do the same; raises MeshError after `timeout_s` without one of them.
+        """Connect to all members, which must do the same; raises MeshError after `timeout_s` without one of them.
 
         `timeout_s` also bounds every later wait. `store` is shared by all; meshes of other names do not disturb.
         """
@@ -113,7 +113,7 @@ class GlooMesh:
                     pass  # so it should; where this one was closed before, the next one will
 
     def fail(self, what: str, error: RuntimeError) -> MeshError:
-        """The error for a call that failed, of which others are told."""
+        """The error for a call that failed, which is announced to the others."""
         if self._watch is not None:
             self._watch.fail()
         return MeshError(f"{what}: {first_line(error)}")
@@ -144,5 +144,5 @@ class _GlooCall:
 
 
 def first_line(error: Exception) -> str:
-    """What it says, without the stack that torch.distributed adds."""
+    """Its message, without the stack that torch.distributed adds."""
     return str(error).partition("\n")[0]

@@ -29,16 +29,14 @@ from sglang_ext.sequence_parallel.messages import Welcome
 from sglang_ext.sequence_parallel.nccl_mesh import NcclMesh
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 
-_STORE_TIMEOUT_S = 30.0
-_EPOCH = re.compile(r"mesh/(\d+)/")
-
-_IS_BUILT = "built"
-_CPU = torch.device("cpu")
-
 logger = logging.getLogger(__name__)
 
 # Most steps are done before the first look, s.
 LOOK_INTERVAL_S = 0.25
+_STORE_TIMEOUT_S = 30.0
+_EPOCH = re.compile(r"mesh/(\d+)/")
+_IS_BUILT = "built"
+_CPU = torch.device("cpu")
 
 
 class ListenError(RuntimeError):

@@ -1,6 +1,6 @@
-"""What a coordinator and the members of its long pool tell each other; one message is one line of JSON.
+"""Messages between a coordinator and the members of its long pool; one message is one line of JSON.
 
-A member says hello, reports, offers requests and answers orders. The coordinator sends the orders of
+A member sends a hello, reports, offers requests and answers orders. The coordinator sends the orders of
 `policy.cdsp.coordination`; what a member has to compute comes with its token ids.
 """
 
@@ -72,7 +72,7 @@ class Welcome(NamedTuple):
     instance: int
     store_host: str
     store_port: int
-    member_timeout_s: float  # a member, or a coordinator, that says nothing for so long has gone
+    member_timeout_s: float  # a member, or a coordinator, that sends nothing for so long is lost
 
 
 class Refusal(NamedTuple):
@@ -86,7 +86,7 @@ class Heartbeat(NamedTuple):
 
 
 class ReportMessage(NamedTuple):
-    """State of a member; also says that the member is there."""
+    """State of a member; also its heartbeat."""
 
     report: MemberReport
 

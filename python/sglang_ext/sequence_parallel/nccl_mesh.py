@@ -35,7 +35,7 @@ class NcclMesh:
         timeout_s: float,
         device: torch.device,
     ) -> None:
-        """Connect to all members, who must do the same, on `device`; raises MeshError.
+        """Connect to all members, which must do the same, on `device`; raises MeshError.
 
         `timeout_s` bounds the wait for the others here, and every `settle`.
         """
@@ -102,7 +102,7 @@ class NcclMesh:
             self._group.abort()
 
     def fail(self, what: str, error: RuntimeError) -> MeshError:
-        """The error for a call that failed, of which others are told."""
+        """The error for a call that failed, which is announced to the others."""
         if self._watch is not None:
             self._watch.fail()
         return MeshError(f"{what}: {first_line(error)}")

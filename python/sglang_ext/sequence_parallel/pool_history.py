@@ -80,9 +80,8 @@ class PrefillTimes:
     rebalance_s: float  # between its chunks, as far as computing did not hide it
     collect_s: float  # until its own instance had all KV
     failed_s: float  # in steps that came to nothing
-    transfer_s: float | None = (
-        None  # from the offer until all KV was at decode; None before, and where it is not reported
-    )
+    # From the offer until all KV was at decode; None before, and where it is not reported.
+    transfer_s: float | None = None
     exposed_transfer_s: float | None = None  # of that, after its last token had been computed
 
 

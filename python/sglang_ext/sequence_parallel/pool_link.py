@@ -84,7 +84,7 @@ class TcpLink:
         """The coordinator's answer to the present session's hello; None while there is none.
 
         `receive` and `send` belong to the session that this has returned last. Call it first in every turn: from here
-        on the descriptor says what is new.
+        on the descriptor is readable for what is new.
         """
         self._waker.drain()
         live = self._live
@@ -219,7 +219,7 @@ class _Session:
             pass  # the other side was faster
 
     def _write(self) -> None:
-        """Write what is put; the last report again when there is nothing else to say for a while."""
+        """Write what is put; the last report again when there was nothing else to send for a while."""
         while True:
             try:
                 message = self._outbox.get(timeout=self.welcome.member_timeout_s / _BEATS)

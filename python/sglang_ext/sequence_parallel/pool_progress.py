@@ -73,7 +73,7 @@ class _Entry:
     destinations: tuple[Destination, ...]
     end_tokens: int
     is_intact: bool = True
-    members: set[int] = field(default_factory=set)  # who has been told to send
+    members: set[int] = field(default_factory=set)  # those that were ordered to send
 
 
 class StreamLedger:
@@ -89,7 +89,7 @@ class StreamLedger:
             self._entries[message.request] = _Entry(owner, message.destinations, message.cached_tokens)
 
     def ordered(self, order: RunChunk) -> tuple[Destination, ...]:
-        """A chunk is ordered; where its members send it. The request's own instance is told first (`take_messages`)."""
+        """A chunk is ordered; where its members send it. Its owner is notified first (`take_messages`)."""
         entry = self._entries.get(order.request)
         if entry is None or not entry.is_intact:
             return ()

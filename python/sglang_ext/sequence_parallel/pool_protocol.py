@@ -49,8 +49,78 @@ from sglang_ext.sequence_parallel.pool_history import (
 from sglang_ext.sequence_parallel.pool_progress import OpenStep, OpenSteps, StreamLedger
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-# Members build a mesh in about so long; after failures they would otherwise be told to build one all the time.
+# Members build a mesh in about so long; after failures they would otherwise be ordered to build one all the time.
 MESH_INTERVAL_S = 0.5
+
+
+class PoolSettings(NamedTuple):
+    """One pool's settings."""
+
+    interleaving: Interleaving = Interleaving.ZIGZAG
+    mode: ReplanMode = ReplanMode.LARS
+    improvement_rate: float = 0.05
+    min_chunk_tokens: int = 512
+    mesh_timeout_s: float = 5.0
+    step_timeout_s: float = 30.0
+    member_timeout_s: float = 5.0
+    overlaps_rebalancing: bool = True
+
+    @property
+    def stuck_s(self) -> float:
+        """From the first failure in a step on: all others have waited in vain, too, by then."""
+        return 2 * self.step_timeout_s + self.member_timeout_s
+
+
+class PoolProtocolError(ValueError):
+    """A member's message makes no sense: its connection has to end."""
+
+
+class NewMember(NamedTuple):
+    """A member's number."""
+
+    instance: int
+
+
+class Identity(NamedTuple):
+    """What is the same in all members."""
+
+    model: str
+    layers: int
+    page_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
+
+
+class Lost(NamedTuple):
+    """A member that has been given up."""
+
+    instance: int
+    reason: str
+
+
+class GivenUp(NamedTuple):
+    """A step that has come to nothing."""
+
+    epoch: int
+    sequence: int
+
+
+@dataclass(slots=True)
+class Events:
+    """What has happened, for logs and the store."""
+
+    lost: list[Lost] = field(default_factory=list)
+    ended: list[PrefillRecord] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)  # steps of a lost member that others still compute
+
+
+@dataclass(slots=True)
+class Peer:
+    """A member as it described itself, lately."""
+
+    hello: Hello
+    last_message_s: float
 
 
 @dataclass(slots=True)
@@ -377,73 +447,3 @@ class PoolProtocol:
 
 def _of_positions(token_ids: array[int], positions: Positions) -> tuple[int, ...]:
     return tuple(token for part in positions for token in token_ids[part.start : part.stop : part.step])
-
-
-class PoolProtocolError(ValueError):
-    """A member's message makes no sense: its connection has to end."""
-
-
-class Lost(NamedTuple):
-    """A member that has been given up."""
-
-    instance: int
-    reason: str
-
-
-class GivenUp(NamedTuple):
-    """A step that has come to nothing."""
-
-    epoch: int
-    sequence: int
-
-
-class NewMember(NamedTuple):
-    """A member's number."""
-
-    instance: int
-
-
-class Identity(NamedTuple):
-    """What is the same in all members."""
-
-    model: str
-    layers: int
-    page_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
-
-
-@dataclass(slots=True)
-class Peer:
-    """A member as it described itself, lately."""
-
-    hello: Hello
-    last_message_s: float
-
-
-@dataclass(slots=True)
-class Events:
-    """What has happened, for logs and the store."""
-
-    lost: list[Lost] = field(default_factory=list)
-    ended: list[PrefillRecord] = field(default_factory=list)
-    given_up: list[GivenUp] = field(default_factory=list)  # steps that a lost member was in, for all who still compute
-
-
-class PoolSettings(NamedTuple):
-    """One pool's settings."""
-
-    interleaving: Interleaving = Interleaving.ZIGZAG
-    mode: ReplanMode = ReplanMode.LARS
-    improvement_rate: float = 0.05
-    min_chunk_tokens: int = 512
-    mesh_timeout_s: float = 5.0
-    step_timeout_s: float = 30.0
-    member_timeout_s: float = 5.0
-    overlaps_rebalancing: bool = True
-
-    @property
-    def stuck_s(self) -> float:
-        """From the first failure in a step on: all others have waited in vain, too, by then."""
-        return 2 * self.step_timeout_s + self.member_timeout_s

@@ -19,7 +19,7 @@ from sglang_ext.sequence_parallel.mesh import MeshError
 
 T = TypeVar("T")
 
-# What most turns have to say fits into the first broadcast, behind the number of its bytes.
+# What most turns have to send fits into the first broadcast, behind the number of its bytes.
 _FIRST_BYTES = 256
 _LENGTH_BYTES = 8
 

@@ -13,8 +13,8 @@ from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
 
-class NoRoomError(RuntimeError):
-    """The instance's KV pool cannot hold what was planned for it."""
+class KvPoolFullError(RuntimeError):
+    """The instance's KV pool has too few free slots for what was planned."""
 
 
 class LayoutMismatchError(RuntimeError):
@@ -28,7 +28,7 @@ class KvPool(Protocol):
     page_tokens: int
 
     def allocate(self, tokens: int) -> torch.Tensor:
-        """Slots in fresh pages. Raises NoRoomError, and has then taken nothing."""
+        """Slots in fresh pages. Raises KvPoolFullError, and has then taken nothing."""
 
     def free(self, slots: torch.Tensor) -> None:
         """Give whole pages back."""
@@ -40,7 +40,7 @@ class KvPool(Protocol):
         """Store one layer's KV at slots of which none is twice there."""
 
     def empty_block(self, tokens: int) -> torch.Tensor:
-        """Room for one layer's KV."""
+        """An uninitialised block for one layer's KV."""
 
 
 class HeldSegment(NamedTuple):
@@ -103,7 +103,7 @@ class Shard:
         self._segments, self._given, self._taken = list(self._before), [], []
 
     def extend(self, positions: Positions) -> torch.Tensor:
-        """Take slots for further positions. Raises NoRoomError."""
+        """Take slots for further positions. Raises KvPoolFullError."""
         if not positions:
             return torch.empty(0, dtype=torch.int64)
         slots = self._pool.allocate(count_tokens(positions))
@@ -132,7 +132,7 @@ class Shard:
         """Hand over the slots of the positions from `start` on, in order, up to the first one that is missing.
 
         They are whole pages in which position follows position, as an engine's prefix cache wants them; `start` and
-        the number of slots are multiples of the page size, whatever is left over is freed. Raises NoRoomError, with
+        the number of slots are multiples of the page size, whatever is left over is freed. Raises KvPoolFullError, with
         nothing changed, where KV must be copied into pages of that kind and there are none.
         """
         positions, slots = as_tensor(self.positions), self.slots
@@ -192,7 +192,7 @@ class Rebalancing:
         first_tag: int,
         clock: StepClock | None = None,
     ) -> None:
-        """Takes room for what comes (NoRoomError) and cuts off what goes. KvMove i uses the tags first + i * layers."""
+        """Takes slots for what comes (KvPoolFullError), cuts off what goes. Move i uses the tags first + i * layers."""
         self._pool = pool
         self._mesh = mesh
         self._clock = clock or StepClock()

@@ -1,4 +1,4 @@
-"""Who did what when in a long pool, from its coordinator's /status: the bars of a Gantt chart."""
+"""What each instance of a long pool did when, from its coordinator's /status: a Gantt chart, and the command for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_TIMEOUT_S = 10.0
+_STATUS_TIMEOUT_S = 10.0
 
 
 class TimelineError(ValueError):
@@ -66,7 +66,7 @@ class ShownRequest(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """All of it. `losses` says who went when."""
+    """All of it. `losses`: which instances were lost, and when."""
 
     instances: tuple[str, ...]
     requests: tuple[ShownRequest, ...]
@@ -245,7 +245,7 @@ def read_status(url: str) -> Any:
     if not address.startswith("http://"):
         raise StatusUnavailableError("is not an http:// address")
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/status", timeout=_TIMEOUT_S) as reply:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/status", timeout=_STATUS_TIMEOUT_S) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         error.close()

@@ -1,4 +1,4 @@
-"""Who computes which chunk next: the coordinator of a long pool as a state machine.
+"""Which instances compute which chunk next: the coordinator of a long pool as a state machine.
 
 Events come in (an instance joins, is lost, has done a chunk; a request is offered, cancelled), orders go out. Nothing
 waits here and nothing is sent: a driver does both.
@@ -96,7 +96,7 @@ class _PoolInstance:
     reported_s: float | None = None
 
     def backlog_s(self, now_s: float) -> float:
-        """Ordinary work that is left: an instance that says nothing works on what it has spoken of."""
+        """Ordinary work that is left: an instance that sends no report works on what it has reported."""
         since_s = 0.0 if self.reported_s is None else now_s - self.reported_s
         return max(0.0, self.report.backlog_s - since_s)
 
@@ -179,7 +179,7 @@ class Coordinator:
         return [*orders, self._new_epoch(), *self.plan(now_s)]
 
     def report(self, instance: int, report: MemberReport, now_s: float) -> None:
-        """What an instance says of itself, lately. `plan` follows when it matters."""
+        """An instance's newest report. `plan` follows when it matters."""
         if instance in self._members:
             self._members[instance].report = report
             self._members[instance].reported_s = now_s
@@ -229,7 +229,7 @@ class Coordinator:
         return self._answer(instance, sequence, now_s, is_done=True)
 
     def failed(self, instance: int, sequence: int, now_s: float) -> list[Order]:
-        """A member could not do its part, and is as before it: no room, or a peer did not answer."""
+        """A member could not do its part, and is as before it: its KV pool is full, or a peer did not answer."""
         return self._answer(instance, sequence, now_s, is_done=False)
 
     def plan(self, now_s: float) -> list[Order]:
@@ -347,7 +347,7 @@ class Coordinator:
             if member.step == order.sequence:
                 member.step = None
         if isinstance(order, Collect) and order.owner in running.done:
-            # Who holds copies of what the owner has got is of no importance, nor how they fared.
+            # Copies of what the owner has got do not matter, nor how their holders fared.
             return self._forget(one)
         if not running.has_failed:
             assert isinstance(order, RunChunk)

@@ -1,4 +1,4 @@
-"""What a long pool's coordinator is told by instances, and what it orders from them."""
+"""Events that instances bring to a long pool's coordinator, and what it orders from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Offer(NamedTuple):
 
 
 class MemberReport(NamedTuple):
-    """What an instance says of itself."""
+    """An instance's load, as it reports it."""
 
     backlog_s: float  # ordinary work there: queued, and what was begun as this was sent
     free_kv_tokens: int
@@ -66,7 +66,7 @@ class Collect(NamedTuple):
 
 
 class RollBack(NamedTuple):
-    """To these members, who have done a chunk that others have not: be as before it."""
+    """To these members, which have done a chunk that others have not: be as before it."""
 
     sequence: int
     request: int

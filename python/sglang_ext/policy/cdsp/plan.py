@@ -1,4 +1,4 @@
-"""What the CDSP planner is told and what it answers.
+"""Input and output of the CDSP planner: a request, a snapshot of the instances, and the plan.
 
 An instance is named by its position in the snapshot. Tokens are positions of the prompt: C cached or computed before,
 L to compute.
@@ -80,7 +80,7 @@ class NoPlanReason(StrEnum):
     """Why a request cannot be planned. Bounded: these are metric labels."""
 
     TOO_FEW_INSTANCES = "too_few_instances"  # every SP size wants more than there are, or less than the group
-    KV_CAPACITY = "kv_capacity"  # no group of any size has room for the request's KV
+    KV_CAPACITY = "kv_capacity"  # no group of any size can hold the request's KV
     COST_UNKNOWN = "cost_unknown"  # longer than every table of measured times
 
 

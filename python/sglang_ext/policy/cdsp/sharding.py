@@ -18,7 +18,7 @@ Positions = tuple[range, ...]  # disjoint, each with a positive step; in the ord
 
 
 class Interleaving(StrEnum):
-    """How a chunk is dealt out so that causal attention is equal work for everybody."""
+    """How a chunk is dealt out so that causal attention is equal work for all members."""
 
     ZIGZAG = "zigzag"  # 2 P pieces; member i takes piece i and piece 2 P - 1 - i
     STRIPED = "striped"  # every P-th token
@@ -49,7 +49,7 @@ Holdings = Mapping[int, tuple[KvSegment, ...]]  # instance → what it holds, ol
 
 
 class ChunkLayout(NamedTuple):
-    """One chunk as it is executed: first the moves, then everybody computes its new positions."""
+    """One chunk as it is executed: first the moves, then each member computes its new positions."""
 
     group: tuple[int, ...]  # in ring order
     moves: tuple[KvMove, ...]
@@ -145,7 +145,7 @@ def rebalance(holdings: Holdings, group: Sequence[int], page_tokens: int = 1) ->
 
 
 def after_moves(holdings: Holdings, moves: Sequence[KvMove]) -> dict[int, tuple[KvSegment, ...]]:
-    """What everybody holds once the moves are done; segments that have become empty stay in place until `compacted`."""
+    """What each instance holds once the moves are done; segments that have become empty stay until `compacted`."""
     held = {instance: list(segments) for instance, segments in holdings.items()}
     for move in moves:
         segment = held[move.source][move.segment]
@@ -179,7 +179,7 @@ def lay_out(
     interleaving: Interleaving,
     page_tokens: int = 1,
 ) -> tuple[ChunkLayout, dict[int, tuple[KvSegment, ...]]]:
-    """A chunk of these ascending positions on `group`, and what everybody holds after it."""
+    """A chunk of these ascending positions on `group`, and what each instance holds after it."""
     moves = rebalance(holdings, group, page_tokens)
     held = compacted(after_moves(holdings, moves))
     new = split_positions(positions, len(group), interleaving, page_tokens)

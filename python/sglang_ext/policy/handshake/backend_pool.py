@@ -27,7 +27,7 @@ class BackendPool:
 
     @property
     def has_spare(self) -> bool:
-        """Whether anybody at all could be served now or later without a backend becoming idle first."""
+        """Whether any request could be served now or later without a backend becoming idle first."""
         return self._is_unlimited or bool(self._free or self._idle_since_s)
 
     def held_by(self, transfer_id: TransferId) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ class TransferOutcome(StrEnum):
     """How a transfer ended. Bounded: these are metric labels."""
 
     COMPLETE = "complete"
-    ABORTED = "aborted"  # this side gave it up because it was told to
+    ABORTED = "aborted"  # this side gave it up on request
     REMOTE_ABORT = "remote_abort"  # the other side did
     PEER_LOST = "peer_lost"
     STALLED = "stalled"
@@ -119,7 +119,7 @@ class ReceiverReport(NamedTuple):
 
 
 class ReceiverAbort(NamedTuple):
-    """Receiver to sender: stop, and say `SenderStopped` when no write is under way any more."""
+    """Receiver to sender: stop, and answer `SenderStopped` when no write is under way any more."""
 
     transfer_id: TransferId
     receiver: str

@@ -1,4 +1,4 @@
-"""One request as the decode instance sees it: what must come, who sends it, and what has arrived."""
+"""One request as the decode instance sees it: what must come, from which senders, and what has arrived."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""The receive manager of a decode rank: who may write into its slots, and when. A state machine without I/O.
+"""The receive manager of a decode rank: which senders may write into its slots, and when. A state machine without I/O.
 
     a request:  [early] ──expect──▶ open ──all of its KV is stored──▶ complete (remembered for a while)
                   │                  │
                   └──────────────────┴──abort, loss, stall, misfit──▶ closing ──no write can happen──▶ failed
 
-Who gets a backend (Tetris, section "CDSP Cache Transfer Management"; arXiv 2511.06247):
+Which request gets a backend (Tetris, section "CDSP Cache Transfer Management"; arXiv 2511.06247):
 
 * A free backend goes to the request with the earliest *first handshake* among those that have a chunk waiting.
   So a later sender of an old request overtakes younger requests, and none overtakes an older one.
-* A request keeps the backends it got until it is complete or has failed, or has fewer senders left (where they say
-  how many there are). Its senders take turns on them, chunk by
-  chunk, longest waiting first: one backend is enough for any number of senders, so two requests that each hold
-  some and want more cannot block each other.
+* A request keeps the backends it got until it is complete or has failed, or has fewer senders left (where their
+  number is known). Its senders take turns on them, chunk by chunk, longest waiting first: one backend is enough for
+  any number of senders, so two requests that each hold some and want more cannot block each other.
 * Only a backend that its request leaves idle for `hold_idle_s` goes to a request that waits. The request keeps its
   place in the order. This breaks the remaining circle: the holder cannot compute its next chunk because the
   prefill instance's memory is full of KV whose request waits for that very backend.
@@ -21,7 +20,7 @@ stopped, or does not agree with the others, the attempt ends as `RESTARTED`, and
 the same slots once they are released. The loss of its own prefill instance is the end of the request.
 
 Safety: a slot is used again (`Released`) only when no permit to write to it is unsettled. A permit settles when its
-chunk is stored, its sender says that it has stopped, the transport has barred it (`on_fenced`), or the sender has
+chunk is stored, its sender reports that it has stopped, the transport has barred it (`on_fenced`), or the sender has
 been lost for `quarantine_s`.
 """
 
@@ -75,9 +74,7 @@ class Receiver:
         self.backends = BackendPool(options.receive_backends, options.hold_idle_s)
         self._requests: dict[TransferId, ReceiveRequest] = {}
         self._ended: dict[TransferId, _Ended] = {}  # oldest first
-        self._queue: list[
-            tuple[int, TransferId]
-        ] = []  # (order, transfer id) of open requests with a chunk waiting, sorted
+        self._queue: list[tuple[int, TransferId]] = []  # order and id of open requests with a chunk waiting, sorted
         self._permits: dict[int, tuple[ReceiveRequest, SenderState]] = {}  # unsettled
         self._handshakes = 0
         self._grants = 0
@@ -146,7 +143,7 @@ class Receiver:
     # ---- messages ----
 
     def on_report(self, report: SenderReport, now_s: float) -> ReceiverActions:
-        """A sender says where it stands. Its first report is its handshake."""
+        """A sender reports where it stands. Its first report is its handshake."""
         ended = self._ended.get(report.transfer_id)
         if ended is not None:
             return (Send(report.sender, self._answer_ended(report, ended)),)
@@ -197,7 +194,7 @@ class Receiver:
         return self._finish_event(request, now_s)
 
     def on_stopped(self, message: SenderStopped, now_s: float) -> ReceiverActions:
-        """A sender writes no more, of its own accord or because it was told to."""
+        """A sender writes no more, of its own accord or after an abort."""
         ended = self._ended.get(message.transfer_id)
         is_complete = ended is not None and ended.outcome is TransferOutcome.COMPLETE
         closed = ReceiverClosed(message.transfer_id, self.address, self.epoch, message.sender_epoch, is_complete)
@@ -296,7 +293,7 @@ class Receiver:
         self._end(request, TransferOutcome.COMPLETE, "", now_s)
 
     def _fail(self, request: ReceiveRequest, outcome: TransferOutcome, reason: str, now_s: float) -> None:
-        """Tell everybody to stop; the request ends when no write can happen."""
+        """Tell all senders to stop; the request ends when no write can happen."""
         if request.phase is ReceivePhase.CLOSING:
             return
         if request.phase is ReceivePhase.OPEN:
@@ -370,7 +367,7 @@ class Receiver:
     def _remember(self, transfer_id: TransferId, outcome: TransferOutcome, reason: str, now_s: float) -> None:
         self._ended[transfer_id] = _Ended(outcome, reason, now_s + self.options.memory_s)
 
-    # ---- saying ----
+    # ---- sending ----
 
     def _finish_event(self, request: ReceiveRequest, now_s: float) -> ReceiverActions:
         self._end_if_settled(request, now_s)

@@ -65,7 +65,7 @@ class Sender:
         """`is_helper`: the request is another instance's, which sends it alone where this one fails.
 
         `may_have_helpers`: others may send parts of it. A write may then fail because one of them has, and it is over
-        only when the receiver has everything from everybody.
+        only when the receiver has everything from all senders.
         """
         self.transfer_id = transfer_id
         self.is_helper = is_helper
@@ -194,7 +194,7 @@ class Sender:
         if (chunk, part) not in self._in_flight:
             return ()
         self._in_flight.remove((chunk, part))
-        # Decode takes permits back before it says that it wants everything anew.
+        # Decode takes permits back before it asks for everything anew.
         outcome = TransferOutcome.RESTARTED if self.may_have_helpers else TransferOutcome.WRITE_FAILED
         self._stop(self._own_failure(outcome), reason, now_s)
         self._stop_when_still(now_s)
@@ -213,7 +213,7 @@ class Sender:
     # ---- messages ----
 
     def on_report(self, report: ReceiverReport, now_s: float) -> SenderActions:
-        """The receiver says what it knows and grants."""
+        """The receiver reports what it knows and grants."""
         if self._phase is not SenderPhase.OPEN or not self._is_from_receiver(
             report.receiver_epoch, report.sender_epoch
         ):

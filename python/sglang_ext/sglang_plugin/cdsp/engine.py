@@ -26,7 +26,7 @@ from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Destination,
 from sglang_ext.sequence_parallel.pool_link import PoolLink, ReplicatedLink, TcpLink
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks, Ranks
 from sglang_ext.sequence_parallel.ring_attention import Attention
-from sglang_ext.sequence_parallel.shard import NoRoomError
+from sglang_ext.sequence_parallel.shard import KvPoolFullError
 from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions, model_conflict
 from sglang_ext.sglang_plugin.handshake.layout import shares_of
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
@@ -59,7 +59,7 @@ class SchedulerKvPool:
         evict_from_tree_cache(self._tree, whole)
         slots = self._allocator.alloc(whole)
         if slots is None:
-            raise NoRoomError(f"{whole} KV slots are wanted, {self._allocator.available_size()} are free")
+            raise KvPoolFullError(f"{whole} KV slots are wanted, {self._allocator.available_size()} are free")
         return slots[:tokens]
 
     def free(self, slots: torch.Tensor) -> None:

@@ -186,7 +186,7 @@ def test_a_member_joins_in_a_chunk(coordinator: Coordinator) -> None:
         check_clean(members)
 
 
-def test_no_room_in_one_member_is_known_to_the_others_at_once(coordinator: Coordinator) -> None:
+def test_a_full_pool_of_one_member_is_known_to_the_others_at_once(coordinator: Coordinator) -> None:
     step_timeout_s = 30.0
     with MemberProcesses(coordinator.address) as processes:
         roomy, full = (MemberSpec(name, step_timeout_s=step_timeout_s) for name in "ab")

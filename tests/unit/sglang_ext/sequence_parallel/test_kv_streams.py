@@ -22,7 +22,7 @@ from sglang_ext.sequence_parallel.member import Declined
 from sglang_ext.sequence_parallel.messages import ChunkOrder, Destination, StepFailed, Streamed, Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
-from sglang_ext.sequence_parallel.shard import NoRoomError
+from sglang_ext.sequence_parallel.shard import KvPoolFullError
 from support.handshake_process import wait_until
 from support.memory_pool import MemoryPool, Wires
 from support.streaming_pool import HEADS, Decode, StreamingMember
@@ -235,7 +235,7 @@ class Histories(RuleBasedStateMachine):
     def allocate(self, tokens: int) -> None:
         try:
             self.held.append(self.pool.allocate(tokens))
-        except NoRoomError:
+        except KvPoolFullError:
             pages = -(-tokens // self.page)
             assert pages * self.page > self.inner.free_tokens
 

@@ -125,7 +125,7 @@ def test_a_step_runs_over_the_mesh_of_its_own_epoch() -> None:
     assert len(sent(one.link, StepFailed)) == 1, "nothing is left of the mesh of epoch 1"
 
 
-def test_no_room() -> None:
+def test_a_full_pool() -> None:
     one = member(tokens=16)
     connect(one, 1)
     one.offer(ids(30), NO_KV)
@@ -187,7 +187,7 @@ def test_withdrawn() -> None:
     assert (is_idle(one), one.pool.free_tokens) == (True, POOL_TOKENS)
 
 
-def test_no_room_to_hand_over() -> None:
+def test_a_full_pool_at_the_hand_over() -> None:
     one = member(tokens=40, page=4)
     connect(one, 1)
     one.offer(ids(32), NO_KV)

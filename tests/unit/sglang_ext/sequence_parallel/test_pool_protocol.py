@@ -149,7 +149,7 @@ def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
     pool.now_s += 3.0
     assert [one.times.wait_s for one in pool.protocol.status(pool.now_s).requests] == [0.0, None]
     pool.say(0, StepDone(1, TIMES))
-    pool.say(1, StepFailed(1, "no room"))
+    pool.say(1, StepFailed(1, "the KV pool is full"))
     first = pool.protocol.status(pool.now_s).requests[0]
     assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
 
@@ -239,7 +239,7 @@ def test_who_never_answers_for_a_failed_step_is_lost() -> None:
     pool.offer()
     pool.wait(60.0)
     assert pool.protocol.members == (0, 1), "a long step is no failure"
-    pool.say(0, StepFailed(1, "no room"))
+    pool.say(0, StepFailed(1, "the KV pool is full"))
     pool.wait(4.9)
     assert pool.protocol.members == (0, 1)
     pool.wait(0.2)

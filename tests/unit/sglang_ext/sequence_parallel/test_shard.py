@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.sharding import Interleaving, KvMove, KvSegment, count_tokens, head, split_chunk, tail
 from sglang_ext.sequence_parallel.positioned_attention import as_tensor
-from sglang_ext.sequence_parallel.shard import LayoutMismatchError, NoRoomError, Shard
+from sglang_ext.sequence_parallel.shard import KvPoolFullError, LayoutMismatchError, Shard
 from support.toy_engine import LAYERS, ToyPool
 
 PAGES = pytest.mark.parametrize("page_tokens", [1, 4])
@@ -78,12 +78,12 @@ def test_a_move_of_what_is_not_there_is_refused() -> None:
 
 
 @PAGES
-def test_no_room_takes_nothing(page_tokens: int) -> None:
+def test_a_full_pool_gives_nothing(page_tokens: int) -> None:
     pool = ToyPool(16, page_tokens)
     shard = Shard(pool)
     shard.begin()
     shard.extend((range(8),))
-    with pytest.raises(NoRoomError):
+    with pytest.raises(KvPoolFullError):
         shard.extend((range(8, 20),))
     assert shard.positions == (range(8),)
     shard.roll_back()
@@ -127,14 +127,14 @@ def test_handed_over_up_to_the_first_that_is_missing(page_tokens: int) -> None:
     assert pool.free_tokens == 128
 
 
-def test_no_room_for_whole_pages_changes_nothing() -> None:
+def test_too_few_whole_pages_change_nothing() -> None:
     pool = ToyPool(16, 4)
     shard = Shard(pool)
     shard.begin()
     shard.extend((range(12),))
     fill(pool, shard)
     before = shard.segments
-    with pytest.raises(NoRoomError):
+    with pytest.raises(KvPoolFullError):
         shard.take_slots(0)
     assert shard.segments == before
     assert positions_in(pool, shard.slots) == list(range(12))
@@ -174,7 +174,7 @@ def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int
             try:
                 shard.extend((range(position, position + number),))
                 position += number
-            except NoRoomError:
+            except KvPoolFullError:
                 pass
         elif what == "give" and shard.segments:
             segment = place % len(shard.segments)
@@ -195,7 +195,7 @@ def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int
     if end == "take_slots":
         try:
             pool.free(shard.take_slots(0))
-        except NoRoomError:
+        except KvPoolFullError:
             shard.drop()
     else:
         shard.drop()

@@ -1,4 +1,4 @@
-"""Which instances a group takes, one rule of section 5.1 at a time, and what room for KV changes."""
+"""Which instances a group takes, one rule of section 5.1 at a time, and what free KV changes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_member_without_room_cannot_be_left_behind() -> None:
 
 
 def test_a_chunk_takes_no_more_than_its_group_has_room_for() -> None:
-    """One instance is idle for long, but has room for 300 tokens only before the second joins."""
+    """One instance is idle for long, but has free KV for 300 tokens only before the second joins."""
     cost = {size: SpCost(0.0, 0.001 / size, 0.0, 0.0) for size in (1, 2)}
     config = PlannerConfig(tuple(SpCandidate(size, cost[size]) for size in cost), min_chunk_tokens=1)
     snapshot = PrefillSnapshot((0, 0), (0.0, 0.4), (300, 300))

@@ -124,7 +124,7 @@ def test_waits_grow_while_nothing_happens(scheduler: Any, waker: Waker) -> None:
         assert wait_s - 0.01 < waited_s(scheduler)
     waker.notify()
     assert waited_s(scheduler) < 0.7
-    assert 0.09 < waited_s(scheduler) < 0.7  # rung once is heard once
+    assert 0.09 < waited_s(scheduler) < 0.7  # notified once, ended once
 
 
 def test_a_waker_ends_a_wait(scheduler: Any, waker: Waker) -> None:
@@ -151,7 +151,7 @@ def test_a_request_ends_a_wait(scheduler: Any, request_sockets: tuple[socket.soc
         ("idle_sleeper", None, 0.1),
     ],
 )
-def test_where_nobody_rings_waits_are_short(scheduler: Any, name: str, value: object, longest_s: float) -> None:
+def test_without_a_waker_waits_are_short(scheduler: Any, name: str, value: object, longest_s: float) -> None:
     setattr(scheduler, name, value)
     for _ in range(4):
         wait_a_little(scheduler)
