@@ -1,8 +1,8 @@
 # make env   environment in .venv (first run about 90 s)
 # make demo  a served model: short, long and decode instances behind the router
-# make test  style, types, architecture and all tests
-# make chaos kills and stops every role at every stage (about 20 min)
-# make lint  style, types and architecture alone
+# make test  style, types, architecture, unit tests, one setting of every mechanism on real SGLang (10 min)
+# make test-all  further: every setting, random plans, each role killed and stopped at every stage (25 min)
+# make lint  style, types and architecture
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,8 +19,11 @@ NATIVE := $(VENV)/.native-$(shell cat $(NATIVE_SOURCES) | cksum | cut -d' ' -f1)
 # Triton is not for the engine, which on a CPU has stand-ins for it, but for the tests of the kernels.
 KERNELS := $(VENV)/kernels/.triton-$(TRITON)
 PYTEST_ARGS ?=
+# Tests of engines wait more than they compute, so there is one worker more than cores.
+WORKERS ?= $(shell expr $$(nproc) + 1)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=40
 
-.PHONY: env kernels-env demo test unit lint format clean
+.PHONY: env kernels-env demo test test-all unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP) $(COMPILED) $(NATIVE)
@@ -60,15 +63,16 @@ lint: env
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/check_structure.py
 
 test: lint $(KERNELS)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
+
+test-all: lint $(KERNELS)
+	@$(PYTEST) --full $(PYTEST_ARGS)
 
 unit: env $(KERNELS)
-	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
-
-chaos: env
-	@$(BIN)/python -m pytest tests/chaos --full $(PYTEST_ARGS)
+	@$(PYTEST) tests/unit $(PYTEST_ARGS)
 
 format: env
 	@$(BIN)/ruff check --quiet --fix .

@@ -15,7 +15,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--full`: also the cases that `make chaos` runs and `make test` does not."""
+    """`--full`: also the tests that `make test-all` runs and `make test` does not."""
     parser.addoption("--full", action="store_true", help="run tests that are marked full, too")
 
 

@@ -65,6 +65,4 @@ class _AbortCalls:
     def on_leg_lost(self, leg: UpstreamConnection) -> None:
         self.open_requests -= 1
 
-    def relay(self, data: bytes) -> None: ...
-
     def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None: ...

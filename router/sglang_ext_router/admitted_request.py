@@ -153,9 +153,6 @@ class AdmittedRequest:
         assert attempt is not None
         attempt.replace_leg(lost, fresh)
 
-    def relay(self, data: bytes) -> None:
-        self._relay.write(data)
-
     def on_client_gone(self) -> None:
         self._relay.lose_client()
         self._services.metrics.count(self._services.metrics.aborts, "client_gone")

@@ -80,12 +80,12 @@ class Relay:
         if not self._is_http_11 and is_chunked(head):
             self.answer_error(400, "a streamed reply needs HTTP/1.1")
             return False
-        leg.is_relaying = True
+        leg.relay = self
         self._source = leg
         connection = b"" if client.keeps_alive else b"connection: close\r\n"
         client.write(b"%b%b%b%b" % (head, self._own_headers(), connection, rest))
         if leg.is_complete:  # here whole already
-            leg.is_relaying = False
+            leg.relay = None
             self._source = None
             self._finish()
         return True

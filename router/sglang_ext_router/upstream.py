@@ -7,12 +7,15 @@ Once its reply is being relayed, bytes go to the client as they came.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
 from sglang_ext.policy.routing.pd_actions import Leg
 from sglang_ext_router.workers import Worker
+
+if TYPE_CHECKING:
+    from sglang_ext_router.relay import Relay
 
 CONNECT_TIMEOUT_S = 5.0
 # uvicorn closes a connection that was idle for 5 s; one about to be closed is not used any more.
@@ -35,8 +38,6 @@ class LegOwner(Protocol):
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None: ...
 
-    def relay(self, data: bytes) -> None: ...
-
     def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None: ...
 
 
@@ -58,11 +59,11 @@ class UpstreamConnection(asyncio.Protocol):
         "has_connected",
         "idle_since_s",
         "is_complete",
-        "is_relaying",
         "keeps_reply",
         "kind",
         "owner",
         "raw",
+        "relay",
         "reply_keeps_alive",
         "sent_s",
         "status",
@@ -93,7 +94,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._tail = b""  # end of what was relayed after `raw`
         self.body_started = False
         self.is_complete = False
-        self.is_relaying = False
+        self.relay: Relay | None = None  # what takes the rest of the reply as it comes
         self.keeps_reply = False  # the whole reply stays in `raw`
         self.reply_keeps_alive = False
         self._head_told = False
@@ -157,8 +158,9 @@ class UpstreamConnection(asyncio.Protocol):
             assert self.transport is not None
             self.transport.abort()
             return
-        if self.is_relaying:
-            owner.relay(data)
+        relay = self.relay
+        if relay is not None:
+            relay.write(data)
             self._tail = data if len(data) >= 3 else (self._tail + data)[-3:]
             try:
                 self._parser.feed_data(data)
@@ -182,7 +184,7 @@ class UpstreamConnection(asyncio.Protocol):
             owner.on_leg_body(self)
         if self.is_complete and self.owner is owner:
             self._end(owner)
-        elif not self.is_relaying and len(self.raw) > MAX_HELD_BYTES and not self.keeps_reply and self.status < 400:
+        elif self.relay is None and len(self.raw) > MAX_HELD_BYTES and not self.keeps_reply and self.status < 400:
             self.raw = self.raw[-MAX_HELD_BYTES // 2 :]  # a prefill's reply, of which only the end is read
 
     def eof_received(self) -> bool | None:
@@ -314,6 +316,7 @@ class UpstreamPool:
         transport.resume_reading()
         connection.raw = connection._last_body = b""
         connection._request = b""
+        connection.relay = None
         connection.idle_since_s = self._loop.time()
         self._idle.append(connection)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 INSTANCES = 4
 
 
-@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 16], ids=["page1", "page16"])
 def pool(request: pytest.FixtureRequest) -> Iterator[tuple[RingInstances, int]]:
     model: Path = tiny_model()
     with ring_instances(model, INSTANCES, request.param) as instances:

@@ -124,7 +124,7 @@ def test_exit_with_parent_follows_the_client(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_an_engine_with_settings_that_imports_read_makes_its_own() -> None:
-    """Under the same process id, so that whoever started it need not know."""
+    """Under the same process id, so that the process that started it need not know."""
     spec = EngineSpec(Role.SHORT, environment=(("OMP_WAIT_POLICY", "ACTIVE"),), name="own")
     engine, decode = FLEET.get(spec, EngineSpec(Role.DECODE))
     assert f"{OWN_IMPORTS}OMP_WAIT_POLICY" in engine.log_path.read_text()

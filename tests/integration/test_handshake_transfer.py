@@ -36,6 +36,7 @@ PAIRS = {
     "page 16, two backends, shared memory": (PAGED_PREFILL, PAGED_DECODE),
     "decode tp 2": (PREFILL, DECODE_TP2),
 }
+TESTED = "page 16, two backends, shared memory"  # the others with all tests
 # Two ranks hold three KV heads as four: the fourth is padding and does not travel.
 THREE_HEADS = TinyModelShape(hidden=48, heads=3, kv_heads=3)
 # Around the page of 16 and the chunk of 256 tokens, and over several chunks.
@@ -44,7 +45,12 @@ NEW_TOKENS = 12
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × head size × float32
 
 
-@pytest.fixture(params=PAIRS.values(), ids=list(PAIRS), scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(pair, id=name, marks=() if name == TESTED else pytest.mark.full) for name, pair in PAIRS.items()
+    ],
+)
 def pair(request: pytest.FixtureRequest) -> Pair:
     prefill, decode = FLEET.get(*request.param)
     return prefill, decode
@@ -111,6 +117,7 @@ def test_more_requests_than_backends(pair: Pair) -> None:
         engine.wait_idle()
 
 
+@pytest.mark.full
 def test_padded_heads_do_not_travel() -> None:
     prefill, decode = FLEET.get(
         EngineSpec(Role.SHORT, THREE_HEADS, CHUNK, HANDSHAKE),

@@ -10,13 +10,12 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
-from support.laps import Pair
+from support.laps import DECODE, LONG_TOKENS, SHAPE, Pair
 from support.reference import random_prompt
 
 pytestmark = pytest.mark.integration
 
 CHUNK_TOKENS = 32
-LONG_TOKENS = 1600  # 50 chunks: about a second
 SHORT_TOKENS = 24
 ABORT_LIMIT_S = 3.0
 SMALL_KV_TOKENS = 4096
@@ -25,7 +24,7 @@ LAPS_OPTIONS = ("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16",
 
 
 def prefill_spec(*arguments: str) -> EngineSpec:
-    return EngineSpec(Role.BOTH, arguments=(*SMALL_CHUNKS, *arguments), worker_options=LAPS_OPTIONS)
+    return EngineSpec(Role.BOTH, shape=SHAPE, arguments=(*SMALL_CHUNKS, *arguments), worker_options=LAPS_OPTIONS)
 
 
 @pytest.fixture
@@ -34,15 +33,17 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-@pytest.fixture(params=[1, 16], ids=["page1", "page16"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.full), 16], ids=["page1", "page16"])
 def paged(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[Pair]:
     page = () if request.param == 1 else ("--page-size", str(request.param))
-    yield from checked_pair(threads, *FLEET.get(prefill_spec(*page), EngineSpec(Role.DECODE, arguments=page)))
+    yield from checked_pair(
+        threads, *FLEET.get(prefill_spec(*page), EngineSpec(Role.DECODE, shape=SHAPE, arguments=page))
+    )
 
 
 @pytest.fixture
 def pair(threads: ThreadPoolExecutor) -> Iterator[Pair]:
-    yield from checked_pair(threads, *FLEET.get(prefill_spec(), EngineSpec(Role.DECODE)))
+    yield from checked_pair(threads, *FLEET.get(prefill_spec(), DECODE))
 
 
 def checked_pair(threads: ThreadPoolExecutor, prefill: Engine, decode: Engine) -> Iterator[Pair]:
@@ -170,9 +171,9 @@ def test_impossible_deadlines_do_no_harm(pair: Pair, slo_ms: object) -> None:
 def test_memory_for_two_longs_and_many_shorts(threads: ThreadPoolExecutor) -> None:
     """More work than KV memory: prefixes are evicted, no request waits for ever, tokens stay right."""
     spec = prefill_spec("--max-total-tokens", str(SMALL_KV_TOKENS))
-    for pair in checked_pair(threads, *FLEET.get(spec, EngineSpec(Role.DECODE))):
+    for pair in checked_pair(threads, *FLEET.get(spec, DECODE)):
         longs = [
-            pair.send(LONG_TOKENS + 200 * (number % 2), seed=300 + number, priority=priority)
+            pair.send(SMALL_KV_TOKENS // 5 * 2 + 200 * (number % 2), seed=300 + number, priority=priority)
             for number, priority in enumerate(("low", "normal", "high", "real-time", "low", "high"))
         ]
         shorts = [pair.send(SHORT_TOKENS + number, seed=310 + number) for number in range(12)]

@@ -12,15 +12,14 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec, Reply
-from support.laps import NEW_TOKENS, Pair
+from support.laps import DECODE, LONG_TOKENS, NEW_TOKENS, SHAPE, Pair
 from support.laps_checks import Counters, clean_pair, is_aborted, were_aborted
 from support.pd import with_room
 from support.reference import random_prompt
 
 pytestmark = pytest.mark.integration
 
-LONG_TOKENS = 1600
-FILLER_TOKENS = 600
+FILLER_TOKENS = 1800
 SHORT_TOKENS = 24
 # A held short leaves after this, or before its own deadline.
 WINDOW_S = 10.0
@@ -33,6 +32,7 @@ ABORT_LIMIT_S = 3.0
 # Half of the options stand among the engine's own arguments, as a cluster file has them.
 PREFILL = EngineSpec(
     Role.BOTH,
+    shape=SHAPE,
     arguments=(
         *("--chunked-prefill-size", "32", "--laps-w-min-ms", str(WINDOW_S * 1e3)),
         *("--laps-w-max-ms", str(WINDOW_S * 1e3 + 500), "--laps-t-max-ms", str(WINDOW_S * 1e3 + 1000)),
@@ -57,7 +57,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def pair(threads: ThreadPoolExecutor) -> Iterator[Pair]:
-    prefill, decode = FLEET.get(PREFILL, EngineSpec(Role.DECODE))
+    prefill, decode = FLEET.get(PREFILL, DECODE)
     yield from clean_pair(Pair(prefill, decode, threads))
 
 

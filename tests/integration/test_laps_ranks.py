@@ -10,20 +10,20 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
-from support.laps import Pair
+from support.laps import DECODE, LONG_TOKENS, SHAPE, Pair
 from support.laps_checks import Counters, clean_pair, were_aborted
 
 pytestmark = pytest.mark.integration
 
 TWO_RANKS = EngineSpec(
     Role.BOTH,
+    shape=SHAPE,
     arguments=("--tp", "2", "--chunked-prefill-size", "32"),
     worker_options=(
         *("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16", "--laps-preempt-margin", "0.1"),
         *("--laps-w-min-ms", "600", "--laps-w-max-ms", "700", "--laps-t-max-ms", "2000"),
     ),
 )
-LONG_TOKENS = 1600
 SHORT_TOKENS = 24
 NO_HURRY_MS = 60_000
 PRIORITIES = ("low", "normal", "high", "real-time")
@@ -31,7 +31,7 @@ PRIORITIES = ("low", "normal", "high", "real-time")
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    prefill, decode = FLEET.get(TWO_RANKS, EngineSpec(Role.DECODE))
+    prefill, decode = FLEET.get(TWO_RANKS, DECODE)
     with ThreadPoolExecutor(20) as threads:
         yield from clean_pair(Pair(prefill, decode, threads))
 

@@ -32,7 +32,7 @@ def coordinator() -> Iterator[Coordinator]:
         yield one
 
 
-@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 16], ids=["page1", "page16"])
 def pool(request: pytest.FixtureRequest, coordinator: Coordinator, threads: ThreadPoolExecutor) -> Iterator[list[Pair]]:
     arguments = ("--page-size", str(request.param))
     specs = [member(coordinator, f"pool{number}-{request.param}", *arguments) for number in range(2)]

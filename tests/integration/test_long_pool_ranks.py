@@ -163,7 +163,7 @@ def test_aborted_while_others_compute_it(pool: list[Pair], coordinator: Coordina
     check_clean(pool, free)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_stops_costs_time_only(pool: list[Pair], coordinator: Coordinator, rank: int) -> None:
     free = [free_tokens(pair) for pair in pool]
     ended = ended_requests(coordinator.status())

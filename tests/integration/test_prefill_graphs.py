@@ -38,7 +38,7 @@ def check(outcome: Outcome) -> None:
         np.testing.assert_allclose(got, wanted, atol=BOUND, rtol=0)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16])
+@pytest.mark.parametrize("page_tokens", [pytest.param(1, marks=pytest.mark.full), 16])
 def test_batches_of_all_kinds(page_tokens: int) -> None:
     rng = random.Random(11)
     batches = [

@@ -21,7 +21,7 @@ from support.engines import FLEET, EngineFleet, EngineSpec
 from support.laps import Pair, Prefill
 from support.random_plans import RandomCoordinator
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 HANDSHAKE = ("--transfer-backend", "handshake")
 MEMBERS = 4

@@ -42,7 +42,7 @@ def test_tokenizer_round_trips_and_splits_digits(folder: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in ("Hello 2024 world  x\n\n y", "naïve café — 日本語 don't I'll", "\ttab\r\nline "):
+    for text in ("Hello 2024 again  x\n\n y", "naïve café — 日本語 don't I'll", "\ttab\r\nline "):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.convert_ids_to_tokens(tokenizer("2024")["input_ids"]) == ["2", "0", "2", "4"]
     ids = tokenizer("<|im_start|>user\nhi<|im_end|>")["input_ids"]

@@ -19,9 +19,16 @@ from support.up_process import START_TIMEOUT_S, up
 pytestmark = pytest.mark.integration
 
 
-def test_serves_restarts_and_stops(tmp_path: Path) -> None:
-    with up(tmp_path) as cluster:
+METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_serves_restarts_and_stops(tmp_path: Path, method: str) -> None:
+    with up(tmp_path, start={"method": method, "timeout_s": START_TIMEOUT_S}) as cluster:
         cluster.wait_until_ready()
+        logs = cluster.folder / "logs"
+        assert (logs / "fork-server.log").exists() == (method == "fork")
+        assert "sglang-ext: not forked" not in (logs / "decode-0.log").read_text()
         assert stat.S_IMODE((cluster.folder / "state.json").stat().st_mode) == 0o600
         short_prompt, long_prompt = "def f(self):", "return self.value + other.value\n" * 40
         first = [cluster.chat(short_prompt), cluster.chat(long_prompt)]
@@ -50,8 +57,9 @@ def test_serves_restarts_and_stops(tmp_path: Path) -> None:
         assert "Traceback" not in log
 
 
-def test_kill_9_of_up_leaves_nothing_running(tmp_path: Path) -> None:
-    with up(tmp_path) as cluster:
+@pytest.mark.parametrize("method", METHODS)
+def test_kill_9_of_up_leaves_nothing_running(tmp_path: Path, method: str) -> None:
+    with up(tmp_path, start={"method": method, "timeout_s": START_TIMEOUT_S}) as cluster:
         cluster.wait_until_ready()
         processes = cluster.processes()
         cluster.process.kill()

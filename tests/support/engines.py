@@ -28,13 +28,14 @@ from typing import Any
 
 from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedProcess
 from sglang_ext.cluster.ports import pick_free_ports
+from sglang_ext.cluster.process_tree import session_processes
 from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
 READY_TIMEOUT_S = 400.0
 SHARED_MEMORY = Path("/dev/shm")
-MAX_ALIVE = 8
+MAX_ALIVE = 6
 LOG_TAIL_LINES = 40
 _PORTS: set[int] = set()  # handed out by this process
 
@@ -157,7 +158,7 @@ class Engine:
 
     def process_ids(self, title: str = "") -> list[int]:
         """The engine's processes (its session holds them all), or those whose command line has `title`."""
-        return [pid for pid in _session_members(self.process.pid) if title in _command_line(pid)]
+        return [pid for pid in session_processes(self.process.pid) if title in _command_line(pid)]
 
     @contextmanager
     def frozen_scheduler(self) -> Iterator[None]:
@@ -304,16 +305,3 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:
         return ""
-
-
-def _session_members(session: int) -> list[int]:
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        state, session_of = fields[0], int(fields[3])
-        if session_of == session and state != "Z":
-            members.append(int(stat.parent.name))
-    return members

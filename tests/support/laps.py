@@ -8,11 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from support.engines import Engine, Reply
+from sglang_ext.types import Role
+from support.engines import Engine, EngineSpec, Reply
 from support.pd import send_both
 from support.reference import greedy_reference, random_prompt
+from support.tiny_model import TinyModelShape
 
 NEW_TOKENS = 6
+# The weights of the standard model, and room for prompts that a test can watch being computed.
+SHAPE = TinyModelShape(context_tokens=8192)
+DECODE = EngineSpec(Role.DECODE, shape=SHAPE)
+LONG_TOKENS = 4800  # 150 chunks of 32 tokens: most of a second on an idle machine
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _engine(
         if conflicts:
             print(f"sglang-ext: imports anew, for another {', '.join(conflicts)}", file=sys.stderr)
             return worker.replace_process(command)
-        become_engine(environment)
+        become_engine(environment, imports)
         sys.argv = list(command.argv[2:])
         setproctitle(" ".join(command.argv))
         return serve(list(command.argv[3:]))

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import context, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,13 +53,19 @@ class Imports:
     """What the imports saw of the environment."""
 
     read_variables: frozenset[str]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # before
+    set_variables: Mapping[str, str] = field(default_factory=dict)  # by the imports themselves
 
     def conflicts(self, wanted: Mapping[str, str]) -> list[str]:
         """Variables that the imports read and that `wanted` has otherwise: such an engine needs its own imports."""
         by_libraries = {name for name in {*wanted, *self.environment} if name.startswith(READ_BY_LIBRARIES)}
         relevant = (self.read_variables | by_libraries) - SET_AFTER_FORK - NOT_SETTINGS
-        return sorted(name for name in relevant if wanted.get(name) != self.environment.get(name))
+        return sorted(name for name in relevant if wanted.get(name) not in self._seen(name))
+
+    def _seen(self, name: str) -> set[str | None]:
+        """With these values the imports do what they did: that before them, and what they set themselves."""
+        before = self.environment.get(name)
+        return {before, self.set_variables.get(name, before)}
 
 
 def preload() -> Imports:
@@ -80,16 +86,17 @@ def preload() -> Imports:
     _require_one_thread()
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so do not copy, what is shared
-    return Imports(frozenset(names), seen)
+    changed = {name: value for name, value in os.environ.items() if seen.get(name) != value}
+    return Imports(frozenset(names), seen, changed)
 
 
-def become_engine(environment: Mapping[str, str]) -> None:
-    """Take over an engine's environment in a process that was forked from one with its imports."""
+def become_engine(environment: Mapping[str, str], imports: Imports) -> None:
+    """Take over an engine's environment in a process that was forked from one with its `imports`."""
     import numpy as np
     import torch
 
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({**imports.set_variables, **environment})
     np.random.seed(int.from_bytes(os.urandom(4), "little"))  # Python's own generator sees to this by itself
     threads = environment.get("OMP_NUM_THREADS")
     if threads is not None:

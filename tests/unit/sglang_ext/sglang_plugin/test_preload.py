@@ -12,7 +12,7 @@ from sglang_ext.sglang_plugin import preload
 from sglang_ext.sglang_plugin.preload import CannotForkError, Imports
 
 SEEN = {"PATH": "/bin", "SGLANG_X": "1", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "UNREAD": "a"}
-IMPORTS = Imports(frozenset({"SGLANG_X", "ABSENT", "SGLANG_EXT_PARENT_PID"}), SEEN)
+IMPORTS = Imports(frozenset({"SGLANG_X", "ABSENT", "SGLANG_EXT_PARENT_PID", "CACHE"}), SEEN, {"CACHE": "/there"})
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,8 @@ IMPORTS = Imports(frozenset({"SGLANG_X", "ABSENT", "SGLANG_EXT_PARENT_PID"}), SE
         ({}, []),
         ({"UNREAD": "b"}, []),  # no import read it
         ({"SGLANG_X": "2"}, ["SGLANG_X"]),
+        ({"CACHE": "/there"}, []),  # which the imports set where it is missing
+        ({"CACHE": "/elsewhere"}, ["CACHE"]),
         ({"ABSENT": ""}, ["ABSENT"]),  # asked for, and not there
         ({"OMP_PROC_BIND": "true"}, ["OMP_PROC_BIND"]),  # C libraries read these without being seen
         ({"OMP_WAIT_POLICY": "ACTIVE", "SGLANG_X": "2"}, ["OMP_WAIT_POLICY", "SGLANG_X"]),
