@@ -76,7 +76,7 @@ class LegRecord:
 
 @dataclass
 class Monitor:
-    """Everything that may be known of an protocol without looking into it."""
+    """Everything that may be known of the protocol without looking into it."""
 
     max_retries: int
     is_stream: bool

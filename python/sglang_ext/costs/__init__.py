@@ -1,1 +1,1 @@
-"""Cost profiles: the files that the router's planner, the coordinator and the simulator read."""
+"""Cost profiles: the files that `sglang-ext profile` writes, read by the coordinator, a planner and the simulator."""

@@ -3,8 +3,8 @@
 LAPS, section 3.2, Algorithm 2, with three departures from the text, each because the printed form misleads:
 
 - Pressure `psi = alpha q + beta e + gamma u` counts utilisation with a plus. As printed (`- gamma u`) a saturated
-  instance looks unpressed. All terms are without unit: q is queued work over the class's target time, e the share
-  of late prefills plus how late they were, u the busy share. So pressures are never negative, and pools compare.
+  instance looks unpressed. All terms are without unit: q is queued work over the class's target time, e the SLO
+  violation rate plus the tardiness, u the busy share. So pressures are never negative, and pools compare.
 - The margin is a shifted ratio, `1 + P_to > (1 + tau) (1 + P_from)`: a bare ratio of two small numbers is noise.
 - A move must not be undone by the next one. The giving pool is predicted after the move, from its offered load
   (busy share plus growth of the backlog, in instances, so it neither saturates nor changes while a backlog drains),

@@ -1,4 +1,4 @@
-"""What an protocol does in each situation that has a name, and under random histories with many retries."""
+"""What the protocol does in each situation that has a name, and under random histories with many retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every state that an protocol can be brought into by any sequence of events, and every event in each of them."""
+"""Every state that the protocol can be brought into by any sequence of events, and every event in each of them."""
 
 from __future__ import annotations
 
