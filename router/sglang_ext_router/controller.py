@@ -1,7 +1,7 @@
 """Drives the pool controller: asks the instances, lets the policies decide, carries moves out, says so.
 
-Decisions are `policy.pools.instance_pressure`, a move is the state machine `policy.pools.pool_move`; here are only the clock,
-the requests to the instances and the log.
+Decisions are `policy.pools.instance_pressure`, a move is the state machine `policy.pools.pool_move`; here are only the
+clock, the requests to the instances and the log.
 """
 
 from __future__ import annotations
