@@ -112,7 +112,7 @@ def decisions(workers: int) -> dict[str, Decision]:
         for breaker in breakers:
             breaker.can_try(1.0)
         chosen.on_start(1.0)
-        chosen.on_success(2.0)
+        chosen.record_success(2.0)
 
     named: dict[str, Decision] = {
         "match prefixes": lambda: index.matched_blocks(new),

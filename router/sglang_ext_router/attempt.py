@@ -115,7 +115,7 @@ class Attempt:
         worker = self.worker(leg)
         registry = self._services.registry
         if registry.suspects and worker.id in registry.suspects:
-            worker.breaker.on_success(self._services.loop.time(), self._started_s)
+            worker.breaker.record_success(self._services.loop.time(), self._started_s)
             if worker.breaker.is_quiet:
                 registry.suspects.discard(worker.id)
         self._release(leg, worker)
@@ -124,7 +124,7 @@ class Attempt:
         """The leg has ended and says nothing about the instance."""
         worker = self.worker(leg)
         if worker.id in self._services.registry.suspects:
-            worker.breaker.on_abandoned()
+            worker.breaker.release_trial()
         self._release(leg, worker)
         self._learn_not_prefilled(leg, worker)
 
@@ -132,7 +132,7 @@ class Attempt:
         """The instance failed."""
         worker = self.worker(leg)
         registry = self._services.registry
-        worker.breaker.on_failure(self._started_s, self._services.loop.time())
+        worker.breaker.record_failure(self._started_s, self._services.loop.time())
         if registry.contains(worker):
             registry.suspects.add(worker.id)
         self._services.metrics.count(self._services.metrics.worker_failures, worker.url)

@@ -277,7 +277,7 @@ class _Instance:
     def kv_of(self, request: int) -> Any:
         import torch
 
-        from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+        from sglang_ext.sequence_parallel.ring_attention import as_tensor
 
         shard = self._shards.get(request)
         if shard is None:

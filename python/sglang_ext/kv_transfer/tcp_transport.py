@@ -1,4 +1,10 @@
-"""One-sided writes over TCP: the engine, and the handshake's transport over it, each write under a permit."""
+"""One-sided writes over TCP: put bytes into another process's registered memory.
+
+Each process owns one engine. `register` names the memory that others may write to (and from which this process may
+send); `write` moves blocks to a peer, named by its `session_id` ("host:port"), and returns when the peer has stored
+every byte. Payload goes from and to the registered memory directly, without a copy in this process. The handshake's
+transport is an engine whose writes come each under a permit of the receiver.
+"""
 
 from __future__ import annotations
 

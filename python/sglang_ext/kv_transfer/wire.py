@@ -7,7 +7,8 @@
                payload: the blocks' bytes, in the order of the table
     status     one byte                                                    owner to writer
 
-Integers are little-endian. A batch without blocks is a probe.
+Integers are little-endian. A batch without blocks is a probe. Sockets block; buffers, scattered or not, are moved whole
+and without copying them.
 """
 
 from __future__ import annotations

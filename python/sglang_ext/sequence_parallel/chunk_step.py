@@ -9,9 +9,8 @@ import torch
 
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
-from sglang_ext.sequence_parallel.positioned_attention import as_tensor
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
-from sglang_ext.sequence_parallel.ring_attention import Attention, DeferredErrorAttention, Ring
+from sglang_ext.sequence_parallel.ring_attention import Attention, DeferredErrorAttention, Ring, as_tensor
 from sglang_ext.sequence_parallel.shard import KvPool, KvPoolFullError, LayoutMismatchError, Rebalancing, Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock
 

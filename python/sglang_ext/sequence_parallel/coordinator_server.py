@@ -1,4 +1,7 @@
-"""A long pool's coordinator over TCP: connections, the clock and the store of the meshes around a `PoolProtocol`."""
+"""A long pool's coordinator: connections of members over TCP, the clock and the mesh store around a `PoolProtocol`.
+
+Over HTTP it shows the pool's status and metrics; the improvement rates are the one thing that a request may change.
+"""
 
 from __future__ import annotations
 

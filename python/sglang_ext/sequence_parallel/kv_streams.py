@@ -225,7 +225,7 @@ class Pin(NamedTuple):
 
 
 class PinnedPool:
-    """See `sequence_parallel.shard.KvPool`. What is freed while it is pinned is free once it is not pinned any more."""
+    """A `KvPool` whose slots stay taken while they are read: what is freed while it is pinned is free once unpinned."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool

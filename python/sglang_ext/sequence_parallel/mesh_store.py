@@ -165,7 +165,7 @@ class StepWatch:
         sequence, self._sequence = self._sequence, None
         if sequence is not None:
             # The step does not wait for a store that does not answer.
-            threading.Thread(target=self._tell, args=(sequence,), name="cdsp-give-up", daemon=True).start()
+            threading.Thread(target=self._announce, args=(sequence,), name="cdsp-give-up", daemon=True).start()
 
     def _look(self, sequence: int, has_ended: threading.Event) -> None:
         try:
@@ -178,7 +178,7 @@ class StepWatch:
         except RuntimeError as error:
             logger.debug("cdsp: step %d is not watched any more: %s", sequence, error)
 
-    def _tell(self, sequence: int) -> None:
+    def _announce(self, sequence: int) -> None:
         try:
             give_up(self._store, self._epoch, sequence)
         except RuntimeError as error:

@@ -254,7 +254,10 @@ _NOTHING = _News(None, False, ())
 
 
 class ReplicatedLink:
-    """See `PoolLink`. Every turn has to ask for the session exactly once: that is when news travels."""
+    """A `PoolLink` as each rank of an instance sees it: the same messages in the same turn.
+
+    Every turn has to ask for the session exactly once: that is when news travels.
+    """
 
     def __init__(self, ranks: Ranks, link: PoolLink | None) -> None:
         """`link` is the first rank's; the others have none."""

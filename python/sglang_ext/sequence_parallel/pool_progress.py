@@ -77,7 +77,12 @@ class _Entry:
 
 
 class StreamLedger:
-    """All requests that are in the pool."""
+    """Of all requests in the pool: where members send their KV straight to decode, and what they have sent.
+
+    As long as nothing fails, members send each chunk as they compute it, and the request's own instance the rest. With
+    the first chunk that fails, or member that is lost, nothing more of this request is sent in this way: its own
+    instance sends everything.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -95,7 +100,7 @@ class StreamLedger:
             return ()
         entry.members.update(order.layout.group)
         entry.end_tokens = 1 + max(part[-1] for positions in order.layout.new for part in positions)
-        self._say(order.request, entry)
+        self._notify_owner(order.request, entry)
         return entry.destinations
 
     def broken(self, request: int) -> None:
@@ -104,7 +109,7 @@ class StreamLedger:
         if entry is not None and entry.is_intact:
             entry.is_intact = False
             if entry.members:
-                self._say(request, entry)
+                self._notify_owner(request, entry)
 
     def lost(self, instance: int) -> None:
         """A member has gone, with what it had not sent yet."""
@@ -121,5 +126,5 @@ class StreamLedger:
         out, self._out = self._out, []
         return out
 
-    def _say(self, request: int, entry: _Entry) -> None:
+    def _notify_owner(self, request: int, entry: _Entry) -> None:
         self._out.append(AddressedMessage(entry.owner, Streamed(request, entry.end_tokens, entry.is_intact)))

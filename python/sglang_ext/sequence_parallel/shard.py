@@ -9,7 +9,7 @@ import torch
 
 from sglang_ext.policy.cdsp.sharding import KvMove, KvSegment, Positions, count_tokens, head, positions_of, tail
 from sglang_ext.sequence_parallel.mesh import Mesh, Pending
-from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+from sglang_ext.sequence_parallel.ring_attention import as_tensor
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
 

@@ -1,4 +1,4 @@
-"""What each instance of a long pool did when, from its coordinator's /status: a Gantt chart, and the command for it."""
+"""`sglang-ext timeline`: what each instance of a long pool did when, as a Gantt chart of its coordinator's /status."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class CircuitBreaker:
             if self._trial_s is None or now_s - self._trial_s >= self.open_s:
                 self._trial_s = now_s
 
-    def on_success(self, now_s: float, started_s: float | None = None) -> None:
+    def record_success(self, now_s: float, started_s: float | None = None) -> None:
         """A request has succeeded. Started before the last counted failure, it does not speak against it."""
         if started_s is not None and started_s <= self._last_failure_s:
             return
@@ -117,7 +117,7 @@ class CircuitBreaker:
             self._state = _CLOSED
             self._failures_s.clear()
 
-    def on_failure(self, started_s: float, now_s: float) -> None:
+    def record_failure(self, started_s: float, now_s: float) -> None:
         """A request that was sent at `started_s` has failed."""
         if started_s <= self._last_failure_s:
             return
@@ -133,8 +133,8 @@ class CircuitBreaker:
         self._opened_s = now_s
         self._trial_s = None
 
-    def on_abandoned(self) -> None:
-        """A request has ended without a verdict (its client left, say): gives the trial back."""
+    def release_trial(self) -> None:
+        """A request has ended without a verdict (its client left, say): the trial is free again."""
         self._trial_s = None
 
     def _half_open(self) -> None:

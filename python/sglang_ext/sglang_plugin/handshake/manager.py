@@ -154,7 +154,11 @@ class _Refusal(NamedTuple):
 
 
 class RefusedRooms:
-    """Watches, for `keep_s` after each refusal, for invitations that come too late. Thread-safe."""
+    """Requests that a prefill rank has given up, so that decode ranks that invite it later are notified at once.
+
+    Without this, a request that is aborted on the prefill side before decode had memory for it would let decode wait
+    for minutes. Watches, for `keep_s` after each refusal, for invitations that come too late. Thread-safe.
+    """
 
     def __init__(self, endpoint: HandshakeEndpoint, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._endpoint = endpoint

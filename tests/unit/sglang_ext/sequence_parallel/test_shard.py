@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.sharding import Interleaving, KvMove, KvSegment, count_tokens, head, split_chunk, tail
-from sglang_ext.sequence_parallel.positioned_attention import as_tensor
+from sglang_ext.sequence_parallel.ring_attention import as_tensor
 from sglang_ext.sequence_parallel.shard import KvPoolFullError, LayoutMismatchError, Shard
 from support.toy_engine import LAYERS, ToyPool
 

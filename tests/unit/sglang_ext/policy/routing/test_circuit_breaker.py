@@ -13,7 +13,7 @@ def fail_in_sequence(breaker: CircuitBreaker, count: int, start_s: float = 0.0) 
     """Requests one after the other, each failing a second after its start; returns the time of the last failure."""
     for number in range(count):
         breaker.on_start(start_s + 2 * number)
-        breaker.on_failure(start_s + 2 * number, start_s + 2 * number + 1)
+        breaker.record_failure(start_s + 2 * number, start_s + 2 * number + 1)
     return start_s + 2 * count - 1
 
 
@@ -29,50 +29,50 @@ class TestOpening:
     def test_a_burst_is_one_piece_of_evidence(self) -> None:
         breaker = CircuitBreaker()
         for number in range(100):
-            breaker.on_failure(started_s=number / 1000, now_s=1.0 + number / 1000)
+            breaker.record_failure(started_s=number / 1000, now_s=1.0 + number / 1000)
         assert breaker.state(2.0) is CircuitState.CLOSED
 
     def test_requests_of_the_burst_that_fail_late_do_not_count_either(self) -> None:
         breaker = CircuitBreaker()
         for number in range(100):
-            breaker.on_failure(started_s=0.5, now_s=1.0 + number)
+            breaker.record_failure(started_s=0.5, now_s=1.0 + number)
         assert breaker.state(101.0) is CircuitState.CLOSED
 
     def test_requests_started_at_the_moment_of_a_failure_had_not_seen_it(self) -> None:
         breaker = CircuitBreaker()
         for _ in range(10):
-            breaker.on_failure(started_s=1.0, now_s=1.0)
+            breaker.record_failure(started_s=1.0, now_s=1.0)
         assert breaker.state(1.0) is CircuitState.CLOSED
 
     def test_a_success_in_between_starts_anew(self) -> None:
         breaker = CircuitBreaker()
         end_s = fail_in_sequence(breaker, 4)
-        breaker.on_success(end_s + 1)
+        breaker.record_success(end_s + 1)
         end_s = fail_in_sequence(breaker, 4, start_s=end_s + 2)
         assert breaker.state(end_s) is CircuitState.CLOSED
 
     def test_a_success_of_before_the_failure_does_not(self) -> None:
         breaker = CircuitBreaker()
         end_s = fail_in_sequence(breaker, 4)
-        breaker.on_success(end_s + 1, started_s=end_s - 10)
+        breaker.record_success(end_s + 1, started_s=end_s - 10)
         fail_in_sequence(breaker, 1, start_s=end_s + 2)
         assert not breaker.can_try(end_s + 4)
 
     def test_failures_outside_the_window_are_forgotten(self) -> None:
         breaker = CircuitBreaker(window_s=60.0)
         for number in range(20):
-            breaker.on_failure(started_s=number * 15.0, now_s=number * 15.0 + 0.5)
+            breaker.record_failure(started_s=number * 15.0, now_s=number * 15.0 + 0.5)
             assert breaker.state(number * 15.0 + 0.5) is CircuitState.CLOSED
         breaker = CircuitBreaker(window_s=60.0)
         for number in range(5):
-            breaker.on_failure(started_s=number * 14.9, now_s=number * 14.9 + 0.05)
+            breaker.record_failure(started_s=number * 14.9, now_s=number * 14.9 + 0.05)
         assert not breaker.can_try(60.0)
 
 
 class TestHalfOpen:
     def opened(self, success_threshold: int = 2) -> CircuitBreaker:
         breaker = CircuitBreaker(failure_threshold=1, success_threshold=success_threshold, open_s=30.0)
-        breaker.on_failure(started_s=0.0, now_s=100.0)
+        breaker.record_failure(started_s=0.0, now_s=100.0)
         assert not breaker.can_try(129.9)
         assert breaker.state(130.0) is CircuitState.HALF_OPEN
         return breaker
@@ -82,31 +82,31 @@ class TestHalfOpen:
         assert breaker.can_try(130.0)
         breaker.on_start(130.0)
         assert not breaker.can_try(131.0)
-        breaker.on_success(132.0)
+        breaker.record_success(132.0)
         assert breaker.can_try(132.0)
         assert breaker.state(132.0) is CircuitState.HALF_OPEN
         breaker.on_start(132.0)
-        breaker.on_success(133.0)
+        breaker.record_success(133.0)
         assert breaker.state(133.0) is CircuitState.CLOSED
 
     def test_a_failed_trial_opens_again(self) -> None:
         breaker = self.opened()
         breaker.on_start(130.0)
-        breaker.on_failure(started_s=130.0, now_s=131.0)
+        breaker.record_failure(started_s=130.0, now_s=131.0)
         assert not breaker.can_try(160.9)
         assert breaker.can_try(161.0)
 
     def test_an_old_request_that_fails_during_the_trial_does_not(self) -> None:
         breaker = self.opened()
         breaker.on_start(130.0)
-        breaker.on_failure(started_s=99.0, now_s=131.0)
-        breaker.on_success(132.0)
+        breaker.record_failure(started_s=99.0, now_s=131.0)
+        breaker.record_success(132.0)
         assert breaker.can_try(132.0)
 
     def test_an_abandoned_trial_is_given_back(self) -> None:
         breaker = self.opened()
         breaker.on_start(130.0)
-        breaker.on_abandoned()
+        breaker.release_trial()
         assert breaker.can_try(130.1)
 
     def test_a_trial_without_an_outcome_is_replaced(self) -> None:
@@ -124,48 +124,48 @@ class TestHalfOpen:
     def test_successes_of_before_a_failed_trial_do_not_count(self) -> None:
         breaker = self.opened()
         breaker.on_start(130.0)
-        breaker.on_success(131.0)
+        breaker.record_success(131.0)
         breaker.on_start(131.0)
-        breaker.on_failure(started_s=131.0, now_s=132.0)
+        breaker.record_failure(started_s=131.0, now_s=132.0)
         breaker.on_start(162.0)
-        breaker.on_success(163.0)
+        breaker.record_success(163.0)
         assert breaker.state(163.0) is CircuitState.HALF_OPEN
 
     def test_a_success_while_open_starts_the_count_of_successes(self) -> None:
         breaker = self.opened()
         breaker.on_start(130.0)
-        breaker.on_success(131.0)
-        breaker.on_failure(started_s=131.0, now_s=132.0)
-        breaker.on_success(134.0, started_s=133.0)
+        breaker.record_success(131.0)
+        breaker.record_failure(started_s=131.0, now_s=132.0)
+        breaker.record_success(134.0, started_s=133.0)
         assert breaker.state(134.0) is CircuitState.HALF_OPEN
 
     def test_failures_before_opening_do_not_count_after_closing(self) -> None:
         breaker = CircuitBreaker(failure_threshold=2, success_threshold=1)
         end_s = fail_in_sequence(breaker, 2)
         breaker.on_start(end_s + 30)
-        breaker.on_success(end_s + 31)
+        breaker.record_success(end_s + 31)
         fail_in_sequence(breaker, 1, start_s=end_s + 32)
         assert breaker.state(end_s + 33) is CircuitState.CLOSED
 
     def test_a_success_while_open_is_a_trial_passed(self) -> None:
         breaker = self.opened(success_threshold=1)
         breaker.on_start(101.0)  # every other circuit of the pool was open
-        breaker.on_success(102.0, started_s=101.0)
+        breaker.record_success(102.0, started_s=101.0)
         assert breaker.state(102.0) is CircuitState.CLOSED
 
 
 def test_quiet_is_closed_without_a_remembered_failure() -> None:
     breaker = CircuitBreaker(failure_threshold=2, success_threshold=1)
     quiet = [breaker.is_quiet]
-    breaker.on_failure(started_s=0.0, now_s=1.0)
+    breaker.record_failure(started_s=0.0, now_s=1.0)
     quiet.append(breaker.is_quiet)
-    breaker.on_success(3.0, started_s=2.0)
+    breaker.record_success(3.0, started_s=2.0)
     quiet.append(breaker.is_quiet)
     end_s = fail_in_sequence(breaker, 2, start_s=4.0)
     quiet.append(breaker.is_quiet)
     breaker.on_start(end_s + 30)
     quiet.append(breaker.is_quiet)
-    breaker.on_success(end_s + 31)
+    breaker.record_success(end_s + 31)
     quiet.append(breaker.is_quiet)
     assert quiet == [True, False, True, False, False, True]
 
@@ -211,9 +211,9 @@ class AnyHistory(RuleBasedStateMachine):
     def end(self, data: st.DataObject, is_failure: bool) -> None:
         started_s = self.open_requests.pop(data.draw(st.integers(0, len(self.open_requests) - 1)))
         if is_failure:
-            self.breaker.on_failure(started_s, self.now_s)
+            self.breaker.record_failure(started_s, self.now_s)
         else:
-            self.breaker.on_success(self.now_s, started_s)
+            self.breaker.record_success(self.now_s, started_s)
 
     @invariant()
     def recovers_by_waiting(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens, split_chunk
-from sglang_ext.sequence_parallel.positioned_attention import as_tensor, attend_, visible_blocks
+from sglang_ext.sequence_parallel.ring_attention import as_tensor, attend_, visible_blocks
 from sglang_ext_kernels.block_attention import attention_block_reference
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
