@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.cluster.fork_client import ForkClient, ForkedProcess
 from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.cluster.process_tree import all_processes
+from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 
 START_TIMEOUT_S = 240.0
 _CAUSE = re.compile(r"[\w.]+(Error|Exception)\b")
@@ -37,7 +40,7 @@ class BenchEngine:
     url: str
     port: int
     bootstrap_port: int
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
     log_path: Path
 
     @classmethod
@@ -54,20 +57,18 @@ class BenchEngine:
         """Start an instance, with `environment` added to its own; `wait_ready` returns when it serves."""
         port, bootstrap_port = free_port(), free_port()
         log_path = scratch / f"{role}-{port}.log"
-        command = [
-            *(sys.executable, "-m", "sglang_ext.cli", "worker", "--role", role, "--model-path", str(model)),
+        arguments = [
+            *("--role", role, "--model-path", str(model)),
             *("--port", str(port), "--bootstrap-port", str(bootstrap_port), "--threads", "1", "--exit-with-parent"),
             *worker_options,
             *("--", "--skip-tokenizer-init", "--log-level", "warning", *engine_arguments),
         ]
         with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **(environment or {})},
+            process = _fork_client(scratch).start(
+                arguments,
+                output=log.fileno(),
+                environment={**os.environ, **(environment or {})},
+                cores=os.sched_getaffinity(0),
             )
         return cls(f"http://127.0.0.1:{port}", port, bootstrap_port, process, log_path)
 
@@ -125,6 +126,13 @@ class BenchEngine:
         except ProcessLookupError:
             pass
         self.process.wait()
+
+
+@cache
+def _fork_client(scratch: Path) -> ForkClient:
+    client = ForkClient(scratch / "fork-server.log", {**os.environ, **shared_cpu_environment(is_offline=True)})
+    atexit.register(client.close)
+    return client
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """Every role of a long pool is killed, and stopped for longer than any lease, at every stage of a shared prompt.
 
 Whatever happens, the prompt's answer is right, or its client learns of the failure, within a stated time; then
-everything is served as before, and all KV memory is back. `make test` kills each role once, `make chaos` does all.
+everything is served as before, and all KV memory is back. `make test` kills each role once, `make test-all` does all.
 """
 
 from __future__ import annotations
