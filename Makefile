@@ -19,9 +19,10 @@ NATIVE := $(VENV)/.native-$(shell cat $(NATIVE_SOURCES) | cksum | cut -d' ' -f1)
 # Triton is not for the engine, which on a CPU has stand-ins for it, but for the tests of the kernels.
 KERNELS := $(VENV)/kernels/.triton-$(TRITON)
 PYTEST_ARGS ?=
-# Tests of engines wait more than they compute, so there is one worker more than cores.
+# Tests of engines wait more than they compute, so there is one worker more than cores; a module is not divided among
+# workers, and those that start engines come first.
 WORKERS ?= $(shell expr $$(nproc) + 1)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=40
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
 .PHONY: env kernels-env demo test test-all unit lint format clean
 .DEFAULT_GOAL := env
