@@ -246,7 +246,10 @@ class EngineFleet:
             for spec in started:
                 self._engines.pop(spec).stop()
             raise
-        return [self._engines[spec] for spec in specs]
+        engines = [self._engines[spec] for spec in specs]
+        for engine in engines:
+            engine.last_used = time.monotonic()  # who asks next must not evict what this test is about to use
+        return engines
 
     def close(self) -> None:
         """Stop every engine."""
