@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext_router.main import describe_compiled
+from sglang_ext_router.compiled import describe_compiled
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

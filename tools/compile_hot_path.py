@@ -46,7 +46,8 @@ def source_path(module: str) -> Path:
 
 def compiled_files() -> list[Path]:
     """Everything that an earlier compilation left beside the sources."""
-    beside = [source_path(module).with_suffix(SUFFIX) for module in HOT_MODULES]
+    compiled = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}  # which may have moved since
+    beside = [source_path(module).with_suffix(SUFFIX) for module in {*HOT_MODULES, *compiled}]
     return [file for file in (*beside, MANIFEST) if file.exists()] + list((ROOT / "router").glob(f"*__mypyc{SUFFIX}"))
 
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import hashlib
 import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Coroutine
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from sglang_ext_router.compiled import describe_compiled
 from sglang_ext_router.config import RouterConfig, RouterConfigError, add_arguments, config_from_arguments
 from sglang_ext_router.router import Router
 from sglang_ext_router.siblings import DatagramSiblings, SiblingLink
 from sglang_ext_router.supervisor import child_place, is_child, supervise
 
-WITNESS = "sglang_ext_router.admitted_request"
-# Written by `tools/compile_hot_path.py`: source (package/module.py) → SHA-256. A wheel has none.
-MANIFEST = Path(__file__).with_name("compiled_sources.json")
 __all__ = ["add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
 LISTEN_BACKLOG = 4096
@@ -137,24 +132,3 @@ def set_up_logging(level: str, as_json: bool) -> None:
     root.setLevel(logging.WARNING)
     for package in ("sglang_ext", "sglang_ext_router"):
         logging.getLogger(package).setLevel(level.upper())
-
-
-def describe_compiled() -> tuple[bool, str]:
-    """Whether something is wrong, and what to say of it."""
-    spec = find_spec(WITNESS)
-    if spec is None or spec.origin is None or spec.origin.endswith(".py"):
-        return False, "the request path is plain Python: `make env` compiles it"
-    if MANIFEST.exists():
-        for source, digest in json.loads(MANIFEST.read_text()).items():
-            if _digest(source) != digest:
-                return True, f"the compiled request path is not of this {source}: run `make env`"
-    return False, "the request path is compiled"
-
-
-def _digest(source: str) -> str | None:
-    package, _, rest = source.partition("/")
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin).parent / rest
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None

@@ -15,10 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from sglang_ext.policy.routing.circuit_breaker import CircuitState
 from sglang_ext.types import LengthClass, Role, RouteDecision
-from sglang_ext_router.controller import PoolController
-from sglang_ext_router.workers import WorkerRegistry
 
 if TYPE_CHECKING:
+    from sglang_ext_router.controller import PoolController
     from sglang_ext_router.routing import Route
     from sglang_ext_router.workers import WorkerRegistry
 

@@ -58,7 +58,6 @@ class PreparedRequest:
         "_clean",
         "_hints",
         "headers",
-        "is_http_11",
         "path",
         "prompt",
         "prompt_tokens",
@@ -72,7 +71,6 @@ class PreparedRequest:
         self.headers = headers
         self.path = request.path
         self.target = request.target
-        self.is_http_11 = request.is_http_11
         self.started_s = started_s
         self.prompt = prompt = measure(request.path, body)
         self.prompt_tokens = 0  # of the longest single prompt; known once the request is offered for admission

@@ -168,7 +168,7 @@ class Relay:
 
     def cut(self) -> None:
         """Close the client's connection, so that a half-sent reply does not look like a whole one."""
-        if self._joined is not None:
+        if self._joined is not None and self._source is None:
             self.answer_error(502, REASON_TEXT[FailureReason.LEG_FAILED])  # nothing has been relayed
             return
         client, self._client = self._client, None

@@ -178,9 +178,11 @@ class Router:
         if self._is_starting:
             return  # one that was just started has ended at once: the loop below goes on
         self._is_starting = True
-        while self._admitted:
-            self._admitted.popleft().start(now_s)
-        self._is_starting = False
+        try:
+            while self._admitted:
+                self._admitted.popleft().start(now_s)
+        finally:
+            self._is_starting = False
 
     @property
     def _is_busy(self) -> bool:

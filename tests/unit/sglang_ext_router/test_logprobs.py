@@ -111,6 +111,21 @@ async def test_a_client_that_leaves_frees_both() -> None:
         await served.decode[0].abort_of(rid, 1.0)
 
 
+async def test_an_error_that_breaks_off_on_its_way_is_cut_and_not_followed_by_another_reply() -> None:
+    async with cluster() as served:
+        served.short[0].script = cut(response(b'{"error": "a long explanation"}', 400)[:-6])
+        served.decode[0].script = hang()
+        client = await served.connect()
+        body = json.dumps(PROMPT).encode()
+        await client.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        try:
+            received = await client.rest()
+        except ConnectionError:
+            received = b""
+        assert received.count(b"HTTP/1.1 ") <= 1
+        client.close()
+
+
 async def test_replies_of_any_size_are_joined() -> None:
     many = [[-0.5, token, None] for token in range(70_000)]
     async with cluster() as served:
