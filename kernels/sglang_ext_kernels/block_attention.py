@@ -132,9 +132,12 @@ def attention_behind_prefix_(
 
     `q` [T, H, D] is of these tokens, `k` and `v` [P + T, Hkv, D] are of the prefix and of these tokens. It costs
     T (P + T/2) products where attention over the whole prompt costs (P + T)²/2: the prefix is seen whole, so only the
-    new tokens' own square is causal, and the two are joined by their log-sum-exp.
+    new tokens' own square is causal, and the two are joined by their log-sum-exp. Behind a prefix half precision is
+    computed in float32 and rounded once.
     """
     prefix = k.shape[0] - q.shape[0]
+    if prefix and q.dtype != torch.float32:
+        q, k, v = q.float(), k.float(), v.float()
     new_out, new_lse = attention_block(q, k[prefix:], v[prefix:], scale, is_causal=True)
     if prefix:
         seen_out, seen_lse = attention_block(q, k[:prefix], v[:prefix], scale)

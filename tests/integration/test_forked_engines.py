@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.cluster import fork_client
 from sglang_ext.cluster.fork_client import ForkClient, ForkServerError
+from sglang_ext.cluster.process_tree import session_processes
 from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
+from support import engines
 from support.engines import FLEET, EngineSpec, free_port
 from support.pd import greedy
 from support.reference import greedy_reference, random_prompt
@@ -50,6 +53,22 @@ def refused(client: ForkClient, log: Path, arguments: list[str], **environment: 
         return process.wait(60), log.read_text()
 
 
+def test_a_server_that_hangs_is_ended_and_its_late_answer_is_not_taken_for_another(
+    client: ForkClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while not client.is_ready:
+        time.sleep(0.05)
+    monkeypatch.setattr(fork_client, "START_TIMEOUT_S", 0.5)
+    os.kill(client.process.pid, signal.SIGSTOP)
+    with (tmp_path / "engine.log").open("wb") as output:
+        for _ in range(2):
+            with pytest.raises(ForkServerError):
+                client.start(worker_arguments(), output=output.fileno(), environment=os.environ, cores={0})
+    assert not client.is_alive
+    assert not client.is_ready
+    assert wait_until_gone([client.process.pid], 5) == []
+
+
 def test_an_engine_is_a_child_of_its_client_and_says_what_it_is() -> None:
     (engine,) = FLEET.get(EngineSpec(Role.SHORT, name="forked"))
     stat = Path(f"/proc/{engine.process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -71,6 +90,14 @@ def test_kill_9_takes_its_children_along_and_is_reported() -> None:
     engine.process.kill()
     assert engine.process.wait(10) == -signal.SIGKILL
     assert wait_until_gone(pids, 5) == []
+
+
+def test_nothing_of_the_fork_server_is_left_in_an_engine() -> None:
+    (engine,) = FLEET.get(EngineSpec(Role.SHORT, name="forked"))
+    peers = {os.readlink(link) for link in Path(f"/proc/{engine.process.pid}/fd").iterdir() if link.is_symlink()}
+    sockets = {peer for peer in peers if peer.startswith("socket:")}
+    server = Path(f"/proc/{engines._CLIENTS[-1].process.pid}/fd")
+    assert not sockets & {os.readlink(link) for link in server.iterdir()}
 
 
 def test_what_refuses_to_start_says_so_and_sets_the_exit_status(client: ForkClient, tmp_path: Path) -> None:
@@ -105,21 +132,28 @@ from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 folder = Path(sys.argv[1])
 client = ForkClient(folder / "server.log", {**os.environ, **shared_cpu_environment(is_offline=True)})
 with (folder / "engine.log").open("wb") as output:
-    process = client.start(sys.argv[2:], output=output.fileno(), environment=os.environ, cores={0})
+    process = client.start(sys.argv[2:], output=output.fileno(), environment=os.environ, cores=os.sched_getaffinity(0))
 print(process.pid, client.process.pid, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.chaos
-def test_exit_with_parent_follows_the_client(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CLIENT, str(tmp_path), *worker_arguments("--exit-with-parent")]
+@pytest.mark.parametrize("is_serving", [False, True])
+def test_an_engine_ends_with_its_client(tmp_path: Path, is_serving: bool) -> None:
+    command = [sys.executable, "-c", CLIENT, str(tmp_path), *worker_arguments()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert all(is_alive(pid) for pid in pids)
+        deadline_s = time.monotonic() + 60
+        while is_serving and "The server is fired up" not in (tmp_path / "engine.log").read_text():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        processes = {pid for leader in pids for pid in session_processes(leader)}
+        assert not is_serving or len(processes) >= 4  # server, scheduler, detokenizer, fork server
         process.kill()
-    assert wait_until_gone(pids, 10) == []
+    assert wait_until_gone(processes, 15) == []
 
 
 @pytest.mark.full
@@ -139,16 +173,13 @@ def test_a_worker_that_is_executed_serves(method: str) -> None:
     """As a user starts it: with one import where its processes are forked, with three where they are spawned."""
     spec = EngineSpec(Role.SHORT, worker_options=("--start-method", method), has_own_imports=True)
     engine, decode = FLEET.get(spec, EngineSpec(Role.DECODE))
-    spawned = [pid for pid in engine.process_ids("spawn_main") if pid != engine.process.pid]
-    titled = engine.process_ids("sglang::")
-    assert len(titled) == 2, engine.process_ids()
-    assert spawned == []  # a spawned process has its title by now
+    assert engine.get("/server_info").body["sglang_ext"]["start_method"] == method
+    assert len(engine.process_ids("sglang::")) == 2, engine.process_ids()
     prompt = random_prompt(40, seed=4)
     assert greedy(engine, decode, prompt, 8) == greedy_reference(prompt, 8)
 
 
-def test_engines_do_not_draw_the_same_random_numbers() -> None:
-    """Two engines forked from one process, sampled at a temperature, differ."""
-    engines = FLEET.get(EngineSpec(Role.SHORT, name="draw-0"), EngineSpec(Role.SHORT, name="draw-1"))
-    seeds = {engine.get("/server_info").body["random_seed"] for engine in engines}
+def test_engines_do_not_share_their_random_seed() -> None:
+    drawing = FLEET.get(EngineSpec(Role.SHORT, name="draw-0"), EngineSpec(Role.SHORT, name="draw-1"))
+    seeds = {engine.get("/server_info").body["random_seed"] for engine in drawing}
     assert len(seeds) == 2

@@ -22,7 +22,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -271,12 +270,16 @@ class EngineFleet:
             self._engines.pop(spare.pop(0)).stop()
 
 
-@cache
+_CLIENTS: list[ForkClient] = []  # the last one is in use
+
+
 def _fork_client() -> ForkClient:
-    log = Path(tempfile.mkstemp(prefix="fork-server-", suffix=".log")[1])
-    client = ForkClient(log, {**os.environ, **shared_cpu_environment(is_offline=True)})
-    atexit.register(client.close)
-    return client
+    if not _CLIENTS or not _CLIENTS[-1].is_alive:
+        descriptor, log = tempfile.mkstemp(prefix="fork-server-", suffix=".log")
+        os.close(descriptor)
+        _CLIENTS.append(ForkClient(Path(log), {**os.environ, **shared_cpu_environment(is_offline=True)}))
+        atexit.register(_CLIENTS[-1].close)
+    return _CLIENTS[-1]
 
 
 FLEET = EngineFleet()

@@ -19,18 +19,19 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 from sglang_ext.sglang_plugin.launch_plan import LAUNCH_MODULE
 
-START_TIMEOUT_S = 20.0  # between the request and the process id; the imports are made by then
-IMPORT_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 10.0  # between the request and the process id, milliseconds unless the machine is overloaded
 MAX_ANSWER_BYTES = 4096
+IMPORT_TIMEOUT_S = 300.0
 WORKER_COMMAND = (sys.executable, "-m", "sglang_ext.cli", "worker")
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_SUBREAPER = threading.Lock()  # which process adopts orphans is a property of the whole process
 
 
 class ForkServerError(RuntimeError):
@@ -41,26 +42,34 @@ class ForkedProcess:
     """A child of this process, with the part of `subprocess.Popen` that supervisors use."""
 
     def __init__(self, pid: int) -> None:
+        """Raises OSError where there are no descriptors for processes, or no more."""
         self.pid = pid
         self.returncode: int | None = None
         self._descriptor = os.pidfd_open(pid)
         self._lock = threading.Lock()
 
+    def __del__(self) -> None:
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
+
     def poll(self) -> int | None:
         """The exit status as subprocess counts it (-9: SIGKILL), None while it runs."""
         with self._lock:
             if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # SIGCHLD is ignored: as with subprocess, the status is lost
+                    pid, status = self.pid, 0
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
-                    os.close(self._descriptor)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         status = self.poll()
         if status is None:
-            select.select([self._descriptor], [], [], timeout)
+            _is_readable(self._descriptor, timeout)
             status = self.poll()
         if status is None:
             raise subprocess.TimeoutExpired([*WORKER_COMMAND], timeout or 0.0)
@@ -80,7 +89,7 @@ class ForkedProcess:
 
 
 class ForkClient:
-    """A fork server of this process's own; it ends with this process, the engines as they were asked to."""
+    """A fork server of this process's own. It ends with this process, and so does every engine (SIGTERM)."""
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         """Start it, with its output in `log`; it imports for some seconds. Raises OSError.
@@ -90,7 +99,8 @@ class ForkClient:
         """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        self._is_ready = False
+        self._has_imports = False
+        self._is_broken = False
         with theirs, log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", LAUNCH_MODULE, "--fork-server", str(theirs.fileno())],
@@ -104,22 +114,23 @@ class ForkClient:
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        """Whether it may start engines, now or once its imports are made."""
+        return not self._is_broken and self.process.poll() is None
 
     @property
     def is_ready(self) -> bool:
         """Whether its imports are made; does not wait."""
-        with suppress(ForkServerError):
+        with suppress(ForkServerError), self._lock:
             self._await_imports(0.0)
-        return self._is_ready
+        return self._has_imports and self.is_alive
 
     def start(
         self, arguments: Sequence[str], *, output: int, environment: Mapping[str, str], cores: Collection[int]
     ) -> ForkedProcess:
         """Run `sglang-ext worker ARGUMENTS` as a child of this process, in a session of its own.
 
-        Its output goes to the descriptor `output`, its input is empty, its folder is this one. Waits for the
-        imports. Raises ForkServerError.
+        Its output goes to the descriptor `output`, its input is empty, its folder is this one. Waits for the imports.
+        Raises ForkServerError; unless they only were not made in time, the fork server is at its end then.
         """
         request = {
             "arguments": list(arguments),
@@ -128,25 +139,21 @@ class ForkClient:
             "cores": sorted(cores),
             "client": os.getpid(),
         }
-        with self._lock, open(os.devnull, "rb") as nothing:
+        with self._lock:
             self._await_imports(IMPORT_TIMEOUT_S)
-            _set_subreaper(True)
             try:
-                socket.send_fds(self._socket, [json.dumps(request).encode()], [nothing.fileno(), output, output])
-                answer = json.loads(self._receive(START_TIMEOUT_S))
-            except OSError as error:
-                raise ForkServerError(f"the fork server does not take the request: {error}") from None
-            finally:
-                _set_subreaper(False)
-        if "pid" not in answer:
-            raise ForkServerError(answer["error"])
-        return ForkedProcess(answer["pid"])
+                return self._start(json.dumps(request).encode(), output)
+            except BaseException as error:
+                # An answer that still came would be taken for the next request's.
+                self._give_up()
+                if isinstance(error, OSError | ValueError):
+                    raise ForkServerError(f"the fork server has failed: {error}") from None
+                raise
 
     def close(self) -> None:
         """End the fork server; engines live on. Safe to call again."""
-        self._socket.close()
-        self.process.kill()
-        self.process.wait()
+        with self._lock:
+            self._give_up()
 
     def __enter__(self) -> ForkClient:
         return self
@@ -156,13 +163,34 @@ class ForkClient:
     ) -> None:
         self.close()
 
+    def _start(self, request: bytes, output: int) -> ForkedProcess:
+        with open(os.devnull, "rb") as nothing, _adopting_orphans():
+            socket.send_fds(self._socket, [request], [nothing.fileno(), output, output])
+            answer = json.loads(self._receive(START_TIMEOUT_S))
+        if "pid" not in answer:
+            raise ForkServerError(answer["error"])
+        try:
+            return ForkedProcess(answer["pid"])
+        except OSError:
+            os.kill(answer["pid"], signal.SIGKILL)
+            os.waitpid(answer["pid"], 0)
+            raise
+
+    def _give_up(self) -> None:
+        self._is_broken = True
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
     def _await_imports(self, timeout_s: float) -> None:
-        if not self._is_ready:
+        if self._is_broken:
+            raise ForkServerError("the fork server has ended")
+        if not self._has_imports:
             self._receive(timeout_s)
-            self._is_ready = True
+            self._has_imports = True
 
     def _receive(self, timeout_s: float) -> bytes:
-        if not select.select([self._socket], [], [], timeout_s)[0]:
+        if not _is_readable(self._socket.fileno(), timeout_s):
             raise ForkServerError(f"the fork server did not answer within {timeout_s:g} s")
         data = self._socket.recv(MAX_ANSWER_BYTES)
         if not data:
@@ -170,7 +198,24 @@ class ForkClient:
         return data
 
 
-def _set_subreaper(is_one: bool) -> None:
-    """Whether orphans below this process become its children, which an engine does while it is started."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(is_one), 0, 0, 0) != 0:
-        raise ForkServerError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Orphans below this process become its children, which an engine does while it is started."""
+    library = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int()
+    with _SUBREAPER:
+        if (
+            library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) != 0
+            or library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0
+        ):
+            raise ForkServerError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
+        try:
+            yield
+        finally:
+            library.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _is_readable(descriptor: int, timeout_s: float | None) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(None if timeout_s is None else timeout_s * 1e3))

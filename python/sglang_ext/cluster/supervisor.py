@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from sglang_ext.cluster.fork_client import ForkClient
+from sglang_ext.cluster.fork_client import IMPORT_TIMEOUT_S, ForkClient
 from sglang_ext.cluster.plan import ClusterPlan, Program
 from sglang_ext.cluster.process import RunningProgram, answers_ok, describe_exit, log_tail
 from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, Watchdog, cluster_processes, end_processes
@@ -124,6 +124,7 @@ class Supervisor:
         self._cluster_id = uuid.uuid4().hex
         self._watchdog = Watchdog(self._cluster_id)
         self._forks: ForkClient | None = None
+        self._execute_after_s = 0.0  # instances are executed where the fork server has no imports by then
         self._fork_environment = plan.fork_environment
         self._probes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="health")
         logs.mkdir(parents=True, exist_ok=True)
@@ -145,6 +146,8 @@ class Supervisor:
         if self._fork_environment is not None:
             environment = {**os.environ, **self._fork_environment, CLUSTER_ID_VARIABLE: self._cluster_id}
             self._forks = ForkClient(self._fork_log, environment)
+            self._execute_after_s = time.monotonic() + min(IMPORT_TIMEOUT_S, self._start_timeout_s / 2)
+            self._tell_watchdog(self._forks.process.pid)
         while not self._all_ready():
             if self._is_cancelled():
                 return False
@@ -172,7 +175,7 @@ class Supervisor:
         for member in self.members:
             if member.running is not None and member.running.exit_status is not None:
                 self._note_death(member, member.running, now_s)
-            elif member.phase is ProgramPhase.BACKING_OFF and now_s >= member.start_again_s:
+            elif self._is_due(member, now_s) and self._can_launch(member):
                 member.restarts += 1
                 self._launch(member, now_s)
             elif member.phase is ProgramPhase.STARTING:
@@ -191,8 +194,18 @@ class Supervisor:
         self._probes.shutdown(wait=False, cancel_futures=True)
 
     def _can_launch(self, member: SupervisedProgram) -> bool:
-        """Whether starting it now does not wait for the fork server's imports."""
-        return member.program.role is None or self._forks is None or self._forks.is_ready or not self._forks.is_alive
+        """Whether starting it now does not wait for the fork server; one that is of no use any more is dropped."""
+        forks = self._forks
+        if member.program.role is None or forks is None or forks.is_ready:
+            return True
+        if forks.is_alive and time.monotonic() < self._execute_after_s:
+            return False
+        forks.close()
+        self._forks = None
+        return True
+
+    def _is_due(self, member: SupervisedProgram, now_s: float) -> bool:
+        return member.phase is ProgramPhase.BACKING_OFF and now_s >= member.start_again_s
 
     def _all_ready(self) -> bool:
         return all(member.phase is ProgramPhase.READY for member in self.members)
@@ -283,6 +296,8 @@ class Supervisor:
     def _replace_watchdog(self) -> None:
         self._watchdog.close()
         self._watchdog = Watchdog(self._cluster_id)
+        if self._forks is not None:
+            self._watchdog.watch_session(self._forks.process.pid)
         for member in self.members:
             if member.running is not None:
                 self._watchdog.watch_session(member.running.pid)

@@ -7,7 +7,7 @@ A request is one packet, a JSON object, with the descriptors for stdin, stdout a
 
 The answer is {"pid": N} or {"error": "…"}. An engine is forked twice and so becomes a child of the client, which
 has asked the kernel for that (PR_SET_CHILD_SUBREAPER): the client waits for it and signals it as if it had started
-it itself, `--exit-with-parent` binds it to the client, and the end of this process touches no engine.
+it itself, the kernel sends it SIGTERM when the client ends, and the end of this process touches no engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from typing import Any
 from sglang_ext.sglang_plugin import worker
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand
 from sglang_ext.sglang_plugin.preload import Imports, become_engine, preload
+from sglang_ext.sglang_plugin.process_lifetime import end_with_parent
 
 MAX_REQUEST_BYTES = 1 << 18
-ADOPTION_TIMEOUT_S = 5.0
+ADOPTION_TIMEOUT_S = 5.0  # less than the client waits
 Serve = Callable[[list[str]], int]
 
 
@@ -43,6 +44,7 @@ def run(descriptor: int, serve: Serve) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with its client
     imports = preload()
+    sys.stdout.flush()  # what is buffered here would be written by every engine
     connection.send(b"{}")
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
@@ -51,7 +53,12 @@ def run(descriptor: int, serve: Serve) -> int:
         request = json.loads(data)
         middle = os.fork()
         if middle == 0:
-            if os.fork():
+            try:
+                engine = os.fork()
+            except OSError as error:
+                connection.send(json.dumps({"error": f"cannot fork: {error}"}).encode())
+                os._exit(1)
+            if engine:
                 os._exit(0)
             return _engine(request, descriptors, connection, imports, serve)
         for received in descriptors:
@@ -63,17 +70,20 @@ def _engine(
     request: Mapping[str, Any], descriptors: list[int], connection: socket.socket, imports: Imports, serve: Serve
 ) -> int:
     os.setsid()
-    adopted = _wait_for_adoption(request["client"])
-    answer = {"pid": os.getpid()} if adopted else {"error": "the kernel did not make the engine the client's child"}
-    connection.send(json.dumps(answer).encode())
-    if not adopted:
-        os._exit(1)
-    for target, received in enumerate(descriptors):
-        os.dup2(received, target)
-    os.closerange(3, max(64, max(descriptors) + 1))  # the socket must not live on in engines
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not _wait_for_adoption(request["client"]):
+        connection.send(b'{"error": "the kernel did not make the engine a child of the client"}')
+        os._exit(1)
+    end_with_parent(request["client"], signal.SIGTERM)
+    connection.send(json.dumps({"pid": os.getpid()}).encode())
+    connection.close()
+    for target, received in enumerate(descriptors):
+        os.dup2(received, target)
+    for received in descriptors:
+        if received > 2:
+            os.close(received)
     os.chdir(request["folder"])
     os.sched_setaffinity(0, request["cores"])
     os.environ.clear()

@@ -42,7 +42,11 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
         from sglang_ext.sglang_plugin import preload
 
         if not has_imports:
-            preload.preload()
+            try:
+                preload.preload()
+            except preload.CannotForkError as error:
+                print(f"sglang-ext: processes are spawned: {error}", file=sys.stderr)
+                can_fork = False
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -82,6 +86,8 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
             preload.fork_instead_of_spawn()
         else:
             print(f"sglang-ext: processes are spawned: {reason}", file=sys.stderr)
+            can_fork = False
+    os.environ[START_METHOD_VARIABLE] = StartMethod.FORK if can_fork else StartMethod.SPAWN
     try:
         run_server(server_args)
     finally:

@@ -20,6 +20,7 @@ from typing import Any
 from sglang_ext import __version__
 from sglang_ext.sglang_plugin.entry_point import load_implementation
 from sglang_ext.sglang_plugin.hook_table import HOOK_TABLE, Hook, UnsupportedVersionError
+from sglang_ext.sglang_plugin.launch_plan import START_METHOD_VARIABLE, StartMethod
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.sglang_plugin.versions import SglangVersion, installed_sglang
 
@@ -155,6 +156,7 @@ def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         "version": __version__,
         "role": options.role.value,
         "hooks": verify_hooks(),
+        "start_method": os.environ.get(START_METHOD_VARIABLE, StartMethod.SPAWN),
         "context_tokens": scheduler.model_config.context_len,
     }
     return {**init_info, STATEMENT_KEY: statement}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,18 @@ def test_a_variable_that_is_missing_is_a_conflict() -> None:
     assert IMPORTS.conflicts(wanted) == ["SGLANG_X"]
 
 
+def test_what_imports_set_themselves_is_set_in_engines_that_did_not_ask_otherwise() -> None:
+    assert IMPORTS.applied_to(SEEN)["CACHE"] == "/there"
+    assert IMPORTS.applied_to({**SEEN, "CACHE": "/elsewhere"})["CACHE"] == "/elsewhere"
+
+
+def test_a_read_behind_a_walk_is_recorded() -> None:
+    with preload._recorded_reads() as names:
+        last = list(os.environ)[-1]
+        os.environ.get(last)
+    assert last in names
+
+
 def test_reads_are_recorded_and_copies_are_not() -> None:
     with preload._recorded_reads() as names:
         dict(os.environ)
@@ -72,3 +86,19 @@ def test_what_has_to_be_spawned(arguments: dict[str, int], reason: str | None) -
     found = preload.why_spawn(SimpleNamespace(**{"dp_size": 1, "tokenizer_worker_num": 1, **arguments}))
     assert (found is None) == (reason is None)
     assert reason is None or reason in (found or "")
+
+
+def test_processes_of_the_tests_have_imports() -> None:
+    from support.preloaded import preloaded_context
+
+    context = preloaded_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send_modules, args=(theirs,))
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv() == [True, True]
+    process.join()
+
+
+def _send_modules(pipe: Connection) -> None:
+    pipe.send([name in sys.modules for name in ("sglang.srt.managers.scheduler", "sglang.benchmark.one_batch")])
