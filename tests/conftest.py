@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import support.engines  # noqa: F401 - takes note of the environment before any test changes it
 from sglang_ext_router.compiled import describe_compiled
 
 

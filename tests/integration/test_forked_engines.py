@@ -32,7 +32,9 @@ OWN_IMPORTS = "sglang-ext: imports anew, for another "
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[ForkClient]:
     """A fork server of the test's own."""
-    with ForkClient(tmp_path / "server.log", {**os.environ, **shared_cpu_environment(is_offline=True)}) as client:
+    with ForkClient(
+        tmp_path / "server.log", {**engines.ENVIRONMENT, **shared_cpu_environment(is_offline=True)}
+    ) as client:
         yield client
 
 
@@ -48,7 +50,10 @@ def refused(client: ForkClient, log: Path, arguments: list[str], **environment: 
     """Exit status and output of an engine that does not start."""
     with log.open("wb") as output:
         process = client.start(
-            arguments, output=output.fileno(), environment={**os.environ, **environment}, cores=os.sched_getaffinity(0)
+            arguments,
+            output=output.fileno(),
+            environment={**engines.ENVIRONMENT, **environment},
+            cores=os.sched_getaffinity(0),
         )
         return process.wait(60), log.read_text()
 
@@ -63,7 +68,7 @@ def test_a_server_that_hangs_is_ended_and_its_late_answer_is_not_taken_for_anoth
     with (tmp_path / "engine.log").open("wb") as output:
         for _ in range(2):
             with pytest.raises(ForkServerError):
-                client.start(worker_arguments(), output=output.fileno(), environment=os.environ, cores={0})
+                client.start(worker_arguments(), output=output.fileno(), environment=engines.ENVIRONMENT, cores={0})
     assert not client.is_alive
     assert not client.is_ready
     assert wait_until_gone([client.process.pid], 5) == []
@@ -112,11 +117,11 @@ def test_the_end_of_the_fork_server_touches_no_engine_and_starts_no_more(client:
     with (tmp_path / "engine.log").open("wb") as output:
         arguments = [*worker_arguments("--exit-with-parent")]
         cores = {min(os.sched_getaffinity(0))}
-        process = client.start(arguments, output=output.fileno(), environment=os.environ, cores=cores)
+        process = client.start(arguments, output=output.fileno(), environment=engines.ENVIRONMENT, cores=cores)
         client.process.kill()
         client.process.wait()
         with pytest.raises(ForkServerError):
-            client.start(arguments, output=output.fileno(), environment=os.environ, cores=cores)
+            client.start(arguments, output=output.fileno(), environment=engines.ENVIRONMENT, cores=cores)
     assert os.sched_getaffinity(process.pid) == cores
     time.sleep(0.5)
     assert process.poll() is None

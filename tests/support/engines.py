@@ -86,7 +86,7 @@ class Engine:
             "--",
             *spec.arguments,
         ]
-        environment = {**os.environ, **dict(spec.environment)}
+        environment = {**ENVIRONMENT, **dict(spec.environment)}
         process: subprocess.Popen[bytes] | ForkedProcess
         with os.fdopen(descriptor, "wb") as log:
             if spec.has_own_imports:
@@ -270,6 +270,9 @@ class EngineFleet:
             self._engines.pop(spare.pop(0)).stop()
 
 
+# As this process got it: SGLang, imported by other tests, changes it, and an engine with other settings than the fork
+# server's makes its own imports.
+ENVIRONMENT = dict(os.environ)
 _CLIENTS: list[ForkClient] = []  # the last one is in use
 
 
@@ -277,7 +280,7 @@ def _fork_client() -> ForkClient:
     if not _CLIENTS or not _CLIENTS[-1].is_alive:
         descriptor, log = tempfile.mkstemp(prefix="fork-server-", suffix=".log")
         os.close(descriptor)
-        _CLIENTS.append(ForkClient(Path(log), {**os.environ, **shared_cpu_environment(is_offline=True)}))
+        _CLIENTS.append(ForkClient(Path(log), {**ENVIRONMENT, **shared_cpu_environment(is_offline=True)}))
         atexit.register(_CLIENTS[-1].close)
     return _CLIENTS[-1]
 
