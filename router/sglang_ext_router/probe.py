@@ -196,7 +196,8 @@ class Prober:
         # Slots that wait for their KV are counted with what is on its way, not with what is used.
         worker.reported_awaiting_tokens = awaiting
         worker.reported_free_kv_tokens = max(0, capacity - (used + unallocated - awaiting))
-        worker.rate.observe(prefilled, busy_us)
+        now_s = asyncio.get_running_loop().time()
+        worker.rate.observe(prefilled, busy_us, now_s, self._registry.expected_tokens_per_s(worker, now_s))
 
 
 def _awaiting_tokens(rank: dict[str, Any]) -> int:

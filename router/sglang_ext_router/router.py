@@ -271,6 +271,7 @@ class Router:
                 self.planner.index.clear(worker.id)
 
     def _on_worker_lost(self, worker: Worker) -> None:
+        worker.rate.forget()
         if worker.role.is_prefill:
             self.planner.index.clear(worker.id)
 

@@ -10,34 +10,54 @@ from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 
 PRIOR_TOKENS_PER_S = 2000.0
-MEMORY_S = 30.0  # busy time after which old observations count half
+PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this much busy time of its own
+MEMORY_S = 30.0  # time after which old observations count half
+SHOWN_FOR_S = 1.0  # how long the sums over a pool are used
 _new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
 UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has told its own
 
 
 class PrefillRate:
-    """Follows the instance's running totals; stays at the prior for an engine that does not report them."""
+    """Prefill rate of one instance: what it did lately, and beside it what is expected of one in its place.
+
+    Follows the instance's running totals; stays at the prior for an engine that does not report them. What it did
+    counts ever less as time goes by. An instance that looked slow, cold after its start say, gets little to do and
+    so nothing to show that it no longer is: without forgetting it would never get anything again.
+    """
 
     def __init__(self) -> None:
         self._last_tokens: int | None = None
         self._last_busy_us = 0
-        self._tokens = 0.0
-        self._busy_s = 0.0
+        self._last_s = 0.0
+        self.tokens = 0.0
+        self.busy_s = 0.0
         self.tokens_per_s = PRIOR_TOKENS_PER_S
 
-    def observe(self, total_tokens: int, total_busy_us: int) -> None:
+    def observe(
+        self, total_tokens: int, total_busy_us: int, now_s: float, expected_tokens_per_s: float = PRIOR_TOKENS_PER_S
+    ) -> None:
         """Take the totals of a report; totals that went back mean that the instance was restarted."""
-        last, last_us = self._last_tokens, self._last_busy_us
-        self._last_tokens, self._last_busy_us = total_tokens, total_busy_us
-        if last is None or total_tokens < last or total_busy_us <= last_us:
+        last, last_us, last_s = self._last_tokens, self._last_busy_us, self._last_s
+        self._last_tokens, self._last_busy_us, self._last_s = total_tokens, total_busy_us, now_s
+        if last is None:
             return
-        self._tokens += total_tokens - last
-        self._busy_s += (total_busy_us - last_us) / 1e6
-        if self._tokens > 0:
-            self.tokens_per_s = self._tokens / self._busy_s
-        if self._busy_s > MEMORY_S:
-            self._busy_s *= 0.5
-            self._tokens *= 0.5
+        if total_tokens < last or total_busy_us < last_us:
+            self.tokens = self.busy_s = 0.0
+        else:
+            keep = 0.5 ** (max(0.0, now_s - last_s) / MEMORY_S)
+            # An iteration counts when it has ended: tokens without busy time are those of the next report, too.
+            self.tokens = self.tokens * keep + (total_tokens - last)
+            self.busy_s = self.busy_s * keep + (total_busy_us - last_us) / 1e6
+        self.tokens_per_s = blended_rate(self.tokens, self.busy_s, expected_tokens_per_s)
+
+    def forget(self) -> None:
+        """The instance is gone: what comes back at its address is another one."""
+        self.__init__()  # type: ignore[misc]
+
+
+def blended_rate(tokens: float, busy_s: float, expected_tokens_per_s: float) -> float:
+    """Tokens/s of `tokens` in `busy_s`, with `PRIOR_BUSY_S` of the expected rate added."""
+    return (tokens + PRIOR_BUSY_S * expected_tokens_per_s) / (busy_s + PRIOR_BUSY_S)
 
 
 class Worker:
@@ -169,6 +189,9 @@ class WorkerRegistry:
         # Prompts up to the first fit every ready decode instance, beyond the second none.
         self.shortest_limit_tokens = 0
         self.longest_prompt_tokens: int | None = None
+        # Tokens and busy seconds that each pool has shown lately, and when they were added up
+        self._shown: dict[Role, tuple[float, float]] = {}
+        self._shown_s = float("-inf")
         self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
         for address in config.workers:
             self.add(address)
@@ -213,6 +236,19 @@ class WorkerRegistry:
         limits = [worker.max_prompt_tokens for worker in self.ready_decode]
         self.longest_prompt_tokens = max(limits, default=None)
         self.shortest_limit_tokens = min(limits, default=0)
+
+    def expected_tokens_per_s(self, worker: Worker, now_s: float) -> float:
+        """Prefill rate of the other instances of its pool together; the prior where they have shown nothing."""
+        if now_s - self._shown_s >= SHOWN_FOR_S:  # not for every report: a pool has hundreds of instances
+            self._shown_s = now_s
+            self._shown = dict.fromkeys(Role, (0.0, 0.0))
+            for other in self._by_id.values():
+                tokens, busy_s = self._shown[other.role]
+                self._shown[other.role] = (tokens + other.rate.tokens, busy_s + other.rate.busy_s)
+        tokens, busy_s = self._shown[worker.role]
+        return blended_rate(
+            max(0.0, tokens - worker.rate.tokens), max(0.0, busy_s - worker.rate.busy_s), PRIOR_TOKENS_PER_S
+        )
 
     def missing_roles(self) -> list[str]:
         """What keeps the router from serving: `prefill`, `decode`, both, or nothing."""

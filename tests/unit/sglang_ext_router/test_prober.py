@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.types import Role
-from sglang_ext_router.workers import PRIOR_TOKENS_PER_S, PrefillRate, Worker
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.workers import PRIOR_TOKENS_PER_S, PrefillRate, Worker, WorkerRegistry
 from support.router_process import Cluster, cluster
 from support.scripted_engine import BOOTSTRAP_PORT, ScriptedEngine
 
@@ -200,7 +201,9 @@ async def test_the_prefill_rate_is_learned_from_the_reports() -> None:
         await asyncio.sleep(0.1)
         counters = {"total_prefill_uncached_tokens": 6000, "total_prefill_busy_us": 2_000_000}
         served.short[0].loads = {"loads": [{**rank, **counters}]}
-        await served.until(lambda: worker.rate.tokens_per_s == pytest.approx(3000))
+        await served.until(lambda: worker.rate.busy_s > 1.5)
+        # 6,000 tokens in 2 s of its own, and half a second of what an instance of which nothing is known does
+        assert worker.rate.tokens_per_s == pytest.approx((6000 + 0.5 * 2000) / 2.5, rel=0.01)
 
 
 async def test_without_a_bootstrap_port_a_prefill_instance_is_not_used() -> None:
@@ -300,22 +303,69 @@ async def test_a_cancellation_that_got_lost_does_not_keep_a_removed_instance_wat
 
 def test_a_rate_without_reports_is_the_prior() -> None:
     rate = PrefillRate()
-    rate.observe(0, 0)
-    rate.observe(0, 0)
+    rate.observe(0, 0, 0.0)
+    rate.observe(0, 0, 1.0)
     assert rate.tokens_per_s == PRIOR_TOKENS_PER_S
+
+
+def test_a_rate_nears_what_the_instance_does() -> None:
+    rate = PrefillRate()
+    for second in range(300):
+        rate.observe(second * 8000, second * 1_000_000, float(second))
+    assert rate.tokens_per_s == pytest.approx(8000, rel=0.02)
 
 
 def test_a_restart_is_not_taken_for_negative_work() -> None:
     rate = PrefillRate()
-    for tokens, busy_us in ((1000, 1_000_000), (3000, 2_000_000), (10, 1000), (1010, 1_001_000)):
-        rate.observe(tokens, busy_us)
-    assert rate.tokens_per_s == pytest.approx(1500)
+    for second, (tokens, busy_us) in enumerate(((1000, 1_000_000), (3000, 2_000_000), (10, 1000), (1010, 1_001_000))):
+        rate.observe(tokens, busy_us, float(second), 1000.0)
+    # What it did before the restart is forgotten.
+    assert rate.tokens_per_s == pytest.approx(1000)
 
 
 def test_old_rates_fade() -> None:
     rate = PrefillRate()
     tokens = busy_us = 0
-    for per_second in [100] * 200 + [5000] * 200:
-        rate.observe(tokens, busy_us)
+    for second, per_second in enumerate([100] * 200 + [5000] * 200):
+        rate.observe(tokens, busy_us, float(second))
         tokens, busy_us = tokens + per_second, busy_us + 1_000_000
     assert rate.tokens_per_s > 4500
+
+
+def test_an_instance_that_was_cold_is_not_slow_for_ever() -> None:
+    """Its first iterations took 3 s for 20 tokens; since then it got nothing, and its peers do 5,000 tokens/s."""
+    rate = PrefillRate()
+    rate.observe(0, 0, 0.0, 5000.0)
+    rate.observe(20, 3_000_000, 4.0, 5000.0)
+    cold = rate.tokens_per_s
+    assert 500 < cold < 1000
+    for second in range(5, 305):
+        rate.observe(20, 3_000_000, float(second), 5000.0)
+    assert rate.tokens_per_s > 4900
+
+
+def test_what_is_expected_of_an_instance_is_what_the_others_of_its_pool_do() -> None:
+    short = [WorkerAddress(f"http://short:{i + 1}", Role.SHORT, 1) for i in range(3)]
+    long = WorkerAddress("http://long:1", Role.LONG, 1)
+    registry = WorkerRegistry(RouterConfig(workers=(*short, long)))
+    first, second, third, other = registry
+    for worker, tokens in ((first, 1_000), (second, 60_000), (third, 140_000), (other, 900_000)):
+        worker.rate.observe(0, 0, 0.0)
+        worker.rate.observe(tokens, 10_000_000, 0.0)
+    assert registry.expected_tokens_per_s(first, 1.0) == pytest.approx(10_000, rel=0.05)
+    assert registry.expected_tokens_per_s(third, 1.1) == pytest.approx(3_050, rel=0.05)
+    assert registry.expected_tokens_per_s(other, 1.2) == PRIOR_TOKENS_PER_S
+
+
+async def test_an_instance_that_was_lost_is_measured_anew() -> None:
+    async with cluster(load_poll_interval_secs=0.02) as served:
+        engine, worker = served.short[0], served.worker(served.short[0].url)
+        rank = {"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1}
+        for tokens, busy_us in ((0, 0), (10, 60_000_000)):
+            engine.loads = {
+                "loads": [{**rank, "total_prefill_uncached_tokens": tokens, "total_prefill_busy_us": busy_us}]
+            }
+            await asyncio.sleep(0.1)
+        assert worker.rate.tokens_per_s < 100
+        served.router._on_worker_lost(worker)
+        assert worker.rate.tokens_per_s == PRIOR_TOKENS_PER_S
