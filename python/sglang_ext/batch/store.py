@@ -417,15 +417,18 @@ class BatchStore:
         """
         first, last = _ids(job)
         wanted = "" if ok is None else f" AND is_ok = {int(ok)}"
-        order = "results.id" if by_completion else "results.line"
-        after = -1
+        # The unary plus keeps SQLite from looking the range up and then sorting it for every page.
+        order, within = (
+            ("results.id", "+results.line BETWEEN ? AND ?") if by_completion else ("results.line", "line <= ?")
+        )
+        after, bounds = (0, (first, last)) if by_completion else (first - 1, (last,))
         while True:
             with self._translating():
                 rows = self._connection.execute(
                     f"SELECT {order}, custom_id, is_ok, status_code, request_id, error, results.body, lines.body,"
                     " prompt_len FROM results JOIN lines ON lines.id = results.line"
-                    f" WHERE results.line BETWEEN ? AND ? AND {order} > ?{wanted} ORDER BY {order} LIMIT {_PAGE_ROWS}",
-                    (first, last, after),
+                    f" WHERE {within} AND {order} > ?{wanted} ORDER BY {order} LIMIT {_PAGE_ROWS}",
+                    (*bounds, after),
                 ).fetchall()
             if not rows:
                 return

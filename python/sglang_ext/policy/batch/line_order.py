@@ -2,8 +2,8 @@
 
 An engine's prefix cache holds what it computed last. Lines that begin alike therefore leave together, however far
 apart they are in the input. The order is a key of a few bytes per line, so that a store can keep it in an index:
-digests of the prompt's first 64, 256, 1024, … bytes, the shortest first. Two prompts with the same first 1024 bytes have the
-first three digests in common, so sorting by the key puts them side by side, whatever else lies between.
+digests of the prompt's first 64, 256, 1024, … bytes, the shortest first. Two prompts with the same first 1024 bytes
+have the first three digests in common, so sorting by the key puts them side by side, whatever else lies between.
 """
 
 from __future__ import annotations
