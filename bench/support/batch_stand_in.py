@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import cast
 
 import uvloop
 
@@ -25,8 +26,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
 
     def data_received(self, data: bytes) -> None:
         self._received += data
