@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 
-from sglang_ext.sglang_plugin.hooks.scoring import excess_top_logprobs
+from sglang_ext.sglang_plugin.hooks.scoring import excess_top_logprobs, note_wanted_tokens
 
 
 def normalize_batch_and_arguments(stock: Callable[[Any], None], request: Any) -> None:
@@ -76,6 +76,7 @@ def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: An
     if message is None and not is_retracted and room_in_use(scheduler, request.bootstrap_room):
         message = f"bootstrap room {request.bootstrap_room} is already in use by another request"
     if message is None:
+        note_wanted_tokens(request)
         stock(scheduler, request, is_retracted)
         return
     logger.warning("%s (request %s)", message, request.rid)

@@ -18,6 +18,15 @@ def is_without_decode(request: Any) -> bool:
     return bool(request.bootstrap_host == FAKE_BOOTSTRAP_HOST)
 
 
+_WANTED = "sglang_ext_wanted_tokens"  # attribute of a request without decode
+
+
+def note_wanted_tokens(request: Any) -> None:
+    """Keep how many tokens a request without decode asked for: the bootstrap queue makes it 1."""
+    if is_without_decode(request):
+        setattr(request, _WANTED, request.sampling_params.max_new_tokens)
+
+
 def set_metadata(stock: Callable[..., None], buffers: Any, request: Any) -> None:
     """AROUND `MetadataBuffers.set_buf(req)`.
 
@@ -52,7 +61,12 @@ def stream_output(stock: Callable[..., None], streamer: Any, requests: Sequence[
         reason = request.finished_reason
         if is_without_decode(request) and type(reason) is FINISH_LENGTH and reason.length == 0:
             request.finished_reason = None
+            request.sampling_params.max_new_tokens = getattr(request, _WANTED, 1)
             request.update_finish_state()
+            if request.return_logprob and request.finished_len == 0:
+                # Prefill tells all that it has sampled, not what lies before the end.
+                request.logprob.output_token_logprobs_val.clear()
+                request.logprob.output_token_logprobs_idx.clear()
             if request.finished_reason is None:  # a warm-up that asked for more
                 request.finished_reason = reason
     return stock(streamer, requests, *args, **kwargs)
