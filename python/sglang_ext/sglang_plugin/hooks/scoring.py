@@ -1,7 +1,14 @@
 """Scores from the prefill leg alone: a request with SGLang's own warm-up address as its decode instance.
 
 A prefill instance finishes such a request without a peer: its sender is a fake one, nothing is transferred, no slot is
-taken elsewhere. What is left to do is to answer as an undivided server would.
+taken elsewhere. The log-probabilities of its prompt, also of one in chunks, are those that SGLang computes for any
+request; positions that are cached are computed anew from `logprob_start_len` on. What is left to do here:
+
+* not to prepare for decode what has no place there: the metadata buffer holds 128 alternatives of the first token, and
+  stock SGLang ends the whole engine when a request asks for more;
+* to refuse that of requests that do go to decode;
+* to end the request as an undivided server would. A prefill instance makes every request one of a single token and
+  says of all of them that their length was reached.
 """
 
 from __future__ import annotations
@@ -14,7 +21,10 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 
 def is_without_decode(request: Any) -> bool:
-    """Whether this request ends with its prefill."""
+    """Whether this request ends with its prefill.
+
+    SGLang's own health checks and warm-ups on a prefill instance are such requests, too.
+    """
     return bool(request.bootstrap_host == FAKE_BOOTSTRAP_HOST)
 
 
