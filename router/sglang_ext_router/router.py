@@ -22,6 +22,7 @@ from sglang_ext_router.http1 import ClientConnection, ConnectionLimits, Request
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
 from sglang_ext_router.probe import Prober
+from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
@@ -78,6 +79,7 @@ class Router:
             aborter=Aborter(pools, authorization, loop),
             admission=self.admission,
             rooms=RoomAllocator(secrets.randbits(31), process_index, config.processes),
+            reply_builder=ReplyBuilder(loop),
             retry_policy=RetryPolicy(
                 initial_backoff_s=config.retry_initial_backoff_ms / 1000,
                 max_backoff_s=config.retry_max_backoff_ms / 1000,
@@ -144,6 +146,7 @@ class Router:
         if self.long_pool is not None:
             await self.long_pool.stop()
         await self.prober.stop()
+        await self.services.reply_builder.stop()
         self.services.pools.close()
         if self.services.tokeniser is not None:
             self.services.tokeniser.close()

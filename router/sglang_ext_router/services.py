@@ -13,6 +13,7 @@ from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.probe import Prober
+from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.siblings import SiblingLink
@@ -59,6 +60,7 @@ class Services:
     aborter: Aborter
     admission: AdmissionQueue[Admissible]
     rooms: RoomAllocator
+    reply_builder: ReplyBuilder
     retry_policy: RetryPolicy
     max_retries: int
     siblings: SiblingLink
