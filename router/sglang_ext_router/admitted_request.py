@@ -29,7 +29,7 @@ from sglang_ext.policy.routing.pd_actions import (
     StartLegs,
 )
 from sglang_ext.policy.routing.pd_protocol import PDProtocol
-from sglang_ext.types import RequestState
+from sglang_ext.types import LengthClass, RequestState
 from sglang_ext_router.attempt import Attempt
 from sglang_ext_router.prepared_request import PreparedRequest
 from sglang_ext_router.relay import REASON_TEXT, Relay, begins_unclear, find_int, stream_error_status
@@ -75,6 +75,12 @@ class AdmittedRequest:
         self._attempt: Attempt | None = None  # the latest
         self._excluded: tuple[set[int], set[int]] | None = None  # prefill and decode that have failed this request
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def online_class(self) -> LengthClass | None:
+        """Its length class, if an online client waits for it."""
+        attempt = self._attempt
+        return attempt.route.decision.length_class if attempt is not None and self._request.is_online else None
 
     def start(self) -> None:
         """Send the request; it is one of those that run from here to `RequestFinished`."""
@@ -147,6 +153,12 @@ class AdmittedRequest:
             tokens = find_int(leg.raw, b'"prompt_tokens":')
             if tokens:
                 planner.learn_tokens(self._request.prompt, tokens)
+        if leg.kind is not _DECODE and leg.status == 200 and self._request.is_online:
+            decision, now_s = attempt.route.decision, self._services.loop.time()
+            new_tokens = decision.new_tokens * self._request.prompt.sequence_count
+            computing_s = new_tokens / attempt.route.prefill.rate.tokens_per_s
+            waited_s = now_s - attempt.started_s + self._relay.queue_s - computing_s
+            self._services.online_waits.note(decision.length_class, waited_s, now_s)
         actions = self._protocol.on_leg_complete(leg.kind, leg.attempt)
         self._relay.take_complete(leg)
         self._act(actions)

@@ -28,15 +28,15 @@ class Attempt:
         "_new_tokens",
         "_request",
         "_services",
-        "_started_s",
         "request_id",
         "route",
+        "started_s",
     )
 
     def __init__(self, services: Services, request: PreparedRequest, route: Route, now_s: float) -> None:
         self._services = services
         self._request = request
-        self._started_s = now_s
+        self.started_s = now_s
         self._has_first_byte = False
         self._legs: list[UpstreamConnection | None] = [None, None]
         self.route = route
@@ -67,7 +67,7 @@ class Attempt:
         self.request_id = made_id = room_id(room)
         decode_worker = route.decode
         bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json
-        message = request.message(bootstrap_json, room, made_id, self._started_s)
+        message = request.message(bootstrap_json, room, made_id, self.started_s)
         target = request.target
         start = services.pools.start
         prefill = start(route.prefill, owner, _PREFILL, number, route.prefill.request_head(target) + message)
@@ -128,7 +128,7 @@ class Attempt:
         worker = self.worker(leg)
         registry = self._services.registry
         if registry.suspects and worker.id in registry.suspects:
-            worker.breaker.record_success(self._services.loop.time(), self._started_s)
+            worker.breaker.record_success(self._services.loop.time(), self.started_s)
             if worker.breaker.is_quiet:
                 registry.suspects.discard(worker.id)
         self._release(leg, worker)
@@ -145,7 +145,7 @@ class Attempt:
         """The instance failed."""
         worker = self.worker(leg)
         registry = self._services.registry
-        worker.breaker.record_failure(self._started_s, self._services.loop.time())
+        worker.breaker.record_failure(self.started_s, self._services.loop.time())
         if registry.contains(worker):
             registry.suspects.add(worker.id)
         self._services.metrics.count(self._services.metrics.worker_failures, worker.url)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_ext_router.http1 import Request
+from sglang_ext_router.online_load import OFFLINE_PRIORITY
 from sglang_ext_router.prompt import BadRequestError, dump, measure, parse_body
 from sglang_ext_router.request_body import PRIORITIES, RequestHints, clean_body, with_bootstrap
 from sglang_ext_router.scores import NO_SCORES, ScorePlan, plan_scores
@@ -60,6 +61,7 @@ class PreparedRequest:
         "_clean",
         "_hints",
         "headers",
+        "is_online",
         "path",
         "prompt",
         "prompt_tokens",
@@ -71,6 +73,7 @@ class PreparedRequest:
     def __init__(self, request: Request, headers: ClientHeaders, started_s: float) -> None:
         body = parse_body(request.body)
         self.headers = headers
+        self.is_online = headers.priority != OFFLINE_PRIORITY
         self.path = request.path
         self.target = request.target
         self.started_s = started_s
