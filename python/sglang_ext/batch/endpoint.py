@@ -15,6 +15,7 @@ import orjson
 from yarl import URL
 
 from sglang_ext.batch.lines import PATHS, BatchLine
+from sglang_ext.policy.batch.retries import FailureKind
 from sglang_ext.types import LengthClass
 
 PRIORITY_HEADER = "x-sgl-priority"
@@ -50,6 +51,15 @@ class Answer(NamedTuple):
     error: str | None  # one line, where the kind is not OK
     retry_after_s: float | None = None  # what the endpoint asks for
 
+    @property
+    def failure_kind(self) -> FailureKind:
+        """Who may be at fault, of an answer that is retryable."""
+        if self.kind is AnswerKind.UNREACHABLE:
+            return FailureKind.UNREACHABLE
+        if self.status_code is None or self.status_code in (429, 502, 503, 504):
+            return FailureKind.UNAVAILABLE
+        return FailureKind.LINE
+
 
 class ClassLoad(NamedTuple):
     """What the router tells of one length class."""
@@ -63,6 +73,12 @@ class EndpointLoad(NamedTuple):
 
     length_boundary_tokens: int | None
     classes: Mapping[LengthClass, ClassLoad]
+
+    def of(self, name: LengthClass | None) -> ClassLoad:
+        """What holds for one class; for None, which takes all prompts, the longest wait and the least backlog."""
+        told = list(self.classes.values()) if name is None else [self.classes[name]] if name in self.classes else []
+        waits = [one.online_wait_s for one in told if one.online_wait_s is not None]
+        return ClassLoad(max(waits, default=None), min((one.backlog_s for one in told), default=0.0))
 
 
 class LoadUnknownError(Exception):

@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, EndpointLoad, LoadUnknownError, count_tokens
+from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, LoadUnknownError, count_tokens
 from sglang_ext.batch.lines import BatchLine
 from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult, StoreError
 from sglang_ext.policy.batch.in_flight_cap import CapSettings, InFlightCap
@@ -269,7 +270,7 @@ class JobRunner:
                 if load is None:
                     one.cap.on_load_unknown()
                 else:
-                    one.cap.on_load(*_load_of(load, name), now_s)
+                    one.cap.on_load(*load.of(name), now_s)
             self._wake.set()
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
@@ -280,14 +281,17 @@ class JobRunner:
         wake_at_s = self._retries[0][0] if self._retries else None
         for name, one in self._classes.items():
             self._lease_ahead(name, one)
-            while one.in_flight < one.cap.cap and self._in_flight < self._settings.cap.most:
-                held_until_s = self._held_until_s(now_s)
-                if held_until_s > now_s:
-                    wake_at_s = min(held_until_s, wake_at_s or held_until_s)
-                    break
-                chosen = self._next_line(name)
-                if chosen is None:
-                    break
+        able = dict(self._classes)
+        while able and self._in_flight < self._settings.cap.most:
+            held_until_s = self._held_until_s(now_s)
+            if held_until_s > now_s:
+                wake_at_s = min(held_until_s, wake_at_s or held_until_s)
+                break
+            name, one = min(able.items(), key=_in_flight)  # or a class that is full of lines would keep the other out
+            chosen = self._next_line(name) if one.in_flight < one.cap.cap else None
+            if chosen is None:
+                del able[name]
+            else:
                 self._send(name, one, *chosen, now_s)
         self._end_jobs()
         if self._timer is not None:
@@ -376,7 +380,12 @@ class JobRunner:
         was_full = one.in_flight >= one.cap.cap
         task = asyncio.create_task(self._request(name, one, queue, leased, was_full))
         queue.tasks.add(task)
-        task.add_done_callback(queue.tasks.discard)
+        task.add_done_callback(partial(self._request_done, queue))
+
+    def _request_done(self, queue: _JobQueue, task: asyncio.Task[None]) -> None:
+        queue.tasks.discard(task)
+        self._wake.set()
+        self._background_done(task)
 
     async def _request(
         self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, was_full: bool
@@ -388,7 +397,6 @@ class JobRunner:
             self._in_flight -= 1
             one.in_flight -= 1
             queue.in_flight[name] -= 1
-            self._wake.set()
         now_s = time.monotonic()
         if answer.kind is AnswerKind.OK:
             one.cap.on_ok(sent_at_s, now_s, was_full=was_full)
@@ -422,7 +430,7 @@ class JobRunner:
     def _on_failure(
         self, name: LengthClass | None, queue: _JobQueue, leased: LeasedLine, answer: Answer, now_s: float
     ) -> None:
-        kind = _failure_kind(answer)
+        kind = answer.failure_kind
         is_counted = self._outage.on_failure(kind, leased.id, now_s)
         if self._outage.is_down:
             self._note_outage(answer.error or answer.kind.value)
@@ -503,20 +511,9 @@ class JobRunner:
             self._note(f"{self._client.url} is up again after {now_s - down_since_s:.0f} s")
 
 
+def _in_flight(item: tuple[LengthClass | None, _Class]) -> int:
+    return item[1].in_flight
+
+
 def _failure(leased: LeasedLine, answer: Answer) -> LineResult:
     return LineResult(leased.id, False, answer.status_code, answer.request_id, answer.error, answer.body[:65536])
-
-
-def _failure_kind(answer: Answer) -> FailureKind:
-    if answer.kind is AnswerKind.UNREACHABLE:
-        return FailureKind.UNREACHABLE
-    if answer.status_code is None or answer.status_code in (429, 502, 503, 504):
-        return FailureKind.UNAVAILABLE
-    return FailureKind.LINE
-
-
-def _load_of(load: EndpointLoad, name: LengthClass | None) -> tuple[float | None, float]:
-    """Wait of online requests and backlog as the cap of this class sees them; of all classes for the class None."""
-    classes = list(load.classes.values()) if name is None else [load.classes[name]] if name in load.classes else []
-    waits = [one.online_wait_s for one in classes if one.online_wait_s is not None]
-    return max(waits, default=None), min((one.backlog_s for one in classes), default=0.0)
