@@ -2,13 +2,13 @@
 
     lines (Parquet, prepared by this process) → LineSender (an actor on each node) → write_parquet (OUTPUT/*.parquet)
 
-The input is read, checked and held against a resumed run as `--engine local` does it, through the store (OUTPUT.store);
-its lines are then laid out in OUTPUT.lines, a row group for each of Ray's tasks, shared prefixes adjacent. A sender is a
-`JobRunner` over a store of its own that it can lose: retries, caps, outages and scores are those of the local engine. It
-never raises for a line; one that fails for good is a row with `error`.
+The input is read, checked and held against a resumed run as `--engine local` does it, through the store
+(OUTPUT.store). Its lines are then laid out in OUTPUT.lines, a row group for each of Ray's tasks, shared prefixes
+adjacent. A sender is a `JobRunner` over a store of its own that it can lose: retries, caps, outages and scores are
+those of the local engine. It never raises for a line; one that fails for good is a row with `error`.
 
-Ray Data's checkpoint (OUTPUT.checkpoint) makes a run resume: it lists the ids that a task is about to write, renames the
-list when the task's file is complete, and at the next start removes files whose list was not renamed. So every
+Ray Data's checkpoint (OUTPUT.checkpoint) makes a run resume: it lists the ids that a task is about to write, renames
+the list when the task's file is complete, and at the next start removes files whose list was not renamed. So every
 `custom_id` is in the output once, wherever driver, node or task was lost. That holds for files (what a lost task had
 sent is sent again), needs one file system under all nodes, holds all ids in memory, and is alpha in Ray 2.60.
 """
@@ -54,7 +54,7 @@ class _LineGroup(NamedTuple):
     """A row group of the prepared lines."""
 
     path: str
-    index: int
+    number: int
     rows: int
     size_bytes: int
 
@@ -79,7 +79,7 @@ def run_on_ray(args: Namespace) -> int:
         _check_options(run)
         paths = _Paths(args.output)
         paths.check(run.store_path)
-        asyncio.run(run.check_key())
+        asyncio.run(_check_key(run))
         with BatchStore.open(run.store_path) as store:
             job = run.prepare(store)
             _lay_out(store, job.id, run.options.mode, paths.lines)
@@ -101,6 +101,11 @@ def run_on_ray(args: Namespace) -> int:
 def _refuse(reason: str) -> int:
     print(f"sglang-ext batch run: error: {reason}", file=sys.stderr)
     return run_command.USAGE
+
+
+async def _check_key(run: BatchRun) -> None:
+    async with run.client:
+        await run.check_key()
 
 
 def _check_options(run: BatchRun) -> None:
@@ -202,7 +207,7 @@ def _read_group(group: _LineGroup) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(group.path) as opened:
-        yield opened.read_row_group(group.index)
+        yield opened.read_row_group(group.number)
 
 
 # -- the pipeline -----------------------------------------------------------------------------------------------------
@@ -242,6 +247,7 @@ def _carry_out(run: BatchRun, paths: _Paths) -> None:
                 for group in self.groups
             ]
 
+    groups = _line_groups(paths.lines)
     address = os.environ.get("RAY_ADDRESS")
     cpus = None if address else max(_LEAST_CPUS, os.cpu_count() or 1)
     ray.init(address=address or "local", num_cpus=cpus, include_dashboard=None if address else False)
@@ -254,7 +260,6 @@ def _carry_out(run: BatchRun, paths: _Paths) -> None:
         checkpoint.checkpoint_actor_pool_max_size = 1  # a second one could take the CPU that the others need
         context = DataContext.get_current()
         context.checkpoint_config = checkpoint
-        groups = _line_groups(paths.lines)
         lines = read_datasource(PreparedLines(groups), override_num_blocks=len(groups), num_cpus=_READ_CPUS)
         results = lines.map_batches(
             LineSender,
@@ -345,7 +350,7 @@ def result_table(results: Sequence[StoredResult], mode: Mode) -> Any:
     import pyarrow as pa
 
     if mode is Mode.GENERATE:
-        return pa.Table.from_pylist([_generated(one) for one in results], schema=generate_schema())
+        return pa.concat_tables([_generated(one) for one in results] or [generate_schema().empty_table()])
     schema = score_schema().append(pa.field("error", pa.string()))
     good = score_table((one.custom_id, one.body) for one in results if one.is_ok)
     good = good.append_column(schema.field("error"), pa.nulls(len(good), pa.string()))
@@ -353,11 +358,14 @@ def result_table(results: Sequence[StoredResult], mode: Mode) -> Any:
     return pa.concat_tables([good, pa.Table.from_pylist(bad, schema=schema)])
 
 
-def _generated(result: StoredResult) -> dict[str, object]:
+def _generated(result: StoredResult) -> Any:
+    import pyarrow as pa
+
     try:
-        return generate_row(result)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return generate_row(result._replace(is_ok=False, error=f"the reply cannot be read: {error!r}"))
+        return pa.Table.from_pylist([generate_row(result)], schema=generate_schema())
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # Arrow's, too
+        reason = " ".join(f"the reply cannot be read: {error!r}".split())
+        return _generated(result._replace(is_ok=False, error=reason))
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
