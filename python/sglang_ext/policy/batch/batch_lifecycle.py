@@ -6,7 +6,7 @@ validating ──▶ in_progress ──▶ finalizing ──▶ completed | expi
    └──────────────────┴──▶ cancelling ──▶ cancelled
 ```
 
-What has to be done follows from the state alone (`BatchLifecycle.work`), so a service that was killed goes on by reading
+What has to be done follows from the state alone (`BatchLifecycle.work`): a service that was killed goes on by reading
 the state and doing its work again. Work that was overtaken by a cancellation or by the end of the window reports an
 event that no longer matters: it is ignored.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 
 class BatchStatus(StrEnum):
@@ -124,7 +125,8 @@ class BatchLifecycle:
     def _become(self, status: BatchStatus, now_s: float) -> BatchLifecycle:
         # Times of one batch never run backwards, whatever the clock does.
         latest = max(getattr(self, name) or 0 for name in ("created_at", *_TIMES.values()))
-        return replace(self, status=status, **{_TIMES[status]: max(int(now_s), latest)})
+        times: dict[str, Any] = {_TIMES[status]: max(int(now_s), latest)}
+        return replace(self, status=status, **times)
 
 
 _WORK = {
