@@ -57,7 +57,7 @@ class NewBatch(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_file_id: str
+    input_file_id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,100}$")]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/generate"]
     completion_window: str
     metadata: (
@@ -308,8 +308,15 @@ def _json(content: Any) -> Response:
 
 def _json_error(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> Response:
     kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    body = {
+        "error": {"message": _encodable(message), "type": kind, "param": param and _encodable(param), "code": status}
+    }
     headers = headers or {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(orjson.dumps(body), status_code=status, headers=headers, media_type="application/json")
+
+
+def _encodable(text: str) -> str:
+    """Without what UTF-8 cannot say: JSON may name half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
