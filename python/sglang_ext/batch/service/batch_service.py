@@ -278,6 +278,7 @@ class BatchService:
             self._advance(entry, BatchEvent.FILES_WRITTEN)
         else:
             exported = await self._in_thread(partial(self._export, entry, job))
+            totals = _totals(self._job(entry))  # not within: the store may be waiting for this transaction to end
             with self.batches.transaction():
                 for file_id, kind in ((exported.output_file_id, "output"), (exported.error_file_id, "error")):
                     if file_id is not None:
@@ -288,7 +289,7 @@ class BatchService:
                         entry,
                         output_file_id=exported.output_file_id,
                         error_file_id=exported.error_file_id,
-                        totals=_totals(self._job(entry)),
+                        totals=totals,
                     ),
                     BatchEvent.FILES_WRITTEN,
                 )
