@@ -17,10 +17,12 @@ import uvicorn
 import uvloop
 
 from sglang_ext.batch.endpoint import EndpointClient
-from sglang_ext.batch.runner import JobRunner
+from sglang_ext.batch.runner import JobRunner, RunnerSettings
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
+from sglang_ext.batch.service.dispatcher import Dispatcher
 from sglang_ext.batch.store import BatchStore, StoreError
+from sglang_ext.policy.batch.in_flight_cap import CapSettings
 
 logger = logging.getLogger(__name__)
 API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"
@@ -124,8 +126,10 @@ async def _serve(args: argparse.Namespace) -> int:
     sock = _listen(args.host, args.port)
     with sock, BatchStore.open(args.store / "batches.sqlite") as store:
         async with client:
-            runner = JobRunner(store, client)
-            service = BatchService(store, runner, args.store / "files", ServiceLimits(args.max_lines, args.model))
+            cap = CapSettings(most=args.max_in_flight)
+            settings = RunnerSettings(cap=cap, max_retries=args.max_retries)
+            dispatcher = Dispatcher(lambda: JobRunner(store, client, settings, on_note=logger.warning))
+            service = BatchService(store, dispatcher, args.store / "files", ServiceLimits(args.max_lines, args.model))
             app = build_app(service, args.api_key, args.max_file_mb << 20)
             server = _Server(
                 uvicorn.Config(

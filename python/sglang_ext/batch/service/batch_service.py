@@ -16,10 +16,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from sglang_ext.batch.runner import JobRunner
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable, LineProblem, RequestTotals
+from sglang_ext.batch.service.dispatcher import Dispatcher, until_done
 from sglang_ext.batch.service.files import FileStore, IdSource, StoredFile
 from sglang_ext.batch.service.metrics import RequestOutcome, ServiceReading
 from sglang_ext.batch.service.output_lines import OUTPUT_PURPOSE, outcome_of, output_line, unfinished_result
@@ -66,13 +66,13 @@ class BatchService:
     def __init__(
         self,
         store: BatchStore,
-        runner: JobRunner,
+        dispatcher: Dispatcher,
         folder: Path,
         limits: ServiceLimits,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._runner = runner
+        self._dispatcher = dispatcher
         self._limits = limits
         self._now_s = now_s
         self._database = sqlite3.connect(store.path, isolation_level=None, timeout=30.0)
@@ -149,7 +149,8 @@ class BatchService:
         return ServiceReading(
             batches=self.batches.count_by_status(),
             outcomes=dict(self._outcomes),
-            in_flight=self._runner.in_flight,
+            in_flight=self._dispatcher.in_flight,
+            cap=self._dispatcher.cap,
             waiting=sum(job.remaining for job in self._store.jobs() if job.is_ready),
             files=files,
             file_bytes=file_bytes,
@@ -176,6 +177,7 @@ class BatchService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._dispatcher.close()
         self._database.close()
 
     def _begin(self, batch_id: str) -> None:
@@ -190,7 +192,7 @@ class BatchService:
                     await asyncio.wait([work])
                 finally:
                     work.cancel()
-                    await _ended(work)
+                    await until_done(work)
                 if not work.cancelled():  # else a cancellation has changed the state
                     work.result()
             if entry:
@@ -255,7 +257,7 @@ class BatchService:
 
     async def _run(self, entry: BatchEntry) -> None:
         job = self._job(entry)
-        running = asyncio.create_task(self._runner.run_job(job.id))
+        running = asyncio.create_task(self._dispatcher.run_job(job.id))
         try:
             while entry.lifecycle.due_event(self._job(entry).remaining, self._now_s()) is None:
                 await asyncio.wait([running], timeout=POLL_S)
@@ -264,11 +266,11 @@ class BatchService:
                     break
         finally:
             running.cancel()
-            await _ended(running)
-        # What came while the runner stopped counts.
+            await until_done(running)
+        # What came while it stopped counts.
         event = entry.lifecycle.due_event(self._job(entry).remaining, self._now_s())
         if event is None:
-            raise RuntimeError("the runner is done, and requests are left")
+            raise RuntimeError("the job is done, and requests are left")
         self._advance(entry, event)
 
     async def _write_files(self, entry: BatchEntry) -> None:
@@ -338,7 +340,7 @@ class BatchService:
             return await asyncio.shield(thread)
         except asyncio.CancelledError:
             stopped.set()
-            await _ended(thread)
+            await until_done(thread)
             raise
 
     async def _sweep(self) -> None:
@@ -350,20 +352,6 @@ class BatchService:
             except (OSError, sqlite3.Error) as error:
                 logger.warning("expired files: %s", error)
             await asyncio.sleep(SWEEP_S)
-
-
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Return when `task` is done, however; a cancellation of the caller takes effect only then."""
-    is_cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if not task.cancelled():
-        task.exception()  # seen by whom it concerns
-    if is_cancelled:
-        raise asyncio.CancelledError
 
 
 def _totals(job: Job) -> RequestTotals:

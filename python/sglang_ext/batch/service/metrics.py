@@ -30,6 +30,7 @@ class ServiceReading:
     batches: Mapping[BatchStatus, int]
     outcomes: Mapping[RequestOutcome, int]  # since the start of the process
     in_flight: int
+    cap: int
     waiting: int
     files: int
     file_bytes: int
@@ -55,6 +56,7 @@ class _Readings:
         yield requests
         for name, help_text, value in (
             ("requests_in_flight", "requests at the endpoint", reading.in_flight),
+            ("requests_in_flight_cap", "requests that may be at the endpoint now", reading.cap),
             ("requests_waiting", "requests of running batches without a result", reading.waiting),
             ("files", "files in the store", reading.files),
             ("file_bytes", "bytes of the files in the store", reading.file_bytes),

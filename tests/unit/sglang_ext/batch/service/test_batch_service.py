@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.batch.runner import JobRunner
 from sglang_ext.batch.service import batch_service
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable
+from sglang_ext.batch.service.dispatcher import Dispatcher
 from sglang_ext.batch.service.files import FileStore, StoredFile
 from sglang_ext.batch.store import BatchStore, LineResult
 from sglang_ext.policy.batch.batch_lifecycle import BatchStatus, EventRefusedError
@@ -45,7 +45,7 @@ def on_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., N
     return wrapped
 
 
-class ObedientRunner(JobRunner):
+class ObedientDispatcher(Dispatcher):
     """Gives a job's next request a result when it is told to, and never sends anything."""
 
     def __init__(self, store: BatchStore, *, is_eager: bool = False) -> None:
@@ -57,6 +57,13 @@ class ObedientRunner(JobRunner):
     @property
     def in_flight(self) -> int:
         return len(self.running)
+
+    @property
+    def cap(self) -> int:
+        return 1
+
+    async def close(self) -> None:
+        assert not self.running
 
     async def run_job(self, job: int) -> None:
         assert job not in self.running
@@ -88,9 +95,9 @@ class Bench:
 
     def open(self) -> None:
         self.store = BatchStore.open(self.folder / "batches.sqlite")
-        self.runner = ObedientRunner(self.store, is_eager=self.is_eager)
+        self.dispatcher = ObedientDispatcher(self.store, is_eager=self.is_eager)
         self.service = BatchService(
-            self.store, self.runner, self.folder / "files", ServiceLimits(), lambda: self.time_s
+            self.store, self.dispatcher, self.folder / "files", ServiceLimits(), lambda: self.time_s
         )
 
     def upload(self, content: bytes) -> StoredFile:
@@ -126,7 +133,7 @@ class Bench:
         await self.service.start()
 
     async def finish_all(self) -> None:
-        self.runner.is_eager = True
+        self.dispatcher.is_eager = True
         while self.service.batches.open() or self.store.jobs():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -282,7 +289,7 @@ def test_any_order_of_what_can_happen(actions: list[tuple[Any, ...]], tmp_path_f
         elif name == "restart":
             await bench.restart()
         elif name == "allow" and chosen and (job := bench.store.find_job(chosen)):
-            bench.runner.allowed[job.id] = bench.runner.allowed.get(job.id, 0) + values[1]
+            bench.dispatcher.allowed[job.id] = bench.dispatcher.allowed.get(job.id, 0) + values[1]
         elif name == "cancel" and chosen:
             try:
                 entry = bench.service.cancel(chosen)
