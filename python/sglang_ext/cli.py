@@ -31,6 +31,9 @@ _PROFILES = {
         "sglang_ext.profiling.profile_rates", "find the planner's best improvement rate for each load, by simulation"
     ),
 }
+_BATCHES = {
+    "run": Command("sglang_ext.batch.run_command", "send a file of requests through an endpoint, nothing lost"),
+}
 COMMANDS = {
     "up": Command("sglang_ext.cluster.up", "start a whole cluster (pools and router) and keep it healthy"),
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
@@ -45,6 +48,7 @@ COMMANDS = {
     ),
     "model": Command("sglang_ext.models.smollm2", "fetch and convert the small demonstration model"),
     "profile": Command("", "measure what the simulator and the planner reckon with", _PROFILES),
+    "batch": Command("", "offline runs: files of requests, and scores of a teacher", _BATCHES),
     "simulate": Command("sglang_ext.simulation.simulate", "simulate a workload on any number of instances"),
 }
 

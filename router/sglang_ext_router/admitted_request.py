@@ -29,7 +29,7 @@ from sglang_ext.policy.routing.pd_actions import (
     StartLegs,
 )
 from sglang_ext.policy.routing.pd_protocol import PDProtocol
-from sglang_ext.types import RequestState
+from sglang_ext.types import LengthClass, RequestState
 from sglang_ext_router.attempt import Attempt
 from sglang_ext_router.prepared_request import PreparedRequest
 from sglang_ext_router.relay import REASON_TEXT, Relay, begins_unclear, find_int, stream_error_status
@@ -51,6 +51,7 @@ class AdmittedRequest:
         "_excluded",
         "_protocol",
         "_relay",
+        "_relayed",
         "_request",
         "_services",
         "_timer",
@@ -64,12 +65,22 @@ class AdmittedRequest:
         self.started_s = request.started_s  # when it arrived
         relay.queue_s = now_s - request.started_s
         prompt = request.prompt
+        self._relayed = Leg.PREFILL if request.scores.is_prefill_only else Leg.DECODE
         self._protocol = PDProtocol(
-            services.max_retries, is_stream=prompt.is_stream, is_single_sequence=prompt.sequence_count == 1
+            services.max_retries,
+            is_stream=prompt.is_stream,
+            is_single_sequence=prompt.sequence_count == 1,
+            needs_decode=not request.scores.is_prefill_only,
         )
         self._attempt: Attempt | None = None  # the latest
         self._excluded: tuple[set[int], set[int]] | None = None  # prefill and decode that have failed this request
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def online_class(self) -> LengthClass | None:
+        """Its length class, if an online client waits for it."""
+        attempt = self._attempt
+        return attempt.route.decision.length_class if attempt is not None and self._request.is_online else None
 
     def start(self) -> None:
         """Send the request; it is one of those that run from here to `RequestFinished`."""
@@ -77,20 +88,28 @@ class AdmittedRequest:
         self._act(self._protocol.start())
 
     def _send_legs(self, number: int) -> None:
-        """Choose the instances and send the same body to both."""
+        """Choose the instances and send the same body to each."""
         services, request, relay = self._services, self._request, self._relay
         prompt = request.prompt
         now_s = services.loop.time()
         excluded = self._excluded or _NONE_EXCLUDED
         try:
-            route = services.planner.route(prompt, request.prompt_tokens, excluded[0], excluded[1], now_s)
+            route = services.planner.route(
+                prompt,
+                request.prompt_tokens,
+                excluded[0],
+                excluded[1],
+                now_s,
+                not request.scores.is_prefill_only,
+            )
         except NoInstanceError as error:
             services.metrics.count(services.metrics.refused, "no_instance")
             logger.warning("no instance for a request: %s", error)
             self._act(self._protocol.on_no_instance(number))
             return
+        decode = route.decode
         if prompt.samples_per_prompt > 1 and not (
-            route.prefill.serves_parallel_samples and route.decode.serves_parallel_samples
+            route.prefill.serves_parallel_samples and decode is not None and decode.serves_parallel_samples
         ):
             relay.answer_error(400, "n > 1 needs instances started by `sglang-ext worker`", "n")
             self._act(self._protocol.on_no_instance(number))
@@ -100,7 +119,7 @@ class AdmittedRequest:
         relay.begin_attempt(
             request.headers.request_id or attempt.request_id,
             None if services.config.disable_route_headers else route,
-            request.wants_joined_reply,
+            request.scores,
         )
 
     # -- what the legs and the client say ---------------------------------------------------------------
@@ -121,9 +140,9 @@ class AdmittedRequest:
             if status is not None:
                 self._act(self._protocol.on_error_event(leg.kind, leg.attempt, status))
                 return
-        if leg.kind is _DECODE:
+        if leg.kind is self._relayed:
             self._note_first_byte()
-            self._act(self._protocol.on_first_body(_DECODE, leg.attempt))
+            self._act(self._protocol.on_first_body(leg.kind, leg.attempt))
 
     def on_leg_complete(self, leg: UpstreamConnection) -> None:
         attempt = self._attempt
@@ -134,6 +153,12 @@ class AdmittedRequest:
             tokens = find_int(leg.raw, b'"prompt_tokens":')
             if tokens:
                 planner.learn_tokens(self._request.prompt, tokens)
+        if leg.kind is not _DECODE and leg.status == 200 and self._request.is_online:
+            decision, now_s = attempt.route.decision, self._services.loop.time()
+            new_tokens = decision.new_tokens * self._request.prompt.sequence_count
+            computing_s = new_tokens / attempt.route.prefill.rate.tokens_per_s
+            waited_s = now_s - attempt.started_s + self._relay.queue_s - computing_s
+            self._services.online_waits.note(decision.length_class, waited_s, now_s)
         actions = self._protocol.on_leg_complete(leg.kind, leg.attempt)
         self._relay.take_complete(leg)
         self._act(actions)
@@ -252,7 +277,8 @@ class AdmittedRequest:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if relay.is_open:  # relayed nothing, answered nothing: prefill's half of a joined reply failed
+        # Relayed nothing, answered nothing: prefill's half of a joined reply failed.
+        if relay.is_open and not relay.is_building:
             relay.answer_error(502, REASON_TEXT[FailureReason.LEG_FAILED])
         now_s = services.loop.time()
         services.metrics.count_end(

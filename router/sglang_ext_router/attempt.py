@@ -11,6 +11,8 @@ from sglang_ext_router.upstream import LegOwner, UpstreamConnection
 from sglang_ext_router.workers import Worker
 
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
+# SGLang's own warm-up address (`FAKE_BOOTSTRAP_HOST`): a prefill instance finishes such a request without a peer.
+WITHOUT_DECODE_JSON = b'"bootstrap_host":"2.2.2.2","bootstrap_room":'
 
 
 class Attempt:
@@ -26,15 +28,15 @@ class Attempt:
         "_new_tokens",
         "_request",
         "_services",
-        "_started_s",
         "request_id",
         "route",
+        "started_s",
     )
 
     def __init__(self, services: Services, request: PreparedRequest, route: Route, now_s: float) -> None:
         self._services = services
         self._request = request
-        self._started_s = now_s
+        self.started_s = now_s
         self._has_first_byte = False
         self._legs: list[UpstreamConnection | None] = [None, None]
         self.route = route
@@ -44,11 +46,13 @@ class Attempt:
         prefill, decode = route.prefill, route.decode
         prefill.in_flight += 1
         prefill.pending_tokens += new_tokens
-        decode.in_flight += 1
-        decode.reserved_tokens += prompt_tokens
+        if decode is not None:
+            decode.in_flight += 1
+            decode.reserved_tokens += prompt_tokens
         if services.registry.suspects:
             prefill.breaker.on_start(now_s)
-            decode.breaker.on_start(now_s)
+            if decode is not None:
+                decode.breaker.on_start(now_s)
         services.planner.learn_route(prompt, prefill)
         if services.siblings.shares_prefixes and prompt.hashes:
             services.siblings.tell_prefix(prefill.url, prompt.hashes)
@@ -57,20 +61,24 @@ class Attempt:
     # -- legs -------------------------------------------------------------------------------------------
 
     def send(self, owner: LegOwner, number: int) -> None:
-        """Send the same body to both instances; what comes back is told to `owner` under this attempt's number."""
+        """Send the same body to each instance; what comes back is told to `owner` under this attempt's number."""
         services, request, route = self._services, self._request, self.route
         room = services.rooms.take(request.prompt.sequence_count)
         self.request_id = made_id = room_id(room)
-        message = request.message(route.prefill.bootstrap_json, room, made_id, self._started_s)
+        decode_worker = route.decode
+        bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json
+        message = request.message(bootstrap_json, room, made_id, self.started_s)
         target = request.target
         start = services.pools.start
         prefill = start(route.prefill, owner, _PREFILL, number, route.prefill.request_head(target) + message)
-        decode = start(route.decode, owner, _DECODE, number, route.decode.request_head(target) + message)
-        self._legs = [prefill, decode]
-        if request.prompt.is_stream:
+        if request.prompt.is_stream or decode_worker is None:
             prefill.tells_body = True  # which may be an error
-        if request.wants_joined_reply:
-            prefill.keeps_reply = decode.keeps_reply = True
+        prefill.keeps_reply = is_joined = request.scores.is_joined
+        self._legs = [prefill, None]
+        if decode_worker is not None:
+            decode = start(decode_worker, owner, _DECODE, number, decode_worker.request_head(target) + message)
+            decode.keeps_reply = is_joined
+            self._legs[_DECODE] = decode
 
     def leg(self, kind: Leg) -> UpstreamConnection | None:
         """The leg's connection; None once it has ended."""
@@ -99,13 +107,18 @@ class Attempt:
     # -- the instances' account -------------------------------------------------------------------------
 
     def worker(self, leg: Leg) -> Worker:
-        return self.route.prefill if leg is _PREFILL else self.route.decode
+        decode = self.route.decode
+        if leg is _PREFILL or decode is None:
+            return self.route.prefill
+        return decode
 
     def note_first_byte(self) -> None:
         """The KV has arrived: no longer on its way but used, which decode's next report will say."""
         self._has_first_byte = True
         prompt_tokens = self._request.prompt_tokens
         decode = self.route.decode
+        if decode is None:
+            return
         decode.reserved_tokens -= prompt_tokens
         decode.reported_free_kv_tokens -= prompt_tokens
         decode.reported_awaiting_tokens = max(0, decode.reported_awaiting_tokens - prompt_tokens)
@@ -115,7 +128,7 @@ class Attempt:
         worker = self.worker(leg)
         registry = self._services.registry
         if registry.suspects and worker.id in registry.suspects:
-            worker.breaker.record_success(self._services.loop.time(), self._started_s)
+            worker.breaker.record_success(self._services.loop.time(), self.started_s)
             if worker.breaker.is_quiet:
                 registry.suspects.discard(worker.id)
         self._release(leg, worker)
@@ -132,7 +145,7 @@ class Attempt:
         """The instance failed."""
         worker = self.worker(leg)
         registry = self._services.registry
-        worker.breaker.record_failure(self._started_s, self._services.loop.time())
+        worker.breaker.record_failure(self.started_s, self._services.loop.time())
         if registry.contains(worker):
             registry.suspects.add(worker.id)
         self._services.metrics.count(self._services.metrics.worker_failures, worker.url)

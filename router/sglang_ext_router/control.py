@@ -53,6 +53,8 @@ class ControlTarget(Protocol):
 
     def forget_prefixes(self) -> None: ...
 
+    def describe_load(self) -> dict[str, Any]: ...
+
     def render_metrics(self) -> bytes: ...
 
 
@@ -164,6 +166,11 @@ def build_app(router: ControlTarget) -> FastAPI:
     async def metrics() -> Response:
         """Prometheus metrics of all processes of this router."""
         return Response(router.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/load", dependencies=client)
+    async def load() -> dict[str, Any]:
+        """How long online requests wait for their prefill, by length class, and the work that lies before them."""
+        return router.describe_load()
 
     @app.get("/v1/models", dependencies=client)
     async def models() -> dict[str, Any]:

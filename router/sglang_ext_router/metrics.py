@@ -117,9 +117,11 @@ class RouterMetrics:
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += route.decision.cached_tokens
         sent = self.worker_requests
-        prefill_url, decode_url = route.prefill.url, route.decode.url
+        prefill_url = route.prefill.url
         sent[prefill_url] = sent.get(prefill_url, 0) + 1
-        sent[decode_url] = sent.get(decode_url, 0) + 1
+        if route.decode is not None:
+            decode_url = route.decode.url
+            sent[decode_url] = sent.get(decode_url, 0) + 1
         if route.is_spilled:
             self.spilled += 1
 

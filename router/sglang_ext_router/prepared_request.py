@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_ext_router.http1 import Request
-from sglang_ext_router.prompt import BadRequestError, measure, parse_body
+from sglang_ext_router.online_load import OFFLINE_PRIORITY
+from sglang_ext_router.prompt import BadRequestError, dump, measure, parse_body
 from sglang_ext_router.request_body import PRIORITIES, RequestHints, clean_body, with_bootstrap
+from sglang_ext_router.scores import NO_SCORES, ScorePlan, plan_scores
 
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"
 MAX_REQUEST_ID_BYTES = 256
+_LOGPROBS = b"logprob"  # what every field of log-probabilities has in its name
 _FORWARDED = frozenset((b"traceparent", b"tracestate", b"baggage", SLO_HEADER, b"x-sgl-tps-slo", b"x-smg-routing-key"))
 
 
@@ -58,17 +61,19 @@ class PreparedRequest:
         "_clean",
         "_hints",
         "headers",
+        "is_online",
         "path",
         "prompt",
         "prompt_tokens",
+        "scores",
         "started_s",
         "target",
-        "wants_joined_reply",
     )
 
     def __init__(self, request: Request, headers: ClientHeaders, started_s: float) -> None:
         body = parse_body(request.body)
         self.headers = headers
+        self.is_online = headers.priority != OFFLINE_PRIORITY
         self.path = request.path
         self.target = request.target
         self.started_s = started_s
@@ -76,11 +81,15 @@ class PreparedRequest:
         self.prompt_tokens = 0  # of the longest single prompt; known once the request is offered for admission
         if prompt.is_stream and not request.is_http_11:
             raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
-        self._clean = clean_body(request.body, body)
+        self.scores: ScorePlan = NO_SCORES if _LOGPROBS not in request.body else plan_scores(request.path, body)
+        asked, raw, path = self.scores.body, request.body, request.path
+        if asked is not None:  # SGLang is asked in its own words
+            body, raw, path = asked, dump(asked), b"/generate"
+            self.target = path
+        self._clean = clean_body(raw, body)
         self._hints: RequestHints | None = None  # for requests with a deadline or a priority
         if headers.ttft_slo_s is not None or headers.priority is not None:
-            self._hints = RequestHints(request.path, body, self._clean, headers.ttft_slo_s, headers.priority)
-        self.wants_joined_reply = wants_input_logprobs(request.path, body)
+            self._hints = RequestHints(path, body, self._clean, headers.ttft_slo_s, headers.priority)
 
     @property
     def own_ids(self) -> str | list[str] | None:
@@ -98,14 +107,6 @@ class PreparedRequest:
             len(body),
             body,
         )
-
-
-def wants_input_logprobs(path: bytes, body: dict[str, Any]) -> bool:
-    """Whether the reply to `/generate` needs what the prefill instance says of the prompt's tokens, too.
-
-    A decode instance reports no log-probabilities of them; streamed replies do not carry them.
-    """
-    return path == b"/generate" and bool(body.get("return_logprob")) and body.get("stream") is not True
 
 
 def _slo_seconds(value: bytes) -> float:

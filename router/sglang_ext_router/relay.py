@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
-
-import orjson
+from typing import TYPE_CHECKING
 
 from sglang_ext.policy.routing.pd_actions import FailureReason
 from sglang_ext_router import replies
+from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.routing import Route
+from sglang_ext_router.scores import NO_SCORES, ScorePlan
 from sglang_ext_router.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ REASON_TEXT = {
 _ERROR_EVENT = b'data: {"error"'
 _ABORTED_OUTPUT = b'"finish_reason":{"type":"abort"'
 _HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
-_INPUT_FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
 
 class Relay:
@@ -35,13 +34,28 @@ class Relay:
     `status` is what the client was answered, 0 before; `request_id` and `route` go into the reply's head.
     """
 
-    __slots__ = ("_client", "_is_http_11", "_joined", "_source", "queue_s", "request_id", "route", "status")
+    __slots__ = (
+        "_builder",
+        "_client",
+        "_is_http_11",
+        "_joined",
+        "_scores",
+        "_source",
+        "is_building",
+        "queue_s",
+        "request_id",
+        "route",
+        "status",
+    )
 
-    def __init__(self, client: ClientConnection, is_http_11: bool) -> None:
+    def __init__(self, client: ClientConnection, is_http_11: bool, builder: ReplyBuilder) -> None:
+        self._builder = builder
         self._client: ClientConnection | None = client  # None once it has its reply, or has left
         self._is_http_11 = is_http_11
         self._source: UpstreamConnection | None = None  # the leg whose bytes go to the client as they come
-        self._joined: list[bytes | None] | None = None  # both replies, where they must be joined
+        self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
+        self._scores: ScorePlan = NO_SCORES
+        self.is_building = False  # the client's reply is being made, and will be written
         self.request_id = b""
         self.route: Route | None = None  # None: the client is not told
         self.queue_s = 0.0
@@ -52,11 +66,12 @@ class Relay:
         """Whether the client still waits for its reply, or for the rest of it."""
         return self._client is not None
 
-    def begin_attempt(self, request_id: bytes, route: Route | None, is_joined: bool) -> None:
+    def begin_attempt(self, request_id: bytes, route: Route | None, scores: ScorePlan) -> None:
         """The request is sent to instances; what an earlier attempt brought for a joined reply is void."""
         self.request_id = request_id
         self.route = route
-        if is_joined:
+        self._scores = scores
+        if scores.is_joined:
             self._joined = [None, None]
 
     def lose_client(self) -> None:
@@ -116,16 +131,23 @@ class Relay:
             self._source.resume_reading()
 
     def _join(self) -> None:
-        """Answer once both replies are there."""
+        """Answer once all replies that are needed are there."""
         assert self._joined is not None
         prefill, decode = self._joined
-        client = self._client
-        if prefill is None or decode is None or client is None:
+        if prefill is None or self._client is None or (decode is None and not self._scores.is_prefill_only):
             return
-        self._client = None
-        try:
-            body = join_logprobs(reply_body(prefill), reply_body(decode))
-        except (ValueError, KeyError, TypeError, AttributeError):  # whatever odd JSON makes of it
+        self.is_building = True
+        self._joined = None
+        form = self._scores.form
+        self._builder.build(form, reply_body(prefill), None if decode is None else reply_body(decode), self._answer)
+
+    def _answer(self, body: bytes | None) -> None:
+        """The reply is made; None: the instances' replies are not what they should be."""
+        self.is_building = False
+        client, self._client = self._client, None
+        if client is None:
+            return
+        if body is None:
             self.status = 502
             client.respond_error(502, "the instances' replies do not match")
             return
@@ -230,11 +252,12 @@ def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> byt
     """The router's own header lines: what was decided, unless `route` is None."""
     if route is None:
         return b"x-request-id: %b\r\n" % request_id
+    decode = route.decode
     return b"x-request-id: %b\r\nx-sglang-ext-class: %b\r\n%b%bx-sglang-ext-queue-ms: %d\r\n" % (
         request_id,
         route.decision.length_class.encode(),
         route.prefill.route_header,
-        route.decode.route_header,
+        b"" if decode is None else decode.route_header,
         int(queue_s * 1000),
     )
 
@@ -242,21 +265,3 @@ def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> byt
 def reply_body(raw: bytes) -> bytes:
     """Body of a reply with Content-Length, given as received."""
     return raw[raw.index(b"\r\n\r\n") + 4 :]
-
-
-def join_logprobs(prefill: bytes, decode: bytes) -> bytes:
-    """The decode reply with the prefill reply's prompt log-probabilities; ValueError if they do not match.
-
-    Under prefill-decode disaggregation a decode instance reports an empty list for the prompt's tokens.
-    """
-    ours, theirs = orjson.loads(decode), orjson.loads(prefill)
-    outputs: list[Any] = ours if isinstance(ours, list) else [ours]
-    prompts: list[Any] = theirs if isinstance(theirs, list) else [theirs]
-    if len(outputs) != len(prompts):
-        raise ValueError("prefill and decode answered for different numbers of sequences")
-    for output, prompt in zip(outputs, prompts, strict=True):
-        for field in _INPUT_FIELDS:
-            found = prompt["meta_info"].get(field)
-            if found:
-                output["meta_info"][field] = found + (output["meta_info"].get(field) or [])
-    return orjson.dumps(ours)

@@ -8,11 +8,13 @@ import logging
 import random
 import secrets
 from collections import deque
+from typing import Any
 
 from prometheus_client.core import Metric
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
@@ -21,7 +23,9 @@ from sglang_ext_router.controller import PoolController
 from sglang_ext_router.http1 import ClientConnection, ConnectionLimits, Request
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
+from sglang_ext_router.online_load import OnlineWaits, describe_class
 from sglang_ext_router.probe import Prober
+from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
@@ -78,6 +82,8 @@ class Router:
             aborter=Aborter(pools, authorization, loop),
             admission=self.admission,
             rooms=RoomAllocator(secrets.randbits(31), process_index, config.processes),
+            reply_builder=ReplyBuilder(loop),
+            online_waits=OnlineWaits(),
             retry_policy=RetryPolicy(
                 initial_backoff_s=config.retry_initial_backoff_ms / 1000,
                 max_backoff_s=config.retry_max_backoff_ms / 1000,
@@ -144,6 +150,7 @@ class Router:
         if self.long_pool is not None:
             await self.long_pool.stop()
         await self.prober.stop()
+        await self.services.reply_builder.stop()
         self.services.pools.close()
         if self.services.tokeniser is not None:
             self.services.tokeniser.close()
@@ -220,6 +227,20 @@ class Router:
             connection.sweep(now_s)
 
     # -- reports ---------------------------------------------------------------------------------------
+
+    def describe_load(self) -> dict[str, Any]:
+        """What `GET /load` tells of this process, and of all where the instances tell it."""
+        now_s = self.loop.time()
+        online = [one.online_class for one in self.running]
+        waits = self.services.online_waits
+        return {
+            "length_boundary_tokens": self.config.length_boundary_tokens,
+            "queued": self.requests_queued,
+            "in_flight": self.requests_in_flight,
+            "classes": {
+                one.value: describe_class(self.registry, waits, one, online.count(one), now_s) for one in LengthClass
+            },
+        }
 
     def render_metrics(self) -> bytes:
         families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))

@@ -23,7 +23,7 @@ class Route(NamedTuple):
 
     decision: RouteDecision
     prefill: Worker
-    decode: Worker
+    decode: Worker | None  # None: prefill serves alone
     is_spilled: bool
 
 
@@ -80,8 +80,9 @@ class RoutePlanner:
         prefill_excluded: Set[int],
         decode_excluded: Set[int],
         now_s: float,
+        needs_decode: bool = True,
     ) -> Route:
-        """Choose pool, prefill instance and decode instance; NoInstanceError if there is none.
+        """Choose pool, prefill instance and, if it is needed, decode instance; NoInstanceError if there is none.
 
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
         """
@@ -93,7 +94,7 @@ class RoutePlanner:
             prefills = self._usable(prefills, prefill_excluded, now_s)
             decodes = self._usable(decodes, decode_excluded, now_s)
             roles = [worker.role for worker in prefills]
-        if not prefills or not decodes:
+        if not prefills or (needs_decode and not decodes):
             raise NoInstanceError("no prefill instance is ready" if not prefills else "no decode instance is ready")
 
         cached = self._cached_tokens(prompt, prompt_tokens, prefills)
@@ -105,18 +106,20 @@ class RoutePlanner:
         load = prefill_loads[chosen]
         prefill = prefills[pool.candidates[chosen]]
 
-        decode_loads = [worker.decode_load() for worker in decodes]
-        if prompt_tokens > registry.shortest_limit_tokens:
-            able = [i for i, one in enumerate(decode_loads) if fits(one, prompt_tokens)]
-            if not able:
-                raise NoInstanceError("no decode instance that could hold the prompt is ready")
-            decodes = [decodes[i] for i in able]
-            decode_loads = [decode_loads[i] for i in able]
-        decode = decodes[self._decode_policy.choose(decode_loads, self._draw())]
+        decode: Worker | None = None
+        if needs_decode:
+            decode_loads = [worker.decode_load() for worker in decodes]
+            if prompt_tokens > registry.shortest_limit_tokens:
+                able = [i for i, one in enumerate(decode_loads) if fits(one, prompt_tokens)]
+                if not able:
+                    raise NoInstanceError("no decode instance that could hold the prompt is ready")
+                decodes = [decodes[i] for i in able]
+                decode_loads = [decode_loads[i] for i in able]
+            decode = decodes[self._decode_policy.choose(decode_loads, self._draw())]
         decision = RouteDecision(
             pool.length_class,
             prefill.id,
-            decode.id,
+            None if decode is None else decode.id,
             predicted_wait_s(load),
             prompt_tokens - load.cached_tokens,
             load.cached_tokens,

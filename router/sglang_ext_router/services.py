@@ -9,10 +9,13 @@ from typing import Protocol
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
+from sglang_ext_router.online_load import OnlineWaits
 from sglang_ext_router.probe import Prober
+from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.siblings import SiblingLink
@@ -40,6 +43,10 @@ class Runnable(Protocol):
 
     def __hash__(self) -> int: ...
 
+    @property
+    def online_class(self) -> LengthClass | None:
+        """Its length class if an online client waits for it: neither of low priority nor without an instance."""
+
     def on_timeout(self) -> None:
         """It has run too long."""
 
@@ -59,6 +66,8 @@ class Services:
     aborter: Aborter
     admission: AdmissionQueue[Admissible]
     rooms: RoomAllocator
+    reply_builder: ReplyBuilder
+    online_waits: OnlineWaits
     retry_policy: RetryPolicy
     max_retries: int
     siblings: SiblingLink

@@ -31,7 +31,7 @@ class WaitingRequest:
         self._client = client
         self._unread = request
         self._started_s = now_s
-        self._relay = Relay(client, request.is_http_11)
+        self._relay = Relay(client, request.is_http_11, services.reply_builder)
         self._request: PreparedRequest
         self._is_queued = False
 
@@ -66,9 +66,11 @@ class WaitingRequest:
         """Refuse what cannot fit anywhere, then wait for a place."""
         services, request = self._services, self._request
         request.prompt_tokens = max(1, tokens)
-        limit = services.registry.longest_prompt_tokens
+        registry, is_alone = services.registry, request.scores.is_prefill_only
+        limit = registry.longest_prefill_tokens if is_alone else registry.longest_prompt_tokens
         if limit is not None and tokens > limit:
-            message = f"the prompt has about {tokens} tokens, more than the {limit} that a decode instance can hold"
+            kind = "prefill" if is_alone else "decode"
+            message = f"the prompt has about {tokens} tokens, more than the {limit} that a {kind} instance can hold"
             self._refuse(400, message, "too_long")
             return
         slo_s = request.headers.ttft_slo_s

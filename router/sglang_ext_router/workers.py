@@ -189,6 +189,7 @@ class WorkerRegistry:
         # Prompts up to the first fit every ready decode instance, beyond the second none.
         self.shortest_limit_tokens = 0
         self.longest_prompt_tokens: int | None = None
+        self.longest_prefill_tokens: int | None = None  # for prompts that prefill serves alone
         # Tokens and busy seconds that each pool has shown lately, and when they were added up
         self._shown: dict[Role, tuple[float, float]] = {}
         self._shown_s = float("-inf")
@@ -233,6 +234,7 @@ class WorkerRegistry:
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
         self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
+        self.longest_prefill_tokens = max((worker.max_prompt_tokens for worker in self.ready_prefill), default=None)
         limits = [worker.max_prompt_tokens for worker in self.ready_decode]
         self.longest_prompt_tokens = max(limits, default=None)
         self.shortest_limit_tokens = min(limits, default=0)

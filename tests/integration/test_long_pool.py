@@ -12,6 +12,7 @@ from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
 from support.laps import Pair
 from support.long_pool import Coordinator
+from support.reference import logprobs_reference, random_prompt
 
 pytestmark = pytest.mark.integration
 MIN_TOKENS = 200
@@ -83,6 +84,32 @@ def test_many_at_once_with_short_ones_between(pool: list[Pair]) -> None:
         running += [pool[(number + k) % 2].send(10 + k, seed=300 + 10 * number + k) for k in range(3)]
     for one in running:
         assert one.is_exact()
+    for pair, tokens in zip(pool, free, strict=True):
+        pair.check_clean(tokens)
+
+
+def test_a_scored_prompt_is_computed_by_the_instance_that_was_asked(pool: list[Pair], coordinator: Coordinator) -> None:
+    """The others would not know the log-probabilities of their rows; prompts shared beside it do no harm."""
+    free = [free_tokens(pair) for pair in pool]
+    before = coordinator.status()["requests_collected"]
+    prompt = random_prompt(LONG, seed=440)
+    shared = pool[1].send(LONG, seed=441)
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "bootstrap_host": "2.2.2.2",
+        "bootstrap_room": 1 << 50,
+    }
+    reply = pool[0].prefill.post("/generate", body)
+    assert reply.status == 200, reply.body
+    truth = logprobs_reference(prompt)
+    for position, (value, _, _) in enumerate(reply.body["meta_info"]["input_token_logprobs"][1:], start=1):
+        assert value == pytest.approx(float(truth[position - 1][prompt[position]]), abs=1e-3)
+    assert shared.is_exact()
+    # Whether that one was shared is for the coordinator to say.
+    assert coordinator.status()["requests_collected"] <= before + 1
     for pair, tokens in zip(pool, free, strict=True):
         pair.check_clean(tokens)
 

@@ -80,6 +80,7 @@ class Monitor:
 
     max_retries: int
     is_stream: bool
+    needs_decode: bool = True
     legs: list[LegRecord] | None = None
     attempt: int = -1
     scheduled: int = -1  # highest back-off index asked for
@@ -89,6 +90,14 @@ class Monitor:
     broken: bool = False
     over: RequestState | None = None
     total_aborts: dict[tuple[int, Leg], int] = field(default_factory=dict)
+
+    @property
+    def served_by(self) -> Leg:
+        """The leg whose success the client is shown."""
+        return Leg.DECODE if self.needs_decode else Leg.PREFILL
+
+    def _fresh_legs(self) -> list[LegRecord]:
+        return [LegRecord(), LegRecord() if self.needs_decode else LegRecord(is_closed=True, is_judged=True)]
 
     def copy(self) -> Monitor:
         legs = None if self.legs is None else [replace(leg) for leg in self.legs]
@@ -125,7 +134,7 @@ class Monitor:
                     assert attempt == 0 or self.scheduled == attempt - 1, "a retry that was not scheduled"
                     self._check_nothing_leaks()
                     self.attempt = attempt
-                    self.legs = [LegRecord(), LegRecord()]
+                    self.legs = self._fresh_legs()
                 case AbortLeg(leg):
                     record = self._leg(leg)
                     assert not record.is_closed, "aborted what had ended"
@@ -163,7 +172,7 @@ class Monitor:
                     assert not self.replied
                     record = self._leg(leg)
                     assert record.status >= 200
-                    assert leg is Leg.DECODE or not record.is_fine, "prefill's success is never shown"
+                    assert leg is self.served_by or not record.is_fine, "prefill's success is not shown beside decode's"
                     assert isinstance(actions[position + 1], RelayBody)
                     self.relayed = leg
                 case RelayBody(leg):
@@ -191,7 +200,7 @@ class Monitor:
     def _note(self, event: Event) -> None:
         """What the event says about the legs, if it is about the current attempt."""
         if event.name == "on_no_instance" and event.age == 0 and self.legs is not None:
-            untouched = all(vars(leg) == vars(LegRecord()) for leg in self.legs)
+            untouched = self.legs == self._fresh_legs()
             if untouched and self.scheduled < self.attempt:
                 self.legs = None
         if event.leg is None or event.age or self.legs is None:
@@ -231,11 +240,11 @@ class Monitor:
         self._check_nothing_leaks()
         assert (state is RequestState.ABORTED) == (event.name == "on_client_gone")
         if state is RequestState.FINISHED:
-            assert self.relayed is Leg.DECODE
+            assert self.relayed is self.served_by
             assert not self.broken
-            assert self._leg(Leg.DECODE).is_completed
-            assert self._leg(Leg.DECODE).is_fine
+            assert self._leg(self.served_by).is_completed
+            assert self._leg(self.served_by).is_fine
         elif state is RequestState.FAILED:
             assert self.replied or self.relayed is not None, "the client was told nothing"
-            if self.relayed is Leg.DECODE and self._leg(Leg.DECODE).is_fine:
+            if self.relayed is self.served_by and self._leg(self.served_by).is_fine:
                 assert self.broken, "a reply cut short looks whole"

@@ -45,3 +45,12 @@ def _model(shape: TinyModelShape) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 1
     return model
+
+
+def logprobs_reference(prompt: Sequence[int], shape: TinyModelShape = STANDARD_SHAPE) -> Any:
+    """Log-probabilities of every token of the vocabulary behind each position: float32, [len(prompt), vocabulary]."""
+    import torch
+
+    with torch.no_grad():
+        logits = _model(shape)(torch.tensor([list(prompt)])).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)

@@ -103,8 +103,9 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"),
     ),
     Hook(
-        name="room-guard",
-        why="two requests with one room hang, or get each other's KV; refuses the second",
+        name="request-guard",
+        why="two requests with one room hang, or get each other's KV, and more alternatives than prefill can send to "
+        "decode end the engine; refuses these requests",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.bootstrap_rooms:add_request_to_queue",
         targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"),
@@ -137,6 +138,25 @@ HOOK_TABLE: tuple[Hook, ...] = (
         implementation=f"{_HOOKS}.aborts:notify_late_decode",
         targets=MappingProxyType(
             {V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"}
+        ),
+    ),
+    Hook(
+        name="scoring-metadata",
+        why="a request without a decode instance needs none of what decode is told; left out, as it may not fit",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.scoring:set_metadata",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.utils.MetadataBuffers.set_buf"}),
+    ),
+    Hook(
+        name="scoring-finish",
+        why="prefill says of every request that its length was reached; one without decode ends as on a plain server",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.scoring:stream_output",
+        targets=MappingProxyType(
+            {
+                V17: None,
+                V23: "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
+            }
         ),
     ),
     Hook(

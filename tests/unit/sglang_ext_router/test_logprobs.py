@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext_router.prepared_request import wants_input_logprobs
-from sglang_ext_router.relay import join_logprobs
+from sglang_ext_router.scores import join_logprobs
 from support.router_process import cluster
 from support.scripted_engine import chunk, cut, drop_when_reused, hang, raw, reply, response, status, stream_head
 
@@ -145,18 +144,11 @@ async def test_a_large_half_over_a_connection_that_had_to_be_replaced() -> None:
             assert answer.json["meta_info"]["input_token_logprobs"] == many
 
 
-async def test_streams_are_relayed_as_they_are() -> None:
+async def test_streams_of_new_tokens_only_are_relayed_as_they_are() -> None:
     async with cluster() as served:
         served.decode[0].script = raw(stream_head(), chunk(b"data: 1\n\n"), b"0\r\n\r\n")
-        answer = await served.ask("POST", "/generate", {**PROMPT, "stream": True})
+        answer = await served.ask("POST", "/generate", {"text": "x", "return_logprob": True, "stream": True})
         assert answer.chunks == (b"data: 1\n\n",)
-
-
-def test_who_wants_them() -> None:
-    assert wants_input_logprobs(b"/generate", PROMPT)
-    assert not wants_input_logprobs(b"/generate", {"text": "x"})
-    assert not wants_input_logprobs(b"/generate", {**PROMPT, "stream": True})
-    assert not wants_input_logprobs(b"/v1/completions", {"prompt": "x", "logprobs": 5})
 
 
 def test_numbers_survive() -> None:

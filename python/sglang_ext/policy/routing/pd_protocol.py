@@ -15,6 +15,7 @@ void.
 * A lost connection ends the attempt at once. A 5xx may be the echo of the other leg's failure (a decode
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
   what the other leg has to say: an answer there outweighs a loss, a loss a 408 or 429, and those a 5xx.
+* Where prefill serves alone its leg is relayed in the place of decode's, which counts as ended from the start.
 * Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
   ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
 """
@@ -31,6 +32,7 @@ from sglang_ext.policy.routing.pd_actions import (
     PREFILL_SUCCEEDED,
     PREFILL_SUCCEEDED_AND_FINISHED,
     RELAY_DECODE,
+    RELAY_PREFILL,
     AbortLeg,
     Action,
     Actions,
@@ -145,15 +147,35 @@ class PDProtocol:
 
     `max_retries` bounds the attempts after the first. `is_stream` says whether a failure after the first byte
     can be told as an SSE event. `is_single_sequence` says that the request makes one sequence: then decode's
-    first body byte proves that all KV has arrived, and a prefill leg failing after it does no harm.
+    first body byte proves that all KV has arrived, and a prefill leg failing after it does no harm. Without
+    `needs_decode` prefill serves alone: there is no decode leg, and no event of one.
     """
 
-    __slots__ = ("_attempt", "_legs", "_phase", "_statuses", "is_single_sequence", "is_stream", "max_retries")
+    __slots__ = (
+        "_attempt",
+        "_legs",
+        "_phase",
+        "_relayed",
+        "_statuses",
+        "is_single_sequence",
+        "is_stream",
+        "max_retries",
+        "needs_decode",
+    )
 
-    def __init__(self, max_retries: int = 5, *, is_stream: bool = False, is_single_sequence: bool = True) -> None:
+    def __init__(
+        self,
+        max_retries: int = 5,
+        *,
+        is_stream: bool = False,
+        is_single_sequence: bool = True,
+        needs_decode: bool = True,
+    ) -> None:
         self.max_retries = max_retries
         self.is_stream = is_stream
         self.is_single_sequence = is_single_sequence
+        self.needs_decode = needs_decode
+        self._relayed = _DECODE if needs_decode else _PREFILL
         self._attempt = 0
         self._phase = _NEW
         self._legs = [_IDLE, _IDLE]
@@ -180,12 +202,12 @@ class PDProtocol:
         if self._phase is not _NEW:
             return NOTHING
         self._phase = _OPEN
-        self._legs = [_SENT, _SENT]
+        self._legs = self._fresh_legs()
         return _START_FIRST
 
     def on_no_instance(self, attempt: int) -> Actions:
         """`StartLegs(attempt)` found no instance to send to; neither leg was started."""
-        if attempt != self._attempt or self._phase is not _OPEN or self._legs != [_SENT, _SENT]:
+        if attempt != self._attempt or self._phase is not _OPEN or self._legs != self._fresh_legs():
             return NOTHING
         self._legs = [_IDLE, _IDLE]
         return self._reply_error([], 503, FailureReason.NO_INSTANCE)
@@ -207,18 +229,18 @@ class PDProtocol:
         """
         if attempt != self._attempt or self._legs[leg] is not _ACCEPTED:
             return NOTHING
-        if self._phase is _RELAYING and leg is _DECODE:
+        if self._phase is _RELAYING and leg is self._relayed:
             self._mark_rejected(leg, status)
             return NOTHING
         return self._reject(leg, status)
 
     def on_first_body(self, leg: Leg, attempt: int) -> Actions:
-        """The first body byte of a leg has arrived; the prefill leg's says nothing."""
-        if attempt != self._attempt or leg is not _DECODE or self._legs[_DECODE] is not _ACCEPTED:
+        """The first body byte of a leg has arrived; the prefill leg's says nothing beside a decode leg."""
+        if attempt != self._attempt or leg is not self._relayed or self._legs[leg] is not _ACCEPTED:
             return NOTHING
         if self._phase is _OPEN:
             self._phase = _RELAYING
-            return RELAY_DECODE
+            return RELAY_DECODE if leg is _DECODE else RELAY_PREFILL
         return self._settle() if self._phase is _SETTLING else NOTHING
 
     def on_leg_complete(self, leg: Leg, attempt: int) -> Actions:
@@ -231,6 +253,10 @@ class PDProtocol:
             return self._rejection_complete(leg) if state is _REJECTED else self._leg_gone(leg)
         legs[leg] = _ENDED
         phase = self._phase
+        if not self.needs_decode:
+            self._phase = _OVER
+            relay = NOTHING if phase is _RELAYING else RELAY_PREFILL
+            return relay + PREFILL_SUCCEEDED_AND_FINISHED
         if leg is _PREFILL:
             if phase is _DRAINING:
                 self._phase = _OVER
@@ -281,8 +307,11 @@ class PDProtocol:
         verdicts = self._settle() if self._phase is _SETTLING else NOTHING
         self._attempt += 1
         self._phase = _OPEN
-        self._legs = [_SENT, _SENT]
+        self._legs = self._fresh_legs()
         return (*verdicts, StartLegs(self._attempt))
+
+    def _fresh_legs(self) -> list[_LegState]:
+        return [_SENT, _SENT if self.needs_decode else _ENDED]
 
     # ---- one leg fails ----
 
@@ -316,7 +345,7 @@ class PDProtocol:
         actions: list[Action] = [_RECORD_FAILURE[leg]]
         if phase is _DRAINING:
             return self._finish(actions, RequestState.FINISHED)
-        if phase is _RELAYING and leg is _PREFILL:
+        if phase is _RELAYING and leg is not self._relayed:
             return self._prefill_failed_late(actions)
         if phase in (_RELAYING, _RELAYING_ERROR):
             return self._break_reply(actions + self._end_both(), reason)

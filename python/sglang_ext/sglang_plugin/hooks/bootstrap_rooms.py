@@ -15,6 +15,8 @@ from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 
+from sglang_ext.sglang_plugin.hooks.scoring import excess_top_logprobs, note_wanted_tokens
+
 
 def normalize_batch_and_arguments(stock: Callable[[Any], None], request: Any) -> None:
     """AROUND `GenerateReqInput.normalize_batch_and_arguments()`: normalises `request` in place.
@@ -67,13 +69,16 @@ logger = logging.getLogger(__name__)
 def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: Any, is_retracted: bool = False) -> None:
     """AROUND `Scheduler._add_request_to_queue(req, is_retracted)`.
 
-    Refuses (400) a request whose room another live request uses. Each rank sees the same queues and decides
-    alike.
+    Refuses (400) a request whose room another live request uses, and one that wants more alternatives than fit into
+    what prefill sends to decode. Each rank sees the same queues and decides alike.
     """
-    if is_retracted or not room_in_use(scheduler, request.bootstrap_room):
+    message = None if is_retracted else excess_top_logprobs(scheduler, request)
+    if message is None and not is_retracted and room_in_use(scheduler, request.bootstrap_room):
+        message = f"bootstrap room {request.bootstrap_room} is already in use by another request"
+    if message is None:
+        note_wanted_tokens(request)
         stock(scheduler, request, is_retracted)
         return
-    message = f"bootstrap room {request.bootstrap_room} is already in use by another request"
     logger.warning("%s (request %s)", message, request.rid)
     prepare_abort(request, message, status_code=HTTPStatus.BAD_REQUEST)
     # Newer versions keep cache-side state from arrival on.

@@ -38,7 +38,10 @@ def test_latest_column_that_is_not_newer_counts(installed: tuple[int, int, int],
 
 def test_what_the_oldest_version_does_without() -> None:
     missing = {hook.name for hook in HOOK_TABLE if hook.target_in(V17) is None}
-    assert missing == {"prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler"}
+    assert missing == {
+        *("prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler"),
+        *("scoring-metadata", "scoring-finish"),
+    }
 
 
 def test_attention_for_cpus_is_hooked_on_cpus_alone_and_with_any_scheduler() -> None:

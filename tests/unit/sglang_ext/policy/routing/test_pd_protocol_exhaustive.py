@@ -42,10 +42,12 @@ def clone(protocol: PDProtocol) -> PDProtocol:
     return twin
 
 
-def explore(max_retries: int, is_stream: bool, is_single: bool) -> tuple[int, set[RequestPhase]]:
+def explore(
+    max_retries: int, is_stream: bool, is_single: bool, needs_decode: bool = True
+) -> tuple[int, set[RequestPhase]]:
     """Feed every event in every reachable state; returns how many states there are, and their phases."""
-    protocol = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single)
-    frontier: list[tuple[PDProtocol, Monitor, Path]] = [(protocol, Monitor(max_retries, is_stream), None)]
+    protocol = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single, needs_decode=needs_decode)
+    frontier: list[tuple[PDProtocol, Monitor, Path]] = [(protocol, Monitor(max_retries, is_stream, needs_decode), None)]
     seen: set[tuple[object, ...]] = set()
     phases: set[RequestPhase] = set()
     while frontier:
@@ -83,3 +85,15 @@ def test_every_reachable_state_keeps_the_promises(max_retries: int, is_stream: b
     expected = set(RequestPhase) if max_retries else set(RequestPhase) - {RequestPhase.SETTLING, RequestPhase.BACKOFF}
     assert phases == expected
     assert states > 100
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_prefill_alone_keeps_them_too(max_retries: int, is_stream: bool, is_single: bool) -> None:
+    states, phases = explore(max_retries, is_stream, is_single, needs_decode=False)
+    retrying = {RequestPhase.BACKOFF} if max_retries else set()
+    # With one leg nothing is left to wait for: neither another's word on a 5xx nor a leg behind the relayed one.
+    expected = {RequestPhase.NEW, RequestPhase.OPEN, RequestPhase.RELAYING, RequestPhase.RELAYING_ERROR}
+    assert phases == expected | retrying | {RequestPhase.OVER}
+    assert states > 20

@@ -91,7 +91,14 @@ USED_ROOM = 42
 
 
 def request(room: int | None = USED_ROOM, *, finished: bool = False) -> Any:
-    return SimpleNamespace(rid="r", bootstrap_room=room, finished=lambda: finished, return_logprob=False)
+    return SimpleNamespace(
+        rid="r",
+        bootstrap_room=room,
+        bootstrap_host="h",
+        finished=lambda: finished,
+        return_logprob=False,
+        logprob=SimpleNamespace(top_logprobs_num=0),
+    )
 
 
 def held(room: int = USED_ROOM) -> Any:

@@ -1,0 +1,247 @@
+"""The endpoint as a run sees it: one request, one answer, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import time
+from collections.abc import Mapping
+from enum import Enum
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from sglang_ext.batch.lines import PATHS, BatchLine
+from sglang_ext.types import LengthClass
+
+PRIORITY_HEADER = "x-sgl-priority"
+REQUEST_TIMEOUT_S = 1800.0
+CONNECT_TIMEOUT_S = 10.0
+_MOST_ERROR_BYTES = 2000  # of a reply that is kept as the reason
+_MOST_RETRY_AFTER_S = 300.0
+
+
+class AnswerKind(Enum):
+    """What an answer means for its line and for the endpoint."""
+
+    OK = "ok"
+    FINAL_ERROR = "final error"  # a 4xx: the request itself is wrong
+    OVERLOADED = "overloaded"  # 429 or 503: later, and less at a time
+    FAILED = "failed"  # any other 5xx, a timeout, a connection lost on the way, a reply that cannot be read
+    UNREACHABLE = "unreachable"  # no connection: the request has not reached the endpoint
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self not in (AnswerKind.OK, AnswerKind.FINAL_ERROR)
+
+
+class Answer(NamedTuple):
+    """What came back for one request."""
+
+    kind: AnswerKind
+    status_code: int | None  # None: no reply
+    body: bytes  # of the reply; valid JSON where the kind is OK
+    parsed: Any  # the body's JSON where the kind is OK, else None
+    request_id: str
+    error: str | None  # one line, where the kind is not OK
+    retry_after_s: float | None = None  # what the endpoint asks for
+
+
+class ClassLoad(NamedTuple):
+    """What the router tells of one length class."""
+
+    online_wait_s: float | None  # P90 of the wait of requests that are not of low priority; None: there were none
+    backlog_s: float  # seconds of prefill work queued at the least loaded instance
+
+
+class EndpointLoad(NamedTuple):
+    """What the router tells of itself (`GET /load`)."""
+
+    length_boundary_tokens: int | None
+    classes: Mapping[LengthClass, ClassLoad]
+
+
+class LoadUnknownError(Exception):
+    """The endpoint has no `/load`: it is not this router, and will not tell."""
+
+
+class EndpointClient:
+    """Sends requests to one endpoint over kept connections, with the low priority class. An async context manager.
+
+    `url` is the endpoint's root, with or without `/v1` at its end; ValueError when it is no HTTP URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        priority: str = "low",
+    ) -> None:
+        root = URL(url.rstrip("/").removesuffix("/v1"))
+        if root.scheme not in ("http", "https") or not root.host:
+            raise ValueError(f"must be a URL like http://127.0.0.1:30000, got {url!r}")
+        self.url = str(root)
+        self._root = root
+        self._targets = {path: self._target(path) for path in PATHS}
+        self._headers = {"Content-Type": "application/json", PRIORITY_HEADER: priority}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        self._session: aiohttp.ClientSession | None = None
+
+    def _target(self, path: str) -> URL:
+        return self._root.with_path(self._root.path.rstrip("/") + path)
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+            timeout=self._timeout,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def send(self, line: BatchLine) -> Answer:
+        """Send one line and wait for the answer. Never raises for what happens to the request; can be cancelled."""
+        assert self._session is not None, "the client is not open"
+        try:
+            async with self._session.post(self._targets[line.path], data=line.body) as reply:
+                body = await reply.read()
+                status, headers = reply.status, reply.headers
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            return Answer(AnswerKind.UNREACHABLE, None, b"", None, "", _reason(error))
+        except TimeoutError:
+            return Answer(AnswerKind.FAILED, None, b"", None, "", f"no reply within {self._timeout.total:g} s")
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, ValueError) as error:
+            return Answer(AnswerKind.FAILED, None, b"", None, "", f"connection lost: {_reason(error)}")
+        request_id = headers.get("x-request-id", "")
+        if 200 <= status < 300:
+            try:
+                parsed = orjson.loads(body)
+            except orjson.JSONDecodeError as error:
+                reason = f"the reply is not valid JSON: {error}"
+                return Answer(AnswerKind.FAILED, status, body, None, request_id, reason)
+            return Answer(AnswerKind.OK, status, body, parsed, request_id or _own_id(parsed), None)
+        return Answer(_kind(status), status, body, None, request_id, _error_text(status, body), _retry_after_s(headers))
+
+    async def load(self) -> EndpointLoad | None:
+        """What the router tells of its load; None when no answer came this time. LoadUnknownError if it never will."""
+        status, parsed = await self._get("/load")
+        if status is None or status >= 500 or status == 429:
+            return None
+        if status != 200:
+            raise LoadUnknownError(f"/load: HTTP {status}")
+        try:
+            return _endpoint_load(parsed)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LoadUnknownError(f"/load: {error!r}") from None
+
+    async def is_key_accepted(self) -> bool:
+        """False when the endpoint refuses the API key; True when it does not, or does not answer."""
+        status, _ = await self._get("/v1/models")
+        return status not in (401, 403)
+
+    async def is_reachable(self) -> bool:
+        """Whether anything answers HTTP there."""
+        status, _ = await self._get("/health")
+        return status is not None
+
+    async def _get(self, path: str) -> tuple[int | None, Any]:
+        assert self._session is not None, "the client is not open"
+        try:
+            async with self._session.get(self._target(path), timeout=aiohttp.ClientTimeout(total=5)) as reply:
+                body = await reply.read()
+                return reply.status, orjson.loads(body) if reply.status == 200 and body else None
+        except orjson.JSONDecodeError:
+            return 200, None
+        except (aiohttp.ClientError, OSError, ValueError):  # a TimeoutError is an OSError
+            return None, None
+
+
+def count_tokens(parsed: Any) -> tuple[int, int]:
+    """Prompt and completion tokens that a reply's JSON tells, 0 where it does not."""
+    if isinstance(parsed, list):
+        counts = [count_tokens(one) for one in parsed]
+        return sum(prompt for prompt, _ in counts), sum(completion for _, completion in counts)
+    if not isinstance(parsed, dict):
+        return 0, 0
+    usage = parsed.get("usage") or parsed.get("meta_info")
+    if not isinstance(usage, dict):
+        return 0, 0
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return prompt if type(prompt) is int else 0, completion if type(completion) is int else 0
+
+
+def _kind(status: int) -> AnswerKind:
+    if status in (429, 503):
+        return AnswerKind.OVERLOADED
+    if status >= 500 or status in (408, 425):
+        return AnswerKind.FAILED
+    return AnswerKind.FINAL_ERROR
+
+
+def _error_text(status: int, body: bytes) -> str:
+    """The endpoint's own words where it answers as OpenAI or SGLang do, else the start of what it sent."""
+    text = ""
+    try:
+        parsed = orjson.loads(body)
+        if isinstance(parsed, dict):
+            error = parsed.get("error", parsed.get("detail", parsed))
+            message = error.get("message") if isinstance(error, dict) else error
+            text = message if isinstance(message, str) else ""
+    except orjson.JSONDecodeError:
+        pass
+    if not text:
+        text = body[:_MOST_ERROR_BYTES].decode("utf-8", "replace").strip()
+    text = " ".join(text[:_MOST_ERROR_BYTES].split())
+    return f"HTTP {status}: {text}" if text else f"HTTP {status}"
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """`Retry-After` as seconds from now, bounded; None without one."""
+    value = headers.get("Retry-After")
+    if value is None:
+        return None
+    try:
+        wait_s = float(value)
+    except ValueError:
+        try:
+            wait_s = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError):
+            return None
+    return min(max(wait_s, 0.0), _MOST_RETRY_AFTER_S) if wait_s == wait_s else None
+
+
+def _own_id(parsed: Any) -> str:
+    if not isinstance(parsed, dict):
+        return ""
+    meta = parsed.get("meta_info")
+    found = parsed.get("id") or (meta.get("id") if isinstance(meta, dict) else None)
+    return found if isinstance(found, str) else ""
+
+
+def _endpoint_load(parsed: Any) -> EndpointLoad:
+    boundary = parsed["length_boundary_tokens"]
+    classes = {}
+    for one in LengthClass:
+        told = parsed["classes"].get(one.value)
+        if told is not None:
+            wait = told.get("online_wait_s")
+            classes[one] = ClassLoad(None if wait is None else float(wait), float(told.get("backlog_s") or 0.0))
+    return EndpointLoad(None if boundary is None else int(boundary), classes)
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

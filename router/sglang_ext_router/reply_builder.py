@@ -1,0 +1,106 @@
+"""Makes the client's reply of the instances' replies; large ones in a process beside, as other requests must not wait.
+
+The log-probabilities of a long prompt with a hundred alternatives at every position are tens of megabytes of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+
+import orjson
+
+from sglang_ext_router.scores import CompletionForm, build_reply
+
+logger = logging.getLogger(__name__)
+
+MAX_INLINE_BYTES = 128 << 10  # of replies that are made at once: a few milliseconds
+MAX_PROCESSES = 2
+_COMMAND = "from sglang_ext_router.reply_builder import build_from_stdin; build_from_stdin()"
+_BAD_REPLY = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # whatever odd JSON makes of it
+
+
+class ReplyBuilder:
+    """Builds replies for one router process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
+        self._loop = loop
+        self._max_inline_bytes = max_inline_bytes
+        self._slots = asyncio.Semaphore(MAX_PROCESSES)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._is_stopped = False
+
+    def build(
+        self,
+        form: CompletionForm | None,
+        prefill: bytes,
+        decode: bytes | None,
+        on_built: Callable[[bytes | None], None],
+    ) -> None:
+        """Tell `on_built` the reply's body, at once or later; None where the replies are not what they should be."""
+        if len(prefill) + (0 if decode is None else len(decode)) <= self._max_inline_bytes:
+            try:
+                body: bytes | None = build_reply(form, prefill, decode)
+            except _BAD_REPLY:
+                body = None
+            on_built(body)
+            return
+        task = self._loop.create_task(self._build_beside(form, prefill, decode, on_built))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """End what is being built."""
+        self._is_stopped = True
+        for process in tuple(self._processes):
+            process.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _build_beside(
+        self,
+        form: CompletionForm | None,
+        prefill: bytes,
+        decode: bytes | None,
+        on_built: Callable[[bytes | None], None],
+    ) -> None:
+        body: bytes | None = None
+        try:
+            async with self._slots:
+                body = await asyncio.to_thread(self._run_process, form, prefill, decode)
+        except OSError as error:
+            logger.error("no process for a large reply: %s", error)
+        finally:
+            on_built(body)
+
+    def _run_process(self, form: CompletionForm | None, prefill: bytes, decode: bytes | None) -> bytes | None:
+        """In a thread, which only waits."""
+        if self._is_stopped:
+            return None
+        sizes = [len(prefill), None if decode is None else len(decode)]
+        head = orjson.dumps({"form": None if form is None else list(form), "sizes": sizes})
+        with subprocess.Popen(
+            [sys.executable, "-c", _COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            self._processes.add(process)
+            try:
+                body, _ = process.communicate(b"".join((head, b"\n", prefill, decode or b"")))
+            finally:
+                self._processes.discard(process)
+        return body if process.returncode == 0 else None
+
+
+def build_from_stdin() -> None:
+    """The process beside: one reply from standard input to standard output; ends with 1 where it cannot be made."""
+    head = orjson.loads(sys.stdin.buffer.readline())
+    prefill_bytes, decode_bytes = head["sizes"]
+    prefill = sys.stdin.buffer.read(prefill_bytes)
+    decode = None if decode_bytes is None else sys.stdin.buffer.read(decode_bytes)
+    form = None if head["form"] is None else CompletionForm(*head["form"])
+    try:
+        sys.stdout.buffer.write(build_reply(form, prefill, decode))
+    except _BAD_REPLY:
+        sys.exit(1)
