@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import sqlite3
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from sglang_ext.batch.service.files import FileStore, StoredFile
 from sglang_ext.batch.store import BatchStore, LineResult
 from sglang_ext.policy.batch.batch_lifecycle import BatchStatus, EventRefusedError
 from support.batch_service import chat_line, jsonl, parse_jsonl
-from support.event_loops import guarded_runner, within_limit
+from support.event_loops import guarded_runner, on_loop, within_limit
 
 REPLY = orjson.dumps({"choices": []})
 
@@ -32,17 +31,6 @@ REPLY = orjson.dumps({"choices": []})
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_service, "POLL_S", 0.002)
     monkeypatch.setattr(batch_service, "FIRST_RETRY_S", 0.002)
-
-
-def on_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
-    """Run a test on a loop of its own."""
-
-    @functools.wraps(test)
-    def wrapped(*args: Any, **options: Any) -> None:
-        with guarded_runner("asyncio") as runner:
-            runner.run(within_limit(test(*args, **options)))
-
-    return wrapped
 
 
 class ObedientDispatcher(Dispatcher):
