@@ -18,13 +18,17 @@ NATIVE_SOURCES := $(shell $(PYTHON) tools/build_native.py --list)
 NATIVE := $(VENV)/.native-$(shell cat $(NATIVE_SOURCES) | cksum | cut -d' ' -f1)
 # Triton is not for the engine, which on a CPU has stand-ins for it, but for the tests of the kernels.
 KERNELS := $(VENV)/kernels/.triton-$(TRITON)
+# Ray Data for `sglang-ext batch run --engine ray`; TRL and lm-eval as clients that judge scores: each in a folder of its
+# own beside the environment, whose packages they use, too.
+RAY := $(VENV)/ray/.installed-$(shell cksum < requirements/ray.lock | cut -d' ' -f1)
+JUDGES := $(VENV)/judges/.installed-$(shell cksum < requirements/judges.lock | cut -d' ' -f1)
 PYTEST_ARGS ?=
 # Tests of engines wait more than they compute, so there is one worker more than cores; a module is not divided among
 # workers, and those that start engines come first.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env kernels-env demo test test-all unit lint format clean
+.PHONY: env kernels-env ray-env judges-env demo test test-all unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -58,6 +62,18 @@ $(KERNELS): | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/kernels triton==$(TRITON)
 	@touch $@
 
+ray-env: $(RAY)
+
+judges-env: $(JUDGES)
+
+$(RAY): FOLDER := ray
+$(JUDGES): FOLDER := judges
+$(RAY) $(JUDGES): | $(STAMP)
+	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
+	@rm -rf $(VENV)/$(FOLDER)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
+	@touch $@
+
 demo: env
 	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))
 
@@ -68,13 +84,13 @@ lint: env
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
 
-test: lint $(KERNELS)
+test: lint $(KERNELS) $(RAY)
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint $(KERNELS)
+test-all: lint $(KERNELS) $(RAY) $(JUDGES)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
-unit: env $(KERNELS)
+unit: env $(KERNELS) $(RAY)
 	@$(PYTEST) tests/unit $(PYTEST_ARGS)
 
 format: env

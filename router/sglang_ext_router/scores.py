@@ -48,6 +48,7 @@ class CompletionForm(NamedTuple):
     top_logprobs: int  # alternatives per prompt position
     output_logprobs: int | None  # alternatives per new token; None: no log-probabilities of these
     candidates: list[list[int]] | None  # per position, or one list for all
+    prompts: list[list[int]] | None = None  # token ids as given; None: the prompts are texts
 
 
 class ScorePlan(NamedTuple):
@@ -172,7 +173,10 @@ def _plan_completion(body: dict[str, Any]) -> ScorePlan:
     for name in ("lora_path", "rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"):
         if name in body:
             asked[name] = body[name]
-    form = CompletionForm(str(body.get("model") or ""), top, output, candidates)
+    prompts: list[list[int]] | None = None
+    if type(prompt) is list and ids:
+        prompts = prompt if type(prompt[0]) is list else [prompt]
+    form = CompletionForm(str(body.get("model") or ""), top, output, candidates, prompts)
     return ScorePlan(is_prefill_only, True, asked, form)
 
 
@@ -263,7 +267,7 @@ def completion_reply(form: CompletionForm, raw: bytes) -> bytes:
                 "logprobs": None if form.output_logprobs is None else _output_logprobs(info, form.output_logprobs),
                 "finish_reason": None if reason is None else reason["type"],
                 "matched_stop": None if reason is None else reason.get("matched"),
-                "prompt_logprobs": _prompt_logprobs(info, form),
+                "prompt_logprobs": _prompt_logprobs(info, form, None if form.prompts is None else form.prompts[index]),
             }
         )
     usage = {
@@ -285,10 +289,11 @@ def completion_reply(form: CompletionForm, raw: bytes) -> bytes:
     )
 
 
-def _prompt_logprobs(info: dict[str, Any], form: CompletionForm) -> list[dict[str, Any] | None]:
+def _prompt_logprobs(info: dict[str, Any], form: CompletionForm, ids: list[int] | None) -> list[dict[str, Any] | None]:
     """One entry per position: the actual token, then the most likely ones by rank, then the candidates.
 
-    The actual token's rank is its true one among the alternatives, one more than their number beyond them.
+    The actual token's rank is its true one among the alternatives, one more than their number beyond them. `ids` are
+    the prompt's, if known: SGLang calls a vocabulary's last token 0 there, and the number is the right one's.
     """
     actual: list[Any] = info["input_token_logprobs"]
     tops: list[Any] = info["input_top_logprobs"]
@@ -298,6 +303,8 @@ def _prompt_logprobs(info: dict[str, Any], form: CompletionForm) -> list[dict[st
         if position == 0:
             positions.append(None)  # nothing comes before the first token
             continue
+        if ids is not None:
+            token = ids[position]
         top: list[Any] = tops[position]
         entries: dict[str, Any] = {str(token): None}
         for rank, (top_value, top_token, top_text) in enumerate(top[: form.top_logprobs], start=1):

@@ -151,9 +151,14 @@ def run_laps(
             key, arrival = pending.pop()
             length_class = laps.classify(arrival.new_tokens, arrival.cached_tokens)
             deadline_s = laps.deadline_s(
-                length_class, arrival.new_tokens, arrival.cached_tokens, arrival.at_s, arrival.ttft_slo_s
+                length_class,
+                arrival.new_tokens,
+                arrival.cached_tokens,
+                arrival.at_s,
+                arrival.ttft_slo_s,
+                arrival.priority,
             )
-            laps.note_arrival(arrival.at_s, length_class, arrival.new_tokens, arrival.cached_tokens)
+            laps.note_arrival(arrival.at_s, length_class, arrival.new_tokens, arrival.cached_tokens, deadline_s)
             queue[key] = QueuedPrefill(
                 key,
                 length_class,

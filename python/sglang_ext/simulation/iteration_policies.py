@@ -149,7 +149,7 @@ class LapsPolicy:
         item.deadline_s = laps.deadline_s(
             item.length_class, item.new_tokens, item.cached_tokens, item.request.arrival_s, self._ttft_slo_s
         )
-        laps.note_arrival(now_s, item.length_class, item.new_tokens, item.cached_tokens)
+        laps.note_arrival(now_s, item.length_class, item.new_tokens, item.cached_tokens, item.deadline_s)
 
     def choose(self, items: Sequence[WorkItem], free_kv_tokens: int, computed_tokens: int, now_s: float) -> Iteration:
         by_key = {item.request.key: item for item in items}

@@ -180,6 +180,18 @@ def test_the_actual_token_comes_first_with_its_rank() -> None:
     assert third["7"] == {"logprob": -7.0, "rank": 3, "decoded_token": None}, "beyond the two alternatives"
 
 
+def test_the_actual_token_is_that_of_the_prompt() -> None:
+    # SGLang calls a vocabulary's last token 0 among the prompt's tokens, and only there.
+    one = output([5, 0, 0], [None, [[-0.1, 2047, None]], [[-0.1, 8, None]]])
+    given = {"prompt": [5, 2047, 2047], "max_tokens": 1, "prompt_logprobs": 1}
+    for prompt in (given["prompt"], [given["prompt"]]):
+        told = plan_scores(COMPLETIONS, {**given, "prompt": prompt}).form
+        assert told is not None
+        _, second, third = json.loads(completion_reply(told, json.dumps(one).encode()))["choices"][0]["prompt_logprobs"]
+        assert {token: entry["rank"] for token, entry in second.items()} == {"2047": 1}
+        assert {token: entry["rank"] for token, entry in third.items()} == {"2047": 2, "8": 1}
+
+
 def test_fewer_alternatives_than_the_instance_was_asked_for() -> None:
     _, second, third = positions(1)
     assert list(second) == ["6", "8"]
@@ -319,12 +331,13 @@ async def test_a_completion_that_goes_on_is_joined_of_both() -> None:
 
 
 async def test_a_reply_too_large_to_be_made_at_once() -> None:
-    ids = [5, *[6] * 20_000]
-    large = output(ids, [None, *[[[-0.1, 8, None]]] * 20_000])
+    ids = [5, *[6] * 8_000]
+    large = output(ids, [None, *[[[-0.1, token, None] for token in range(8, 28)]] * 8_000])
     async with cluster() as served:
-        served.short[0].script = reply(large)
-        answer = await served.ask("POST", "/v1/completions", {**COMPLETION, "prompt_logprobs": 1})
-        assert len(answer.json["choices"][0]["prompt_logprobs"]) == 20_001
+        served.long[0].script = reply(large)
+        body = {**COMPLETION, "prompt": [ids], "prompt_logprobs": 20}
+        answer = await served.ask("POST", "/v1/completions", body)
+        assert len(answer.json["choices"][0]["prompt_logprobs"]) == 8_001
 
 
 @pytest.mark.parametrize("odd", [[], {}, "text", None, {"meta_info": {}}])

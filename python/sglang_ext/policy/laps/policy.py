@@ -8,7 +8,7 @@ rests on what iterations cost (`cost_model`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, inf
+from math import ceil, inf, isfinite
 from typing import NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
@@ -22,6 +22,7 @@ from sglang_ext.policy.laps.round_plan import (
     LapsMode,
     LapsReport,
     LongChunk,
+    PriorityClass,
     QueuedPrefill,
     RoundPlan,
     RoundSnapshot,
@@ -47,6 +48,7 @@ from sglang_ext.policy.laps.wait_depth import (
 from sglang_ext.types import LengthClass
 
 _DEFAULT_BOUNDARY_TOKENS = 256
+_ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of so many rounds
 _SPENT_SLACK = 0.8  # of the time to its deadline that a short prefill spends on waiting for more batch members
 
@@ -81,6 +83,7 @@ class Laps:
         self._fit = CostFit(prior)
         self._rate = ArrivalRate()
         self._account = TimeAccount()
+        self._online_s = -inf  # when a request with a deadline arrived last
         self._deviation = {length_class: SlaDeviation() for length_class in LengthClass}
         self._max_requests = min(options.depth_max, limits.max_requests)
         self._aimed_shapes = grid.shapes  # those that the depths of the windows are from
@@ -114,17 +117,19 @@ class Laps:
         cached_tokens: int,
         arrival_s: float,
         ttft_slo_s: float | None,
+        priority: PriorityClass = PriorityClass.NORMAL,
     ) -> float:
         """When its prefill should end (absolute): by its own objective, else by the option of its class.
 
-        Infinite with token-max batching where it has none of its own. Raises ValueError for one that is not above 0.
+        Infinite where it has none of its own and is offline work: of low priority, or with token-max batching.
+        Raises ValueError for an objective that is not above 0.
         """
         if ttft_slo_s is not None:
             if not ttft_slo_s > 0:
                 raise ValueError(f"the TTFT objective of a request must be above 0 s, got {ttft_slo_s:g}")
             return arrival_s + ttft_slo_s
         options = self._options
-        if options.batching is Batching.TOKEN_MAX:
+        if options.batching is Batching.TOKEN_MAX or priority is PriorityClass.LOW:
             return inf
         short_slo_s = options.short_ttft_slo_ms / 1e3
         if length_class is LengthClass.SHORT:
@@ -133,10 +138,14 @@ class Laps:
         ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._round_s(cached_tokens, 0.0))
         return arrival_s + max(short_slo_s, options.long_slo_stretch * ideal_s)
 
-    def note_arrival(self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int) -> None:
+    def note_arrival(
+        self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int, deadline_s: float
+    ) -> None:
         """A request has been queued; the rate of short ones is what a window reckons with."""
         if length_class is LengthClass.SHORT:
             self._rate.add(now_s)
+        if isfinite(deadline_s):
+            self._online_s = now_s
 
     def choose(self, snapshot: RoundSnapshot) -> RoundPlan:
         """What should run next. Nothing changes until `note_dispatch` tells what did."""
@@ -164,7 +173,8 @@ class Laps:
             self._account.clear()
         keys = frozenset(action.keys)
         arrivals_s = [request.arrival_s for request in snapshot.queue if request.key in keys]
-        if arrivals_s and self._options.batching is Batching.SLA:
+        is_online = any(isfinite(request.deadline_s) for request in snapshot.queue if request.key in keys)
+        if is_online and self._options.batching is Batching.SLA:
             depth = len(arrivals_s)
             evidence = self._awd.evidence(action.reason, depth, self._rate.per_s(snapshot.now_s))
             self._awd.learn(evidence, depth, max(arrivals_s) - min(arrivals_s))
@@ -315,7 +325,8 @@ class Laps:
             latest_start_s=min(ranked.request.deadline_s for ranked in state.shorts) - batch.predicted_s,
             break_even_gap_s=break_even_gap_s(depth, alone_s, batch.predicted_s, joined_s(batch, cost, self._grid)),
         )
-        if self._options.batching is Batching.TOKEN_MAX:
+        is_offline = all(member.request.deadline_s == inf for member in batch.members)
+        if is_offline or self._options.batching is Batching.TOKEN_MAX:
             token_max = min(self._options.token_max, self._limits.max_batch_tokens)
             return self._awd.choose_token_max(state.now_s, gathering, token_max)
         return self._awd.choose(state.now_s, gathering, self._rate.per_s(state.now_s))
@@ -333,6 +344,10 @@ class Laps:
             budget_s *= _LONG_MODE_ROUNDS
         elif state.shorts:
             budget_s *= 1 - state.share
+        is_offline = request.deadline_s == inf and not state.shorts and self._options.round_ms is None
+        if is_offline and state.now_s > self._online_s + _ONLINE_FOR_S:
+            # No client is near, and a first one that comes would be held up for one objective at most.
+            budget_s = max(budget_s, self._options.short_ttft_slo_ms / 1e3)
         tokens = choose_chunk(
             cost,
             request.new_tokens,

@@ -140,12 +140,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         length_class = laps.policy.classify(new_tokens, cached_tokens)
         # The time until decode has made room is part of what the client waits.
         arrival_s = min(now_s, request.time_stats.prefill_bootstrap_queue_entry_time or now_s)
+        priority = requested_priority(request)
         deadline_s = laps.policy.deadline_s(
-            length_class, new_tokens, cached_tokens, arrival_s, requested_slo_s(request)
+            length_class, new_tokens, cached_tokens, arrival_s, requested_slo_s(request), priority
         )
         self._next_key += 1
-        laps.policy.note_arrival(now_s, length_class, new_tokens, cached_tokens)
-        return LapsEntry(self._next_key, length_class, new_tokens, arrival_s, deadline_s, requested_priority(request))
+        laps.policy.note_arrival(now_s, length_class, new_tokens, cached_tokens, deadline_s)
+        return LapsEntry(self._next_key, length_class, new_tokens, arrival_s, deadline_s, priority)
 
     def _snapshot(self, laps: LapsInstance) -> RoundSnapshot:
         queue = []

@@ -182,7 +182,7 @@ def test_a_short_that_was_chunked_goes_on_as_a_long_one() -> None:
 def test_an_instance_for_shorts_keeps_longs_for_idle_times_until_they_are_late() -> None:
     laps = policy(mode=LapsMode.SHORT, truth=GPU, grid=GRID)
     for index in range(64):
-        laps.note_arrival(-0.064 + 0.001 * index, SHORT, 20, 0)
+        laps.note_arrival(-0.064 + 0.001 * index, SHORT, 20, 0, 9.0)
     gathering = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 20)), 10_000)
     plan = laps.choose(gathering)
     assert plan.actions == ()  # the window is open
@@ -260,6 +260,61 @@ def test_deadlines() -> None:
     assert policy(batching=Batching.TOKEN_MAX).deadline_s(SHORT, 100, 0, 10.0, None) == inf
 
 
+def test_low_priority_has_no_deadline_of_its_own() -> None:
+    laps = policy()
+    assert laps.deadline_s(SHORT, 100, 0, 10.0, None, PriorityClass.LOW) == inf
+    assert laps.deadline_s(LONG, 4000, 0, 10.0, None, PriorityClass.LOW) == inf
+    assert laps.deadline_s(SHORT, 100, 0, 10.0, 0.25, PriorityClass.LOW) == pytest.approx(10.25)
+
+
+def offline(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
+    return queued(key, new_tokens, deadline_s=inf, priority=PriorityClass.LOW, **changes)
+
+
+def test_offline_shorts_wait_for_a_dense_batch_and_not_beyond_a_pause() -> None:
+    laps = policy(token_max=300, w_max_ms=20.0)
+    two = (offline(1, 100), offline(2, 100, arrival_s=0.005))
+    assert laps.choose(RoundSnapshot(0.01, two, 10_000)) == laps.choose(RoundSnapshot(0.01, two, 10_000))
+    assert laps.choose(RoundSnapshot(0.01, two, 10_000)).actions == ()
+    assert laps.choose(RoundSnapshot(0.01, two, 10_000)).wake_s == pytest.approx(0.025)
+    (paused,) = laps.choose(RoundSnapshot(0.026, two, 10_000)).actions
+    assert isinstance(paused, ShortBatch)
+    assert paused.reason is DispatchReason.WINDOW
+    three = (*two, offline(3, 100, arrival_s=0.009))
+    (dense,) = laps.choose(RoundSnapshot(0.01, three, 10_000)).actions
+    assert isinstance(dense, ShortBatch)
+    assert (dense.reason, dense.keys) == (DispatchReason.TOKENS, (1, 2, 3))
+
+
+def test_an_online_short_makes_the_batch_leave_as_online_ones_do() -> None:
+    laps = policy(token_max=300, w_max_ms=20.0)
+    mixed_queue = (offline(1, 100), queued(2, 100, arrival_s=0.005))
+    (action,) = laps.choose(RoundSnapshot(0.006, mixed_queue, 10_000)).actions
+    assert isinstance(action, ShortBatch)
+    assert action.reason is DispatchReason.NO_GAIN
+    assert action.keys[0] == 2, "the online one is the more urgent"
+
+
+def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
+    laps = policy(short_ttft_slo_ms=400.0)
+    snapshot = RoundSnapshot(100.0, (offline(1, 20_000),), 100_000)
+
+    def chunk_s() -> float:
+        (action,) = laps.choose(snapshot).actions
+        assert isinstance(action, LongChunk)
+        return action.predicted_s
+
+    largest_s = chunk_s()
+    (online,) = laps.choose(RoundSnapshot(100.0, (queued(1, 20_000),), 100_000)).actions
+    assert online.predicted_s < largest_s <= 0.4
+    laps.note_arrival(95.0, SHORT, 20, 0, 95.4)
+    assert chunk_s() == pytest.approx(online.predicted_s, rel=0.05)
+    laps.note_arrival(99.0, SHORT, 20, 0, inf)
+    assert chunk_s() == pytest.approx(online.predicted_s, rel=0.05)
+    snapshot = snapshot._replace(now_s=105.5)
+    assert chunk_s() == pytest.approx(largest_s)
+
+
 @pytest.mark.parametrize("slo_s", [0.0, -1.0, float("nan")])
 def test_an_impossible_objective_is_refused(slo_s: float) -> None:
     with pytest.raises(ValueError, match="TTFT objective of a request must be above 0 s"):
@@ -273,8 +328,8 @@ def test_limits_that_admit_nothing_are_refused() -> None:
 
 def test_the_report() -> None:
     laps = policy(round_ms=50.0)
-    laps.note_arrival(0.0, SHORT, 100, 0)
-    laps.note_arrival(0.5, SHORT, 100, 0)
+    laps.note_arrival(0.0, SHORT, 100, 0, 9.0)
+    laps.note_arrival(0.5, SHORT, 100, 0, 9.0)
     laps.note_first_token(0.9, LONG, 0.0, 0.6)
     laps.note_first_token(0.9, LONG, 0.0, 1.0)
     snapshot = RoundSnapshot(
