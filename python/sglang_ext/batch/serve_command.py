@@ -17,15 +17,20 @@ import uvicorn
 import uvloop
 
 from sglang_ext.batch.endpoint import EndpointClient
-from sglang_ext.batch.runner import JobRunner, RunnerSettings
+from sglang_ext.batch.run_command import (
+    API_KEY_VARIABLE,
+    RunError,
+    add_sending_arguments,
+    rate_limit,
+    runner_settings,
+)
+from sglang_ext.batch.runner import JobRunner
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
 from sglang_ext.batch.service.dispatcher import Dispatcher
 from sglang_ext.batch.store import BatchStore, StoreError
-from sglang_ext.policy.batch.in_flight_cap import CapSettings
 
 logger = logging.getLogger(__name__)
-API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"
 ENDPOINT_KEY_VARIABLE = "SGLANG_EXT_ENDPOINT_API_KEY"
 GRACE_S = 5
 OK, USAGE = 0, 2
@@ -57,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help="for lines that name none")
     add("--max-lines", type=int, default=50_000, metavar="N", help="requests in one batch")
     add("--max-file-mb", type=int, default=200, metavar="N", help="size of an uploaded file, in MiB")
-    add("--max-retries", type=int, default=5, metavar="N", help="attempts after the first for each request")
-    add("--max-in-flight", type=int, default=256, metavar="N", help="requests in flight at most")
+    add_sending_arguments(parser)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged")
 
 
@@ -69,18 +73,16 @@ def run(args: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
         logging.getLogger("sglang_ext").setLevel(args.log_level.upper())
         status: int = uvloop.run(_serve(args))
-    except (ServeError, StoreError) as error:
+    except (RunError, ServeError, StoreError) as error:
         print(f"sglang-ext batch serve: {error}", file=sys.stderr)
         return USAGE
     return status
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("max_lines", "max_file_mb", "max_in_flight"):
+    for name in ("max_lines", "max_file_mb"):
         if getattr(args, name) < 1:
             raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.max_retries < 0:
-        raise ServeError(f"--max-retries must be at least 0, got {args.max_retries}")
     if not 0 <= args.port < 65536:
         raise ServeError(f"--port must be from 0 to 65535, got {args.port}")
     for name, variable in (("api_key", API_KEY_VARIABLE), ("endpoint_api_key", ENDPOINT_KEY_VARIABLE)):
@@ -120,15 +122,33 @@ class _Server(uvicorn.Server):
 
 async def _serve(args: argparse.Namespace) -> int:
     try:
-        client = EndpointClient(args.endpoint, api_key=args.endpoint_api_key or args.api_key or None)
+        client = EndpointClient(
+            args.endpoint,
+            api_key=args.endpoint_api_key or args.api_key or None,
+            request_timeout_s=args.request_timeout_s,
+        )
     except ValueError as error:
-        raise ServeError(f"--endpoint {error}") from None
+        raise ServeError(f"--endpoint: {error}") from None
+    settings = runner_settings(args)
+    requests_limit = rate_limit("--limit-requests-per-s", args.limit_requests_per_s)
+    tokens_limit = rate_limit("--limit-tokens-per-s", args.limit_tokens_per_s)
+    limit_mib = args.store_limit_mib
+    # SQLite sorts on disk; its temporary files go where the store is.
+    os.environ.setdefault("SQLITE_TMPDIR", str(args.store.absolute()))
     sock = _listen(args.host, args.port)
-    with sock, BatchStore.open(args.store / "batches.sqlite") as store:
+    limit_bytes = None if limit_mib is None else int(limit_mib * (1 << 20))
+    with sock, BatchStore.open(args.store / "batches.sqlite", limit_bytes) as store:
         async with client:
-            cap = CapSettings(most=args.max_in_flight)
-            settings = RunnerSettings(cap=cap, max_retries=args.max_retries)
-            dispatcher = Dispatcher(lambda: JobRunner(store, client, settings, on_note=logger.warning))
+            dispatcher = Dispatcher(
+                lambda: JobRunner(
+                    store,
+                    client,
+                    settings,
+                    requests_limit=requests_limit,
+                    tokens_limit=tokens_limit,
+                    on_note=logger.warning,
+                )
+            )
             service = BatchService(store, dispatcher, args.store / "files", ServiceLimits(args.max_lines, args.model))
             app = build_app(service, args.api_key, args.max_file_mb << 20)
             server = _Server(

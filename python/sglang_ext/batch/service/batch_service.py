@@ -18,22 +18,24 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from sglang_ext.batch.outputs import error_line, output_line
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable, LineProblem, RequestTotals
 from sglang_ext.batch.service.dispatcher import Dispatcher, until_done
 from sglang_ext.batch.service.files import FileStore, IdSource, StoredFile
 from sglang_ext.batch.service.metrics import RequestOutcome, ServiceReading
-from sglang_ext.batch.service.output_lines import OUTPUT_PURPOSE, outcome_of, output_line, unfinished_result
 from sglang_ext.batch.service.validation import read_lines
-from sglang_ext.batch.store import BatchStore, Job, StoreError
+from sglang_ext.batch.store import BatchStore, Job, LineResult, StoredResult, StoreError
 from sglang_ext.policy.batch.batch_lifecycle import (
     BatchEvent,
     BatchLifecycle,
+    BatchStatus,
     BatchWork,
     parse_completion_window,
 )
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+OUTPUT_PURPOSE = "batch_output"
 SWEEP_S = 60.0
 POLL_S = 1.0  # how often a running batch looks at the clock
 VALIDATING_AT_ONCE = 2
@@ -299,9 +301,10 @@ class BatchService:
         await self._drop_job(entry)
 
     def _export(self, entry: BatchEntry, job: Job, is_stopped: Callable[[], bool]) -> _Exported:
+        code = "batch_cancelled" if entry.status is BatchStatus.CANCELLING else "batch_expired"
         self._store.release_leases(job.id)
         while leased := self._store.lease(job.id, CLOSED_AT_ONCE):
-            self._store.finish([unfinished_result(one.id, entry.status) for one in leased])
+            self._store.finish([LineResult(one.id, False, None, "", code, b"") for one in leased])
         outcomes: Counter[RequestOutcome] = Counter()
         placed: list[str | None] = []
         for is_ok in (True, False):
@@ -310,8 +313,8 @@ class BatchService:
                 for result in self._store.results(job.id, ok=is_ok):
                     if is_stopped():
                         raise asyncio.CancelledError
-                    file.write(output_line(result))
-                    outcomes[outcome_of(result)] += 1
+                    file.write(output_line(result) if is_ok else error_line(result))
+                    outcomes[_outcome(result)] += 1
                     is_empty = False
                 placed.append(None if is_empty else self.files.place(file))
         return _Exported(placed[0], placed[1], outcomes)
@@ -352,6 +355,13 @@ class BatchService:
             except (OSError, sqlite3.Error) as error:
                 logger.warning("expired files: %s", error)
             await asyncio.sleep(SWEEP_S)
+
+
+def _outcome(result: StoredResult) -> RequestOutcome:
+    if result.is_ok:
+        return RequestOutcome.SUCCEEDED
+    ends = {"batch_expired": RequestOutcome.EXPIRED, "batch_cancelled": RequestOutcome.CANCELLED}
+    return ends.get(result.error or "", RequestOutcome.FAILED)
 
 
 def _totals(job: Job) -> RequestTotals:

@@ -183,7 +183,7 @@ def test_lists_are_paged_and_survive_deletions(client: openai.OpenAI) -> None:
     assert page.has_more
     assert [batch.id for batch in page.data] == batches[:2:-1]
     files = [upload(client, [chat_line("a", "x")]) for _ in range(4)]
-    assert [file.id for file in client.files.list(limit=3, order="asc")][-4:] == files
+    assert [file.id for file in client.files.list(limit=3, order="asc", purpose="batch")][-4:] == files
     # A page begins behind a file that was deleted meanwhile, too.
     for batch_id in batches:
         wait_batch(client, batch_id)
