@@ -60,8 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=0, metavar="N", help="tokens of the model, for distillkit")
     parser.add_argument("--order", choices=["input", "done"], default="input", help="of the lines in the output")
     parser.add_argument("--engine", choices=["local", "ray"], default="local", help="this process, or Ray Data")
-    parser.add_argument("--max-retries", type=int, default=5, metavar="N", help="of a line, after its first try")
     parser.add_argument("--retry-failed", action="store_true", help="send lines again that have failed before")
+    add_sending_arguments(parser)
+    parser.add_argument("--store", type=Path, metavar="FILE", help="what the run knows (OUTPUT.store)")
+
+
+def add_sending_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how lines are sent, which `sglang-ext batch serve` has, too."""
+    parser.add_argument("--max-retries", type=int, default=5, metavar="N", help="of a line, after its first try")
     parser.add_argument("--max-in-flight", type=int, default=256, metavar="N", help="requests at a time, at most")
     parser.add_argument(
         "--online-wait-target-ms",
@@ -75,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request-timeout-s", type=float, default=REQUEST_TIMEOUT_S, metavar="S", help="of one request"
     )
-    parser.add_argument("--store", type=Path, metavar="FILE", help="what the run knows (OUTPUT.store)")
     parser.add_argument("--store-limit-mib", type=float, metavar="N", help="what the store may take on the disk")
 
 
@@ -144,8 +149,8 @@ class BatchRun:
         self.args = args
         self.options = line_options(args)
         self.settings = runner_settings(args)
-        self.requests_limit = _rate_limit("--limit-requests-per-s", args.limit_requests_per_s)
-        self.tokens_limit = _rate_limit("--limit-tokens-per-s", args.limit_tokens_per_s)
+        self.requests_limit = rate_limit("--limit-requests-per-s", args.limit_requests_per_s)
+        self.tokens_limit = rate_limit("--limit-tokens-per-s", args.limit_tokens_per_s)
         try:
             self.client = EndpointClient(args.endpoint, api_key=api_key(args), request_timeout_s=args.request_timeout_s)
         except ValueError as error:
@@ -296,7 +301,8 @@ class BatchRun:
         )
 
 
-def _rate_limit(option: str, per_s: float | None) -> RateLimit:
+def rate_limit(option: str, per_s: float | None) -> RateLimit:
+    """The limit of an option. RunError names the option where it cannot be."""
     try:
         return RateLimit(per_s)
     except ValueError as error:
