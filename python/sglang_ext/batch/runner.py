@@ -238,6 +238,7 @@ class JobRunner:
         """Ask the router for its length boundary, once it answers at all."""
         boundary, tries = None, 0
         while self._stop_at_s is None:
+            self._end([queue for queue in self._jobs.values() if queue.is_cancelled])  # before anything was sent
             try:
                 load = await self._client.load()
             except LoadUnknownError:
@@ -287,7 +288,8 @@ class JobRunner:
             if held_until_s > now_s:
                 wake_at_s = min(held_until_s, wake_at_s or held_until_s)
                 break
-            name, one = min(able.items(), key=_in_flight)  # or a class that is full of lines would keep the other out
+            # The class with the fewest first, or one with many lines would keep the other out.
+            name, one = min(able.items(), key=lambda item: item[1].in_flight)
             chosen = self._next_line(name) if one.in_flight < one.cap.cap else None
             if chosen is None:
                 del able[name]
@@ -363,7 +365,10 @@ class JobRunner:
         self._wake.set()
 
     def _end_jobs(self) -> None:
-        for queue in [queue for queue in self._jobs.values() if queue.is_idle]:
+        self._end([queue for queue in self._jobs.values() if queue.is_idle])
+
+    def _end(self, queues: list[_JobQueue]) -> None:
+        for queue in queues:
             del self._jobs[queue.job]
             self._store.release_leases(queue.job)
             if queue.on_end is not None:
@@ -509,10 +514,6 @@ class JobRunner:
         if down_since_s is not None:
             self._noted_at_s = float("-inf")
             self._note(f"{self._client.url} is up again after {now_s - down_since_s:.0f} s")
-
-
-def _in_flight(item: tuple[LengthClass | None, _Class]) -> int:
-    return item[1].in_flight
 
 
 def _failure(leased: LeasedLine, answer: Answer) -> LineResult:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from sglang_ext.batch.endpoint import Answer, AnswerKind, ClassLoad, EndpointClient, LoadUnknownError, count_tokens
+from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, LoadUnknownError, ReportedLoad, count_tokens
 from sglang_ext.batch.lines import BatchLine, LineOptions, parse_line
 from sglang_ext.types import LengthClass
-from support.batch_endpoint import BatchEndpoint
+from support.faulty_endpoint import FaultyEndpoint
 
 
 def prompt(text: str) -> BatchLine:
@@ -37,7 +37,7 @@ def test_answers_by_status() -> None:
         "status=502": (AnswerKind.FAILED, 502),
         "lost": (AnswerKind.FAILED, None),
     }
-    with BatchEndpoint() as endpoint:
+    with FaultyEndpoint() as endpoint:
         answers = send(endpoint.url + "/v1", [prompt(text) for text in expected])
         assert [(one.kind, one.status_code) for one in answers] == list(expected.values())
         assert answers[0].parsed["choices"][0]["text"] == "reply to fine"
@@ -57,7 +57,7 @@ def test_no_connection_and_no_reply_in_time() -> None:
         unused.bind(("127.0.0.1", 0))
         (answer,) = send(f"http://127.0.0.1:{unused.getsockname()[1]}", [prompt("x")])
     assert (answer.kind, answer.status_code) == (AnswerKind.UNREACHABLE, None)
-    with BatchEndpoint() as endpoint:
+    with FaultyEndpoint() as endpoint:
         (answer,) = send(endpoint.url, [prompt("slow=5")], request_timeout_s=0.2)
     assert (answer.kind, answer.error) == (AnswerKind.FAILED, "no reply within 0.2 s")
 
@@ -72,12 +72,15 @@ def test_what_the_router_tells_of_its_load() -> None:
         },
     }
 
-    async def run(endpoint: BatchEndpoint) -> None:
+    async def run(endpoint: FaultyEndpoint) -> None:
         async with EndpointClient(endpoint.url) as client:
             load = await client.load()
             assert load is not None
             assert load.length_boundary_tokens == 512
-            assert load.classes == {LengthClass.SHORT: ClassLoad(0.05, 0.4), LengthClass.LONG: ClassLoad(None, 0.0)}
+            assert load.classes == {
+                LengthClass.SHORT: ReportedLoad(0.05, 0.4),
+                LengthClass.LONG: ReportedLoad(None, 0.0),
+            }
             for unknown in (None, {"classes": {}}, [1], {"length_boundary_tokens": 1, "classes": {"short": 3}}):
                 endpoint.load = unknown  # type: ignore[assignment]
                 with pytest.raises(LoadUnknownError):
@@ -88,7 +91,7 @@ def test_what_the_router_tells_of_its_load() -> None:
             endpoint.start()
             assert await client.is_reachable()
 
-    with BatchEndpoint(load=told) as endpoint:
+    with FaultyEndpoint(load=told) as endpoint:
         asyncio.run(run(endpoint))
 
 
@@ -97,7 +100,7 @@ def test_a_refused_key_is_noticed() -> None:
         async with EndpointClient(url, api_key=key) as client:
             return await client.is_key_accepted()
 
-    with BatchEndpoint(api_key="right") as endpoint:
+    with FaultyEndpoint(api_key="right") as endpoint:
         assert asyncio.run(accepted(endpoint.url, "right"))
         assert not asyncio.run(accepted(endpoint.url, "wrong"))
 

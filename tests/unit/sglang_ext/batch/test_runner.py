@@ -17,7 +17,7 @@ from sglang_ext.batch.runner import JobRunner, RunnerSettings
 from sglang_ext.batch.store import BatchStore, StoredResult, StoreFullError
 from sglang_ext.policy.batch.in_flight_cap import CapSettings
 from sglang_ext.policy.batch.rate_limit import RateLimit
-from support.batch_endpoint import BatchEndpoint
+from support.faulty_endpoint import FaultyEndpoint
 
 LOAD: dict[str, Any] = {
     "length_boundary_tokens": 100,
@@ -64,7 +64,7 @@ def by_id(store: BatchStore, job: int) -> dict[str, StoredResult]:
 
 def test_every_line_gets_its_own_answer(tmp_path: Path) -> None:
     prompts = [f"prompt {number}" for number in range(700)]
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, prompts)
         finished, runner = run_jobs(store, endpoint.url, [job])
         assert finished
@@ -79,7 +79,7 @@ def test_every_line_gets_its_own_answer(tmp_path: Path) -> None:
 
 def test_failures_are_retried_or_final(tmp_path: Path) -> None:
     prompts = ["fine", "status=400", "status=503*1", "status=500*2", "status=500", "lost*1", "status=429*1"]
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, prompts)
         run_jobs(store, endpoint.url, [job], RunnerSettings(max_retries=2))
         results = [by_id(store, job)[f"job:{number}"] for number in range(len(prompts))]
@@ -92,7 +92,7 @@ def test_failures_are_retried_or_final(tmp_path: Path) -> None:
 
 
 def test_retry_after_is_waited_for(tmp_path: Path) -> None:
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, ["status=429*1 after"])
         run_jobs(store, endpoint.url, [job])
         assert store.job(job).succeeded == 1
@@ -101,7 +101,7 @@ def test_retry_after_is_waited_for(tmp_path: Path) -> None:
 
 def test_an_endpoint_that_is_away_costs_no_line_a_try(tmp_path: Path) -> None:
     notes: list[str] = []
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.05 {number}" for number in range(300)])
 
         def leave_and_return(runner: JobRunner) -> None:
@@ -124,7 +124,7 @@ def test_an_endpoint_that_is_away_costs_no_line_a_try(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         endpoint.stop()
         job = add(store, ["one"])
 
@@ -139,7 +139,7 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None
 
 
 def test_no_more_in_flight_than_allowed(tmp_path: Path) -> None:
-    with BatchEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.01 {number} " + "long " * 100 * (number % 2) for number in range(200)])
         run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(most=7)))
         assert store.job(job).succeeded == 200
@@ -147,7 +147,7 @@ def test_no_more_in_flight_than_allowed(tmp_path: Path) -> None:
 
 
 def test_both_classes_are_in_flight_from_the_start(tmp_path: Path) -> None:
-    with BatchEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.01 {number} " + "long " * 100 * (number >= 150) for number in range(200)])
         run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(start=4, most=8)))
         is_long = [len(body["prompt"]) > 400 for body in endpoint.bodies[:100]]
@@ -157,7 +157,7 @@ def test_both_classes_are_in_flight_from_the_start(tmp_path: Path) -> None:
 
 def test_it_yields_to_online_requests_that_wait(tmp_path: Path) -> None:
     waiting = {**LOAD, "classes": {"short": {"online_wait_s": 3.0, "backlog_s": 0}, "long": LOAD["classes"]["long"]}}
-    with BatchEndpoint(load=waiting) as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint(load=waiting) as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.05 {number}" for number in range(150)])
         _, runner = run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(start=16, settle_s=0.1)))
         assert runner._classes[next(iter(runner._classes))].cap.cap <= 4
@@ -165,7 +165,7 @@ def test_it_yields_to_online_requests_that_wait(tmp_path: Path) -> None:
 
 
 def test_jobs_take_turns(tmp_path: Path) -> None:
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         large = add(store, [f"slow=0.01 large {number}" for number in range(300)], "large")
         small = add(store, [f"slow=0.01 small {number}" for number in range(40)], "small")
         ended: list[int] = []
@@ -182,7 +182,7 @@ def test_jobs_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_job_ends_and_the_other_goes_on(tmp_path: Path) -> None:
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         slow = add(store, [f"slow=30 {number}" for number in range(50)], "slow")
         quick = add(store, [f"quick {number}" for number in range(50)], "quick")
         ended: list[int] = []
@@ -202,7 +202,7 @@ def test_a_cancelled_job_ends_and_the_other_goes_on(tmp_path: Path) -> None:
 
 
 def test_stopping_keeps_what_came_and_the_rest_is_done_later(tmp_path: Path) -> None:
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.1 {number}" for number in range(400)])
 
         def begin(runner: JobRunner) -> None:
@@ -219,7 +219,7 @@ def test_stopping_keeps_what_came_and_the_rest_is_done_later(tmp_path: Path) -> 
 
 
 def test_limits_per_second(tmp_path: Path) -> None:
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"prompt {number}" for number in range(60)])
         run_jobs(store, endpoint.url, [job], requests_limit=RateLimit(20.0))
         assert endpoint.times_s[-1] - endpoint.times_s[0] >= 1.8
@@ -233,7 +233,7 @@ def test_an_encoder_can_refuse_an_answer(tmp_path: Path) -> None:
     def refuse(line: object, answer: object) -> bytes:
         raise ValueError("not what was asked for")
 
-    with BatchEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, ["one"])
         run_jobs(store, endpoint.url, [], on_start=lambda runner: runner.add_job(job, refuse))
         (result,) = store.results(job)
@@ -242,7 +242,7 @@ def test_an_encoder_can_refuse_an_answer(tmp_path: Path) -> None:
 
 def test_a_full_store_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
     prompts = [f"{'x' * 2000} {number}" for number in range(200)]
-    with BatchEndpoint() as endpoint:
+    with FaultyEndpoint() as endpoint:
         with BatchStore.open(tmp_path / "s", limit_bytes=1_300_000) as store:
             job = add(store, prompts)
             with pytest.raises(StoreFullError):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_ext.batch.endpoint import Answer, AnswerKind
 from sglang_ext.batch.lines import BatchLine, LineOptions, Mode, parse_line
 from sglang_ext.batch.scores import distillkit_config, distillkit_table, pack_scores, score_table, unpack_scores
-from support.batch_endpoint import scores_of
+from support.faulty_endpoint import scores_of
 
 
 def scored(content: dict[str, Any], top_logprobs: int = 4) -> tuple[BatchLine, Answer]:

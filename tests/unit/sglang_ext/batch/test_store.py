@@ -159,7 +159,7 @@ def test_duplicates_are_found_with_their_places(tmp_path: Path) -> None:
         job = store.create_job("job", {})
         store.add_lines(job, [line(0), line(1), line(0)._replace(number=9)])
         (found,) = store.duplicates(job, 5)
-        assert found == ("id-0", "in.jsonl:1", "in.jsonl:9")
+        assert found[:3] == ("id-0", "in.jsonl:1", "in.jsonl:9")
         with pytest.raises(ValueError, match=r"'id-0' is on in\.jsonl:1 and on in\.jsonl:9"):
             store.make_ready(job)
         other = fill(store, [line(0)], "other")  # another job may have the same ids
