@@ -250,7 +250,10 @@ def _carry_out(run: BatchRun, paths: _Paths) -> None:
     groups = _line_groups(paths.lines)
     address = os.environ.get("RAY_ADDRESS")
     cpus = None if address else max(_LEAST_CPUS, os.cpu_count() or 1)
-    ray.init(address=address or "local", num_cpus=cpus, include_dashboard=None if address else False)
+    # What a sender says at its end is not for the operator; what ends a run is raised here.
+    ray.init(
+        address=address or "local", num_cpus=cpus, include_dashboard=None if address else False, log_to_driver=False
+    )
     try:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         if sum(node["Resources"]["CPU"] for node in nodes) < _LEAST_CPUS:
