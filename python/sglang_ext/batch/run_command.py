@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return int(import_module("sglang_ext.batch.ray_engine").run_on_ray(args))
     with _stopped_by_signals():
         try:
-            return _BatchRun(args).run()
+            return BatchRun(args).run()
         except (RunError, InputError, OutputError) as error:
             _complain(f"error: {error}")
             return USAGE
@@ -142,7 +142,7 @@ def runner_settings(args: argparse.Namespace) -> RunnerSettings:
     return RunnerSettings(cap, args.max_retries)
 
 
-class _BatchRun:
+class BatchRun:
     """One run of the command. The constructor checks the options and touches nothing."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -178,7 +178,9 @@ class _BatchRun:
         # SQLite sorts on disk; a run's temporary files go where its store is.
         os.environ.setdefault("SQLITE_TMPDIR", str(self.store_path.absolute().parent))
         with BatchStore.open(self.store_path, None if limit_mib is None else int(limit_mib * (1 << 20))) as store:
-            job = self._prepare(store)
+            job = self.prepare(store)
+            if done := job.succeeded + job.failed:
+                print(f"going on: {done} of {job.lines} lines are done ({job.failed} failed)", file=sys.stderr)
             if self.args.retry_failed:
                 print(f"{store.requeue_failed(job.id)} failed lines are sent again", file=sys.stderr)
                 job = store.job(job.id)
@@ -202,15 +204,13 @@ class _BatchRun:
 
     # -- the job ------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, store: BatchStore) -> Job:
+    def prepare(self, store: BatchStore) -> Job:
         """The store's job, made of the input where there is none; refused where input or options have changed."""
         job = store.find_job(JOB_NAME)
         if job is None and store.jobs():
             raise RunError(f"--store: {self.store_path} is of something else")
         if job is not None and job.is_ready:
             self._check_unchanged(store, job)
-            done = job.succeeded + job.failed
-            print(f"going on: {done} of {job.lines} lines are done ({job.failed} failed)", file=sys.stderr)
             return job
         store.start_over()
         identities = [identify(file) for file in self.files]
@@ -258,11 +258,15 @@ class _BatchRun:
             raise RunError(f"--input: {name} is missing; {hint}")
         store.describe_job(job.id, described)
 
+    async def check_key(self) -> None:
+        """RunError when the endpoint refuses the API key, or the lack of one. The client must be open."""
+        if not await self.client.is_key_accepted():
+            raise RunError("--api-key: the endpoint refuses it" if api_key(self.args) else "--api-key: needed")
+
     async def _send(self, store: BatchStore, job: Job) -> bool:
         """Send what has no result; False when a signal stopped it."""
         async with self.client:
-            if not await self.client.is_key_accepted():
-                raise RunError("--api-key: the endpoint refuses it" if api_key(self.args) else "--api-key: needed")
+            await self.check_key()
             runner: JobRunner | None = None  # made inside, as it tells the report what happens
             with ProgressReport.of_sending(job, lambda: None if runner is None else runner.progress) as report:
                 runner = JobRunner(

@@ -46,8 +46,12 @@ def pack_scores(line: BatchLine, answer: Answer) -> bytes:
     except (TypeError, IndexError, KeyError, OverflowError) as error:
         raise ValueError(f"the reply's log-probabilities cannot be read: {error!r}") from None
     given = body.get("input_ids")
-    if given is not None and (len(given) != len(token_ids) or not np.array_equal(token_ids, np.array(given, np.int32))):
-        raise ValueError(f"the reply has scores of {len(token_ids)} tokens that are not the {len(given)} sent")
+    if given is not None:
+        sent = np.array(given, np.int32)
+        # SGLang calls a vocabulary's last token 0 there; the number is the right one's.
+        if len(sent) != len(token_ids) or not ((token_ids == sent) | (token_ids == 0)).all():
+            raise ValueError(f"the reply has scores of {len(token_ids)} tokens that are not the {len(given)} sent")
+        token_ids = sent
     if np.isnan(logprobs[1:]).any():
         position = int(np.isnan(logprobs[1:]).argmax()) + 1
         raise ValueError(f"the reply has no log-probability of position {position}: not all of the prompt was scored")
