@@ -25,7 +25,7 @@ from sglang_ext.batch.lines import BatchLine
 
 _POSITION_BITS = 40
 _CACHE_KIB = 32 * 1024
-_PAGE_ROWS = 500  # of a read; a longer one would keep the write-ahead log from starting anew
+_PAGE_ROWS, _PAGE_BYTES = 500, 16 << 20  # of a read; a longer one would keep the write-ahead log from starting anew
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs(
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, description TEXT NOT NULL,
@@ -95,6 +95,7 @@ class LineResult(NamedTuple):
 class StoredResult(NamedTuple):
     """A line's result with what an export says of the line."""
 
+    id: int
     custom_id: str
     is_ok: bool
     status_code: int | None
@@ -423,18 +424,26 @@ class BatchStore:
         )
         after, bounds = (0, (first, last)) if by_completion else (first - 1, (last,))
         while True:
+            page: list[tuple[int, StoredResult]] = []
+            size_bytes = 0
             with self._translating():
                 rows = self._connection.execute(
-                    f"SELECT {order}, custom_id, is_ok, status_code, request_id, error, results.body, lines.body,"
-                    " prompt_len FROM results JOIN lines ON lines.id = results.line"
+                    f"SELECT {order}, results.line, custom_id, is_ok, status_code, request_id, error, results.body,"
+                    " lines.body, prompt_len FROM results JOIN lines ON lines.id = results.line"
                     f" WHERE {within} AND {order} > ?{wanted} ORDER BY {order} LIMIT {_PAGE_ROWS}",
                     (*bounds, after),
-                ).fetchall()
-            if not rows:
+                )
+                for row in rows:
+                    page.append((row[0], StoredResult(row[1], row[2], bool(row[3]), *row[4:])))
+                    size_bytes += len(row[7]) + len(row[8])
+                    if size_bytes >= _PAGE_BYTES:
+                        break
+                rows.close()
+            if not page:
                 return
-            for row in rows:
-                yield StoredResult(row[1], bool(row[2]), *row[3:])
-            after = rows[-1][0]
+            for _, result in page:
+                yield result
+            after = page[-1][0]
 
     # -- SQLite -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,331 @@
+"""Writing results: from the store into files, each written beside its place and renamed when it is whole.
+
+An export can be repeated at any time; it says what the store says. Results go into the output, failures with their
+reasons into an error file beside it (in OpenAI's format, both where the output is JSONL).
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import orjson
+
+from sglang_ext.batch.endpoint import count_tokens
+from sglang_ext.batch.lines import Mode
+from sglang_ext.batch.scores import distillkit_schema, distillkit_table, score_schema, score_table
+from sglang_ext.batch.store import BatchStore, StoredResult
+
+ROWS_PER_FILE = 500_000  # where the output is a folder
+_GROUP_ROWS, _GROUP_BYTES = 1000, 16 << 20  # of a row group, as it is in the store
+_GENERATE_COLUMNS = (
+    "custom_id",
+    "prompt_token_ids",
+    "completion_token_ids",
+    "text",
+    "finish_reason",
+    "usage",
+    "error",
+)
+_POSITION_MASK = (1 << 40) - 1
+
+
+class OutputFormat(StrEnum):
+    """What is written."""
+
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+    DISTILLKIT = "distillkit"
+
+
+class OutputError(ValueError):
+    """An output that cannot be written as asked; the text is one line that names the option."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Where the results go, and how."""
+
+    path: Path
+    mode: Mode
+    format: OutputFormat
+    by_completion: bool = False  # in the order in which results came; else that of the input
+    vocabulary: int = 0  # DistillKit: how many tokens the model knows
+    is_folder: bool = False
+    rows_per_file: int = ROWS_PER_FILE
+
+    @property
+    def error_path(self) -> Path:
+        """Where failures go."""
+        if self.is_folder:
+            return self.path / "errors.jsonl"
+        name = self.path.name
+        for suffix in (".gz", ".zst", ".jsonl", ".ndjson", ".json", ".parquet"):
+            name = name.removesuffix(suffix)
+        return self.path.with_name(f"{name}.errors.jsonl")
+
+
+class Exported(NamedTuple):
+    """What an export wrote."""
+
+    rows: int
+    failures: int
+    files: list[Path]
+
+
+def choose_output(
+    path: Path, mode: Mode, wanted: OutputFormat | None, *, by_completion: bool = False, vocabulary: int = 0
+) -> OutputOptions:
+    """Format and kind of output from its name: `.jsonl` (`.gz`, `.zst`), `.parquet`, or a folder (Parquet).
+
+    OutputError where name, mode and the format wanted do not go together.
+    """
+    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    of_name = None
+    if name.endswith((".jsonl", ".ndjson", ".json")):
+        of_name = OutputFormat.JSONL
+    elif name.endswith(".parquet"):
+        of_name = OutputFormat.PARQUET
+    is_folder = path.is_dir() or of_name is None
+    chosen = wanted or (OutputFormat.PARQUET if is_folder else of_name)
+    assert chosen is not None
+    if not is_folder and (chosen is OutputFormat.JSONL) != (of_name is OutputFormat.JSONL):
+        raise OutputError(f"--output: {path} does not go with --format {chosen.value}")
+    if of_name is OutputFormat.PARQUET and name != path.name.lower():
+        raise OutputError(f"--output: {path}: Parquet is compressed within; leave .gz and .zst out")
+    if mode is Mode.SCORE and chosen is OutputFormat.JSONL:
+        raise OutputError("--output: scores are written as Parquet: a name that ends in .parquet, or a folder")
+    if mode is Mode.GENERATE and chosen is OutputFormat.DISTILLKIT:
+        raise OutputError("--format distillkit is for --mode score")
+    if chosen is OutputFormat.DISTILLKIT and vocabulary < 2:
+        raise OutputError("--format distillkit needs --vocabulary: how many tokens the model knows")
+    return OutputOptions(path, mode, chosen, by_completion, vocabulary, is_folder)
+
+
+def export(store: BatchStore, job: int, options: OutputOptions) -> Exported:
+    """Write all results of a job. OSError where a file cannot be written; what was there before is then unharmed."""
+    folder = options.path if options.is_folder else options.path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    has_failures_in_it = options.mode is Mode.GENERATE and options.format is OutputFormat.PARQUET
+    results = store.results(job, by_completion=options.by_completion, ok=None if has_failures_in_it else True)
+    files: list[Path] = []
+    rows = 0
+    if options.is_folder:
+        suffix = "jsonl" if options.format is OutputFormat.JSONL else "parquet"
+        part: Iterable[StoredResult]
+        for number, part in enumerate(_parts(results, options.rows_per_file)):
+            path = folder / f"part-{number:05d}.{suffix}"
+            rows += _write(path, part, options)
+            files.append(path)
+        for stale in set(folder.glob("part-*.*")) - set(files):
+            stale.unlink()
+    else:
+        rows = _write(options.path, results, options)
+        files.append(options.path)
+    failures = 0
+    with _replacing(options.error_path) as opened:
+        for result in store.results(job, by_completion=options.by_completion, ok=False):
+            opened.write(error_line(result))
+            failures += 1
+    if failures:
+        files.append(options.error_path)
+    else:
+        options.error_path.unlink()
+    return Exported(rows, failures, files)
+
+
+def _parts(results: Iterator[StoredResult], size: int) -> Iterator[Iterator[StoredResult]]:
+    """Pieces of at most `size` results, each read before the next is asked for; one, empty, of no results."""
+    first = next(results, None)
+    if first is None:
+        yield iter(())
+    while first is not None:
+        count = 0
+
+        def piece(head: StoredResult) -> Iterator[StoredResult]:
+            nonlocal count, first
+            current: StoredResult | None = head
+            while current is not None:
+                yield current
+                count += 1
+                current = next(results, None)
+                if count == size:
+                    break
+            first = current
+
+        yield piece(first)
+
+
+def _write(path: Path, results: Iterable[StoredResult], options: OutputOptions) -> int:
+    if options.format is not OutputFormat.JSONL:
+        return _write_parquet(path, results, options)
+    rows = 0
+    with _replacing(path) as opened:
+        for some in _groups(results):
+            opened.write(b"".join(map(output_line, some)))
+            rows += len(some)
+    return rows
+
+
+# -- JSONL ------------------------------------------------------------------------------------------------------------
+
+
+def output_line(result: StoredResult) -> bytes:
+    """One line of OpenAI's output file, for a result that is ok."""
+    return _line(result, result.status_code, orjson.Fragment(_one_line(result.body)), None)
+
+
+def error_line(result: StoredResult) -> bytes:
+    """One line of OpenAI's error file: the reason, and the reply where there was one."""
+    reply: object = None
+    if result.body:
+        try:
+            reply = orjson.loads(result.body)
+        except orjson.JSONDecodeError:
+            reply = result.body.decode("utf-8", "replace")
+    code = "no_reply" if result.status_code is None else f"http_{result.status_code}"
+    return _line(result, result.status_code, reply, {"code": code, "message": result.error})
+
+
+def _line(result: StoredResult, status_code: int | None, body: object, error: dict[str, object] | None) -> bytes:
+    response = None
+    if status_code is not None:
+        response = {"status_code": status_code, "request_id": result.request_id, "body": body}
+    return orjson.dumps(
+        {
+            "id": f"batch_req_{result.id >> 40}_{result.id & _POSITION_MASK}",
+            "custom_id": result.custom_id,
+            "response": response,
+            "error": error,
+        },
+        option=orjson.OPT_APPEND_NEWLINE,
+    )
+
+
+def _one_line(body: bytes) -> bytes:
+    return body if b"\n" not in body and b"\r" not in body else orjson.dumps(orjson.loads(body))
+
+
+# -- Parquet ----------------------------------------------------------------------------------------------------------
+
+
+def generate_schema() -> Any:
+    """Columns of a Parquet file of generated text, as a pyarrow schema."""
+    import pyarrow as pa
+
+    ids, usage = pa.list_(pa.int32()), pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
+    types = (pa.string(), ids, ids, pa.string(), pa.string(), usage, pa.string())
+    return pa.schema(list(zip(_GENERATE_COLUMNS, types, strict=True)))
+
+
+def generate_row(result: StoredResult) -> dict[str, object]:
+    """A result as a row: of several choices the first. What the reply does not tell is null."""
+    row: dict[str, object] = dict.fromkeys(_GENERATE_COLUMNS)
+    row["custom_id"] = result.custom_id
+    if not result.is_ok:
+        row["error"] = result.error
+        return row
+    reply = orjson.loads(result.body)
+    first = reply[0] if isinstance(reply, list) and reply else reply
+    if not isinstance(first, dict):
+        return row
+    choices = first.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else first
+    meta = first.get("meta_info")
+    meta = meta if isinstance(meta, dict) else {}
+    message = choice.get("message")
+    row["text"] = message.get("content") if isinstance(message, dict) else choice.get("text")
+    reason = choice.get("finish_reason", meta.get("finish_reason"))
+    row["finish_reason"] = reason.get("type") if isinstance(reason, dict) else reason
+    row["completion_token_ids"] = _ids(choice, "output_ids", "token_ids", "completion_token_ids")
+    row["prompt_token_ids"] = _ids(choice, "prompt_token_ids") or _ids(first, "prompt_token_ids")
+    if row["prompt_token_ids"] is None:
+        sent = orjson.loads(result.line_body)
+        row["prompt_token_ids"] = _ids(sent, "input_ids", "prompt")
+    prompt_tokens, completion_tokens = count_tokens(first)
+    row["usage"] = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return row
+
+
+def _ids(holder: dict[str, Any], *names: str) -> list[int] | None:
+    for name in names:
+        value = holder.get(name)
+        if isinstance(value, list) and value and all(type(one) is int for one in value):
+            return value
+    return None
+
+
+def _write_parquet(path: Path, results: Iterable[StoredResult], options: OutputOptions) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def table(some: list[StoredResult]) -> Any:
+        if options.mode is Mode.GENERATE:
+            return pa.Table.from_pylist([generate_row(one) for one in some], schema=generate_schema())
+        rows = ((one.custom_id, one.body) for one in some)
+        if options.format is OutputFormat.DISTILLKIT:
+            return distillkit_table(rows, options.vocabulary)
+        return score_table(rows)
+
+    schema = generate_schema() if options.mode is Mode.GENERATE else score_schema()
+    if options.format is OutputFormat.DISTILLKIT:
+        schema = distillkit_schema()
+    rows = 0
+    with _replacing(path) as opened, pq.ParquetWriter(opened, schema, compression="zstd") as writer:
+        for some in _groups(results):
+            writer.write_table(table(some))
+            rows += len(some)
+    return rows
+
+
+def _groups(results: Iterable[StoredResult]) -> Iterator[list[StoredResult]]:
+    group: list[StoredResult] = []
+    size_bytes = 0
+    for result in results:
+        group.append(result)
+        size_bytes += len(result.body)
+        if len(group) >= _GROUP_ROWS or size_bytes >= _GROUP_BYTES:
+            yield group
+            group, size_bytes = [], 0
+    if group:
+        yield group
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` when it is whole and on the disk, and is removed otherwise."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as raw:
+            with _compressing(path, raw) as opened:
+                yield opened
+            raw.flush()
+            os.fsync(raw.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _compressing(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) as compressed:
+            yield cast("IO[bytes]", compressed)
+    elif name.endswith(".zst"):
+        import pyarrow as pa
+
+        with pa.CompressedOutputStream(pa.PythonFile(raw, mode="w"), "zstd") as compressed:
+            yield compressed
+    else:
+        yield raw

@@ -1,0 +1,522 @@
+"""Dispatch: lines from the store to the endpoint, as many in flight as it can take, and results back into the store.
+
+Short and long prompts go out side by side, each class under a cap of its own, so that both pools are busy. Several jobs
+take turns: the next line is of the job that has the fewest in flight. Results are committed in groups. Nothing here is
+needed after a crash: what the store has no result for is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, EndpointLoad, LoadUnknownError, count_tokens
+from sglang_ext.batch.lines import BatchLine
+from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult, StoreError
+from sglang_ext.policy.batch.in_flight_cap import CapSettings, InFlightCap
+from sglang_ext.policy.batch.line_order import token_ranges
+from sglang_ext.policy.batch.rate_limit import RateLimit
+from sglang_ext.policy.batch.retries import EndpointOutage, FailureKind, retry_delay_s
+from sglang_ext.types import LengthClass
+
+_LEASED_LINES = 64  # leased ahead at least, per job and class
+_LEASED_BYTES = 8 << 20
+_COMMIT_LINES = 500
+_COMMIT_S = 0.05
+_MOST_UNWRITTEN_BYTES = 64 << 20
+_LOAD_INTERVAL_S = 0.5
+_MOST_TRIES = 20  # of one line, the uncounted included: it may be what brings the endpoint down
+_NOTE_INTERVAL_S = 30.0
+
+Encoder = Callable[[BatchLine, Answer], bytes]
+
+
+def reply_body(line: BatchLine, answer: Answer) -> bytes:
+    """What a job stores of a good answer unless it says otherwise: the reply's JSON."""
+    return answer.body
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """How a runner sends."""
+
+    cap: CapSettings = field(default_factory=CapSettings)  # `most` is for all classes together
+    max_retries: int = 5  # of one line, after its first try
+
+
+class Progress(NamedTuple):
+    """What a runner has done since its start."""
+
+    succeeded: int
+    failed: int
+    retried: int
+    prompt_tokens: int
+    completion_tokens: int
+    in_flight: int
+    cap: int
+
+
+@dataclass(slots=True)
+class _Class:
+    """One length class: its range of prompt tokens, its cap, and what is under way."""
+
+    least_tokens: int
+    below_tokens: int | None
+    cap: InFlightCap
+    in_flight: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _JobQueue:
+    """One job's leased lines and what is under way of it."""
+
+    job: int
+    encode: Encoder
+    waiting: dict[LengthClass | None, deque[LeasedLine]]
+    on_end: Callable[[int], None] | None
+    is_cancelled: bool = False
+    exhausted: set[LengthClass | None] = field(default_factory=set)  # classes without a line left to lease
+    leasing: set[LengthClass | None] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    in_flight: dict[LengthClass | None, int] = field(default_factory=dict)
+    retrying: int = 0
+    unwritten: int = 0
+    tries: dict[int, tuple[int, int]] = field(default_factory=dict)  # line that failed → tries, of them counted
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and nothing will be."""
+        under_way = self.tasks or self.leasing or self.unwritten
+        left = self.retrying or len(self.exhausted) < len(self.waiting) or any(self.waiting.values())
+        return not under_way and (self.is_cancelled or not left)
+
+
+class JobRunner:
+    """Runs jobs of one store against one endpoint. Use from one event loop; the client must be open.
+
+    `on_note` gets a line for the operator when the endpoint goes down or comes up again.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        client: EndpointClient,
+        settings: RunnerSettings = RunnerSettings(),
+        *,
+        requests_limit: RateLimit | None = None,
+        tokens_limit: RateLimit | None = None,
+        on_note: Callable[[str], None] = lambda note: None,
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._settings = settings
+        self._requests_limit = requests_limit or RateLimit(None)
+        self._tokens_limit = tokens_limit or RateLimit(None)
+        self._note = on_note
+        self._noted_at_s = float("-inf")
+        self._outage = EndpointOutage()
+        self._classes: dict[LengthClass | None, _Class] = {}
+        self._jobs: dict[int, _JobQueue] = {}
+        self._retries: list[tuple[float, int, LengthClass | None, _JobQueue, LeasedLine]] = []  # heap by due time
+        self._due: dict[LengthClass | None, deque[tuple[_JobQueue, LeasedLine]]] = {}
+        self._unwritten: list[tuple[_JobQueue, LineResult]] = []
+        self._unwritten_bytes = 0
+        self._in_flight = 0
+        self._sequence = 0
+        self._wake = asyncio.Event()
+        self._write = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread = ThreadPoolExecutor(1, "batch-store")
+        self._background: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+        self._stop_at_s: float | None = None
+        self._is_ready = False
+        self._succeeded = self._failed = self._retried = self._prompt_tokens = self._completion_tokens = 0
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def add_job(self, job: int, encode: Encoder = reply_body, *, on_end: Callable[[int], None] | None = None) -> None:
+        """Send the job's lines that have no result. The job must be ready in the store.
+
+        `encode` makes of a good answer what is stored; its ValueError fails the line. `on_end` is called when every
+        line has a result that is written, or the job was cancelled and nothing of it is in flight.
+        """
+        if job in self._jobs:
+            raise ValueError(f"job {job} runs already")
+        self._jobs[job] = _JobQueue(job, encode, {name: deque() for name in self._classes}, on_end)
+        self._wake.set()
+
+    def cancel_job(self, job: int) -> None:
+        """Send nothing more of this job and give up what is in flight; `on_end` follows. Unknown jobs are ignored."""
+        queue = self._jobs.get(job)
+        if queue is None:
+            return
+        queue.is_cancelled = True
+        for waiting in queue.waiting.values():
+            waiting.clear()
+        for task in queue.tasks:
+            task.cancel()
+        self._wake.set()
+
+    @property
+    def progress(self) -> Progress:
+        """What has been done so far."""
+        return Progress(
+            self._succeeded,
+            self._failed,
+            self._retried,
+            self._prompt_tokens,
+            self._completion_tokens,
+            self._in_flight,
+            min(self._settings.cap.most, sum(one.cap.cap for one in self._classes.values())),
+        )
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    async def run(self, *, until_idle: bool = True) -> bool:
+        """Send until all jobs have ended, or until `stop`. Returns False when it was stopped.
+
+        StoreError (StoreFullError) when results cannot be written; what is in the store stays. Once per runner.
+        """
+        try:
+            await self._learn_classes()
+            self._start(self._write_results())
+            self._start(self._follow_load())
+            while self._error is None and self._stop_at_s is None:
+                self._wake.clear()
+                self._dispatch()
+                if until_idle and not self._jobs:
+                    break
+                await self._wake.wait()
+            await self._finish_in_flight()
+            if self._error is not None:
+                raise self._error
+            return self._stop_at_s is None
+        finally:
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+            if self._timer is not None:
+                self._timer.cancel()
+            await asyncio.to_thread(self._thread.shutdown)
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Send nothing more; wait so long for what is in flight, then let it go. `run` returns after that.
+
+        Called again, it does not wait any longer.
+        """
+        if self._stop_at_s is not None:
+            for queue in self._jobs.values():
+                for task in queue.tasks:
+                    task.cancel()
+        self._stop_at_s = time.monotonic() + grace_s
+        self._wake.set()
+
+    async def _finish_in_flight(self) -> None:
+        """Wait for answers until the time of `stop`, cancel the rest, and write what came."""
+        if self._in_flight and self._stop_at_s is not None and self._error is None:
+            tasks = [task for queue in self._jobs.values() for task in queue.tasks]
+            await asyncio.wait(tasks, timeout=max(0.0, self._stop_at_s - time.monotonic()))
+        tasks = [task for queue in self._jobs.values() for task in queue.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._error is None:
+            await self._write_once()
+        for job in self._jobs:
+            self._store.release_leases(job)
+
+    async def _learn_classes(self) -> None:
+        """Ask the router for its length boundary, once it answers at all."""
+        boundary, tries = None, 0
+        while self._stop_at_s is None:
+            try:
+                load = await self._client.load()
+            except LoadUnknownError:
+                break
+            if load is not None:
+                boundary = load.length_boundary_tokens
+                break
+            if await self._client.is_reachable():
+                tries += 1  # it answers, only not this
+                if tries >= 3:
+                    break
+            else:
+                self._note_outage("it cannot be reached")
+            await asyncio.sleep(0.5)
+        for name, (least, below) in token_ranges(boundary).items():
+            self._classes[name] = _Class(least, below, InFlightCap(self._settings.cap))
+            self._due[name] = deque()
+            for queue in self._jobs.values():
+                queue.waiting[name] = deque()
+        self._is_ready = True
+
+    async def _follow_load(self) -> None:
+        while True:
+            try:
+                load = await self._client.load()
+            except LoadUnknownError:
+                return
+            now_s = time.monotonic()
+            for name, one in self._classes.items():
+                if load is None:
+                    one.cap.on_load_unknown()
+                else:
+                    one.cap.on_load(*_load_of(load, name), now_s)
+            self._wake.set()
+            await asyncio.sleep(_LOAD_INTERVAL_S)
+
+    def _dispatch(self) -> None:
+        """Send what may be sent now, and see to it that lines are leased ahead."""
+        now_s = time.monotonic()
+        self._collect_due(now_s)
+        wake_at_s = self._retries[0][0] if self._retries else None
+        for name, one in self._classes.items():
+            self._lease_ahead(name, one)
+            while one.in_flight < one.cap.cap and self._in_flight < self._settings.cap.most:
+                held_until_s = self._held_until_s(now_s)
+                if held_until_s > now_s:
+                    wake_at_s = min(held_until_s, wake_at_s or held_until_s)
+                    break
+                chosen = self._next_line(name)
+                if chosen is None:
+                    break
+                self._send(name, one, *chosen, now_s)
+        self._end_jobs()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake_at_s is not None and wake_at_s != float("inf"):
+            self._timer = asyncio.get_running_loop().call_later(max(0.001, wake_at_s - now_s), self._wake.set)
+
+    def _held_until_s(self, now_s: float) -> float:
+        """When the next line may leave: now, later, or (infinity) when something else happens first."""
+        if self._unwritten_bytes >= _MOST_UNWRITTEN_BYTES:
+            return float("inf")
+        if self._outage.is_down:
+            if self._in_flight:
+                return float("inf")  # its answer decides
+            if self._outage.probe_at_s > now_s:
+                return self._outage.probe_at_s
+        wait_s = max(self._requests_limit.wait_s(now_s), self._tokens_limit.wait_s(now_s))
+        return now_s + wait_s
+
+    def _next_line(self, name: LengthClass | None) -> tuple[_JobQueue, LeasedLine] | None:
+        due = self._due[name]
+        while due:
+            queue, leased = due.popleft()
+            queue.retrying -= 1
+            if not queue.is_cancelled:
+                return queue, leased
+        chosen = None
+        for queue in self._jobs.values():
+            if queue.waiting[name] and (chosen is None or queue.in_flight.get(name, 0) < chosen.in_flight.get(name, 0)):
+                chosen = queue
+        return None if chosen is None else (chosen, chosen.waiting[name].popleft())
+
+    def _collect_due(self, now_s: float) -> None:
+        while self._retries and (self._retries[0][0] <= now_s or self._retries[0][3].is_cancelled):
+            _, _, name, queue, leased = heappop(self._retries)
+            self._due[name].append((queue, leased))
+
+    def _lease_ahead(self, name: LengthClass | None, one: _Class) -> None:
+        wanted = max(_LEASED_LINES, 2 * one.cap.cap)
+        for queue in self._jobs.values():
+            if name in queue.exhausted or name in queue.leasing or queue.is_cancelled:
+                continue
+            if len(queue.waiting[name]) < wanted // 2:
+                queue.leasing.add(name)
+                self._start(self._lease(queue, name, one, wanted))
+
+    async def _lease(self, queue: _JobQueue, name: LengthClass | None, one: _Class, wanted: int) -> None:
+        def lease() -> list[LeasedLine]:
+            return self._store.lease(
+                queue.job,
+                wanted,
+                least_tokens=one.least_tokens,
+                below_tokens=one.below_tokens,
+                most_bytes=_LEASED_BYTES,
+            )
+
+        try:
+            leased = await asyncio.get_running_loop().run_in_executor(self._thread, lease)
+        except StoreError as error:
+            self._fail(error)
+            return
+        finally:
+            queue.leasing.discard(name)
+        if not leased:
+            queue.exhausted.add(name)
+        if not queue.is_cancelled:
+            queue.waiting[name].extend(leased)
+        self._wake.set()
+
+    def _end_jobs(self) -> None:
+        for queue in [queue for queue in self._jobs.values() if queue.is_idle]:
+            del self._jobs[queue.job]
+            self._store.release_leases(queue.job)
+            if queue.on_end is not None:
+                queue.on_end(queue.job)
+
+    # -- one line -----------------------------------------------------------------------------------------------------
+
+    def _send(self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, now_s: float) -> None:
+        self._in_flight += 1
+        one.in_flight += 1
+        queue.in_flight[name] = queue.in_flight.get(name, 0) + 1
+        self._requests_limit.take(1, now_s)
+        self._tokens_limit.take(leased.line.prompt_tokens, now_s)
+        was_full = one.in_flight >= one.cap.cap
+        task = asyncio.create_task(self._request(name, one, queue, leased, was_full))
+        queue.tasks.add(task)
+        task.add_done_callback(queue.tasks.discard)
+
+    async def _request(
+        self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, was_full: bool
+    ) -> None:
+        sent_at_s = time.monotonic()
+        try:
+            answer = await self._client.send(leased.line)
+        finally:
+            self._in_flight -= 1
+            one.in_flight -= 1
+            queue.in_flight[name] -= 1
+            self._wake.set()
+        now_s = time.monotonic()
+        if answer.kind is AnswerKind.OK:
+            one.cap.on_ok(sent_at_s, now_s, was_full=was_full)
+            self._on_ok(queue, leased, answer, now_s)
+        elif answer.kind is AnswerKind.FINAL_ERROR:
+            self._note_up(self._outage.on_answer(), now_s)
+            self._add_result(queue, _failure(leased, answer))
+        else:
+            if answer.kind is AnswerKind.OVERLOADED:
+                one.cap.on_overload(sent_at_s, now_s)
+            self._on_failure(name, queue, leased, answer, now_s)
+
+    def _on_ok(self, queue: _JobQueue, leased: LeasedLine, answer: Answer, now_s: float) -> None:
+        self._note_up(self._outage.on_answer(), now_s)
+        prompt_tokens, completion_tokens = count_tokens(answer.parsed)
+        self._tokens_limit.take(completion_tokens, now_s)
+        try:
+            body = queue.encode(leased.line, answer)
+        except ValueError as error:
+            self._add_result(queue, _failure(leased, answer._replace(error=str(error))))
+            return
+        self._prompt_tokens += prompt_tokens
+        self._completion_tokens += completion_tokens
+        self._add_result(
+            queue,
+            LineResult(
+                leased.id, True, answer.status_code, answer.request_id, None, body, prompt_tokens, completion_tokens
+            ),
+        )
+
+    def _on_failure(
+        self, name: LengthClass | None, queue: _JobQueue, leased: LeasedLine, answer: Answer, now_s: float
+    ) -> None:
+        kind = _failure_kind(answer)
+        is_counted = self._outage.on_failure(kind, leased.id, now_s)
+        if self._outage.is_down:
+            self._note_outage(answer.error or answer.kind.value)
+        tries, counted = queue.tries.get(leased.id, (0, 0))
+        if kind is not FailureKind.UNREACHABLE:
+            tries += 1
+        counted += is_counted
+        if counted > self._settings.max_retries or tries >= max(_MOST_TRIES, self._settings.max_retries + 1):
+            queue.tries.pop(leased.id, None)
+            self._add_result(queue, _failure(leased, answer))
+            return
+        queue.tries[leased.id] = (tries, counted)
+        self._retried += 1
+        queue.retrying += 1
+        delay_s = retry_delay_s(max(1, counted), answer.retry_after_s, random.random())
+        self._sequence += 1
+        heappush(self._retries, (now_s + delay_s, self._sequence, name, queue, leased))
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _add_result(self, queue: _JobQueue, result: LineResult) -> None:
+        queue.tries.pop(result.id, None)
+        queue.unwritten += 1
+        self._succeeded += result.is_ok
+        self._failed += not result.is_ok
+        self._unwritten.append((queue, result))
+        self._unwritten_bytes += len(result.body)
+        self._write.set()
+
+    async def _write_results(self) -> None:
+        while self._error is None:
+            await self._write.wait()
+            if len(self._unwritten) < _COMMIT_LINES:
+                await asyncio.sleep(_COMMIT_S)
+            self._write.clear()
+            try:
+                await self._write_once()
+            except StoreError as error:
+                self._fail(error)
+            self._wake.set()
+
+    async def _write_once(self) -> None:
+        batch, self._unwritten = self._unwritten, []
+        if not batch:
+            return
+        results = [result for _, result in batch]
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.finish, results)
+        for queue, result in batch:
+            queue.unwritten -= 1
+            self._unwritten_bytes -= len(result.body)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._wake.set()
+
+    def _start(self, coroutine: Coroutine[object, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    # -- notes --------------------------------------------------------------------------------------------------------
+
+    def _note_outage(self, reason: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._noted_at_s >= _NOTE_INTERVAL_S:
+            self._noted_at_s = now_s
+            self._note(f"{self._client.url} is down, waiting for it ({reason})")
+
+    def _note_up(self, down_since_s: float | None, now_s: float) -> None:
+        if down_since_s is not None:
+            self._noted_at_s = float("-inf")
+            self._note(f"{self._client.url} is up again after {now_s - down_since_s:.0f} s")
+
+
+def _failure(leased: LeasedLine, answer: Answer) -> LineResult:
+    return LineResult(leased.id, False, answer.status_code, answer.request_id, answer.error, answer.body[:65536])
+
+
+def _failure_kind(answer: Answer) -> FailureKind:
+    if answer.kind is AnswerKind.UNREACHABLE:
+        return FailureKind.UNREACHABLE
+    if answer.status_code is None or answer.status_code in (429, 502, 503, 504):
+        return FailureKind.UNAVAILABLE
+    return FailureKind.LINE
+
+
+def _load_of(load: EndpointLoad, name: LengthClass | None) -> tuple[float | None, float]:
+    """Wait of online requests and backlog as the cap of this class sees them; of all classes for the class None."""
+    classes = list(load.classes.values()) if name is None else [load.classes[name]] if name in load.classes else []
+    waits = [one.online_wait_s for one in classes if one.online_wait_s is not None]
+    return max(waits, default=None), min((one.backlog_s for one in classes), default=0.0)

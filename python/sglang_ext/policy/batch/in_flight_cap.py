@@ -1,0 +1,100 @@
+"""How many requests of a run may be in flight: additive increase, multiplicative decrease, gated by the router's load.
+
+Low priority alone does not protect online requests: what is in flight occupies prefill instances, KV slots and queues.
+So the run takes no more than it needs to keep them busy. The cap grows by one per round trip while requests succeed and
+use all of it, doubles per round trip until the first congestion, and is halved, once per round trip, when the endpoint
+refuses a request for overload or reports that online requests wait longer than they should. It does not grow while the
+least loaded instance has a backlog: more in flight would only queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DECREASE = 0.5
+_ROUND_TRIP_WEIGHT = 0.1  # of a new sample in the smoothed round trip
+
+
+@dataclass(frozen=True, slots=True)
+class CapSettings:
+    """Bounds of the cap and of the gate. ValueError names the setting that cannot be."""
+
+    most: int = 256
+    start: int = 16
+    online_wait_target_s: float | None = 0.2  # None: the wait of online requests is not looked at
+    most_backlog_s: float = 2.0  # of prefill work at the least loaded instance; more does not keep it busier
+    settle_s: float = 1.0  # at least between two decreases that the reported load asks for
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise ValueError(f"most must be at least 1, got {self.most}")
+        if self.start < 1:
+            raise ValueError(f"start must be at least 1, got {self.start}")
+        if self.online_wait_target_s is not None and not self.online_wait_target_s > 0:
+            raise ValueError(f"online_wait_target_s must be above 0, got {self.online_wait_target_s}")
+        if not self.most_backlog_s > 0:
+            raise ValueError(f"most_backlog_s must be above 0, got {self.most_backlog_s}")
+
+
+class InFlightCap:
+    """The cap of one length class. Times are of one clock, in seconds, and do not go back."""
+
+    __slots__ = ("_cap", "_decreased_at_s", "_is_held", "_is_probing", "_round_trip_s", "_settings", "decreases")
+
+    def __init__(self, settings: CapSettings) -> None:
+        self._settings = settings
+        self._cap = float(min(settings.start, settings.most))
+        self._is_probing = True  # no congestion yet: doubles per round trip
+        self._is_held = False
+        self._decreased_at_s = float("-inf")
+        self._round_trip_s: float | None = None
+        self.decreases = 0
+
+    @property
+    def cap(self) -> int:
+        """Requests that may be in flight: from 1 to the settings' most."""
+        return int(self._cap)
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Smoothed time from sending a request to its answer; None before the first answer."""
+        return self._round_trip_s
+
+    def on_ok(self, sent_at_s: float, now_s: float, *, was_full: bool) -> None:
+        """A request succeeded. `was_full`: the cap was reached when it was sent; else a larger one would not help."""
+        sample_s = now_s - sent_at_s
+        if self._round_trip_s is None:
+            self._round_trip_s = sample_s
+        else:
+            self._round_trip_s += _ROUND_TRIP_WEIGHT * (sample_s - self._round_trip_s)
+        if not was_full or self._is_held or sent_at_s <= self._decreased_at_s:
+            return
+        step = 1.0 if self._is_probing else 1.0 / self._cap
+        self._cap = min(self._cap + step, float(self._settings.most))
+
+    def on_overload(self, sent_at_s: float, now_s: float) -> None:
+        """A request was refused for overload (429, 503). One sent before the last decrease tells nothing new."""
+        if sent_at_s > self._decreased_at_s:
+            self._decrease(now_s)
+
+    def on_load(self, online_wait_s: float | None, backlog_s: float, now_s: float) -> None:
+        """The router reported its load: `online_wait_s` as P90, None without online requests; see `CapSettings`."""
+        settings = self._settings
+        target_s = settings.online_wait_target_s
+        online_waits = target_s is not None and online_wait_s is not None and online_wait_s > target_s
+        self._is_held = online_waits or backlog_s >= settings.most_backlog_s
+        if online_waits or backlog_s >= 2 * settings.most_backlog_s:
+            # What is reported now was caused by what was sent up to a round trip ago.
+            settled_s = self._decreased_at_s + max(settings.settle_s, self._round_trip_s or 0.0)
+            if now_s >= settled_s:
+                self._decrease(now_s)
+
+    def on_load_unknown(self) -> None:
+        """The router reports no load any more: what it reported last holds nothing back."""
+        self._is_held = False
+
+    def _decrease(self, now_s: float) -> None:
+        self._cap = max(1.0, self._cap * _DECREASE)
+        self._is_probing = False
+        self._decreased_at_s = now_s
+        self.decreases += 1
