@@ -112,7 +112,7 @@ def _measure(sides: Sides, folder: Path, mix: TraceMix, rows: int) -> dict[str, 
                 seconds = run_client(sides.stock_url, half, concurrency, out)
                 stock_s += seconds
             else:
-                seconds = run_batch(sides.our_url, half, folder / f"ours-{number}.jsonl")
+                seconds = run_batch(sides.our_url, half, folder / f"half-{number}-out.jsonl")
                 our_s += seconds
             progress(f"half {number + 1}, {side}: {seconds:.1f} s, {half.prompt_tokens / seconds:.0f} prompt tokens/s")
     prompt_tokens = sum(half.prompt_tokens for half in halves)
@@ -183,7 +183,7 @@ def _measure_online(sides: Sides, folder: Path, job: JobMaker, mix: TraceMix, ro
     arrivals = [one for one in mix.arrivals(ONLINE_PER_S, duration_s, 0.01, 40) if not one.is_long]
     alone = [one.ttft_s for one in replayer.run(arrivals, 41) if one.ttft_s is not None]
     large = job("beside", max(rows, 2000) * 2, 42)
-    with BatchRun(sides.our_url, large, folder / "beside.jsonl") as run:
+    with BatchRun(sides.our_url, large, folder / "beside-out.jsonl") as run:
         time.sleep(8.0)
         beside = [one.ttft_s for one in replayer.run(arrivals, 43) if one.ttft_s is not None]
         if run.has_ended:
@@ -201,9 +201,9 @@ def _measure_online(sides: Sides, folder: Path, job: JobMaker, mix: TraceMix, ro
 
 def _measure_kill(sides: Sides, folder: Path, job: JobMaker, rows: int) -> dict[str, object]:
     """One job whole; another of the same kind killed in its middle and started again."""
-    whole_s = run_batch(sides.our_url, job("whole", rows // 5, 50), folder / "whole.jsonl")
+    whole_s = run_batch(sides.our_url, job("whole", rows // 5, 50), folder / "whole-out.jsonl")
     killed = job("killed", rows // 5, 51)
-    output = folder / "killed.jsonl"
+    output = folder / "killed-out.jsonl"
     began_s = time.perf_counter()
     with BatchRun(sides.our_url, killed, output):
         time.sleep(whole_s / 2)
