@@ -33,6 +33,7 @@ _PROFILES = {
 }
 _BATCHES = {
     "run": Command("sglang_ext.batch.run_command", "send a file of requests through an endpoint, nothing lost"),
+    "serve": Command("sglang_ext.batch.serve_command", "serve OpenAI's files and batches in front of an endpoint"),
 }
 COMMANDS = {
     "up": Command("sglang_ext.cluster.up", "start a whole cluster (pools and router) and keep it healthy"),

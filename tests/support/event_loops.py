@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +50,17 @@ async def within_limit(coroutine: Coroutine[Any, Any, T]) -> T:
     """A test hangs for `TEST_TIMEOUT_S` at most."""
     async with asyncio.timeout(TEST_TIMEOUT_S):
         return await coroutine
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorator: run a coroutine test on a guarded loop of its own, where no conftest does."""
+
+    @functools.wraps(test)
+    def wrapped(*args: Any, **options: Any) -> None:
+        with guarded_runner() as runner:
+            runner.run(within_limit(test(*args, **options)))
+
+    return wrapped
 
 
 class Stage:

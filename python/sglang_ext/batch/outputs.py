@@ -33,6 +33,11 @@ _GENERATE_COLUMNS = (
     "usage",
     "error",
 )
+# Errors of requests that were not finished when their batch ended, and the reason as it is shown.
+NOT_SENT = {
+    "batch_expired": "This request could not be executed before the completion window ended.",
+    "batch_cancelled": "This request was not executed: the batch was cancelled.",
+}
 _POSITION_MASK = (1 << 40) - 1
 
 
@@ -189,8 +194,10 @@ def error_line(result: StoredResult) -> bytes:
             reply = orjson.loads(result.body)
         except orjson.JSONDecodeError:
             reply = result.body.decode("utf-8", "replace")
-    code = "no_reply" if result.status_code is None else f"http_{result.status_code}"
-    return _line(result, result.status_code, reply, {"code": code, "message": result.error})
+    code, message = "no_reply" if result.status_code is None else f"http_{result.status_code}", result.error
+    if result.error in NOT_SENT:
+        code, message = result.error, NOT_SENT[result.error]
+    return _line(result, result.status_code, reply, {"code": code, "message": message})
 
 
 def _line(result: StoredResult, status_code: int | None, body: object, error: dict[str, object] | None) -> bytes:

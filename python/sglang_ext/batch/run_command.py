@@ -60,8 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=0, metavar="N", help="tokens of the model, for distillkit")
     parser.add_argument("--order", choices=["input", "done"], default="input", help="of the lines in the output")
     parser.add_argument("--engine", choices=["local", "ray"], default="local", help="this process, or Ray Data")
-    parser.add_argument("--max-retries", type=int, default=5, metavar="N", help="of a line, after its first try")
     parser.add_argument("--retry-failed", action="store_true", help="send lines again that have failed before")
+    add_sending_arguments(parser)
+    parser.add_argument("--store", type=Path, metavar="FILE", help="what the run knows (OUTPUT.store)")
+
+
+def add_sending_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how lines are sent, which `sglang-ext batch serve` has, too."""
+    parser.add_argument("--max-retries", type=int, default=5, metavar="N", help="of a line, after its first try")
     parser.add_argument("--max-in-flight", type=int, default=256, metavar="N", help="requests at a time, at most")
     parser.add_argument(
         "--online-wait-target-ms",
@@ -75,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request-timeout-s", type=float, default=REQUEST_TIMEOUT_S, metavar="S", help="of one request"
     )
-    parser.add_argument("--store", type=Path, metavar="FILE", help="what the run knows (OUTPUT.store)")
     parser.add_argument("--store-limit-mib", type=float, metavar="N", help="what the store may take on the disk")
 
 
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return int(import_module("sglang_ext.batch.ray_engine").run_on_ray(args))
     with _stopped_by_signals():
         try:
-            return _BatchRun(args).run()
+            return BatchRun(args).run()
         except (RunError, InputError, OutputError) as error:
             _complain(f"error: {error}")
             return USAGE
@@ -137,15 +142,15 @@ def runner_settings(args: argparse.Namespace) -> RunnerSettings:
     return RunnerSettings(cap, args.max_retries)
 
 
-class _BatchRun:
+class BatchRun:
     """One run of the command. The constructor checks the options and touches nothing."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.options = line_options(args)
         self.settings = runner_settings(args)
-        self.requests_limit = _rate_limit("--limit-requests-per-s", args.limit_requests_per_s)
-        self.tokens_limit = _rate_limit("--limit-tokens-per-s", args.limit_tokens_per_s)
+        self.requests_limit = rate_limit("--limit-requests-per-s", args.limit_requests_per_s)
+        self.tokens_limit = rate_limit("--limit-tokens-per-s", args.limit_tokens_per_s)
         try:
             self.client = EndpointClient(args.endpoint, api_key=api_key(args), request_timeout_s=args.request_timeout_s)
         except ValueError as error:
@@ -173,7 +178,9 @@ class _BatchRun:
         # SQLite sorts on disk; a run's temporary files go where its store is.
         os.environ.setdefault("SQLITE_TMPDIR", str(self.store_path.absolute().parent))
         with BatchStore.open(self.store_path, None if limit_mib is None else int(limit_mib * (1 << 20))) as store:
-            job = self._prepare(store)
+            job = self.prepare(store)
+            if done := job.succeeded + job.failed:
+                print(f"going on: {done} of {job.lines} lines are done ({job.failed} failed)", file=sys.stderr)
             if self.args.retry_failed:
                 print(f"{store.requeue_failed(job.id)} failed lines are sent again", file=sys.stderr)
                 job = store.job(job.id)
@@ -197,15 +204,13 @@ class _BatchRun:
 
     # -- the job ------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, store: BatchStore) -> Job:
+    def prepare(self, store: BatchStore) -> Job:
         """The store's job, made of the input where there is none; refused where input or options have changed."""
         job = store.find_job(JOB_NAME)
         if job is None and store.jobs():
             raise RunError(f"--store: {self.store_path} is of something else")
         if job is not None and job.is_ready:
             self._check_unchanged(store, job)
-            done = job.succeeded + job.failed
-            print(f"going on: {done} of {job.lines} lines are done ({job.failed} failed)", file=sys.stderr)
             return job
         store.start_over()
         identities = [identify(file) for file in self.files]
@@ -253,11 +258,15 @@ class _BatchRun:
             raise RunError(f"--input: {name} is missing; {hint}")
         store.describe_job(job.id, described)
 
+    async def check_key(self) -> None:
+        """RunError when the endpoint refuses the API key, or the lack of one. The client must be open."""
+        if not await self.client.is_key_accepted():
+            raise RunError("--api-key: the endpoint refuses it" if api_key(self.args) else "--api-key: needed")
+
     async def _send(self, store: BatchStore, job: Job) -> bool:
         """Send what has no result; False when a signal stopped it."""
         async with self.client:
-            if not await self.client.is_key_accepted():
-                raise RunError("--api-key: the endpoint refuses it" if api_key(self.args) else "--api-key: needed")
+            await self.check_key()
             runner: JobRunner | None = None  # made inside, as it tells the report what happens
             with ProgressReport.of_sending(job, lambda: None if runner is None else runner.progress) as report:
                 runner = JobRunner(
@@ -292,7 +301,8 @@ class _BatchRun:
         )
 
 
-def _rate_limit(option: str, per_s: float | None) -> RateLimit:
+def rate_limit(option: str, per_s: float | None) -> RateLimit:
+    """The limit of an option. RunError names the option where it cannot be."""
     try:
         return RateLimit(per_s)
     except ValueError as error:

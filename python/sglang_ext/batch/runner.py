@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -237,6 +238,7 @@ class JobRunner:
         """Ask the router for its length boundary, once it answers at all."""
         boundary, tries = None, 0
         while self._stop_at_s is None:
+            self._end([queue for queue in self._jobs.values() if queue.is_cancelled])  # before anything was sent
             try:
                 load = await self._client.load()
             except LoadUnknownError:
@@ -359,7 +361,10 @@ class JobRunner:
         self._wake.set()
 
     def _end_jobs(self) -> None:
-        for queue in [queue for queue in self._jobs.values() if queue.is_idle]:
+        self._end([queue for queue in self._jobs.values() if queue.is_idle])
+
+    def _end(self, queues: list[_JobQueue]) -> None:
+        for queue in queues:
             del self._jobs[queue.job]
             self._store.release_leases(queue.job)
             if queue.on_end is not None:
@@ -376,7 +381,12 @@ class JobRunner:
         was_full = one.in_flight >= one.cap.cap
         task = asyncio.create_task(self._request(name, one, queue, leased, was_full))
         queue.tasks.add(task)
-        task.add_done_callback(queue.tasks.discard)
+        task.add_done_callback(partial(self._request_done, queue))
+
+    def _request_done(self, queue: _JobQueue, task: asyncio.Task[None]) -> None:
+        queue.tasks.discard(task)
+        if queue.is_cancelled:
+            self._wake.set()  # it may have been the last one
 
     async def _request(
         self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, was_full: bool

@@ -52,8 +52,8 @@ def pack_scores(line: BatchLine, answer: Answer) -> bytes:
     given = body.get("input_ids")
     if given is not None:
         sent = np.array(given, np.int32)
-        # SGLang names the vocabulary's last token 0, with the right log-probability.
-        if len(sent) != len(token_ids) or (token_ids != np.where(token_ids == 0, 0, sent)).any():
+        # SGLang calls a vocabulary's last token 0 there; the number is the right one's.
+        if len(sent) != len(token_ids) or not ((token_ids == sent) | (token_ids == 0)).all():
             raise ValueError(f"the reply has scores of {len(token_ids)} tokens that are not the {len(given)} sent")
         token_ids = sent
     if np.isnan(logprobs[1:]).any():
@@ -81,7 +81,7 @@ def _candidates(told: Any, tokens: int, wanted: int, name: str) -> tuple[NDArray
 def _flat_candidates(
     meta: dict[str, Any], tokens: int, wanted: int, name: str
 ) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """The same as arrays, which newer SGLang sends when asked: a tenth of the text, and nothing to parse."""
+    """The same as arrays, which newer SGLang sends when asked: a third of the text, and nothing to parse."""
     rows, count = meta[f"{name}_shape"]
     if meta[f"{name}_null_prefix"] != 1 or (rows, count) != (tokens - 1, wanted):
         raise ValueError(f"the reply has {name} of {rows} positions with {count} each, not {tokens - 1} with {wanted}")

@@ -112,6 +112,7 @@ class Duplicate(NamedTuple):
     custom_id: str
     first: str
     second: str
+    second_number: int  # its line number alone
 
 
 class BatchStore:
@@ -289,14 +290,14 @@ class BatchStore:
             ).fetchall()
             return [Duplicate(custom_id, *self._places(custom_id, earliest, last)) for custom_id, earliest in rows]
 
-    def _places(self, custom_id: str, earliest: int, last: int) -> tuple[str, str]:
+    def _places(self, custom_id: str, earliest: int, last: int) -> tuple[str, str, int]:
         rows = self._connection.execute(
             "SELECT files.name, number FROM lines JOIN files ON files.id = lines.file"
             " WHERE lines.id BETWEEN ? AND ? AND custom_id=? ORDER BY lines.id LIMIT 2",
             (earliest, last, custom_id),
         ).fetchall()
         places = [BatchLine("", "", b"", 0, b"", name, number).place for name, number in rows]
-        return places[0], places[1]
+        return places[0], places[1], rows[1][1]
 
     def make_ready(self, job: int) -> None:
         """All lines are in: put them into the queue in the order in which they leave.

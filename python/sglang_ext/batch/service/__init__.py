@@ -1,0 +1,1 @@
+"""Batches as a service: OpenAI's files and batches in front of any endpoint."""

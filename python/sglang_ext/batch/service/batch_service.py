@@ -1,0 +1,368 @@
+"""Drives every batch through its life: one task per open batch does what the batch's state asks for.
+
+A state is written down before its work begins, and its work can be done again from the beginning: that is all a restart
+does. A cancellation changes the state and ends the work that was under way; the task then does what the new state asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from sglang_ext.batch.outputs import error_line, output_line
+from sglang_ext.batch.service.batches import BatchEntry, BatchTable, LineProblem, RequestTotals
+from sglang_ext.batch.service.dispatcher import Dispatcher, until_done
+from sglang_ext.batch.service.files import FileStore, IdSource, StoredFile
+from sglang_ext.batch.service.metrics import RequestOutcome, ServiceReading
+from sglang_ext.batch.service.validation import read_lines
+from sglang_ext.batch.store import BatchStore, Job, LineResult, StoredResult, StoreError
+from sglang_ext.policy.batch.batch_lifecycle import (
+    BatchEvent,
+    BatchLifecycle,
+    BatchStatus,
+    BatchWork,
+    parse_completion_window,
+)
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+OUTPUT_PURPOSE = "batch_output"
+SWEEP_S = 60.0
+POLL_S = 1.0  # how often a running batch looks at the clock
+VALIDATING_AT_ONCE = 2
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+CLOSED_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """What one batch may be."""
+
+    max_lines: int = 50_000
+    model: str | None = None  # for lines that name none
+
+
+class _Exported(NamedTuple):
+    """The files of a batch, None where there was nothing to write, and what became of its requests."""
+
+    output_file_id: str | None
+    error_file_id: str | None
+    outcomes: Counter[RequestOutcome]
+
+
+class BatchService:
+    """Files, batches and what drives them. All methods belong to one event loop.
+
+    `folder` holds the files' bytes; their rows and the batches' are in the store's own database.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        dispatcher: Dispatcher,
+        folder: Path,
+        limits: ServiceLimits,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._dispatcher = dispatcher
+        self._limits = limits
+        self._now_s = now_s
+        self._database = sqlite3.connect(store.path, isolation_level=None, timeout=30.0)
+        self._database.execute("PRAGMA synchronous=FULL")  # an accepted batch outlives the machine's power
+        self._ids = IdSource()
+        self.files = FileStore(self._database, folder, self._ids, now_s)
+        self.batches = BatchTable(self._database)
+        self._drivers: dict[str, asyncio.Task[None]] = {}
+        self._work: dict[str, asyncio.Task[None]] = {}
+        self._retry_s: dict[str, float] = {}
+        self._validating = asyncio.Semaphore(VALIDATING_AT_ONCE)
+        self._outcomes: Counter[RequestOutcome] = Counter()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    # -- what clients ask for ------------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        source: StoredFile,
+        endpoint: str,
+        completion_window: str,
+        *,
+        metadata: dict[str, str] | None = None,
+        output_expires_after_s: int | None = None,
+    ) -> BatchEntry:
+        """Accept a batch; it is durable when this returns. ValueError for a window that cannot be."""
+        now = int(self._now_s())
+        entry = BatchEntry(
+            batch_id=self._ids.make("batch_"),
+            endpoint=endpoint,
+            input_file_id=source.file_id,
+            completion_window=completion_window,
+            lifecycle=BatchLifecycle(created_at=now, expires_at=now + parse_completion_window(completion_window)),
+            metadata=metadata,
+            output_expires_after_s=output_expires_after_s,
+        )
+        self.batches.put(entry)
+        self._begin(entry.batch_id)
+        return entry
+
+    def find(self, batch_id: str) -> BatchEntry | None:
+        """A batch with its counts of now."""
+        entry = self.batches.find(batch_id)
+        return None if entry is None else self._counted(entry)
+
+    def page(self, after: str | None, limit: int) -> list[BatchEntry]:
+        """Up to `limit` batches behind the id `after`, the newest first, with their counts of now."""
+        return [self._counted(entry) for entry in self.batches.page(after, limit)]
+
+    def cancel(self, batch_id: str) -> BatchEntry | None:
+        """Cancel a batch: its work ends at once. None for an unknown one; EventRefusedError when it is too late."""
+        entry = self.batches.find(batch_id)
+        if entry is None:
+            return None
+        lifecycle = entry.lifecycle.advance(BatchEvent.CANCEL, self._now_s())
+        if lifecycle is not entry.lifecycle:
+            entry = replace(entry, lifecycle=lifecycle)
+            self.batches.put(entry)
+            if work := self._work.get(batch_id):
+                work.cancel()
+        return self._counted(entry)
+
+    def _counted(self, entry: BatchEntry) -> BatchEntry:
+        if entry.status.is_terminal:
+            return entry
+        job = self._store.find_job(entry.batch_id)
+        if job is None or not job.is_ready:
+            return entry
+        return replace(entry, totals=_totals(job))
+
+    def reading(self) -> ServiceReading:
+        """What Prometheus is told."""
+        files, file_bytes = self.files.totals()
+        return ServiceReading(
+            batches=self.batches.count_by_status(),
+            outcomes=dict(self._outcomes),
+            in_flight=self._dispatcher.in_flight,
+            cap=self._dispatcher.cap,
+            waiting=sum(job.remaining for job in self._store.jobs() if job.is_ready),
+            files=files,
+            file_bytes=file_bytes,
+        )
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Go on with every open batch."""
+        entries = self.batches.open()
+        open_ids = {entry.batch_id for entry in entries}
+        for job in self._store.jobs():
+            if job.name not in open_ids:  # it ended, and the service before its lines were removed
+                await asyncio.to_thread(self._store.delete_job, job.id)
+        for entry in entries:
+            self._begin(entry.batch_id)
+        self._sweeper = asyncio.create_task(self._sweep())
+        if entries:
+            logger.info("going on with %d batches", len(entries))
+
+    async def stop(self) -> None:
+        """End all work; open batches go on when the service starts again."""
+        tasks = [*self._drivers.values(), *([self._sweeper] if self._sweeper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._dispatcher.close()
+        self._database.close()
+
+    def _begin(self, batch_id: str) -> None:
+        self._drivers[batch_id] = asyncio.create_task(self._drive(batch_id))
+
+    async def _drive(self, batch_id: str) -> None:
+        """Do what the batch's state asks for until it asks for nothing."""
+        try:
+            while (entry := self.batches.find(batch_id)) and entry.lifecycle.work is not BatchWork.NOTHING:
+                work = self._work[batch_id] = asyncio.create_task(self._do(entry))
+                try:
+                    await asyncio.wait([work])
+                finally:
+                    work.cancel()
+                    await until_done(work)
+                if not work.cancelled():  # else a cancellation has changed the state
+                    work.result()
+            if entry:
+                logger.info("%s: %s, %s", batch_id, entry.status.value, entry.totals)
+        finally:
+            self._work.pop(batch_id, None)
+            self._retry_s.pop(batch_id, None)
+            self._drivers.pop(batch_id, None)
+
+    async def _do(self, entry: BatchEntry) -> None:
+        """The work of a state, once; a failure is logged, and the next attempt comes later and later."""
+        steps: dict[BatchWork, Callable[[BatchEntry], Coroutine[None, None, None]]] = {
+            BatchWork.VALIDATE: self._validate,
+            BatchWork.RUN: self._run,
+            BatchWork.WRITE_FILES: self._write_files,
+        }
+        try:
+            await steps[entry.lifecycle.work](entry)
+            self._retry_s.pop(entry.batch_id, None)
+        except Exception as error:
+            wait_s = self._retry_s.get(entry.batch_id, FIRST_RETRY_S)
+            self._retry_s[entry.batch_id] = min(wait_s * 2, LAST_RETRY_S)
+            is_expected = isinstance(error, (StoreError, OSError, sqlite3.Error))
+            logger.warning(
+                "%s: %s: %s; again in %g s",
+                entry.batch_id,
+                entry.lifecycle.work.value,
+                error,
+                wait_s,
+                exc_info=None if is_expected else error,
+            )
+            await asyncio.sleep(wait_s)
+
+    # -- the work of each state ----------------------------------------------------------------------------------------
+
+    async def _validate(self, entry: BatchEntry) -> None:
+        async with self._validating:
+            problems = await self._in_thread(partial(self._read_lines, entry))
+        if not problems:
+            self._advance(entry, BatchEvent.LINES_VALID)
+            return
+        self._advance(replace(entry, problems=tuple(problems)), BatchEvent.LINES_INVALID)
+        await self._drop_job(entry)
+
+    def _read_lines(self, entry: BatchEntry, is_stopped: Callable[[], bool]) -> list[LineProblem]:
+        earlier = self._store.find_job(entry.batch_id)
+        if earlier is not None:
+            self._store.delete_job(earlier.id)
+        job = self._store.create_job(entry.batch_id, {})
+        try:
+            return read_lines(
+                self._store,
+                job,
+                self.files.path(entry.input_file_id),
+                entry.endpoint,
+                self._limits.max_lines,
+                self._limits.model,
+                is_stopped,
+            )
+        except FileNotFoundError:
+            return [LineProblem("file_not_found", "the input file was deleted", param="input_file_id")]
+
+    async def _run(self, entry: BatchEntry) -> None:
+        job = self._job(entry)
+        running = asyncio.create_task(self._dispatcher.run_job(job.id))
+        try:
+            while entry.lifecycle.due_event(self._job(entry).remaining, self._now_s()) is None:
+                await asyncio.wait([running], timeout=POLL_S)
+                if running.done():
+                    running.result()
+                    break
+        finally:
+            running.cancel()
+            await until_done(running)
+        # What came while it stopped counts.
+        event = entry.lifecycle.due_event(self._job(entry).remaining, self._now_s())
+        if event is None:
+            raise RuntimeError("the job is done, and requests are left")
+        self._advance(entry, event)
+
+    async def _write_files(self, entry: BatchEntry) -> None:
+        """Requests without a result get an error, and output and error file are written. Nothing is in flight."""
+        job = self._store.find_job(entry.batch_id)
+        if job is None or not job.is_ready:  # it was cancelled before its requests were known
+            self._advance(entry, BatchEvent.FILES_WRITTEN)
+        else:
+            exported = await self._in_thread(partial(self._export, entry, job))
+            totals = _totals(self._job(entry))  # not within: the store may be waiting for this transaction to end
+            with self.batches.transaction():
+                for file_id, kind in ((exported.output_file_id, "output"), (exported.error_file_id, "error")):
+                    if file_id is not None:
+                        name = f"{entry.batch_id}_{kind}.jsonl"
+                        self.files.add(file_id, name, OUTPUT_PURPOSE, entry.output_expires_after_s)
+                self._advance(
+                    replace(
+                        entry,
+                        output_file_id=exported.output_file_id,
+                        error_file_id=exported.error_file_id,
+                        totals=totals,
+                    ),
+                    BatchEvent.FILES_WRITTEN,
+                )
+            self._outcomes.update(exported.outcomes)
+        await self._drop_job(entry)
+
+    def _export(self, entry: BatchEntry, job: Job, is_stopped: Callable[[], bool]) -> _Exported:
+        code = "batch_cancelled" if entry.status is BatchStatus.CANCELLING else "batch_expired"
+        self._store.release_leases(job.id)
+        while leased := self._store.lease(job.id, CLOSED_AT_ONCE):
+            self._store.finish([LineResult(one.id, False, None, "", code, b"") for one in leased])
+        outcomes: Counter[RequestOutcome] = Counter()
+        placed: list[str | None] = []
+        for is_ok in (True, False):
+            with self.files.writing() as file:
+                is_empty = True
+                for result in self._store.results(job.id, ok=is_ok):
+                    if is_stopped():
+                        raise asyncio.CancelledError
+                    file.write(output_line(result) if is_ok else error_line(result))
+                    outcomes[_outcome(result)] += 1
+                    is_empty = False
+                placed.append(None if is_empty else self.files.place(file))
+        return _Exported(placed[0], placed[1], outcomes)
+
+    async def _drop_job(self, entry: BatchEntry) -> None:
+        job = self._store.find_job(entry.batch_id)
+        if job is not None:
+            await asyncio.to_thread(self._store.delete_job, job.id)
+
+    def _advance(self, entry: BatchEntry, event: BatchEvent) -> None:
+        """Write down the batch's next state, and with it what `entry` says that is new."""
+        current = self.batches.find(entry.batch_id)
+        assert current is not None
+        self.batches.put(replace(entry, lifecycle=current.lifecycle.advance(event, self._now_s())))
+
+    def _job(self, entry: BatchEntry) -> Job:
+        job = self._store.find_job(entry.batch_id)
+        assert job is not None, f"{entry.batch_id}: no job"
+        return job
+
+    async def _in_thread(self, work: Callable[[Callable[[], bool]], T]) -> T:
+        """Run `work` in a thread; cancelled, tell it to stop, and be over only when it is."""
+        stopped = threading.Event()
+        thread = asyncio.ensure_future(asyncio.to_thread(work, stopped.is_set))
+        try:
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            stopped.set()
+            await until_done(thread)
+            raise
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                count = self.files.delete_expired()
+                if count:
+                    logger.info("deleted %d files whose time was over", count)
+            except (OSError, sqlite3.Error) as error:
+                logger.warning("expired files: %s", error)
+            await asyncio.sleep(SWEEP_S)
+
+
+def _outcome(result: StoredResult) -> RequestOutcome:
+    if result.is_ok:
+        return RequestOutcome.SUCCEEDED
+    ends = {"batch_expired": RequestOutcome.EXPIRED, "batch_cancelled": RequestOutcome.CANCELLED}
+    return ends.get(result.error or "", RequestOutcome.FAILED)
+
+
+def _totals(job: Job) -> RequestTotals:
+    return RequestTotals(job.lines, job.succeeded, job.failed)

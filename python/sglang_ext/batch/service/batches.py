@@ -1,0 +1,160 @@
+"""The batches of the service: one row each in the store's database, and their shape in OpenAI's API."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from sglang_ext.policy.batch.batch_lifecycle import BatchLifecycle, BatchStatus
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS service_batches (
+    batch_id TEXT PRIMARY KEY,
+    status TEXT NOT NULL,
+    description BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS service_batches_by_status ON service_batches (status);
+"""
+
+
+@dataclass(frozen=True)
+class LineProblem:
+    """Why a line of the input, or all of it (`line` None), cannot be sent; lines count from 1."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestTotals:
+    """How many requests a batch has, and how many of them have a result or are in the error file."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class BatchEntry:
+    """One batch: what the client asked for, where it stands, what came of it."""
+
+    batch_id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    lifecycle: BatchLifecycle
+    metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
+    problems: tuple[LineProblem, ...] = ()
+    totals: RequestTotals = RequestTotals()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def status(self) -> BatchStatus:
+        return self.lifecycle.status
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's batch object."""
+        times = asdict(self.lifecycle)
+        del times["status"], times["is_expiring"]
+        problems = [asdict(problem) for problem in self.problems]
+        return {
+            "id": self.batch_id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": problems} if problems else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status.value,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            **times,
+            "request_counts": asdict(self.totals),
+            "metadata": self.metadata,
+        }
+
+
+def _encoded(entry: BatchEntry) -> bytes:
+    return orjson.dumps(entry)
+
+
+def _decoded(description: bytes) -> BatchEntry:
+    fields: dict[str, Any] = orjson.loads(description)
+    lifecycle = fields["lifecycle"]
+    return BatchEntry(
+        **fields
+        | {
+            "lifecycle": BatchLifecycle(**lifecycle | {"status": BatchStatus(lifecycle["status"])}),
+            "problems": tuple(LineProblem(**problem) for problem in fields["problems"]),
+            "totals": RequestTotals(**fields["totals"]),
+        }
+    )
+
+
+class BatchTable:
+    """The rows. The database is in autocommit mode and used by one thread; each write is durable when it returns."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        database.executescript(_SCHEMA)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """What is written within, to any table of the database, happens as a whole or not at all."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    def put(self, entry: BatchEntry) -> None:
+        """Insert or replace a batch's row."""
+        self._database.execute(
+            "INSERT OR REPLACE INTO service_batches VALUES (?, ?, ?)",
+            (entry.batch_id, entry.status.value, _encoded(entry)),
+        )
+
+    def find(self, batch_id: str) -> BatchEntry | None:
+        """The batch of this id."""
+        row = self._database.execute(
+            "SELECT description FROM service_batches WHERE batch_id = ?", (batch_id,)
+        ).fetchone()
+        return None if row is None else _decoded(row[0])
+
+    def page(self, after: str | None, limit: int) -> list[BatchEntry]:
+        """Up to `limit` batches, the newest first, behind the id `after`."""
+        rows = self._database.execute(
+            "SELECT description FROM service_batches WHERE ? IS NULL OR batch_id < ? ORDER BY batch_id DESC LIMIT ?",
+            (after, after, limit),
+        )
+        return [_decoded(row[0]) for row in rows]
+
+    def open(self) -> list[BatchEntry]:
+        """Every batch that is not over, the oldest first."""
+        ended = [status.value for status in BatchStatus if status.is_terminal]
+        places = ", ".join("?" * len(ended))
+        rows = self._database.execute(
+            f"SELECT description FROM service_batches WHERE status NOT IN ({places}) ORDER BY batch_id", ended
+        )
+        return [_decoded(row[0]) for row in rows]
+
+    def count_by_status(self) -> dict[BatchStatus, int]:
+        """How many batches have each status; all statuses are there."""
+        counts = dict(self._database.execute("SELECT status, count(*) FROM service_batches GROUP BY status"))
+        return {status: counts.get(status.value, 0) for status in BatchStatus}
+
+    def is_validating(self, input_file_id: str) -> bool:
+        """Whether a batch is still read from this file."""
+        return any(
+            entry.input_file_id == input_file_id and entry.status is BatchStatus.VALIDATING for entry in self.open()
+        )

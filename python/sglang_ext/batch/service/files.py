@@ -1,0 +1,172 @@
+"""The files of the service: uploaded inputs, and the outputs and errors of batches.
+
+A file is a row in the store's database and its bytes in a folder, under its id: the name that a client gave it is only
+ever shown. Bytes are written and synced under a temporary name, renamed, and only then get their row, so a row without
+bytes does not exist; bytes without a row are what a killed service left, and are removed when it starts again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS service_files (
+    file_id TEXT PRIMARY KEY,
+    filename TEXT NOT NULL,
+    purpose TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER
+) WITHOUT ROWID
+"""
+_PARTIAL = ".partial"
+
+
+class IdSource:
+    """Ids that sort by when they were made: a page of a list begins behind an id, whether that still exists or not."""
+
+    def __init__(self) -> None:
+        self._latest_ns = 0
+
+    def make(self, prefix: str) -> str:
+        """`PREFIX` and 32 hexadecimal digits: 16 of the time, 16 that cannot be guessed."""
+        self._latest_ns = max(self._latest_ns + 1, time.time_ns())
+        return f"{prefix}{self._latest_ns:016x}{secrets.token_hex(8)}"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file; times in Unix seconds."""
+
+    file_id: str
+    filename: str  # as the client gave it: for display alone
+    purpose: str  # batch | batch_output
+    size_bytes: int
+    created_at: int
+    expires_at: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's file object."""
+        return {
+            "id": self.file_id,
+            "object": "file",
+            "bytes": self.size_bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class FileStore:
+    """Rows in `database` and bytes under `folder`, which is made. `now_s` tells Unix time.
+
+    The database is in autocommit mode and used by one thread.
+    """
+
+    def __init__(
+        self, database: sqlite3.Connection, folder: Path, ids: IdSource, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self._database = database
+        self._folder = folder
+        self._ids = ids
+        self._now_s = now_s
+        folder.mkdir(parents=True, exist_ok=True)
+        database.execute(_SCHEMA)
+        known = {row[0] for row in database.execute("SELECT file_id FROM service_files")}
+        for path in folder.iterdir():
+            if path.name not in known:
+                path.unlink()
+
+    @contextmanager
+    def writing(self) -> Iterator[BinaryIO]:
+        """A new temporary file to write to; `place` keeps it, else it is removed at the block's end."""
+        path = self._folder / (secrets.token_hex(16) + _PARTIAL)
+        try:
+            with path.open("xb") as file:
+                yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+    def place(self, file: BinaryIO) -> str:
+        """Sync what was written and rename it to a new file id, which is returned: still without a row. Blocking."""
+        file.flush()
+        os.fsync(file.fileno())
+        file_id = self._ids.make("file-")
+        os.rename(file.name, self._folder / file_id)
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return file_id
+
+    def add(self, file_id: str, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
+        """Make a placed file known."""
+        now = int(self._now_s())
+        stored = StoredFile(
+            file_id,
+            filename,
+            purpose,
+            self.path(file_id).stat().st_size,
+            now,
+            None if expires_after_s is None else now + expires_after_s,
+        )
+        self._database.execute(
+            "INSERT INTO service_files VALUES (?, ?, ?, ?, ?, ?)",
+            (file_id, filename, purpose, stored.size_bytes, now, stored.expires_at),
+        )
+        return stored
+
+    def path(self, file_id: str) -> Path:
+        """Where the bytes of a known file are."""
+        return self._folder / file_id
+
+    def find(self, file_id: str) -> StoredFile | None:
+        """The file of this id, None where there is none (any more)."""
+        row = self._database.execute(
+            "SELECT * FROM service_files WHERE file_id = ? AND (expires_at IS NULL OR expires_at > ?)",
+            (file_id, self._now_s()),
+        ).fetchone()
+        return None if row is None else StoredFile(*row)
+
+    def page(self, after: str | None, limit: int, purpose: str | None, is_ascending: bool) -> list[StoredFile]:
+        """Up to `limit` files behind the id `after`, the newest first unless `is_ascending`."""
+        order, compare = ("ASC", ">") if is_ascending else ("DESC", "<")
+        rows = self._database.execute(
+            f"SELECT * FROM service_files WHERE (expires_at IS NULL OR expires_at > ?) AND (? IS NULL OR purpose = ?)"
+            f" AND (? IS NULL OR file_id {compare} ?) ORDER BY file_id {order} LIMIT ?",
+            (self._now_s(), purpose, purpose, after, after, limit),
+        )
+        return [StoredFile(*row) for row in rows]
+
+    def delete(self, file_id: str) -> None:
+        """Remove a file; downloads that have begun run to their end."""
+        self._database.execute("DELETE FROM service_files WHERE file_id = ?", (file_id,))
+        self.path(file_id).unlink(missing_ok=True)
+
+    def delete_expired(self) -> int:
+        """Remove every file whose time is over; returns how many."""
+        rows = self._database.execute(
+            "SELECT file_id FROM service_files WHERE expires_at <= ?", (self._now_s(),)
+        ).fetchall()
+        for (file_id,) in rows:
+            self.delete(file_id)
+        return len(rows)
+
+    def totals(self) -> tuple[int, int]:
+        """How many files there are, and their bytes."""
+        count, size = self._database.execute(
+            "SELECT count(*), coalesce(sum(size_bytes), 0) FROM service_files"
+        ).fetchone()
+        return int(count), int(size)
