@@ -48,7 +48,6 @@ class CompletionForm(NamedTuple):
     top_logprobs: int  # alternatives per prompt position
     output_logprobs: int | None  # alternatives per new token; None: no log-probabilities of these
     candidates: list[list[int]] | None  # per position, or one list for all
-    prompts: list[list[int]] | None  # where the client gave token ids
     prompts: list[list[int]] | None = None  # token ids as given; None: the prompts are texts
 
 
@@ -300,10 +299,7 @@ def _prompt_logprobs(info: dict[str, Any], form: CompletionForm, ids: list[int] 
     tops: list[Any] = info["input_top_logprobs"]
     wanted: list[Any] | None = info.get("input_token_ids_logprobs") if form.candidates is not None else None
     positions: list[dict[str, Any] | None] = []
-    if ids is not None and len(ids) != len(actual):
-        raise ValueError(f"log-probabilities of {len(actual)} tokens instead of {len(ids)}")
-    for position, (value, told, text) in enumerate(actual):
-        token = told if ids is None else ids[position]
+    for position, (value, token, text) in enumerate(actual):
         if position == 0:
             positions.append(None)  # nothing comes before the first token
             continue

@@ -161,7 +161,7 @@ def test_a_completion_is_asked_in_sglangs_words() -> None:
 
 
 def form(top: int, outputs: int | None = None, candidates: list[list[int]] | None = None) -> CompletionForm:
-    return CompletionForm("m", top, outputs, candidates, None)
+    return CompletionForm("m", top, outputs, candidates)
 
 
 def positions(top: int, one: dict[str, Any] = ONE, candidates: list[list[int]] | None = None) -> list[Any]:
@@ -217,15 +217,6 @@ def test_what_json_cannot_say_is_a_number() -> None:
     one = output([5, 6], [None, [[None, 6, None]]])
     one["meta_info"]["input_token_logprobs"][1][0] = None
     assert positions(1, one)[1]["6"]["logprob"] == MINUS_INFINITY
-
-
-def test_the_token_is_the_one_that_was_sent() -> None:
-    one = output([5, 0], [None, [[-0.1, 8, None]]])
-    asked = form(1)._replace(prompts=[[5, 2047]])
-    (choice,) = json.loads(completion_reply(asked, json.dumps(one).encode()))["choices"]
-    assert list(choice["prompt_logprobs"][1]) == ["2047", "8"]
-    with pytest.raises(ValueError, match="2 tokens instead of 3"):
-        completion_reply(form(1)._replace(prompts=[[5, 6, 7]]), json.dumps(one).encode())
 
 
 def test_prompts_of_one_token_and_several_prompts() -> None:
