@@ -24,11 +24,12 @@ def files(path: str) -> list[Path]:
 
 def defined(source: Path) -> set[str]:
     names = set()
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.ClassDef | functions):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, functions)}
     return names
 
 

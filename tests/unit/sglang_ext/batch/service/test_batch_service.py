@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.batch.service import batch_service
+from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable
 from sglang_ext.batch.service.dispatcher import Dispatcher
@@ -157,6 +160,9 @@ class Bench:
         on_disk = {path.name for path in (self.folder / "files").iterdir()}
         known = {stored.file_id for stored in self.service.files.page(None, 10_000, None, False)}
         assert on_disk == known
+        entries = self.service.batches.page(None, 1000)
+        outputs = {stored.file_id for stored in self.service.files.page(None, 10_000, "batch_output", False)}
+        assert outputs <= {one for entry in entries for one in (entry.output_file_id, entry.error_file_id)}
         with sqlite3.connect(self.store.path) as database:
             for table in ("jobs", "lines", "queue", "results"):
                 assert database.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
@@ -203,7 +209,9 @@ async def test_output_files_are_deleted_when_their_time_is_over(tmp_path: Path) 
 async def test_a_cancellation_while_validating(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     await bench.service.start()
-    batch_id = bench.create(5000)
+    batch_id = bench.create(20_000)
+    while (job := bench.store.find_job(batch_id)) is None or not job.lines:  # noqa: ASYNC110
+        await asyncio.sleep(0)
     assert bench.service.cancel(batch_id)
     await bench.until(batch_id, BatchStatus.CANCELLED)
     await bench.finish_all()
@@ -250,6 +258,60 @@ async def test_a_disk_that_is_full_for_a_while_delays_the_batch(
     await bench.close()
 
 
+@on_loop
+async def test_results_that_come_while_the_window_ends_complete_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_job = ObedientDispatcher.run_job
+
+    async def last_moment(self: ObedientDispatcher, job: int) -> None:
+        try:
+            await run_job(self, job)
+        except asyncio.CancelledError:
+            self.store.finish([LineResult(one.id, True, 200, "r", None, REPLY) for one in self.store.lease(job, 100)])
+            raise
+
+    monkeypatch.setattr(ObedientDispatcher, "run_job", last_moment)
+    bench = Bench(tmp_path)
+    await bench.service.start()
+    batch_id = bench.create(3)
+    await bench.until(batch_id, BatchStatus.IN_PROGRESS)
+    await asyncio.sleep(0.01)
+    bench.time_s += 3600
+    entry = await bench.until(batch_id, BatchStatus.COMPLETED)
+    assert entry.totals.completed == 3
+    await bench.finish_all()
+    await bench.close()
+
+
+@on_loop
+async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    app = build_app(bench.service, "", 1000)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def locked(*args: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+        form: Any = {"files": {"file": ("x", b"{}")}, "data": {"purpose": "batch"}}
+        source = (await client.post("/v1/files", **form)).json()["id"]
+        before = os.listdir(tmp_path / "files")
+        monkeypatch.setattr(FileStore, "place", full)
+        reply = await client.post("/v1/files", **form)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (507, "server_error")
+        assert "No space left" in reply.json()["error"]["message"]
+        assert os.listdir(tmp_path / "files") == before
+        monkeypatch.setattr(BatchTable, "put", locked)
+        new = {"input_file_id": source, "endpoint": "/generate", "completion_window": "1h"}
+        reply = await client.post("/v1/batches", json=new)
+        assert reply.status_code == 507
+        assert bench.service.batches.page(None, 10) == []
+    await bench.close()
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("create"), st.integers(1, 4), st.sampled_from(["10s", "1h"])),
     st.tuples(st.just("cancel"), st.integers(0, 4)),
@@ -261,7 +323,7 @@ ACTIONS = st.one_of(
 
 
 @given(actions=st.lists(ACTIONS, max_size=16))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_order_of_what_can_happen(actions: list[tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory) -> None:
     bench = Bench(tmp_path_factory.mktemp("bench"))
     cancelled: set[str] = set()
