@@ -15,6 +15,7 @@ import orjson
 from yarl import URL
 
 from sglang_ext.batch.lines import PATHS, BatchLine
+from sglang_ext.policy.batch.retries import FailureKind
 from sglang_ext.types import LengthClass
 
 PRIORITY_HEADER = "x-sgl-priority"
@@ -50,8 +51,17 @@ class Answer(NamedTuple):
     error: str | None  # one line, where the kind is not OK
     retry_after_s: float | None = None  # what the endpoint asks for
 
+    @property
+    def failure_kind(self) -> FailureKind:
+        """Who may be at fault, of an answer that is retryable."""
+        if self.kind is AnswerKind.UNREACHABLE:
+            return FailureKind.UNREACHABLE
+        if self.status_code is None or self.status_code in (429, 502, 503, 504):
+            return FailureKind.UNAVAILABLE
+        return FailureKind.LINE
 
-class ClassLoad(NamedTuple):
+
+class ReportedLoad(NamedTuple):
     """What the router tells of one length class."""
 
     online_wait_s: float | None  # P90 of the wait of requests that are not of low priority; None: there were none
@@ -62,7 +72,13 @@ class EndpointLoad(NamedTuple):
     """What the router tells of itself (`GET /load`)."""
 
     length_boundary_tokens: int | None
-    classes: Mapping[LengthClass, ClassLoad]
+    classes: Mapping[LengthClass, ReportedLoad]
+
+    def of(self, name: LengthClass | None) -> ReportedLoad:
+        """What holds for one class; for None, which takes all prompts, the longest wait and the least backlog."""
+        told = list(self.classes.values()) if name is None else [self.classes[name]] if name in self.classes else []
+        waits = [one.online_wait_s for one in told if one.online_wait_s is not None]
+        return ReportedLoad(max(waits, default=None), min((one.backlog_s for one in told), default=0.0))
 
 
 class LoadUnknownError(Exception):
@@ -239,7 +255,7 @@ def _endpoint_load(parsed: Any) -> EndpointLoad:
         told = parsed["classes"].get(one.value)
         if told is not None:
             wait = told.get("online_wait_s")
-            classes[one] = ClassLoad(None if wait is None else float(wait), float(told.get("backlog_s") or 0.0))
+            classes[one] = ReportedLoad(None if wait is None else float(wait), float(told.get("backlog_s") or 0.0))
     return EndpointLoad(None if boundary is None else int(boundary), classes)
 
 

@@ -312,11 +312,10 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes the place of `path` when it is whole and on the disk, and is removed otherwise."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("wb") as raw:
-            with _compressing(path, raw) as opened:
-                yield opened
-            raw.flush()
-            os.fsync(raw.fileno())
+        with partial.open("wb") as raw, _compressing(path, raw) as opened:
+            yield opened
+        with partial.open("rb+") as written:  # a compressor closes what it wrote into
+            os.fsync(written.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, EndpointLoad, LoadUnknownError, count_tokens
+from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, LoadUnknownError, count_tokens
 from sglang_ext.batch.lines import BatchLine
 from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult, StoreError
 from sglang_ext.policy.batch.in_flight_cap import CapSettings, InFlightCap
@@ -271,7 +271,7 @@ class JobRunner:
                 if load is None:
                     one.cap.on_load_unknown()
                 else:
-                    one.cap.on_load(*_load_of(load, name), now_s)
+                    one.cap.on_load(*load.of(name), now_s, is_full=one.in_flight >= one.cap.cap)
             self._wake.set()
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
@@ -282,14 +282,18 @@ class JobRunner:
         wake_at_s = self._retries[0][0] if self._retries else None
         for name, one in self._classes.items():
             self._lease_ahead(name, one)
-            while one.in_flight < one.cap.cap and self._in_flight < self._settings.cap.most:
-                held_until_s = self._held_until_s(now_s)
-                if held_until_s > now_s:
-                    wake_at_s = min(held_until_s, wake_at_s or held_until_s)
-                    break
-                chosen = self._next_line(name)
-                if chosen is None:
-                    break
+        able = dict(self._classes)
+        while able and self._in_flight < self._settings.cap.most:
+            held_until_s = self._held_until_s(now_s)
+            if held_until_s > now_s:
+                wake_at_s = min(held_until_s, wake_at_s or held_until_s)
+                break
+            # The class with the fewest first, or one with many lines would keep the other out.
+            name, one = min(able.items(), key=lambda item: item[1].in_flight)
+            chosen = self._next_line(name) if one.in_flight < one.cap.cap else None
+            if chosen is None:
+                del able[name]
+            else:
                 self._send(name, one, *chosen, now_s)
         self._end_jobs()
         if self._timer is not None:
@@ -385,8 +389,8 @@ class JobRunner:
 
     def _request_done(self, queue: _JobQueue, task: asyncio.Task[None]) -> None:
         queue.tasks.discard(task)
-        if queue.is_cancelled:
-            self._wake.set()  # it may have been the last one
+        self._wake.set()
+        self._background_done(task)
 
     async def _request(
         self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, was_full: bool
@@ -398,7 +402,6 @@ class JobRunner:
             self._in_flight -= 1
             one.in_flight -= 1
             queue.in_flight[name] -= 1
-            self._wake.set()
         now_s = time.monotonic()
         if answer.kind is AnswerKind.OK:
             one.cap.on_ok(sent_at_s, now_s, was_full=was_full)
@@ -432,7 +435,7 @@ class JobRunner:
     def _on_failure(
         self, name: LengthClass | None, queue: _JobQueue, leased: LeasedLine, answer: Answer, now_s: float
     ) -> None:
-        kind = _failure_kind(answer)
+        kind = answer.failure_kind
         is_counted = self._outage.on_failure(kind, leased.id, now_s)
         if self._outage.is_down:
             self._note_outage(answer.error or answer.kind.value)
@@ -515,18 +518,3 @@ class JobRunner:
 
 def _failure(leased: LeasedLine, answer: Answer) -> LineResult:
     return LineResult(leased.id, False, answer.status_code, answer.request_id, answer.error, answer.body[:65536])
-
-
-def _failure_kind(answer: Answer) -> FailureKind:
-    if answer.kind is AnswerKind.UNREACHABLE:
-        return FailureKind.UNREACHABLE
-    if answer.status_code is None or answer.status_code in (429, 502, 503, 504):
-        return FailureKind.UNAVAILABLE
-    return FailureKind.LINE
-
-
-def _load_of(load: EndpointLoad, name: LengthClass | None) -> tuple[float | None, float]:
-    """Wait of online requests and backlog as the cap of this class sees them; of all classes for the class None."""
-    classes = list(load.classes.values()) if name is None else [load.classes[name]] if name in load.classes else []
-    waits = [one.online_wait_s for one in classes if one.online_wait_s is not None]
-    return max(waits, default=None), min((one.backlog_s for one in classes), default=0.0)

@@ -1,0 +1,152 @@
+"""`sglang-ext batch run` over real instances: tokens and scores of the reference, through a kill, every line once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+from support.reference import greedy_reference, logprobs_reference, random_prompt
+from support.router_cli import RunningRouter, running_router
+
+pytestmark = pytest.mark.integration
+
+TIMEOUT_S = 120.0
+TOO_LONG_TOKENS = 3000
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[Engine]:
+    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
+
+
+@pytest.fixture(scope="module")
+def router(engines: list[Engine]) -> Iterator[RunningRouter]:
+    with running_router(engines, "--length-boundary-tokens", "256") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(router: RunningRouter, engines: list[Engine]) -> Iterator[None]:
+    yield
+    for engine in engines:
+        engine.wait_idle()
+    assert router.is_idle()
+
+
+def start(router: RunningRouter, lines: Path, output: Path, *options: str) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "sglang_ext.cli", "batch", "run", "--input", str(lines), "--output", str(output)),
+        *("--endpoint", router.url, *options),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run(router: RunningRouter, lines: Path, output: Path, *options: str) -> tuple[int, str]:
+    process = start(router, lines, output, *options)
+    said, _ = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, said
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def generate_line(name: str, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    return {"custom_id": name, "method": "POST", "url": "/generate", "body": body}
+
+
+def test_tokens_of_the_reference_through_a_kill(router: RunningRouter, tmp_path: Path) -> None:
+    lengths = [(17 * number) % 90 + 1 if number % 6 else 300 + 31 * (number % 11) for number in range(90)]
+    prompts = {f"row-{number}": random_prompt(length, seed=number) for number, length in enumerate(lengths)}
+    lines = write_lines(tmp_path / "rows.jsonl", [generate_line(*item, new_tokens=8) for item in prompts.items()])
+    output = tmp_path / "out.jsonl"
+    process = start(router, lines, output, "--limit-requests-per-s", "40")
+    time.sleep(2.0)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not output.exists(), "the output appears whole or not at all"
+    status, said = run(router, lines, output, "--limit-requests-per-s", "1000")
+    assert status == 0, said
+    answers = read_lines(output)
+    assert [answer["custom_id"] for answer in answers] == list(prompts), "every line once, in the order of the input"
+    for answer in answers:
+        got = answer["response"]["body"]["output_ids"]
+        assert got == greedy_reference(prompts[answer["custom_id"]], 8)
+
+
+def test_a_line_that_cannot_be_served_costs_no_other(router: RunningRouter, tmp_path: Path) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (5, TOO_LONG_TOKENS, 40)]
+    rows = [generate_line(f"row-{number}", prompt, 4) for number, prompt in enumerate(prompts)]
+    output = tmp_path / "out.jsonl"
+    status, said = run(router, write_lines(tmp_path / "rows.jsonl", rows), output)
+    assert status == 3, said
+    assert [answer["custom_id"] for answer in read_lines(output)] == ["row-0", "row-2"]
+    (failed,) = [path for path in tmp_path.iterdir() if "error" in path.name]
+    (line,) = read_lines(failed)
+    assert line["custom_id"] == "row-1"
+    assert "3000 tokens" in json.dumps(line)
+
+
+def test_scores_of_the_reference(router: RunningRouter, engines: list[Engine], tmp_path: Path) -> None:
+    """Without any decode instance having a part in it."""
+    prompts = [random_prompt(length, seed=700 + length) for length in (1, 2, 30, 255, 400, 1100)]
+    rows: list[dict[str, Any]] = [
+        {"custom_id": f"row-{number}", "token_ids": prompt, "prompt_len": len(prompt) // 2}
+        for number, prompt in enumerate(prompts)
+    ]
+    output = tmp_path / "scores.parquet"
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    status, said = run(router, lines, output, "--mode", "score", "--top-logprobs", "200")
+    assert status == 0, said
+    table = pq.read_table(output).to_pylist()
+    assert [row["custom_id"] for row in table] == [row["custom_id"] for row in rows]
+    for row, prompt in zip(table, prompts, strict=True):
+        assert row["token_ids"] == prompt
+        assert row["prompt_len"] == len(prompt) // 2
+        truth = logprobs_reference(prompt).numpy()
+        assert len(row["actual_logprobs"]) == len(row["topk_ids"]) == len(prompt)
+        for position in range(1, len(prompt)):
+            before = truth[position - 1]
+            assert row["actual_logprobs"][position] == pytest.approx(float(before[prompt[position]]), abs=1e-3)
+            ids = row["topk_ids"][position]
+            # float16 keeps three digits
+            np.testing.assert_allclose(np.array(row["topk_logprobs"][position], float), before[ids], atol=2e-2)
+            assert len(ids) == len(set(ids)) == 200
+            assert before[ids].min() >= np.sort(before)[-200] - 1e-3
+
+
+def test_candidates_of_each_line(router: RunningRouter, tmp_path: Path) -> None:
+    prompt = random_prompt(60, seed=900)
+    rows = [{"custom_id": "a", "token_ids": prompt, "candidate_ids": [11, 500, 2000]}]
+    output = tmp_path / "scores.parquet"
+    status, said = run(router, write_lines(tmp_path / "rows.jsonl", rows), output, "--mode", "score")
+    assert status == 0, said
+    (row,) = pq.read_table(output).to_pylist()
+    truth = logprobs_reference(prompt).numpy()
+    for position in range(1, len(prompt)):
+        assert row["topk_ids"][position] == [11, 500, 2000]
+        np.testing.assert_allclose(
+            np.array(row["topk_logprobs"][position], float), truth[position - 1][[11, 500, 2000]], atol=2e-2
+        )
