@@ -19,7 +19,7 @@ QUANTILE = 0.9
 OFFLINE_PRIORITY = "low"
 
 
-class ClassLoad(TypedDict):
+class OnlineLoad(TypedDict):
     """One length class: seconds are None where there is nothing to tell them by."""
 
     online_in_flight: int
@@ -53,7 +53,7 @@ class OnlineWaits:
 
 def describe_class(
     registry: WorkerRegistry, waits: OnlineWaits, length_class: LengthClass, online_in_flight: int, now_s: float
-) -> ClassLoad:
+) -> OnlineLoad:
     """One class for `GET /load`, with `online_in_flight` requests of online clients under way.
 
     `backlog_s` is the predicted wait at the instance of the class that has the least work.

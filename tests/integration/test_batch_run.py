@@ -1,8 +1,13 @@
-"""`sglang-ext batch run` through a router and real SGLang: text and scores are those of Hugging Face."""
+"""`sglang-ext batch run` over real instances: tokens and scores of the reference, through a kill, every line once."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from sglang_ext.cli import main
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
 from support.reference import greedy_reference, logprobs_reference, random_prompt
@@ -19,7 +23,8 @@ from support.router_cli import RunningRouter, running_router
 
 pytestmark = pytest.mark.integration
 
-LENGTHS = (1, 2, 30, 100, 255, 256, 257, 400, 700)
+TIMEOUT_S = 120.0
+TOO_LONG_TOKENS = 3000
 
 
 @pytest.fixture(scope="module")
@@ -33,47 +38,115 @@ def router(engines: list[Engine]) -> Iterator[RunningRouter]:
         yield running
 
 
-def run(router: RunningRouter, folder: Path, rows: list[dict[str, Any]], *options: str) -> list[dict[str, Any]]:
-    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    files = ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out.parquet")]
-    assert main(["batch", "run", *files, "--endpoint", router.url, *options]) == 0
-    found: list[dict[str, Any]] = pq.read_table(folder / "out.parquet").to_pylist()
-    assert [row["custom_id"] for row in found] == [row["custom_id"] for row in rows]
-    return found
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(router: RunningRouter, engines: list[Engine]) -> Iterator[None]:
+    yield
+    for engine in engines:
+        engine.wait_idle()
+    assert router.is_idle()
 
 
-def test_short_and_long_prompts_give_the_tokens_of_the_reference(router: RunningRouter, tmp_path: Path) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
-    prompts = [random_prompt(length, seed=length) for length in LENGTHS for _ in range(2)]
-    rows = [
-        {"custom_id": f"r{number}", "token_ids": prompt, "sampling_params": sampling}
+def start(router: RunningRouter, lines: Path, output: Path, *options: str) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "sglang_ext.cli", "batch", "run", "--input", str(lines), "--output", str(output)),
+        *("--endpoint", router.url, *options),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run(router: RunningRouter, lines: Path, output: Path, *options: str) -> tuple[int, str]:
+    process = start(router, lines, output, *options)
+    told, _ = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, told
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def generate_line(name: str, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    return {"custom_id": name, "method": "POST", "url": "/generate", "body": body}
+
+
+def test_tokens_of_the_reference_through_a_kill(router: RunningRouter, tmp_path: Path) -> None:
+    lengths = [(17 * number) % 90 + 1 if number % 6 else 300 + 31 * (number % 11) for number in range(90)]
+    prompts = {f"row-{number}": random_prompt(length, seed=number) for number, length in enumerate(lengths)}
+    lines = write_lines(tmp_path / "rows.jsonl", [generate_line(*item, new_tokens=8) for item in prompts.items()])
+    output = tmp_path / "out.jsonl"
+    process = start(router, lines, output, "--limit-requests-per-s", "40")
+    time.sleep(2.0)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not output.exists(), "the output appears whole or not at all"
+    status, told = run(router, lines, output, "--limit-requests-per-s", "1000")
+    assert status == 0, told
+    answers = read_lines(output)
+    assert [answer["custom_id"] for answer in answers] == list(prompts), "every line once, in the order of the input"
+    for answer in answers:
+        got = answer["response"]["body"]["output_ids"]
+        assert got == greedy_reference(prompts[answer["custom_id"]], 8)
+
+
+def test_a_line_that_cannot_be_served_costs_no_other(router: RunningRouter, tmp_path: Path) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (5, TOO_LONG_TOKENS, 40)]
+    rows = [generate_line(f"row-{number}", prompt, 4) for number, prompt in enumerate(prompts)]
+    output = tmp_path / "out.jsonl"
+    status, told = run(router, write_lines(tmp_path / "rows.jsonl", rows), output)
+    assert status == 3, told
+    assert [answer["custom_id"] for answer in read_lines(output)] == ["row-0", "row-2"]
+    (failed,) = [path for path in tmp_path.iterdir() if "error" in path.name]
+    (line,) = read_lines(failed)
+    assert line["custom_id"] == "row-1"
+    assert "3000 tokens" in json.dumps(line)
+
+
+def test_scores_of_the_reference(router: RunningRouter, engines: list[Engine], tmp_path: Path) -> None:
+    """Without any decode instance having a part in it."""
+    prompts = [random_prompt(length, seed=700 + length) for length in (1, 2, 30, 255, 400, 1100)]
+    rows: list[dict[str, Any]] = [
+        {"custom_id": f"row-{number}", "token_ids": prompt, "prompt_len": len(prompt) // 2}
         for number, prompt in enumerate(prompts)
     ]
-    for row, prompt in zip(run(router, tmp_path, rows), prompts, strict=True):
-        assert row["error"] is None
-        assert row["prompt_token_ids"] == prompt
-        assert row["completion_token_ids"] == greedy_reference(prompt, 5)
-        assert (row["finish_reason"], row["usage"]["completion_tokens"]) == ("length", 5)
+    output = tmp_path / "scores.parquet"
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    status, told = run(router, lines, output, "--mode", "score", "--top-logprobs", "200")
+    assert status == 0, told
+    table = pq.read_table(output).to_pylist()
+    assert [row["custom_id"] for row in table] == [row["custom_id"] for row in rows]
+    for row, prompt in zip(table, prompts, strict=True):
+        assert row["token_ids"] == prompt
+        assert row["prompt_len"] == len(prompt) // 2
+        truth = logprobs_reference(prompt).numpy()
+        assert len(row["actual_logprobs"]) == len(row["topk_ids"]) == len(prompt)
+        for position in range(1, len(prompt)):
+            before = truth[position - 1]
+            assert row["actual_logprobs"][position] == pytest.approx(float(before[prompt[position]]), abs=1e-3)
+            ids = row["topk_ids"][position]
+            # float16 keeps three digits
+            np.testing.assert_allclose(np.array(row["topk_logprobs"][position], float), before[ids], atol=2e-2)
+            assert len(ids) == len(set(ids)) == 200
+            assert before[ids].min() >= np.sort(before)[-200] - 1e-3
 
 
-def test_scores_are_those_of_the_reference(router: RunningRouter, tmp_path: Path) -> None:
-    sequences = [random_prompt(length, seed=1000 + length) for length in LENGTHS]
-    rows: list[dict[str, Any]] = [
-        {"custom_id": f"s{number}", "token_ids": sequence, "prompt_len": len(sequence) // 2}
-        for number, sequence in enumerate(sequences)
-    ]
-    rows.append({"custom_id": "candidates", "token_ids": sequences[3], "candidate_ids": [5, 3, 9]})
-    found = run(router, tmp_path, rows, "--mode", "score", "--top-logprobs", "8")
-    for row, sequence in zip(found, [*sequences, sequences[3]], strict=True):
-        assert row["token_ids"] == sequence
-        expected = logprobs_reference(sequence).numpy()[: len(sequence) - 1]  # after every token but the last
-        actual = np.array(row["actual_logprobs"][1:], np.float32)
-        np.testing.assert_allclose(actual, expected[np.arange(len(sequence) - 1), sequence[1:]], atol=1e-3)
-        for position, (ids, logprobs) in enumerate(zip(row["topk_ids"][1:], row["topk_logprobs"][1:], strict=True)):
-            assert len(ids) == (3 if row["custom_id"] == "candidates" else 8)
-            np.testing.assert_allclose(logprobs, expected[position, ids], atol=2e-2)  # float16
-            if row["custom_id"] != "candidates":
-                best = np.sort(expected[position])[::-1][:8]
-                np.testing.assert_allclose(logprobs, best, atol=2e-2)
-    assert found[-1]["topk_ids"][1] == [5, 3, 9]
-    assert router.is_idle()
+def test_candidates_of_each_line(router: RunningRouter, tmp_path: Path) -> None:
+    prompt = random_prompt(60, seed=900)
+    rows = [{"custom_id": "a", "token_ids": prompt, "candidate_ids": [11, 500, 2000]}]
+    output = tmp_path / "scores.parquet"
+    status, told = run(router, write_lines(tmp_path / "rows.jsonl", rows), output, "--mode", "score")
+    assert status == 0, told
+    (row,) = pq.read_table(output).to_pylist()
+    truth = logprobs_reference(prompt).numpy()
+    for position in range(1, len(prompt)):
+        assert row["topk_ids"][position] == [11, 500, 2000]
+        np.testing.assert_allclose(
+            np.array(row["topk_logprobs"][position], float), truth[position - 1][[11, 500, 2000]], atol=2e-2
+        )

@@ -192,6 +192,8 @@ def _parse_score_line(content: dict[str, object], options: LineOptions, file: st
         body["token_ids_logprob"] = ids
     else:
         body["top_logprobs_num"] = options.top_logprobs
+        if options.top_logprobs:  # as arrays, where the server knows how
+            body["return_flat_raw_top_logprobs"] = body["return_flat_raw_top_logprobs_b64"] = True
     custom_id = content.get("custom_id")
     identifier = f"{file}:{number}" if custom_id is None else _custom_id(custom_id)
     return make_line(identifier, GENERATE, body, file=file, number=number, prompt_len=prompt_len)

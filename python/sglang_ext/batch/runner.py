@@ -271,7 +271,7 @@ class JobRunner:
                 if load is None:
                     one.cap.on_load_unknown()
                 else:
-                    one.cap.on_load(*load.of(name), now_s)
+                    one.cap.on_load(*load.of(name), now_s, is_full=one.in_flight >= one.cap.cap)
             self._wake.set()
             await asyncio.sleep(_LOAD_INTERVAL_S)
 

@@ -2,7 +2,8 @@
 
 Low priority alone does not protect online requests: what is in flight occupies prefill instances, KV slots and queues.
 So the run takes no more than it needs to keep them busy. The cap grows by one per round trip while requests succeed and
-use all of it, doubles per round trip until the first congestion, and is halved, once per round trip, when the endpoint
+use all of it, doubles per round trip until the first congestion (and at every report of idle prefill instances, as a
+round trip with much decoding is long), and is halved, once per round trip, when the endpoint
 refuses a request for overload or reports that online requests wait longer than they should. It does not grow while the
 least loaded instance has a backlog: more in flight would only queue.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _DECREASE = 0.5
+_IDLE_BELOW = 0.25  # of the backlog that is enough
 _ROUND_TRIP_WEIGHT = 0.1  # of a new sample in the smoothed round trip
 
 
@@ -77,8 +79,11 @@ class InFlightCap:
         if sent_at_s > self._decreased_at_s:
             self._decrease(now_s)
 
-    def on_load(self, online_wait_s: float | None, backlog_s: float, now_s: float) -> None:
-        """The router reported its load: `online_wait_s` as P90, None without online requests; see `CapSettings`."""
+    def on_load(self, online_wait_s: float | None, backlog_s: float, now_s: float, *, is_full: bool = False) -> None:
+        """The router reported its load: `online_wait_s` as P90, None without online requests; see `CapSettings`.
+
+        `is_full`: as many requests are in flight as the cap allows.
+        """
         settings = self._settings
         target_s = settings.online_wait_target_s
         online_waits = target_s is not None and online_wait_s is not None and online_wait_s > target_s
@@ -88,6 +93,8 @@ class InFlightCap:
             settled_s = self._decreased_at_s + max(settings.settle_s, self._round_trip_s or 0.0)
             if now_s >= settled_s:
                 self._decrease(now_s)
+        elif self._is_probing and is_full and backlog_s < _IDLE_BELOW * settings.most_backlog_s:
+            self._cap = min(2 * self._cap, float(settings.most))
 
     def on_load_unknown(self) -> None:
         """The router reports no load any more: what it reported last holds nothing back."""

@@ -30,7 +30,7 @@ def drive(cap: InFlightCap, events: list[tuple[str, float, float, float, bool]])
         elif kind == "overload":
             cap.on_overload(now_s - value_s, now_s)
         elif kind == "load":
-            cap.on_load(value_s if flag else None, backlog_s, now_s)
+            cap.on_load(value_s if flag else None, backlog_s, now_s, is_full=not flag)
         else:
             cap.on_load_unknown()
         history.append((now_s, cap.cap))
@@ -83,6 +83,20 @@ def test_doubles_per_round_trip_until_the_first_congestion_then_grows_by_one() -
         for _ in range(cap.cap):
             cap.on_ok(round_trip - 0.5, float(round_trip), was_full=True)
         assert 32 + (round_trip - 5) <= cap.cap <= 33 + (round_trip - 5)
+
+
+def test_idle_prefill_instances_double_it_until_the_first_congestion() -> None:
+    cap = InFlightCap(CapSettings(most=200, start=16))
+    cap.on_load(None, 0.1, 0.5, is_full=False)
+    assert cap.cap == 16, "more would not be sent anyway"
+    cap.on_load(None, 1.0, 1.0, is_full=True)
+    assert cap.cap == 16, "they have work"
+    for wanted in (32, 64, 128, 200):
+        cap.on_load(None, 0.1, 1.5, is_full=True)
+        assert cap.cap == wanted
+    cap.on_overload(2.0, 3.0)
+    cap.on_load(None, 0.0, 4.0, is_full=True)
+    assert cap.cap == 100
 
 
 def test_does_not_grow_when_it_is_not_used_up() -> None:
