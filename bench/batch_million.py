@@ -16,13 +16,14 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from array import array
-from itertools import pairwise
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,7 @@ from support.result import give_up, machine, print_result, progress, versions
 _FOLDER = Path(__file__).parent
 _SAMPLE_S = 0.25
 _START_S = 2.0  # what a start takes before it does anything
+_READING_SHARE = 0.1  # of the work
 
 
 def write_input(path: Path, rows: int) -> None:
@@ -72,6 +74,16 @@ class Run:
         except psutil.Error:
             pass
 
+    @property
+    def store(self) -> Path:
+        """Where the run keeps what it knows."""
+        return self.output.with_name(f"{self.output.name}.store")
+
+    def wait_until_s(self, end_s: float) -> None:
+        """Wait until then, or until the process has ended."""
+        while time.monotonic() < end_s and self.process.poll() is None:
+            time.sleep(0.02)
+
     def end(self) -> int:
         """Wait for the end and return the exit status."""
         status = self.process.wait()
@@ -85,6 +97,16 @@ class Run:
         self.process.send_signal(signal.SIGKILL)
         self.end()
         return was_running
+
+
+def done_rows(store: Path) -> int:
+    """Rows that have a result, read beside the process that writes them; 0 before there is a store."""
+    try:
+        with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as reader:
+            row = reader.execute("SELECT succeeded FROM jobs").fetchone()
+    except sqlite3.Error:
+        return 0
+    return int(row[0]) if row else 0
 
 
 def each_once(path: Path, rows: int) -> bool:
@@ -134,16 +156,20 @@ def _measure(folder: Path, port: int, rows: int, kills: int, draw: random.Random
     peak_bytes = whole.peak_rss_bytes
     restarts = 0
     began_s = time.monotonic()
-    moments = sorted(draw.random() for _ in range(kills))
-    for before, after in pairwise([0.0, *moments]):
+    for moment in sorted(draw.random() for _ in range(kills)):
+        # So much of the work is done when the kill comes: some kills meet the reading of the input, the others the
+        # sending and the writing.
         run = Run(folder, port, "killed")
-        deadline_s = time.monotonic() + _START_S * draw.random() + 0.9 * (after - before) * wall_s
-        while time.monotonic() < deadline_s and run.process.poll() is None:
-            time.sleep(0.02)
+        if moment < _READING_SHARE:
+            run.wait_until_s(time.monotonic() + _START_S * (0.5 + draw.random()))
+        else:
+            while run.process.poll() is None and done_rows(run.store) < moment * rows:
+                time.sleep(0.05)
+            run.wait_until_s(time.monotonic() + draw.random())
         if not run.kill():
-            progress(f"done before the kill number {restarts + 1}")
-            break
-        restarts += 1
+            progress("done before a kill")
+        else:
+            restarts += 1
         peak_bytes = max(peak_bytes, run.peak_rss_bytes)
     last = Run(folder, port, "killed")
     if last.end() != 0:

@@ -74,6 +74,10 @@ class FaultyEndpoint:
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
             await asyncio.sleep(0.1)  # connections close on the way
 
     async def _tell_load(self, request: web.Request) -> web.Response:

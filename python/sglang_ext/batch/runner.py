@@ -1,8 +1,8 @@
 """Dispatch: lines from the store to the endpoint, as many in flight as it can take, and results back into the store.
 
 Short and long prompts go out side by side, each class under a cap of its own, so that both pools are busy. Several jobs
-take turns: the next line is of the job that has the fewest in flight. Results are committed in groups. Nothing here is
-needed after a crash: what the store has no result for is sent again.
+take turns: the next line is of the job that has the fewest in flight. Results are committed in groups. After a crash
+nothing here is needed: what has no result is sent again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from sglang_ext.types import LengthClass
 
 _LEASED_LINES = 64  # leased ahead at least, per job and class
 _LEASED_BYTES = 8 << 20
-_COMMIT_LINES = 500
-_COMMIT_S = 0.05
+_COMMIT_LINES, _COMMIT_S = 500, 0.05
 _MOST_UNWRITTEN_BYTES = 64 << 20
 _LOAD_INTERVAL_S = 0.5
 _MOST_TRIES = 20  # of one line, the uncounted included: it may be what brings the endpoint down
-_NOTE_INTERVAL_S = 30.0
+_NOTE_AFTER_S, _NOTE_INTERVAL_S = 1.0, 30.0  # of an outage; a shorter one with connections is overload
 
 Encoder = Callable[[BatchLine, Answer], bytes]
 
@@ -437,7 +436,8 @@ class JobRunner:
     ) -> None:
         kind = answer.failure_kind
         is_counted = self._outage.on_failure(kind, leased.id, now_s)
-        if self._outage.is_down:
+        since_s = self._outage.since_s
+        if since_s is not None and (kind is FailureKind.UNREACHABLE or now_s - since_s >= _NOTE_AFTER_S):
             self._note_outage(answer.error or answer.kind.value)
         tries, counted = queue.tries.get(leased.id, (0, 0))
         if kind is not FailureKind.UNREACHABLE:
@@ -511,7 +511,7 @@ class JobRunner:
             self._note(f"{self._client.url} is down, waiting for it ({reason})")
 
     def _note_up(self, down_since_s: float | None, now_s: float) -> None:
-        if down_since_s is not None:
+        if down_since_s is not None and self._noted_at_s > float("-inf"):
             self._noted_at_s = float("-inf")
             self._note(f"{self._client.url} is up again after {now_s - down_since_s:.0f} s")
 

@@ -148,10 +148,16 @@ def test_a_full_store_and_then_more_space(tmp_path: Path) -> None:
         assert max(endpoint.asked.values()) <= 3
 
 
-def test_a_store_too_small_for_the_input(tmp_path: Path) -> None:
+def test_reading_that_was_cut_short_begins_again(tmp_path: Path) -> None:
     write(tmp_path, ["x" * 1500] * 1000)
-    full = run(tmp_path, "http://127.0.0.1:9", "--store-limit-mib", "0.5")
-    assert full.returncode == 4, full.stderr
+    with FaultyEndpoint() as endpoint:
+        full = run(tmp_path, endpoint.url, "--store-limit-mib", "0.5")
+        assert full.returncode == 4, full.stderr
+        with BatchStore.open(tmp_path / "out.jsonl.store") as store:
+            assert not any(job.is_ready for job in store.jobs())
+        assert not endpoint.asked
+        assert run(tmp_path, endpoint.url).returncode == 0
+        assert ids(tmp_path / "out.jsonl") == [f"id-{number}" for number in range(1000)]
 
 
 def test_changed_input_and_options_are_refused_by_name(tmp_path: Path) -> None:

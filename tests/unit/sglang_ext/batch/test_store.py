@@ -166,6 +166,16 @@ def test_duplicates_are_found_with_their_places(tmp_path: Path) -> None:
         assert store.job(other).is_ready
 
 
+def test_a_line_that_is_not_in_the_queue_gets_no_result(tmp_path: Path) -> None:
+    with BatchStore.open(tmp_path / "s") as store:
+        job = fill(store, [line(0)])
+        known = store.lease(job, 1)[0].id
+        with pytest.raises(StoreError, match="2 lines have results, 1 of them were in the queue"):
+            store.finish([result(known), result(known + 5)])
+        assert store.job(job).remaining == 1
+        assert not list(store.results(job))
+
+
 def test_a_deleted_job_leaves_the_others(tmp_path: Path) -> None:
     with BatchStore.open(tmp_path / "s") as store:
         first, second = fill(store, [line(0), line(1)], "a"), fill(store, [line(0)], "b")
