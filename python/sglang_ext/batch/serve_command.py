@@ -154,6 +154,7 @@ async def _serve(args: argparse.Namespace) -> int:
             server = _Server(
                 uvicorn.Config(
                     app,
+                    http="httptools",  # reads on behind an early answer: the client sees it, and not a lost connection
                     log_config=None,
                     access_log=False,
                     lifespan="off",

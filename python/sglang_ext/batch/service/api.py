@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import logging
 import sqlite3
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -30,7 +29,6 @@ INPUT_PURPOSE = "batch"
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 24 * 3600
 MAX_METADATA = 16
 FORM_BYTES = 1 << 16  # of a multipart body beside its file
-DISCARD_S = 10.0
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
 
 
@@ -119,13 +117,13 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
     @app.post("/v1/files", dependencies=client)
     async def upload_file(request: Request) -> Response:
         """Upload a batch's input: a form with `file`, `purpose` (batch) and, where wanted, `expires_after[seconds]`."""
-        body = request.stream()
         try:
             announced = request.headers.get("content-length", "")
             if announced.isdecimal() and int(announced) > max_file_bytes + FORM_BYTES:
                 raise UploadError(413, f"the file is larger than {max_file_bytes} bytes", "file")
             with service.files.writing() as file:
-                form = await receive_upload(request.headers.get("content-type", ""), body, file, max_file_bytes)
+                content_type = request.headers.get("content-type", "")
+                form = await receive_upload(content_type, request.stream(), file, max_file_bytes)
                 purpose = form.fields.get("purpose")
                 if purpose is None:
                     raise UploadError(400, "purpose: is missing", "purpose")
@@ -135,8 +133,6 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
                 file_id = await asyncio.to_thread(service.files.place, file)
                 stored = service.files.add(file_id, form.filename, INPUT_PURPOSE, kept_s)
         except UploadError as error:
-            if request.headers.get("expect", "").lower() != "100-continue":
-                await _discard(body, max_file_bytes)
             raise RequestError(error.status, str(error), error.param) from None
         except ClientDisconnect:
             raise RequestError(400, "the client left before the upload was complete") from None
@@ -269,19 +265,6 @@ def _kept_s(fields: dict[str, str]) -> int | None:
             400, f"expires_after[seconds]: must be from {MIN_KEPT_S} to {MAX_KEPT_S}", "expires_after[seconds]"
         )
     return int(seconds)
-
-
-async def _discard(body: AsyncIterator[bytes], max_bytes: int) -> None:
-    """Read on for a while: a client that is still sending reads no answer, and closing now would destroy it."""
-    try:
-        async with asyncio.timeout(DISCARD_S):
-            size = 0
-            async for data in body:
-                size += len(data)
-                if size > max_bytes:
-                    return
-    except (TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: it was read to its end
-        return
 
 
 def _cursor(after: str | None, prefix: str) -> str | None:

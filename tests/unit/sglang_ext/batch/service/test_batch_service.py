@@ -312,6 +312,26 @@ async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.Mo
     await bench.close()
 
 
+@on_loop
+async def test_a_file_that_is_being_read_stays(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, is_eager=True)
+    await bench.service.start()
+    app = build_app(bench.service, "", 1000)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+        batch_id = bench.create(20_000)
+        source = bench.entry(batch_id).input_file_id
+        reply = await client.delete(f"/v1/files/{source}")
+        assert reply.status_code == 409
+        assert bench.service.files.find(source)
+        await bench.until(batch_id, BatchStatus.IN_PROGRESS)
+        assert (await client.delete(f"/v1/files/{source}")).json()["deleted"]
+        bench.service.cancel(batch_id)
+        await bench.finish_all()
+    assert bench.check(batch_id).totals.total == 20_000
+    bench.check_disk()
+    await bench.close()
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("create"), st.integers(1, 4), st.sampled_from(["10s", "1h"])),
     st.tuples(st.just("cancel"), st.integers(0, 4)),

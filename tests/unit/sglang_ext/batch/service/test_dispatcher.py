@@ -101,6 +101,24 @@ async def test_a_cancelled_job_leaves_nothing_in_flight_and_others_go_on(tmp_pat
 
 
 @on_loop
+async def test_a_job_cancelled_alone_is_over_at_once_and_can_run_again(tmp_path: Path) -> None:
+    with batch_endpoint() as endpoint:
+        endpoint.hold_prefix = "held"
+        async with bench(tmp_path, endpoint.url) as one:
+            job = one.job("a", 3, "held")
+            for expected in (3, 6):
+                task = asyncio.create_task(one.dispatcher.run_job(job))
+                await until(lambda expected=expected: sum(endpoint.seen.values()) == expected)
+                task.cancel()
+                await asyncio.wait([task], timeout=10)
+                assert task.cancelled()
+                assert one.dispatcher.in_flight == 0
+            endpoint.hold_prefix = None
+            await one.dispatcher.run_job(job)
+            assert one.store.job(job).succeeded == 3
+
+
+@on_loop
 async def test_an_endpoint_that_is_down_is_waited_for(tmp_path: Path) -> None:
     port = free_port()
     async with bench(tmp_path, f"http://127.0.0.1:{port}") as one:

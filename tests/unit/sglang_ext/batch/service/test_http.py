@@ -153,13 +153,23 @@ def test_expiry_of_an_uploaded_file(service: RunningService) -> None:
 
 
 def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(service: RunningService) -> None:
+    form_head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     before = stored_files(service)
     reply = upload(service, "large", b"x" * (LIMIT_MIB * MIB + 1))
     assert reply.status_code == 413
     assert error_of(reply)["param"] == "file"
 
+    # A client that sends all of it before it reads the answer.
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    content = form_head + b"x" * ((LIMIT_MIB + 8) * MIB)
+    connection.request("POST", "/v1/files", content, {"content-type": "multipart/form-data; boundary=b"})
+    with connection.getresponse() as answer:
+        assert answer.status == 413
+        answer.read()
+    connection.close()
+
     def body() -> Iterator[bytes]:  # no length is announced
-        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+        yield form_head
         for _ in range(LIMIT_MIB + 8):
             yield b"x" * MIB
 
