@@ -96,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command.kinds:
         kinds = parser.add_subparsers(metavar="WHAT", required=True)
         for kind, its in command.kinds.items():
-            sub = kinds.add_parser(
+            one = kinds.add_parser(
                 kind, help=its.summary, description=_description(its), formatter_class=_HelpFormatter
             )
-            if kind in rest:
-                _fill(sub, its)
+            if kind in rest[:1]:
+                _fill(one, its)
     else:
         _fill(parser, command)
     parsed = parser.parse_args(rest)

@@ -58,8 +58,8 @@ def start(router: RunningRouter, lines: Path, output: Path, *options: str) -> su
 
 def run(router: RunningRouter, lines: Path, output: Path, *options: str) -> tuple[int, str]:
     process = start(router, lines, output, *options)
-    said, _ = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, said
+    told, _ = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, told
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -87,8 +87,8 @@ def test_tokens_of_the_reference_through_a_kill(router: RunningRouter, tmp_path:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not output.exists(), "the output appears whole or not at all"
-    status, said = run(router, lines, output, "--limit-requests-per-s", "1000")
-    assert status == 0, said
+    status, told = run(router, lines, output, "--limit-requests-per-s", "1000")
+    assert status == 0, told
     answers = read_lines(output)
     assert [answer["custom_id"] for answer in answers] == list(prompts), "every line once, in the order of the input"
     for answer in answers:
@@ -100,8 +100,8 @@ def test_a_line_that_cannot_be_served_costs_no_other(router: RunningRouter, tmp_
     prompts = [random_prompt(length, seed=length) for length in (5, TOO_LONG_TOKENS, 40)]
     rows = [generate_line(f"row-{number}", prompt, 4) for number, prompt in enumerate(prompts)]
     output = tmp_path / "out.jsonl"
-    status, said = run(router, write_lines(tmp_path / "rows.jsonl", rows), output)
-    assert status == 3, said
+    status, told = run(router, write_lines(tmp_path / "rows.jsonl", rows), output)
+    assert status == 3, told
     assert [answer["custom_id"] for answer in read_lines(output)] == ["row-0", "row-2"]
     (failed,) = [path for path in tmp_path.iterdir() if "error" in path.name]
     (line,) = read_lines(failed)
@@ -118,8 +118,8 @@ def test_scores_of_the_reference(router: RunningRouter, engines: list[Engine], t
     ]
     output = tmp_path / "scores.parquet"
     lines = write_lines(tmp_path / "rows.jsonl", rows)
-    status, said = run(router, lines, output, "--mode", "score", "--top-logprobs", "200")
-    assert status == 0, said
+    status, told = run(router, lines, output, "--mode", "score", "--top-logprobs", "200")
+    assert status == 0, told
     table = pq.read_table(output).to_pylist()
     assert [row["custom_id"] for row in table] == [row["custom_id"] for row in rows]
     for row, prompt in zip(table, prompts, strict=True):
@@ -141,8 +141,8 @@ def test_candidates_of_each_line(router: RunningRouter, tmp_path: Path) -> None:
     prompt = random_prompt(60, seed=900)
     rows = [{"custom_id": "a", "token_ids": prompt, "candidate_ids": [11, 500, 2000]}]
     output = tmp_path / "scores.parquet"
-    status, said = run(router, write_lines(tmp_path / "rows.jsonl", rows), output, "--mode", "score")
-    assert status == 0, said
+    status, told = run(router, write_lines(tmp_path / "rows.jsonl", rows), output, "--mode", "score")
+    assert status == 0, told
     (row,) = pq.read_table(output).to_pylist()
     truth = logprobs_reference(prompt).numpy()
     for position in range(1, len(prompt)):

@@ -152,8 +152,6 @@ async def _serve(args: argparse.Namespace) -> int:
             )
             limits = ServiceLimits(args.max_lines, args.max_running, args.model)
             service = BatchService(store, dispatcher, args.store / "files", limits)
-                store, dispatcher, args.store / "files", ServiceLimits(args.max_lines, args.max_running, args.model)
-            )
             app = build_app(service, args.api_key, args.max_file_mb << 20)
             server = _Server(
                 uvicorn.Config(
