@@ -13,7 +13,7 @@ from sglang_ext.policy.routing.prefill_choice import predicted_wait_s
 from sglang_ext.types import LengthClass
 from sglang_ext_router.workers import WorkerRegistry
 
-WINDOW_S = 10.0
+WINDOW_S = 5.0
 MAX_WAITS = 2048  # kept per class
 QUANTILE = 0.9
 OFFLINE_PRIORITY = "low"
@@ -41,7 +41,7 @@ class OnlineWaits:
         self._waits[length_class].append((now_s, wait_s if wait_s > 0 else 0.0))
 
     def quantile_s(self, length_class: LengthClass, now_s: float) -> float | None:
-        """The 90th percentile over the last 10 s; None without a request in that time."""
+        """The 90th percentile over the last 5 s; None without a request in that time."""
         waits = self._waits[length_class]
         while waits and waits[0][0] < now_s - WINDOW_S:
             waits.popleft()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -184,6 +186,24 @@ def test_an_instance_refuses_what_would_end_it(engines: list[Engine]) -> None:
         assert reply.status == 400, reply.body
         assert "128" in json.dumps(reply.body)
         assert engine.is_alive
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_leaves_nothing_behind(
+    router: RunningRouter, engines: list[Engine], is_stream: bool
+) -> None:
+    """At whatever moment; the fixture looks at the instances afterwards."""
+    for number, delay_s in enumerate((0.0, 0.005, 0.02, 0.05, 0.1)):
+        for length in (60, 1500):
+            body = scored(random_prompt(length, seed=1000 * number + length), stream=is_stream)
+            connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
+            connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
+            time.sleep(delay_s)
+            connection.close()
+    for engine in engines:
+        engine.wait_idle(10.0)
+    prompt = random_prompt(40, seed=66)
+    assert router.post("/generate", scored(prompt)).body["output_ids"] == greedy_reference(prompt, 1)
 
 
 @pytest.mark.parametrize("new_tokens", [0, 1, 5])

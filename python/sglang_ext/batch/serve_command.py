@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="NAME", help="for lines that name none")
     add("--max-lines", type=int, default=50_000, metavar="N", help="requests in one batch")
+    add("--max-running", type=int, default=16, metavar="N", help="batches that are sent at a time, in fair shares")
     add("--max-file-mb", type=int, default=200, metavar="N", help="size of an uploaded file, in MiB")
     add_sending_arguments(parser)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged")
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("max_lines", "max_file_mb"):
+    for name in ("max_lines", "max_running", "max_file_mb"):
         if getattr(args, name) < 1:
             raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not 0 <= args.port < 65536:
@@ -149,7 +150,8 @@ async def _serve(args: argparse.Namespace) -> int:
                     on_note=logger.warning,
                 )
             )
-            service = BatchService(store, dispatcher, args.store / "files", ServiceLimits(args.max_lines, args.model))
+            limits = ServiceLimits(args.max_lines, args.max_running, args.model)
+            service = BatchService(store, dispatcher, args.store / "files", limits)
             app = build_app(service, args.api_key, args.max_file_mb << 20)
             server = _Server(
                 uvicorn.Config(

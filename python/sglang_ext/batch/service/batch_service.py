@@ -45,9 +45,10 @@ CLOSED_AT_ONCE = 500
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """What one batch may be."""
+    """What one batch may be, and how many run."""
 
     max_lines: int = 50_000
+    max_running: int = 16  # batches whose requests are sent at a time; each holds some of them in memory
     model: str | None = None  # for lines that name none
 
 
@@ -87,6 +88,7 @@ class BatchService:
         self._retry_s: dict[str, float] = {}
         self._validating = asyncio.Semaphore(VALIDATING_AT_ONCE)
         self._outcomes: Counter[RequestOutcome] = Counter()
+        self._slots = asyncio.Semaphore(limits.max_running)
         self._sweeper: asyncio.Task[None] | None = None
 
     # -- what clients ask for ------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ class BatchService:
 
     async def _run(self, entry: BatchEntry) -> None:
         job = self._job(entry)
-        running = asyncio.create_task(self._dispatcher.run_job(job.id))
+        running = asyncio.create_task(self._send(job))
         try:
             while entry.lifecycle.due_event(self._job(entry).remaining, self._now_s()) is None:
                 await asyncio.wait([running], timeout=POLL_S)
@@ -274,6 +276,10 @@ class BatchService:
         if event is None:
             raise RuntimeError("the job is done, and requests are left")
         self._advance(entry, event)
+
+    async def _send(self, job: Job) -> None:
+        async with self._slots:
+            await self._dispatcher.run_job(job.id)
 
     async def _write_files(self, entry: BatchEntry) -> None:
         """Requests without a result get an error, and output and error file are written. Nothing is in flight."""
@@ -365,4 +371,4 @@ def _outcome(result: StoredResult) -> RequestOutcome:
 
 
 def _totals(job: Job) -> RequestTotals:
-    return RequestTotals(job.lines, job.succeeded, job.failed)
+    return RequestTotals(job.lines, job.succeeded, job.failed, job.prompt_tokens, job.completion_tokens)

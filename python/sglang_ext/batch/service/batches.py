@@ -34,11 +34,13 @@ class LineProblem:
 
 @dataclass(frozen=True)
 class RequestTotals:
-    """How many requests a batch has, and how many of them have a result or are in the error file."""
+    """How many requests a batch has, how many of them have a result or are in the error file, and what they took."""
 
     total: int = 0
     completed: int = 0
     failed: int = 0
+    prompt_tokens: int = 0  # of results, as the endpoint counted them
+    completion_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class BatchEntry:
         """OpenAI's batch object."""
         times = asdict(self.lifecycle)
         del times["status"], times["is_expiring"]
+        totals = self.totals
         problems = [asdict(problem) for problem in self.problems]
         return {
             "id": self.batch_id,
@@ -77,7 +80,12 @@ class BatchEntry:
             "output_file_id": self.output_file_id,
             "error_file_id": self.error_file_id,
             **times,
-            "request_counts": asdict(self.totals),
+            "request_counts": {"total": totals.total, "completed": totals.completed, "failed": totals.failed},
+            "usage": {
+                "input_tokens": totals.prompt_tokens,
+                "output_tokens": totals.completion_tokens,
+                "total_tokens": totals.prompt_tokens + totals.completion_tokens,
+            },
             "metadata": self.metadata,
         }
 

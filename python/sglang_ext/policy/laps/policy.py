@@ -192,8 +192,9 @@ class Laps:
             self._awd.use_depths(self._grid.depths(self._max_requests))
 
     def note_first_token(self, now_s: float, length_class: LengthClass, arrival_s: float, deadline_s: float) -> None:
-        """A prefill has ended."""
-        self._deviation[length_class].add(now_s, arrival_s, deadline_s)
+        """A prefill has ended. One without a deadline says nothing about how deadlines are kept."""
+        if isfinite(deadline_s):
+            self._deviation[length_class].add(now_s, arrival_s, deadline_s)
 
     def report(self, snapshot: RoundSnapshot) -> LapsReport:
         """For metrics and for the pool controller."""

@@ -332,6 +332,28 @@ async def test_a_file_that_is_being_read_stays(tmp_path: Path) -> None:
     await bench.close()
 
 
+@on_loop
+async def test_batches_beyond_those_that_run_wait_and_can_expire(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.service.start()
+    running = [bench.create(2) for _ in range(ServiceLimits().max_running)]
+    for batch_id in running:
+        await bench.until(batch_id, BatchStatus.IN_PROGRESS)
+    late, waiting = bench.create(2, "10s"), bench.create(2)
+    for batch_id in (late, waiting):
+        await bench.until(batch_id, BatchStatus.IN_PROGRESS)
+    await asyncio.sleep(0.02)
+    assert len(bench.dispatcher.running) == len(running)
+    bench.time_s += 10
+    await bench.until(late, BatchStatus.EXPIRED)
+    bench.service.cancel(running[0])
+    await bench.finish_all()
+    for batch_id in bench.accepted:
+        bench.check(batch_id)
+    assert bench.entry(waiting).status is BatchStatus.COMPLETED
+    await bench.close()
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("create"), st.integers(1, 4), st.sampled_from(["10s", "1h"])),
     st.tuples(st.just("cancel"), st.integers(0, 4)),

@@ -57,6 +57,8 @@ def test_upload_create_poll_download_delete(client: openai.OpenAI) -> None:
     assert batch.status == "completed"
     assert batch.request_counts is not None
     assert batch.request_counts.to_dict() == {"total": 20, "completed": 19, "failed": 1}
+    assert batch.usage
+    assert (batch.usage.input_tokens, batch.usage.output_tokens, batch.usage.total_tokens) == (57, 38, 95)
     assert batch.output_file_id
     assert batch.error_file_id
     output = parse_jsonl(client.files.content(batch.output_file_id).read())

@@ -295,6 +295,14 @@ def test_an_online_short_makes_the_batch_leave_as_online_ones_do() -> None:
     assert action.keys[0] == 2, "the online one is the more urgent"
 
 
+def test_offline_prefills_do_not_hide_that_online_ones_are_late() -> None:
+    laps = policy()
+    laps.note_first_token(2.0, SHORT, 0.0, 1.0)
+    for _ in range(99):
+        laps.note_first_token(2.0, SHORT, 0.0, inf)
+    assert laps.report(RoundSnapshot(2.0, (), 1000)).short.slo_violation_rate == 1.0
+
+
 def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
     laps = policy(short_ttft_slo_ms=400.0)
     snapshot = RoundSnapshot(100.0, (offline(1, 20_000),), 100_000)
