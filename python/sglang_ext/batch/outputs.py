@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,6 +39,7 @@ NOT_SENT = {
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
 }
 _POSITION_MASK = (1 << 40) - 1
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # Arrow's are among them
 
 
 class OutputFormat(StrEnum):
@@ -231,6 +232,19 @@ def generate_schema() -> Any:
     return pa.schema(list(zip(_GENERATE_COLUMNS, types, strict=True)))
 
 
+def generate_table(results: Sequence[StoredResult]) -> Any:
+    """Results as a pyarrow table, a row each in their order. A reply that cannot be read is an error of its line."""
+    import pyarrow as pa
+
+    try:
+        return pa.Table.from_pylist([generate_row(one) for one in results], schema=generate_schema())
+    except _UNREADABLE as error:
+        if len(results) > 1:
+            return pa.concat_tables([generate_table([one]) for one in results])
+        reason = " ".join(f"the reply cannot be read: {error!r}".split())
+        return generate_table([results[0]._replace(is_ok=False, error=reason)])
+
+
 def generate_row(result: StoredResult) -> dict[str, object]:
     """A result as a row: of several choices the first. What the reply does not tell is null."""
     row: dict[str, object] = dict.fromkeys(_GENERATE_COLUMNS)
@@ -269,12 +283,11 @@ def _ids(holder: dict[str, Any], *names: str) -> list[int] | None:
 
 
 def _write_parquet(path: Path, results: Iterable[StoredResult], options: OutputOptions) -> int:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     def table(some: list[StoredResult]) -> Any:
         if options.mode is Mode.GENERATE:
-            return pa.Table.from_pylist([generate_row(one) for one in some], schema=generate_schema())
+            return generate_table(some)
         rows = ((one.custom_id, one.body) for one in some)
         if options.format is OutputFormat.DISTILLKIT:
             return distillkit_table(rows, options.vocabulary)

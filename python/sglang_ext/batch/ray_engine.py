@@ -32,7 +32,7 @@ from sglang_ext.batch import run_command
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.inputs import InputError
 from sglang_ext.batch.lines import BatchLine, Mode
-from sglang_ext.batch.outputs import OutputError, OutputFormat, generate_row, generate_schema
+from sglang_ext.batch.outputs import OutputError, OutputFormat, generate_table
 from sglang_ext.batch.run_command import BatchRun, RunError
 from sglang_ext.batch.runner import JobRunner, RunnerSettings, reply_body
 from sglang_ext.batch.scores import pack_scores, score_schema, score_table
@@ -353,22 +353,12 @@ def result_table(results: Sequence[StoredResult], mode: Mode) -> Any:
     import pyarrow as pa
 
     if mode is Mode.GENERATE:
-        return pa.concat_tables([_generated(one) for one in results] or [generate_schema().empty_table()])
+        return generate_table(results)
     schema = score_schema().append(pa.field("error", pa.string()))
     good = score_table((one.custom_id, one.body) for one in results if one.is_ok)
     good = good.append_column(schema.field("error"), pa.nulls(len(good), pa.string()))
     bad = [{"custom_id": one.custom_id, "error": one.error} for one in results if not one.is_ok]
     return pa.concat_tables([good, pa.Table.from_pylist(bad, schema=schema)])
-
-
-def _generated(result: StoredResult) -> Any:
-    import pyarrow as pa
-
-    try:
-        return pa.Table.from_pylist([generate_row(result)], schema=generate_schema())
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # Arrow's, too
-        reason = " ".join(f"the reply cannot be read: {error!r}".split())
-        return _generated(result._replace(is_ok=False, error=reason))
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

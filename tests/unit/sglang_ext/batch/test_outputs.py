@@ -95,6 +95,22 @@ def test_parquet_has_every_line(store: BatchStore, tmp_path: Path) -> None:
     assert pq.ParquetFile(tmp_path / "out.parquet").metadata.row_group(0).column(0).compression == "ZSTD"
 
 
+def test_a_reply_that_cannot_be_read_ends_no_export(tmp_path: Path) -> None:
+    replies = [COMPLETION, {"text": 5}, {"choices": [7]}, COMPLETION]
+    with BatchStore.open(tmp_path / "odd") as opened:
+        job = opened.create_job("job", {})
+        opened.add_lines(job, [parse_line({"prompt": [1, i]}, LineOptions(model="m"), "in", i) for i in range(4)])
+        opened.make_ready(job)
+        for one in opened.lease(job, 4):
+            body = json.dumps(replies[one.line.number]).encode()
+            opened.finish([LineResult(one.id, True, 200, "", None, body)])
+        export(opened, job, choose_output(tmp_path / "out.parquet", Mode.GENERATE, None))
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["custom_id"] for row in rows] == [f"in:{number}" for number in range(4)]
+    assert [row["text"] for row in rows] == ["hello", None, None, "hello"]
+    assert ["cannot be read" in (row["error"] or "") for row in rows] == [False, True, True, False]
+
+
 def test_a_folder_gets_parts(store: BatchStore, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
