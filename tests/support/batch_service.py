@@ -91,8 +91,11 @@ def running_service(
         yield service
     finally:
         assert service.process is not None
-        if service.process.poll() is None:
-            service.terminate()
+        try:
+            if service.process.poll() is None:
+                service.terminate()
+        finally:
+            service.kill()
     log = service.log_path.read_text()
     assert "Traceback" not in log, log[-4000:]
 
