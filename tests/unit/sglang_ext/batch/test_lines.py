@@ -120,6 +120,8 @@ def test_a_sequence_to_score_asks_for_all_of_its_positions() -> None:
         "return_logprob": True,
         "logprob_start_len": 0,
         "top_logprobs_num": 8,
+        "return_flat_raw_top_logprobs": True,
+        "return_flat_raw_top_logprobs_b64": True,
     }
     candidates = orjson.loads(parse_line({"text": "abc", "candidate_ids": [4, 2]}, SCORING).body)
     assert candidates["text"] == "abc"

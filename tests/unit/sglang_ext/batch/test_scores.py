@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,37 @@ def test_packed_and_unpacked_are_the_same(token_ids: list[int], count: int) -> N
     expected = -(positions[:, None] + np.arange(count) / 1000)
     np.testing.assert_array_equal(scores.topk_logprobs, expected.astype(np.float32).astype(np.float16))
     np.testing.assert_array_equal(scores.topk_ids, np.tile(np.arange(count), (len(token_ids) - 1, 1)))
+
+
+def flat(answer: Answer, **changes: object) -> Answer:
+    """The same candidates as arrays, which newer SGLang sends."""
+    parsed = orjson.loads(answer.body)
+    told = parsed["meta_info"].pop("input_top_logprobs")[1:]
+    ids = np.array([[entry[1] for entry in entries] for entries in told], "<i4")
+    values = np.array([[entry[0] for entry in entries] for entries in told], "<f4")
+    parsed["meta_info"] |= {
+        "input_top_logprobs_shape": list(ids.shape),
+        "input_top_logprobs_null_prefix": 1,
+        "input_top_logprobs_idx_flat_b64": base64.b64encode(ids.tobytes()).decode(),
+        "input_top_logprobs_val_flat_b64": base64.b64encode(values.tobytes()).decode(),
+        **{f"input_top_logprobs_{name}": value for name, value in changes.items()},
+    }
+    return answer._replace(parsed=parsed)
+
+
+def test_candidates_as_arrays_are_the_same() -> None:
+    line, answer = scored({"token_ids": [5, 6, 7]})
+    assert pack_scores(line, flat(answer)) == pack_scores(line, answer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shape": [1, 4]}, {"shape": [2, 3]}, {"null_prefix": 0}, {"idx_flat_b64": "AAAA"}, {"val_flat_b64": "?"}],
+)
+def test_arrays_that_are_not_of_the_sequence_are_refused(changes: dict[str, object]) -> None:
+    line, answer = scored({"token_ids": [5, 6, 7]})
+    with pytest.raises(ValueError):
+        pack_scores(line, flat(answer, **changes))
 
 
 def test_candidates_take_the_place_of_the_top() -> None:
