@@ -84,7 +84,7 @@ lint: env
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
 
-test: lint $(KERNELS) $(RAY)
+test: lint $(KERNELS)
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-all: lint $(KERNELS) $(RAY) $(JUDGES)

@@ -17,6 +17,7 @@ import orjson
 from sglang_ext_router.prompt import BadRequestError
 
 MAX_TOP_LOGPROBS = 256  # alternatives per position; a trainer's largest wish so far
+MAX_ENTRIES = 8_000_000  # positions x alternatives of one request: some 200 MB of JSON
 MAX_CANDIDATES = 4096  # token ids whose log-probabilities are asked for at every position
 # What prefill can send to decode of the first token; more ends a stock engine.
 MAX_TOP_LOGPROBS_WITH_DECODE = 128
@@ -58,11 +59,19 @@ class ScorePlan(NamedTuple):
     is_joined: bool  # the client's reply is made of the instances'
     body: dict[str, Any] | None
     form: CompletionForm | None
+    entries_per_token: int  # numbers that the reply has for every token of the prompt
+
+    def check_size(self, prompt_tokens: int) -> None:
+        """BadRequestError for a reply that would be too large; `prompt_tokens` of all sequences together."""
+        entries = prompt_tokens * self.entries_per_token
+        if entries > MAX_ENTRIES:
+            raise BadRequestError(
+                f"about {prompt_tokens} tokens with {self.entries_per_token} log-probabilities each are more than the "
+                f"{MAX_ENTRIES} that one request may ask for; send fewer sequences at a time"
+            )
 
 
-NO_SCORES = ScorePlan(False, False, None, None)
-_RELAYED = ScorePlan(True, False, None, None)
-_JOINED = ScorePlan(False, True, None, None)
+NO_SCORES = ScorePlan(False, False, None, None, 0)
 
 
 def plan_scores(path: bytes, body: dict[str, Any]) -> ScorePlan:
@@ -92,15 +101,20 @@ def _plan_generate(body: dict[str, Any]) -> ScorePlan:
         if type(top) is int:
             _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS)
     candidates = body.get("token_ids_logprob")
-    if type(candidates) is list and len(candidates) > MAX_CANDIDATES:
+    most = 0
+    if type(candidates) is list:
+        nested = [ids for ids in candidates if type(ids) is list]
+        most = max(map(len, nested), default=len(candidates))
+    if most > MAX_CANDIDATES:
         raise BadRequestError(f"token_ids_logprob has more than {MAX_CANDIDATES} ids", "token_ids_logprob")
+    entries = 1 + most + max((top for top in (tops if type(tops) is list else [tops]) if type(top) is int), default=0)
     if _new_tokens(body.get("sampling_params")) <= 1:
-        return _RELAYED
+        return ScorePlan(True, False, None, None, entries)
     for top in tops if type(tops) is list else [tops]:
         if type(top) is int:
             _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS_WITH_DECODE)
     if body.get("stream") is not True:
-        return _JOINED
+        return ScorePlan(False, True, None, None, entries)
     start = body.get("logprob_start_len")
     for value in start if type(start) is list else [start]:
         if type(value) is int and value >= 0:
@@ -127,7 +141,7 @@ def _plan_echo(body: dict[str, Any], top: int) -> ScorePlan:
     """A prompt's log-probabilities as SGLang and OpenAI's old completions tell them: by `echo` and `logprobs`."""
     if _is_single(body) and _completion_tokens(body) <= 1:
         _check_top(top, "logprobs", MAX_TOP_LOGPROBS)
-        return _RELAYED
+        return ScorePlan(True, False, None, None, 1 + top)
     raise BadRequestError("echo with logprobs is served with max_tokens 0 or 1 and n 1 only", "echo")
 
 
@@ -177,7 +191,8 @@ def _plan_completion(body: dict[str, Any]) -> ScorePlan:
     if type(prompt) is list and ids:
         prompts = prompt if type(prompt[0]) is list else [prompt]
     form = CompletionForm(str(body.get("model") or ""), top, output, candidates, prompts)
-    return ScorePlan(is_prefill_only, True, asked, form)
+    entries = asked["top_logprobs_num"] + len(asked.get("token_ids_logprob", ())) + 1
+    return ScorePlan(is_prefill_only, True, asked, form, entries)
 
 
 def _completion_tokens(body: dict[str, Any]) -> int:

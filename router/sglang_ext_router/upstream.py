@@ -48,6 +48,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_head_told",
         "_is_between_chunks",
         "_is_fresh",
+        "_kept",
         "_last_body",
         "_parser",
         "_pool",
@@ -95,7 +96,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.body_started = False
         self.is_complete = False
         self.relay: Relay | None = None  # what takes the rest of the reply as it comes
-        self.keeps_reply = False  # the whole reply stays in `raw`
+        self.keeps_reply = False  # the whole reply is in `raw` once it is complete
+        self._kept: list[bytes] = []  # what came of it behind the head; joined once, as it may be large
         self.reply_keeps_alive = False
         self._head_told = False
         self.body_told = False
@@ -170,12 +172,18 @@ class UpstreamConnection(asyncio.Protocol):
             if self.is_complete:
                 self._end(owner)
             return
-        self.raw = self.raw + data if self.raw else data
+        if self.keeps_reply and self.status == 200:
+            self._kept.append(data)
+        else:
+            self.raw = self.raw + data if self.raw else data
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self._broken()
             return
+        if self.is_complete and self._kept:
+            self.raw = b"".join((self.raw, *self._kept))
+            self._kept.clear()
         if self.status and not self._head_told:
             self._head_told = True
             owner.on_leg_head(self)

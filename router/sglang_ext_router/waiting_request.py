@@ -73,6 +73,12 @@ class WaitingRequest:
             message = f"the prompt has about {tokens} tokens, more than the {limit} that a {kind} instance can hold"
             self._refuse(400, message, "too_long")
             return
+        if request.scores.entries_per_token:
+            try:
+                request.scores.check_size(request.prompt.known_tokens or tokens * request.prompt.sequence_count)
+            except BadRequestError as error:
+                self._refuse(400, str(error), "too_long", error.param)
+                return
         slo_s = request.headers.ttft_slo_s
         deadline_s = None if slo_s is None else self._started_s + slo_s
         outcome = services.admission.offer(self, self._started_s, deadline_s)

@@ -16,7 +16,8 @@ from support.engines import FLEET, Engine, EngineSpec
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+# The same runner as that of `batch run` over real instances, and the service killed over a stand-in, run always.
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

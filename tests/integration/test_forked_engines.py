@@ -144,7 +144,7 @@ time.sleep(60)
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("is_serving", [False, True])
+@pytest.mark.parametrize("is_serving", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_engine_ends_with_its_client(tmp_path: Path, is_serving: bool) -> None:
     command = [sys.executable, "-c", CLIENT, str(tmp_path), *worker_arguments()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

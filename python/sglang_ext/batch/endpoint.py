@@ -142,7 +142,7 @@ class EndpointClient:
             return Answer(AnswerKind.FAILED, None, b"", None, "", f"no reply within {self._timeout.total:g} s")
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, ValueError) as error:
             return Answer(AnswerKind.FAILED, None, b"", None, "", f"connection lost: {_reason(error)}")
-        request_id = headers.get("x-request-id", "")
+        request_id = headers.get("x-request-id", "").encode("ascii", "replace").decode()
         if 200 <= status < 300:
             try:
                 parsed = orjson.loads(body)
@@ -197,7 +197,11 @@ def count_tokens(parsed: Any) -> tuple[int, int]:
     if not isinstance(usage, dict):
         return 0, 0
     prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return prompt if type(prompt) is int else 0, completion if type(completion) is int else 0
+    return _count(prompt), _count(completion)
+
+
+def _count(told: object) -> int:
+    return told if type(told) is int and 0 <= told < 1 << 40 else 0
 
 
 def _kind(status: int) -> AnswerKind:

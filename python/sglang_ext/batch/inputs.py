@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,7 @@ def read_lines(files: Sequence[InputFile], options: LineOptions, findings: Findi
                     findings.add(f"{file.name}:{number}", str(error))
                     continue
                 yield line
-        except (OSError, EOFError) as error:  # a damaged archive, too
+        except (OSError, EOFError, zlib.error) as error:  # a damaged archive, too
             raise InputError(f"{file.path}: {error}") from None
 
 

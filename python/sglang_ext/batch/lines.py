@@ -174,7 +174,7 @@ def _parse_score_line(content: dict[str, object], options: LineOptions, file: st
             raise LineError(given[0], "is empty")
     prompt_len = content.get("prompt_len")
     if prompt_len is not None:
-        if type(prompt_len) is not int or prompt_len < 0:
+        if type(prompt_len) is not int or not 0 <= prompt_len < 1 << 31:
             raise LineError("prompt_len", f"must be a number of tokens, is {_shown(prompt_len)}")
         if isinstance(value, list) and prompt_len > len(value):
             raise LineError("prompt_len", f"is {prompt_len}, and the sequence has {len(value)} tokens")

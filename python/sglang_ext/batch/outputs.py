@@ -290,7 +290,10 @@ def _write_parquet(path: Path, results: Iterable[StoredResult], options: OutputO
             return generate_table(some)
         rows = ((one.custom_id, one.body) for one in some)
         if options.format is OutputFormat.DISTILLKIT:
-            return distillkit_table(rows, options.vocabulary)
+            try:
+                return distillkit_table(rows, options.vocabulary)
+            except ValueError as error:
+                raise OutputError(f"--vocabulary: {error}") from None
         return score_table(rows)
 
     schema = generate_schema() if options.mode is Mode.GENERATE else score_schema()

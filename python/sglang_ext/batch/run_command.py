@@ -31,6 +31,7 @@ from sglang_ext.policy.batch.rate_limit import RateLimit
 
 API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"
 OK, USAGE, SOME_FAILED, STORE_FULL, INTERRUPTED = 0, 2, 3, 4, 130
+SCORE_REPLY_BYTES = 24  # of a reply, for every log-probability
 JOB_NAME = "run"  # a store of this command holds one job
 
 
@@ -139,7 +140,8 @@ def runner_settings(args: argparse.Namespace) -> RunnerSettings:
         if value is not None and not value > 0:
             raise RunError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     cap = CapSettings(most=args.max_in_flight, online_wait_target_s=args.online_wait_target_ms / 1000)
-    return RunnerSettings(cap, args.max_retries)
+    is_scoring = getattr(args, "mode", None) == Mode.SCORE.value
+    return RunnerSettings(cap, args.max_retries, SCORE_REPLY_BYTES * (1 + args.top_logprobs) if is_scoring else 0)
 
 
 class BatchRun:
@@ -164,6 +166,9 @@ class BatchRun:
         )
         self.files = find_inputs(args.input)
         self.store_path: Path = args.store or args.output.with_name(args.output.name + ".store")
+        for given in (Path(one) for one in args.input):
+            if given.is_dir() and args.output.resolve().is_relative_to(given.resolve()):
+                raise RunError(f"--output: {args.output} is in the input folder {given}; it would become an input")
         if any(file.path.resolve() == args.output.resolve() for file in self.files):
             raise RunError(f"--output: {args.output} is an input, too")
 
@@ -234,6 +239,7 @@ class BatchRun:
                 "--model": self.options.model,
                 "--top-logprobs": self.options.top_logprobs,
                 "--defaults": dict(self.options.defaults),
+                "--engine": self.args.engine,  # Ray keeps its results itself
             },
         }
 

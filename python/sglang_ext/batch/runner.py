@@ -31,6 +31,8 @@ _LEASED_LINES = 64  # leased ahead at least, per job and class
 _LEASED_BYTES = 8 << 20
 _COMMIT_LINES, _COMMIT_S = 500, 0.05
 _MOST_UNWRITTEN_BYTES = 64 << 20
+_MOST_REPLY_BYTES = 128 << 20  # expected of what is in flight
+_LOAD_RETRY_S = 30.0
 _LOAD_INTERVAL_S = 0.5
 _MOST_TRIES = 20  # of one line, the uncounted included: it may be what brings the endpoint down
 _NOTE_AFTER_S, _NOTE_INTERVAL_S = 1.0, 30.0  # of an outage; a shorter one with connections is overload
@@ -49,6 +51,7 @@ class RunnerSettings:
 
     cap: CapSettings = field(default_factory=CapSettings)  # `most` is for all classes together
     max_retries: int = 5  # of one line, after its first try
+    reply_bytes_per_token: int = 0  # of a prompt, where replies are large: scores
 
 
 class Progress(NamedTuple):
@@ -129,6 +132,8 @@ class JobRunner:
         self._unwritten: list[tuple[_JobQueue, LineResult]] = []
         self._unwritten_bytes = 0
         self._in_flight = 0
+        self._probes = 0  # of them, those that were sent while the endpoint was down
+        self._reply_bytes = 0  # that are expected of them
         self._sequence = 0
         self._wake = asyncio.Event()
         self._write = asyncio.Event()
@@ -223,7 +228,8 @@ class JobRunner:
         """Wait for answers until the time of `stop`, cancel the rest, and write what came."""
         if self._in_flight and self._stop_at_s is not None and self._error is None:
             tasks = [task for queue in self._jobs.values() for task in queue.tasks]
-            await asyncio.wait(tasks, timeout=max(0.0, self._stop_at_s - time.monotonic()))
+            if tasks:
+                await asyncio.wait(tasks, timeout=max(0.0, self._stop_at_s - time.monotonic()))
         tasks = [task for queue in self._jobs.values() for task in queue.tasks]
         for task in tasks:
             task.cancel()
@@ -263,8 +269,11 @@ class JobRunner:
         while True:
             try:
                 load = await self._client.load()
-            except LoadUnknownError:
-                return
+            except LoadUnknownError:  # or something between here and the router that answers for it
+                for one in self._classes.values():
+                    one.cap.on_load_unknown()
+                await asyncio.sleep(_LOAD_RETRY_S)
+                continue
             now_s = time.monotonic()
             for name, one in self._classes.items():
                 if load is None:
@@ -306,10 +315,12 @@ class JobRunner:
         if self._unwritten_bytes >= _MOST_UNWRITTEN_BYTES:
             return float("inf")
         if self._outage.is_down:
-            if self._in_flight:
-                return float("inf")  # its answer decides
+            if self._probes:
+                return float("inf")  # its answer decides; what was sent before may hang for long
             if self._outage.probe_at_s > now_s:
                 return self._outage.probe_at_s
+        if self._in_flight and self._reply_bytes >= _MOST_REPLY_BYTES:
+            return float("inf")
         wait_s = max(self._requests_limit.wait_s(now_s), self._tokens_limit.wait_s(now_s))
         return now_s + wait_s
 
@@ -321,6 +332,8 @@ class JobRunner:
             if not queue.is_cancelled:
                 return queue, leased
         chosen = None
+        if len(self._retries) >= 4 * self._settings.cap.most:
+            return None  # they are in memory: first those
         for queue in self._jobs.values():
             if queue.waiting[name] and (chosen is None or queue.in_flight.get(name, 0) < chosen.in_flight.get(name, 0)):
                 chosen = queue
@@ -382,11 +395,31 @@ class JobRunner:
         self._requests_limit.take(1, now_s)
         self._tokens_limit.take(leased.line.prompt_tokens, now_s)
         was_full = one.in_flight >= one.cap.cap
+        is_probe = self._outage.is_down
+        self._probes += is_probe
+        self._reply_bytes += self._expected_bytes(leased)
         task = asyncio.create_task(self._request(name, one, queue, leased, was_full))
         queue.tasks.add(task)
-        task.add_done_callback(partial(self._request_done, queue))
+        task.add_done_callback(partial(self._request_done, name, one, queue, leased, is_probe))
 
-    def _request_done(self, queue: _JobQueue, task: asyncio.Task[None]) -> None:
+    def _expected_bytes(self, leased: LeasedLine) -> int:
+        return leased.line.prompt_tokens * self._settings.reply_bytes_per_token
+
+    def _request_done(
+        self,
+        name: LengthClass | None,
+        one: _Class,
+        queue: _JobQueue,
+        leased: LeasedLine,
+        is_probe: bool,
+        task: asyncio.Task[None],
+    ) -> None:
+        # Here and not in the task: one that is cancelled before its first step never runs.
+        self._in_flight -= 1
+        one.in_flight -= 1
+        queue.in_flight[name] -= 1
+        self._probes -= is_probe
+        self._reply_bytes -= self._expected_bytes(leased)
         queue.tasks.discard(task)
         self._wake.set()
         self._background_done(task)
@@ -395,12 +428,7 @@ class JobRunner:
         self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, was_full: bool
     ) -> None:
         sent_at_s = time.monotonic()
-        try:
-            answer = await self._client.send(leased.line)
-        finally:
-            self._in_flight -= 1
-            one.in_flight -= 1
-            queue.in_flight[name] -= 1
+        answer = await self._client.send(leased.line)
         now_s = time.monotonic()
         if answer.kind is AnswerKind.OK:
             one.cap.on_ok(sent_at_s, now_s, was_full=was_full)

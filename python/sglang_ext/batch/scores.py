@@ -75,7 +75,9 @@ def _candidates(told: Any, tokens: int, wanted: int, name: str) -> tuple[NDArray
             found = len(entries) if isinstance(entries, list) else 0
             raise ValueError(f"the reply has {found} {name} at position {position}, {wanted} were asked for")
     ids = np.array([[entry[1] for entry in entries] for entries in told[1:]], np.int32)
-    return ids, _as_half(np.array([[entry[0] for entry in entries] for entries in told[1:]], np.float32))
+    # JSON has no minus infinity: null
+    values = [[-np.inf if entry[0] is None else entry[0] for entry in entries] for entries in told[1:]]
+    return ids, _as_half(np.array(values, np.float32))
 
 
 def _flat_candidates(

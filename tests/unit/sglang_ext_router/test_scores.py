@@ -24,7 +24,7 @@ from sglang_ext_router.scores import (
     plan_scores,
 )
 from support.router_process import cluster
-from support.scripted_engine import chunk, cut, hang, raw, reply, response, status, stream_head
+from support.scripted_engine import chunk, cut, hang, in_pieces, raw, reply, response, status, stream_head
 
 GENERATE, COMPLETIONS, CHAT = b"/generate", b"/v1/completions", b"/v1/chat/completions"
 SCORED = {
@@ -399,3 +399,32 @@ async def test_a_prompt_that_decode_could_not_hold_is_scored() -> None:
         served.router.registry.refresh()
         answer = await served.ask("POST", "/generate", {**SCORED, "input_ids": [5] * 50})
         assert (answer.status, "prefill instance" in answer.error["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**SCORED, "input_ids": [5] * 8000, "token_ids_logprob": list(range(4000))},
+        {**SCORED, "input_ids": [[5] * 8000] * 10, "top_logprobs_num": 250},
+    ],
+)
+async def test_a_reply_that_would_be_too_large_is_refused(body: dict[str, Any]) -> None:
+    async with cluster() as served:
+        answer = await served.ask("POST", "/generate", body)
+        assert answer.status == 400
+        assert "fewer sequences" in answer.error["message"]
+        assert served.upstream_requests() == 0
+
+
+def test_nested_candidates_are_counted() -> None:
+    with pytest.raises(BadRequestError):
+        plan_scores(GENERATE, {**SCORED, "token_ids_logprob": [list(range(MAX_CANDIDATES + 1))]})
+
+
+async def test_a_large_reply_that_comes_in_many_pieces() -> None:
+    ids = [5, *[6] * 3000]
+    large = output(ids, [None, *[[[-0.1, 8, None], [-0.2, 9, None]]] * 3000])
+    async with cluster(long=0) as served:
+        served.short[0].script = in_pieces(response(json.dumps(large).encode()), 1000)
+        answer = await served.ask("POST", "/v1/completions", {**COMPLETION, "prompt": [ids]})
+        assert len(answer.json["choices"][0]["prompt_logprobs"]) == 3001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import sqlite3
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ import orjson
 from fastapi import Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -172,13 +173,29 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
         return _json({"id": file_id, "object": "file", "deleted": True})
 
 
+async def _read_batch(request: Request) -> NewBatch:
+    """The body, read once the key is known and no further than it can be long."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > FORM_BYTES:
+            raise RequestError(413, f"the body is larger than {FORM_BYTES} bytes")
+    try:
+        return NewBatch.model_validate(json.loads(body))
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+    except (ValueError, RecursionError):
+        raise RequestError(400, "the body is not valid JSON") from None
+
+
 def _add_batch_routes(app: FastAPI, service: BatchService, client: list[Any]) -> None:
     def no_batch(batch_id: str) -> RequestError:
         return RequestError(404, f"no batch {batch_id!r}", "batch_id")
 
     @app.post("/v1/batches", dependencies=client)
-    async def create_batch(new: NewBatch) -> Response:
+    async def create_batch(request: Request) -> Response:
         """Accept a batch: once this is answered it is not lost."""
+        new = await _read_batch(request)
         stored = service.files.find(new.input_file_id)
         if stored is None:
             raise RequestError(404, f"no file {new.input_file_id!r}", "input_file_id")

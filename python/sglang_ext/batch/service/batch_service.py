@@ -12,7 +12,8 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -289,7 +290,10 @@ class BatchService:
         else:
             exported = await self._in_thread(partial(self._export, entry, job))
             totals = _totals(self._job(entry))  # not within: the store may be waiting for this transaction to end
-            with self.batches.transaction():
+            with (
+                self._removed_on_failure([exported.output_file_id, exported.error_file_id]),
+                self.batches.transaction(),
+            ):
                 for file_id, kind in ((exported.output_file_id, "output"), (exported.error_file_id, "error")):
                     if file_id is not None:
                         name = f"{entry.batch_id}_{kind}.jsonl"
@@ -313,17 +317,29 @@ class BatchService:
             self._store.finish([LineResult(one.id, False, None, "", code, b"") for one in leased])
         outcomes: Counter[RequestOutcome] = Counter()
         placed: list[str | None] = []
-        for is_ok in (True, False):
-            with self.files.writing() as file:
-                is_empty = True
-                for result in self._store.results(job.id, ok=is_ok):
-                    if is_stopped():
-                        raise asyncio.CancelledError
-                    file.write(output_line(result) if is_ok else error_line(result))
-                    outcomes[_outcome(result)] += 1
-                    is_empty = False
-                placed.append(None if is_empty else self.files.place(file))
+        with self._removed_on_failure(placed):
+            for is_ok in (True, False):
+                with self.files.writing() as file:
+                    is_empty = True
+                    for result in self._store.results(job.id, ok=is_ok):
+                        if is_stopped():
+                            raise asyncio.CancelledError
+                        file.write(output_line(result) if is_ok else error_line(result))
+                        outcomes[_outcome(result)] += 1
+                        is_empty = False
+                    placed.append(None if is_empty else self.files.place(file))
         return _Exported(placed[0], placed[1], outcomes)
+
+    @contextmanager
+    def _removed_on_failure(self, placed: Sequence[str | None]) -> Iterator[None]:
+        """Files that were placed and are in no table go again, or every attempt on a full disk would leave its own."""
+        try:
+            yield
+        except BaseException:
+            for file_id in placed:
+                if file_id is not None:
+                    self.files.path(file_id).unlink(missing_ok=True)
+            raise
 
     async def _drop_job(self, entry: BatchEntry) -> None:
         job = self._store.find_job(entry.batch_id)

@@ -24,7 +24,8 @@ class CapSettings:
     most: int = 256
     start: int = 16
     online_wait_target_s: float | None = 0.2  # None: the wait of online requests is not looked at
-    most_backlog_s: float = 2.0  # of prefill work at the least loaded instance; more does not keep it busier
+    most_backlog_s: float = 2.0  # of prefill work at the least loaded instance, while there are online requests
+    most_backlog_alone_s: float = 10.0  # and while there are none: decode is kept busy, too
     settle_s: float = 1.0  # at least between two decreases that the reported load asks for
 
     def __post_init__(self) -> None:
@@ -34,8 +35,9 @@ class CapSettings:
             raise ValueError(f"start must be at least 1, got {self.start}")
         if self.online_wait_target_s is not None and not self.online_wait_target_s > 0:
             raise ValueError(f"online_wait_target_s must be above 0, got {self.online_wait_target_s}")
-        if not self.most_backlog_s > 0:
-            raise ValueError(f"most_backlog_s must be above 0, got {self.most_backlog_s}")
+        for name in ("most_backlog_s", "most_backlog_alone_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
 
 class InFlightCap:
@@ -87,8 +89,9 @@ class InFlightCap:
         settings = self._settings
         target_s = settings.online_wait_target_s
         online_waits = target_s is not None and online_wait_s is not None and online_wait_s > target_s
-        self._is_held = online_waits or backlog_s >= settings.most_backlog_s
-        if online_waits or backlog_s >= 2 * settings.most_backlog_s:
+        most_backlog_s = settings.most_backlog_alone_s if online_wait_s is None else settings.most_backlog_s
+        self._is_held = online_waits or backlog_s >= most_backlog_s
+        if online_waits or backlog_s >= 2 * most_backlog_s:
             # What is reported now was caused by what was sent up to a round trip ago.
             settled_s = self._decreased_at_s + max(settings.settle_s, self._round_trip_s or 0.0)
             if now_s >= settled_s:

@@ -295,6 +295,7 @@ def output_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for path in sorted((folder / "out").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
+@pytest.mark.full
 @needs_ray
 def test_every_line_has_a_row_and_a_bad_one_ends_nothing(tmp_path: Path, endpoint: StandIn) -> None:
     write_lines(tmp_path / "in.jsonl", 330)

@@ -252,3 +252,34 @@ def test_a_full_store_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
         with BatchStore.open(tmp_path / "s") as store:
             assert run_jobs(store, endpoint.url, [job])[0]
             assert len(by_id(store, job)) == 200
+
+
+def test_a_request_cancelled_before_its_first_step_is_not_counted_for_ever(tmp_path: Path) -> None:
+    """Cancelled in the very iteration of the loop in which it was sent."""
+
+    def cancel_at_once(runner: JobRunner) -> None:
+        send = runner._send
+
+        def send_and_cancel(*arguments: Any) -> None:
+            send(*arguments)
+            runner.cancel_job(cancelled)
+
+        runner._send = send_and_cancel  # type: ignore[method-assign]
+
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+        cancelled = add(store, [f"prompt {number}" for number in range(40)])
+        finished, runner = run_jobs(store, endpoint.url, [cancelled], on_start=cancel_at_once)
+        assert finished
+        assert runner.progress.in_flight == 0
+        assert (runner._probes, runner._reply_bytes) == (0, 0)
+
+
+def test_replies_in_flight_are_bounded_by_what_they_may_be(tmp_path: Path) -> None:
+    """Each is expected to be as large as all of them may be together: one at a time."""
+    settings = RunnerSettings(CapSettings(most=16), reply_bytes_per_token=1 << 30)
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+        job = add(store, [f"slow=0.01 {number}" for number in range(20)])
+        finished, _ = run_jobs(store, endpoint.url, [job], settings)
+        assert finished
+        assert len(by_id(store, job)) == 20
+        assert endpoint.most_in_flight == 1

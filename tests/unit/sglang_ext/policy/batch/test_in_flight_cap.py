@@ -108,18 +108,27 @@ def test_does_not_grow_when_it_is_not_used_up() -> None:
 
 def test_a_backlog_holds_it_and_a_long_one_decreases_it() -> None:
     cap = InFlightCap(CapSettings(start=16, most_backlog_s=2.0))
-    cap.on_load(None, 2.5, 1.0)
+    cap.on_load(0.01, 2.5, 1.0)
     for index in range(50):
         cap.on_ok(1.0 + index, 1.5 + index, was_full=True)
     assert cap.cap == 16
-    cap.on_load(None, 4.0, 60.0)
+    cap.on_load(0.01, 4.0, 60.0)
     assert cap.cap == 8
-    cap.on_load(None, 1.0, 62.0)
+    cap.on_load(0.01, 1.0, 62.0)
     cap.on_ok(62.0, 62.5, was_full=True)
     assert cap.cap == 8
     for _ in range(8):
         cap.on_ok(62.0, 62.5, was_full=True)
     assert cap.cap == 9
+
+
+def test_without_online_requests_more_may_wait() -> None:
+    cap = InFlightCap(CapSettings(start=16, most_backlog_s=2.0, most_backlog_alone_s=10.0))
+    cap.on_load(None, 6.0, 1.0)
+    cap.on_ok(1.0, 1.5, was_full=True)
+    assert cap.cap == 17
+    cap.on_load(None, 20.0, 2.0)
+    assert cap.cap == 8
 
 
 def test_waiting_online_requests_decrease_it_once_per_round_trip() -> None:
