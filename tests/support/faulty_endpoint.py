@@ -73,12 +73,17 @@ class FaultyEndpoint:
     async def _stop(self) -> None:
         if self._runner is not None:
             runner, self._runner = self._runner, None
+            server = runner.server
+            assert server is not None
             await runner.cleanup()
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             await asyncio.sleep(0.1)  # connections close on the way
+            # One that was accepted while the others were closed is not among those.
+            await server.shutdown(0.0)
+            await asyncio.sleep(0)
 
     async def _tell_load(self, request: web.Request) -> web.Response:
         return web.json_response(self.load) if self.load is not None else web.Response(status=404)

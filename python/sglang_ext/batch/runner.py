@@ -463,7 +463,7 @@ class JobRunner:
         self, name: LengthClass | None, queue: _JobQueue, leased: LeasedLine, answer: Answer, now_s: float
     ) -> None:
         kind = answer.failure_kind
-        is_counted = self._outage.on_failure(kind, leased.id, now_s)
+        is_counted = self._outage.on_failure(kind, leased.id, now_s, self._lines_left())
         since_s = self._outage.since_s
         if since_s is not None and (kind is FailureKind.UNREACHABLE or now_s - since_s >= _NOTE_AFTER_S):
             self._note_outage(answer.error or answer.kind.value)
@@ -481,6 +481,15 @@ class JobRunner:
         delay_s = retry_delay_s(max(1, counted), answer.retry_after_s, random.random())
         self._sequence += 1
         heappush(self._retries, (now_s + delay_s, self._sequence, name, queue, leased))
+
+    def _lines_left(self) -> int | None:
+        """Lines without a result, the ones under way included; None while there are more to lease."""
+        left = 0
+        for queue in self._jobs.values():
+            if len(queue.exhausted) < len(queue.waiting):
+                return None
+            left += sum(map(len, queue.waiting.values())) + queue.retrying + len(queue.tasks)
+        return left
 
     # -- results ------------------------------------------------------------------------------------------------------
 

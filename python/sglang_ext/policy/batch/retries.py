@@ -76,14 +76,20 @@ class EndpointOutage:
         self._probe_delay_s = _FIRST_PROBE_S
         return since_s
 
-    def on_failure(self, kind: FailureKind, line: int, now_s: float) -> bool:
-        """A request for `line` failed. Returns whether that counts against the line."""
+    def on_failure(self, kind: FailureKind, line: int, now_s: float, lines_left: int | None = None) -> bool:
+        """A request for `line` failed. Returns whether that counts against the line.
+
+        `lines_left`: how many lines have no result, this one included, if there are few: no more can fail in a row.
+        """
         if kind is FailureKind.LINE:
             self.on_answer()
             return True
-        if len(self._lines) < self._settings.lines_in_a_row:
+        enough = self._settings.lines_in_a_row
+        if lines_left is not None:
+            enough = max(1, min(enough, lines_left))
+        if len(self._lines) < enough:
             self._lines.add(line)
-        is_outage = kind is FailureKind.UNREACHABLE or len(self._lines) >= self._settings.lines_in_a_row
+        is_outage = kind is FailureKind.UNREACHABLE or len(self._lines) >= enough
         if self.since_s is None:
             if not is_outage:
                 return True

@@ -62,3 +62,13 @@ def test_probes_come_less_and_less_often_but_keep_coming(gaps_s: list[float]) ->
         before_s = outage.probe_at_s
         outage.on_failure(UNREACHABLE, 1, now_s)
         assert before_s <= outage.probe_at_s <= max(before_s, now_s + 10.0)
+
+
+def test_the_last_lines_of_a_run_are_not_at_fault_for_an_outage_either() -> None:
+    outage = EndpointOutage()
+    assert outage.on_failure(FailureKind.UNAVAILABLE, 1, 0.0, lines_left=2), "the other one may be fine"
+    assert not outage.on_failure(FailureKind.UNAVAILABLE, 2, 0.1, lines_left=2)
+    assert not outage.on_failure(FailureKind.UNAVAILABLE, 1, 0.2, lines_left=2)
+    assert outage.on_answer() == 0.1
+    assert not outage.on_failure(FailureKind.UNAVAILABLE, 2, 0.3, lines_left=1)
+    assert outage.on_failure(FailureKind.LINE, 2, 0.4, lines_left=1)
