@@ -189,12 +189,14 @@ def _measure_online(sides: Sides, folder: Path, job: JobMaker, mix: TraceMix, ro
         if run.has_ended:
             progress("warning: the job ended before the online traffic did")
     answered = (len(alone), len(beside), len(arrivals))
-    progress(f"online, alone and beside the job: P99 {percentile(alone, 99):.3f} s and {percentile(beside, 99):.3f} s")
+    progress(
+        f"online, alone and beside the job: P99 {percentile(alone, 0.99):.3f} s and {percentile(beside, 0.99):.3f} s"
+    )
     return {
-        "online_p99_ratio": round(percentile(beside, 99) / percentile(alone, 99), 3),
-        "online_p50_ratio": round(percentile(beside, 50) / percentile(alone, 50), 3),
-        "online_p99_alone_s": round(percentile(alone, 99), 3),
-        "online_p99_beside_s": round(percentile(beside, 99), 3),
+        "online_p99_ratio": round(beside_s / alone_s, 3),
+        "online_p50_ratio": round(percentile(beside, 0.5) / percentile(alone, 0.5), 3),
+        "online_p99_alone_s": round(alone_s, 3),
+        "online_p99_beside_s": round(beside_s, 3),
         "online_answered_of": answered,
     }
 

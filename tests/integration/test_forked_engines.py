@@ -58,6 +58,7 @@ def refused(client: ForkClient, log: Path, arguments: list[str], **environment: 
         return process.wait(60), log.read_text()
 
 
+@pytest.mark.full
 def test_a_server_that_hangs_is_ended_and_its_late_answer_is_not_taken_for_another(
     client: ForkClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_what_refuses_to_start_says_so_and_sets_the_exit_status(client: ForkClie
     assert output.strip().splitlines()[-1].startswith("sglang-ext: refusing to start, because not every hook")
 
 
+@pytest.mark.full
 def test_the_end_of_the_fork_server_touches_no_engine_and_starts_no_more(client: ForkClient, tmp_path: Path) -> None:
     with (tmp_path / "engine.log").open("wb") as output:
         arguments = [*worker_arguments("--exit-with-parent")]
