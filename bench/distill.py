@@ -189,9 +189,8 @@ def _measure_online(sides: Sides, folder: Path, job: JobMaker, mix: TraceMix, ro
         if run.has_ended:
             progress("warning: the job ended before the online traffic did")
     answered = (len(alone), len(beside), len(arrivals))
-    progress(
-        f"online, alone and beside the job: P99 {percentile(alone, 0.99):.3f} s and {percentile(beside, 0.99):.3f} s"
-    )
+    alone_s, beside_s = percentile(alone, 0.99), percentile(beside, 0.99)
+    progress(f"online, alone and beside the job: P99 {alone_s:.3f} s and {beside_s:.3f} s")
     return {
         "online_p99_ratio": round(beside_s / alone_s, 3),
         "online_p50_ratio": round(percentile(beside, 0.5) / percentile(alone, 0.5), 3),
