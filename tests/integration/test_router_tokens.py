@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from sglang_ext.types import Role
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import FLEET, PLAIN_SERVER, Engine, EngineSpec
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 
@@ -30,13 +30,7 @@ def engines() -> list[Engine]:
 @pytest.fixture(scope="module")
 def stock(engines: list[Engine]) -> Engine:
     """One ordinary SGLang server: no disaggregation, no router."""
-    undivided = EngineSpec(
-        Role.BOTH,
-        arguments=("--disaggregation-mode", "null"),
-        worker_options=("--laps-mode", "off"),
-        name="stock",
-    )
-    return FLEET.get(undivided)[0]
+    return FLEET.get(PLAIN_SERVER)[0]
 
 
 @pytest.fixture(scope="module")

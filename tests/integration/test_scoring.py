@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.types import Role
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import FLEET, PLAIN_SERVER, Engine, EngineSpec
 from support.reference import greedy_reference, logprobs_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 from support.tiny_model import STANDARD_SHAPE
@@ -35,13 +35,7 @@ def engines() -> list[Engine]:
 @pytest.fixture(scope="module")
 def plain(engines: list[Engine]) -> Engine:
     """One ordinary SGLang server: no disaggregation, no router."""
-    undivided = EngineSpec(
-        Role.BOTH,
-        arguments=("--disaggregation-mode", "null"),
-        worker_options=("--laps-mode", "off"),
-        name="stock",
-    )
-    return FLEET.get(undivided)[0]
+    return FLEET.get(PLAIN_SERVER)[0]
 
 
 @pytest.fixture(scope="module")

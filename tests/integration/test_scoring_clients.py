@@ -15,7 +15,7 @@ import pytest
 
 from sglang_ext.types import Role
 from support import score_clients
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import FLEET, PLAIN_SERVER, Engine, EngineSpec
 from support.reference import random_prompt
 from support.router_cli import RunningRouter, running_router
 from support.tiny_model import tiny_model
@@ -60,13 +60,7 @@ def engines() -> list[Engine]:
 
 @pytest.fixture(scope="module")
 def plain(engines: list[Engine]) -> Engine:
-    undivided = EngineSpec(
-        Role.BOTH,
-        arguments=("--disaggregation-mode", "null"),
-        worker_options=("--laps-mode", "off"),
-        name="stock",
-    )
-    return FLEET.get(undivided)[0]
+    return FLEET.get(PLAIN_SERVER)[0]
 
 
 @pytest.fixture(scope="module")

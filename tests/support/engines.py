@@ -56,6 +56,15 @@ class EngineSpec:
     has_own_imports: bool = False  # started as users start it, not forked
 
 
+# One ordinary SGLang server: no disaggregation, SGLang's own scheduler.
+PLAIN_SERVER = EngineSpec(
+    Role.BOTH,
+    arguments=("--disaggregation-mode", "null"),
+    worker_options=("--laps-mode", "off"),
+    name="stock",
+)
+
+
 @dataclass(frozen=True)
 class Reply:
     status: int

@@ -180,6 +180,19 @@ def test_changed_input_and_options_are_refused_by_name(tmp_path: Path) -> None:
         assert sum(endpoint.asked.values()) == 2
 
 
+def test_an_output_that_would_become_an_input_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, ["one"])
+    with FaultyEndpoint() as endpoint:
+        command = [
+            *(sys.executable, "-m", "sglang_ext.cli", "batch", "run", "--input", str(tmp_path)),
+            *("--output", str(tmp_path / "out.jsonl"), "--endpoint", endpoint.url, "--model", "m"),
+        ]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert refused.returncode == 2
+        assert "--output:" in refused.stderr
+        assert not endpoint.asked
+
+
 def test_what_is_wrong_with_input_is_told_and_nothing_sent(tmp_path: Path) -> None:
     lines = [
         {"custom_id": "a", "prompt": "p"},

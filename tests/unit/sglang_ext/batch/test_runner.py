@@ -17,6 +17,7 @@ from sglang_ext.batch.runner import JobRunner, RunnerSettings
 from sglang_ext.batch.store import BatchStore, StoredResult, StoreFullError
 from sglang_ext.policy.batch.in_flight_cap import CapSettings
 from sglang_ext.policy.batch.rate_limit import RateLimit
+from sglang_ext.policy.batch.retries import FailureKind
 from support.faulty_endpoint import FaultyEndpoint
 
 LOAD: dict[str, Any] = {
@@ -283,3 +284,18 @@ def test_replies_in_flight_are_bounded_by_what_they_may_be(tmp_path: Path) -> No
         assert finished
         assert len(by_id(store, job)) == 20
         assert endpoint.most_in_flight == 1
+
+
+def test_a_request_that_hangs_from_before_an_outage_holds_up_no_other(tmp_path: Path) -> None:
+    """The endpoint goes and comes back; one request of before never gets its answer."""
+    with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
+        job = add(store, [f"slow=0.02 {number}" for number in range(60)])
+
+        def break_down(runner: JobRunner) -> None:
+            runner._in_flight += 1  # one that hangs
+            runner._outage.on_failure(FailureKind.UNREACHABLE, 0, time.monotonic())
+
+        finished, runner = run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(start=2)), break_down)
+        assert finished
+        assert store.job(job).succeeded == 60
+        assert runner.progress.in_flight == 1

@@ -121,6 +121,13 @@ def test_bodies_that_are_no_batch(service: RunningService, body: bytes, param: s
     assert param is None or error["param"].startswith(param)
 
 
+def test_a_batch_that_is_no_batch_but_large_is_not_read_to_its_end(service: RunningService) -> None:
+    reply = httpx.post(
+        f"{service.url}/v1/batches", content=b" " * (1 << 20), headers={"content-type": "application/json"}
+    )
+    assert reply.status_code == 413
+
+
 @pytest.mark.parametrize(
     "name", ["../../escaped", "/etc/passwd", "a\x00b", "п" * 500, "", "x\r\ny", '"quoted"; a=b', ".."]
 )
