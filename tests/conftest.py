@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 import support.engines  # noqa: F401 - takes note of the environment before any test changes it
 from sglang_ext_router.compiled import describe_compiled
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

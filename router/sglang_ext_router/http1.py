@@ -18,7 +18,7 @@ from sglang_ext_router import replies
 
 MAX_PIPELINED = 32
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
-LINGER_S = 1.0  # for a refused client to read why
+LINGER_S = 5.0  # for a refused client that still sends to read why
 
 
 class Request:

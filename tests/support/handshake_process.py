@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -23,9 +22,9 @@ from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import ReceiveRecord
 from sglang_ext.policy.handshake.receive_request import needed
 from sglang_ext.policy.handshake.shards import KVShard
+from support.preloaded import preloaded_context
 
 ANSWER_TIMEOUT_S = 60.0
-_PRELOADED = [f"sglang_ext.kv_transfer.{module}" for module in ("endpoint", "shared_memory_transport", "tcp_transport")]
 
 
 class PoolShape(NamedTuple):
@@ -148,9 +147,7 @@ class RankProcess:
     """The parent's side. Kill it, stop it, or use it as a context manager."""
 
     def __init__(self, transport: str, shape: PoolShape, seed: int, options: HandshakeOptions) -> None:
-        # A server without threads that has imported everything: a rank costs a fork.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = preloaded_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(theirs, transport, shape, seed, options), daemon=True)
         self._process.start()

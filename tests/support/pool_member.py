@@ -7,7 +7,6 @@ with MemberProcesses("127.0.0.1:8990") as members:
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import signal
@@ -16,6 +15,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple
+
+from support.preloaded import preloaded_context
 
 ANSWER_TIMEOUT_S = 30.0
 _TOLERANCE = 1e-4
@@ -99,8 +100,7 @@ class MemberProcesses:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["sglang_ext.sequence_parallel.pool_link"])
+        self._context = preloaded_context()  # there is one fork server to a process: the first decides what it has
         self._processes: list[Any] = []
 
     def __enter__(self) -> MemberProcesses:

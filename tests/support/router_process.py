@@ -22,6 +22,7 @@ from sglang_ext_router.router import Router
 from sglang_ext_router.siblings import SiblingLink
 from sglang_ext_router.workers import Worker
 from support.raw_client import RawClient, Reply
+from support.running_time import running_s
 from support.scripted_engine import ScriptedEngine
 
 SWEEP_INTERVAL_S = 0.02
@@ -127,10 +128,9 @@ class Cluster(RunningRouter):
 
 async def until(is_so: Callable[[], bool], within_s: float = 5.0) -> None:
     """Poll until something has become true."""
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + within_s
+    end_s = running_s() + within_s
     while not is_so():
-        assert loop.time() < end_s, f"not so within {within_s} s"
+        assert running_s() < end_s, f"not so within {within_s} s"
         await asyncio.sleep(0.005)
 
 

@@ -15,9 +15,11 @@ import json
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from sglang_ext.types import Role
+from support.running_time import pause, running_s
 
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 CONTEXT_TOKENS = 8192
@@ -152,7 +154,7 @@ def reply(
 
     async def play(turn: Turn) -> None:
         if delay_s:
-            await asyncio.sleep(delay_s)
+            await pause(delay_s)
         await turn.write(response(body, status, headers))
 
     return play
@@ -170,7 +172,7 @@ def stream(*events: bytes, delay_s: float = 0.0, end: bytes = STREAM_END) -> Scr
         await turn.write(stream_head())
         for one in events:
             if delay_s:
-                await asyncio.sleep(delay_s)
+                await pause(delay_s)
             await turn.write(chunk(one))
         await turn.write(end)
 
@@ -308,13 +310,14 @@ class ScriptedEngine:
         return next(abort for abort in self.aborts if abort.rid == rid)
 
     async def _until(self, is_so: Callable[[], bool], within_s: float, what: str) -> None:
-        try:
-            async with asyncio.timeout(within_s):
-                while not is_so():
-                    self._arrived.clear()
+        end_s = running_s() + within_s
+        while not is_so():
+            left_s = end_s - running_s()
+            assert left_s > 0, f"{self.role} engine: no {what} within {within_s} s"
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
                     await self._arrived.wait()
-        except TimeoutError:
-            raise AssertionError(f"{self.role} engine: no {what} within {within_s} s") from None
 
     # -- called by the connections --
 

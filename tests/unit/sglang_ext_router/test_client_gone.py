@@ -11,6 +11,7 @@ import pytest
 
 from support.raw_client import RawClient, request_bytes
 from support.router_process import Cluster, cluster
+from support.running_time import running_s
 from support.scripted_engine import chunk, cut, event, hang, raw, reply, status, stream_head
 
 PROMPT = {"text": "x"}
@@ -25,12 +26,12 @@ async def sent(served: Cluster, body: dict[str, Any]) -> RawClient:
 
 
 async def leave(client: RawClient, how: str) -> float:
-    """Leave; the time of it."""
+    """Leave; the running time of it."""
     if how == "reset":
         client.reset()
     else:
         client.close()
-    return asyncio.get_running_loop().time()
+    return running_s()
 
 
 def refused(served: Cluster) -> int:
@@ -48,9 +49,10 @@ async def test_before_the_first_byte(event_loop: str, how: str) -> None:
             await engine.received(1)
         left_s = await leave(client, how)
         for engine in (served.short[0], served.decode[0]):
-            assert (await engine.abort_of(engine.requests[0].rid, 1.0)).at_s - left_s < 1.0
+            await engine.abort_of(engine.requests[0].rid, 1.0)
+        assert running_s() - left_s < 1.0
         await served.until_idle()
-        assert asyncio.get_running_loop().time() - left_s < 1.0
+        assert running_s() - left_s < 1.0
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
@@ -63,7 +65,8 @@ async def test_in_the_middle_of_a_stream(how: str) -> None:
         await client.chunk()
         left_s = await leave(client, how)
         for engine in (served.short[0], served.decode[0]):
-            assert (await engine.abort_of(engine.requests[0].rid, 1.0)).at_s - left_s < 1.0
+            await engine.abort_of(engine.requests[0].rid, 1.0)
+        assert running_s() - left_s < 1.0
         await served.until_idle()
         assert served.router.metrics.requests == {("/generate", "short", 499): 1}
 
@@ -103,8 +106,8 @@ async def test_while_a_5xx_waits_for_what_the_other_leg_says() -> None:
         await served.short[0].received(1)
         await asyncio.sleep(0.05)
         left_s = await leave(client, "close")
-        abort = await served.decode[0].abort_of(served.decode[0].requests[0].rid, 1.0)
-        assert abort.at_s - left_s < 1.0
+        await served.decode[0].abort_of(served.decode[0].requests[0].rid, 1.0)
+        assert running_s() - left_s < 1.0
         await served.until_idle()
         assert len(served.decode[0].requests) == 1
 

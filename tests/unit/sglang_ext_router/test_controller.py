@@ -236,7 +236,7 @@ async def test_a_switch_that_did_nothing_is_noticed_and_undone(
 
 
 async def test_an_instance_that_fails_to_move_is_left_alone_for_a_while() -> None:
-    async with controlled(controller_drain_timeout_secs=0.05, controller_cooldown_secs=0.3) as served:
+    async with controlled(controller_drain_timeout_secs=0.05, controller_cooldown_secs=5.0) as served:
         for engine in served.short:
             laps(engine).behaviour = "ignore"
         press_long(served)

@@ -10,6 +10,7 @@ import pytest
 
 from support.raw_client import BrokenReplyError
 from support.router_process import Cluster, cluster
+from support.running_time import running_s
 from support.scripted_engine import (
     DONE,
     Script,
@@ -113,8 +114,7 @@ async def test_an_answer_is_relayed_with_its_body_and_the_other_leg_is_aborted(l
         legs(served, leg)[0].script = status(code, "your fault")
         answer = await served.ask("POST", "/generate", PROMPT)
         assert (answer.status, answer.json) == (code, {"error": {"message": "your fault", "code": code}})
-        abort = await other.abort_of(other.requests[0].rid, 1.0)
-        assert abort.at_s - other.requests[0].at_s < 1.0
+        await other.abort_of(other.requests[0].rid, 1.0)
         assert len(other.requests) == len(legs(served, leg)[0].requests) == 1
 
 
@@ -127,8 +127,7 @@ async def test_a_leg_that_hangs_is_aborted_when_the_other_fails(leg: str, failur
         legs(served, leg)[0].script = failure
         answer = await served.ask("POST", "/generate", PROMPT)
         assert answer.status in {500, 502}
-        request = other.requests[0]
-        assert (await other.abort_of(request.rid, 1.0)).at_s - request.at_s < 1.0
+        await other.abort_of(other.requests[0].rid, 1.0)
 
 
 async def test_an_error_as_the_first_event_is_repeated_elsewhere() -> None:
@@ -268,13 +267,12 @@ async def test_requests_under_way_when_an_instance_is_killed_end_at_once() -> No
             engine.script = hang()
         asks = [asyncio.create_task(served.ask("POST", "/generate", PROMPT)) for _ in range(20)]
         await served.until(lambda: sum(len(engine.requests) for engine in served.decode) == 20)
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
+        start_s = running_s()
         for engine in served.decode:
             await engine.stop()
         answers = await asyncio.gather(*asks)
         assert {answer.status for answer in answers} <= {502, 503}
-        assert loop.time() - start_s < 1.0
+        assert running_s() - start_s < 1.0
 
 
 async def test_the_attempt_after_a_failure_is_not_hit_by_the_first_ones_abort() -> None:

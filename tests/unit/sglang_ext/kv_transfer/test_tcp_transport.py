@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from sglang_ext.kv_transfer import wire
 from sglang_ext.kv_transfer.tcp_transport import Block, EngineOptions, TcpTransferEngine, TransferError
+from support.running_time import running_s
 
 SIZE = 1 << 16
-FAST = EngineOptions(connect_timeout_s=1.0, io_timeout_s=0.5)
+FAST = EngineOptions(connect_timeout_s=2.0, io_timeout_s=2.0)
 
 
 class Memory:
@@ -163,10 +164,10 @@ def test_write_after_the_peer_closed_fails(writer: TcpTransferEngine) -> None:
 
 def test_peer_that_never_answers_times_out(writer: TcpTransferEngine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        start = time.monotonic()
+        start_s = running_s()
         with pytest.raises(TransferError, match="timed out"):
             writer.probe(f"127.0.0.1:{silent.getsockname()[1]}")
-        assert time.monotonic() - start < 3
+        assert running_s() - start_s < 4
 
 
 def test_closed_engine_refuses_to_write(owner: TcpTransferEngine) -> None:
