@@ -65,6 +65,7 @@ class _Round(NamedTuple):
     share: float  # x: the shorts' share of the time
     short_is_more_urgent: bool  # than the long prefill
     free_kv_tokens: int
+    is_offline: bool  # nothing that waits has a deadline, and nothing with one came lately
 
 
 class Laps:
@@ -237,6 +238,10 @@ class Laps:
         choice = choose_long(longs, snapshot.free_kv_tokens, options.max_parked, options.preempt_margin)
         backlog_s = sum(ranked.remaining_s for ranked in longs)
         round_s = self._round_s(0 if choice is None else choice.ranked.request.cached_tokens, backlog_s)
+        is_offline = options.round_ms is None and now_s > self._online_s + _ONLINE_FOR_S
+        is_offline = is_offline and all(request.deadline_s == inf for request in snapshot.queue)
+        if is_offline:  # a first client that comes is held up for one objective at most
+            round_s = max(round_s, options.short_ttft_slo_ms / 1e3)
         bounds = BatchBounds(
             self._max_requests,
             self._limits.max_batch_tokens,
@@ -248,7 +253,9 @@ class Laps:
         share, is_more_urgent = 0.0, True
         if shorts and choice is not None:
             share, is_more_urgent = self._compare(shorts[0], choice.ranked)
-        return _Round(now_s, round_s, shorts, longs, batch, choice, share, is_more_urgent, snapshot.free_kv_tokens)
+        return _Round(
+            now_s, round_s, shorts, longs, batch, choice, share, is_more_urgent, snapshot.free_kv_tokens, is_offline
+        )
 
     def _compare(self, short: RankedPrefill, long: RankedPrefill) -> tuple[float, bool]:
         """The shorts' share of the time against this long prefill, and whether the short one is more urgent.
@@ -289,7 +296,12 @@ class Laps:
         That loses no time, for a long prefill uses it. It pays where time is scarce: several long prefills wait. A
         round whose length is an option is kept.
         """
-        if batch.is_full or len(state.longs) < 2:
+        if batch.is_full:
+            return False
+        if state.is_offline:  # dense batches are all that counts, but for decode, which is not to run dry
+            oldest_s = min(member.request.arrival_s for member in batch.members)
+            return state.now_s < oldest_s + self._options.short_ttft_slo_ms / 1e3
+        if len(state.longs) < 2:
             return False
         if self._mode is LapsMode.SHORT or self._options.round_ms is not None:
             return False
@@ -343,12 +355,8 @@ class Laps:
         budget_s = state.round_s
         if self._mode is LapsMode.LONG:
             budget_s *= _LONG_MODE_ROUNDS
-        elif state.shorts:
+        elif state.shorts and not state.is_offline:
             budget_s *= 1 - state.share
-        is_offline = request.deadline_s == inf and not state.shorts and self._options.round_ms is None
-        if is_offline and state.now_s > self._online_s + _ONLINE_FOR_S:
-            # No client is near, and a first one that comes would be held up for one objective at most.
-            budget_s = max(budget_s, self._options.short_ttft_slo_ms / 1e3)
         tokens = choose_chunk(
             cost,
             request.new_tokens,
