@@ -279,7 +279,7 @@ class JobRunner:
                 if load is None:
                     one.cap.on_load_unknown()
                 else:
-                    one.cap.on_load(*load.of(name), now_s, is_full=one.in_flight >= one.cap.cap)
+                    one.cap.on_load(*load.of(name), now_s, one.in_flight)
             self._wake.set()
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
