@@ -11,6 +11,7 @@ from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.online_load import OnlineWaits
@@ -67,6 +68,7 @@ class Services:
     admission: AdmissionQueue[Admissible]
     rooms: RoomAllocator
     reply_builder: ReplyBuilder
+    body_reader: BodyReader
     online_waits: OnlineWaits
     retry_policy: RetryPolicy
     max_retries: int
