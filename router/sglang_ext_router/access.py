@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from sglang_ext_router.client_requests import Refusal, Request
+from sglang_ext_router.client_requests import RequestRefusal, Request
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 
@@ -13,7 +13,7 @@ TOKENISE_PATHS = frozenset({b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"
 OPEN_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/readiness"})  # for probes, without a key
 _PROMPT_PATHS = GENERATION_PATHS | TOKENISE_PATHS
 _WITHOUT_BODY = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
-_UNAUTHORISED = Refusal(401, "missing or wrong API key", b"www-authenticate: Bearer\r\n")
+_UNAUTHORISED = RequestRefusal(401, "missing or wrong API key", b"www-authenticate: Bearer\r\n")
 
 
 class Access:
@@ -26,7 +26,7 @@ class Access:
         self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
         self._admin_key = f"Bearer {config.admin_api_key}".encode() if config.admin_api_key else b""
 
-    def check_head(self, request: Request) -> Refusal | None:
+    def check_head(self, request: Request) -> RequestRefusal | None:
         """Ask for a key where one is needed, and say how large the body may be."""
         path = request.path
         if request.method in _WITHOUT_BODY:

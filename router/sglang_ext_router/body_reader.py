@@ -63,7 +63,7 @@ class BodyReader:
     ) -> Future[Outcome]:
         """What `read_body` makes of these arguments is told to `on_read` later, on the loop; None: it cannot be read.
 
-        The future that is returned may be cancelled when nobody waits any more.
+        The future that is returned may be cancelled when its request is given up.
         """
         future = self._threads.submit(self._ask, path, raw, is_http_11, has_hints)
         future.add_done_callback(partial(self._deliver, on_read))

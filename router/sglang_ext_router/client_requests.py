@@ -59,7 +59,7 @@ class ConnectionLimits:
     write_timeout_s: float
 
 
-class Refusal(NamedTuple):
+class RequestRefusal(NamedTuple):
     """A reply to what is not served, behind the replies before it; the connection ends with it.
 
     `extra` holds further header lines, each ended by CRLF.
@@ -73,7 +73,7 @@ class Refusal(NamedTuple):
 class Gate(Protocol):
     """Decides about a request by its head alone."""
 
-    def check_head(self, request: Request) -> Refusal | None:
+    def check_head(self, request: Request) -> RequestRefusal | None:
         """None lets it in, with its `max_body_bytes` set."""
 
 

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from sglang_ext_router import replies
-from sglang_ext_router.client_requests import Clients, Refusal, Request
+from sglang_ext_router.client_requests import Clients, RequestRefusal, Request
 
 MAX_PIPELINED = 32
 PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen whether the pipeline is full
@@ -36,7 +36,7 @@ class Call(Protocol):
     def resume(self) -> None: ...
 
 
-_OVERLOADED = Refusal(503, "too much is buffered for other requests; try again later", b"retry-after: 1\r\n")
+_OVERLOADED = RequestRefusal(503, "too much is buffered for other requests; try again later", b"retry-after: 1\r\n")
 
 
 class _RefusedError(Exception):
@@ -60,7 +60,7 @@ class ClientConnection(asyncio.Protocol):
         self._limits = clients.limits
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
-        self._pending: deque[Request | Refusal] = deque()
+        self._pending: deque[Request | RequestRefusal] = deque()
         self._pending_bytes = 0
         self._held = b""  # came while the pipeline was full, not parsed yet
         self._buffered_bytes = 0  # of this connection: the request being served, those that wait, what is arriving
@@ -166,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
                 if self._parser.get_method() == b"CONNECT":
-                    self.refuse(Refusal(405, "CONNECT is not served"))
+                    self.refuse(RequestRefusal(405, "CONNECT is not served"))
                     return
                 # The head again, without the wish for another protocol, and then what is behind it.
                 head, rest = self._head_without_upgrade(), data[upgrade.args[0] :]
@@ -182,7 +182,7 @@ class ClientConnection(asyncio.Protocol):
                     raise
                 return
             except httptools.HttpParserError:
-                self.refuse(Refusal(400, "malformed HTTP request"))
+                self.refuse(RequestRefusal(400, "malformed HTTP request"))
                 return
             break
         if not self._in_message:
@@ -192,7 +192,7 @@ class ClientConnection(asyncio.Protocol):
             self._since_s = self._loop.time()
         if self._arriving is None:
             if self._head_bytes > limit:
-                self.refuse(Refusal(431, f"request head larger than {limit} bytes"))
+                self.refuse(RequestRefusal(431, f"request head larger than {limit} bytes"))
                 return
             counted = self._head_bytes + HEADER_COST_BYTES * len(self._headers)
             self._count_buffered(counted - self._head_counted_bytes)
@@ -202,7 +202,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._quiet_bytes = 0 if self._body_bytes != body_bytes else self._quiet_bytes + len(data)
         if self._quiet_bytes > limit:
-            self.refuse(Refusal(431, f"trailers larger than {limit} bytes"))
+            self.refuse(RequestRefusal(431, f"trailers larger than {limit} bytes"))
         elif self.request is not None and self._is_pipeline_full:
             self._pause_reading()
 
@@ -231,7 +231,7 @@ class ClientConnection(asyncio.Protocol):
         if self._arriving is not None:  # a trailer: it must not pass for a header
             return
         if len(self._headers) >= MAX_HEADERS:
-            self._stop(Refusal(431, f"more than {MAX_HEADERS} headers"))
+            self._stop(RequestRefusal(431, f"more than {MAX_HEADERS} headers"))
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -241,7 +241,7 @@ class ClientConnection(asyncio.Protocol):
             # What was read may hold body too; only a head that is really that large is refused.
             size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
             if size > limits.max_header_bytes:
-                self._stop(Refusal(431, f"request head larger than {limits.max_header_bytes} bytes"))
+                self._stop(RequestRefusal(431, f"request head larger than {limits.max_header_bytes} bytes"))
         if parser.should_upgrade():
             return  # the parser stops behind the head: see _parse
         is_http_11 = parser.get_http_version() == "1.1"
@@ -257,14 +257,14 @@ class ClientConnection(asyncio.Protocol):
         for name, value in self._headers:
             if name == b"content-length":
                 if len(value) > 20:
-                    self._stop(Refusal(400, "malformed Content-Length"))
+                    self._stop(RequestRefusal(400, "malformed Content-Length"))
                 length = int(value)
             elif name == b"expect" and value.lower() == b"100-continue":
                 expects = True
             elif name == b"host":
                 hosts += 1
         if hosts > 1:
-            self._stop(Refusal(400, "more than one Host header"))
+            self._stop(RequestRefusal(400, "more than one Host header"))
         refusal = self._clients.gate.check_head(request)
         if refusal is not None:
             self._stop(refusal)
@@ -310,7 +310,7 @@ class ClientConnection(asyncio.Protocol):
         if self._is_pipeline_full:
             self._pause_reading()
 
-    def _stop(self, refusal: Refusal) -> None:
+    def _stop(self, refusal: RequestRefusal) -> None:
         self.refuse(refusal)
         raise _RefusedError
 
@@ -320,7 +320,9 @@ class ClientConnection(asyncio.Protocol):
         """Refuse a body of that size, or so much more to buffer."""
         if body_bytes > request.max_body_bytes:
             limit = request.max_body_bytes
-            self._stop(Refusal(413, f"request body larger than {limit} bytes" if limit else "no body is taken here"))
+            self._stop(
+                RequestRefusal(413, f"request body larger than {limit} bytes" if limit else "no body is taken here")
+            )
         if self._clients.buffered_bytes + more_bytes > self._limits.max_buffered_bytes:
             self._stop(_OVERLOADED)
 
@@ -418,7 +420,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._pending:
             request = self._pending.popleft()
-            if isinstance(request, Refusal):
+            if isinstance(request, RequestRefusal):
                 self._write_refusal(request)
                 return
             self._pending_bytes -= request.size_bytes
@@ -435,7 +437,7 @@ class ClientConnection(asyncio.Protocol):
             return False
         return bool(self._pending) or bool(self._held) or not (self._is_draining or self._stopped)
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: RequestRefusal) -> None:
         """Answer what is not served, behind whatever is still being served, and close."""
         self._stopped = True
         self._forget_arriving()
@@ -444,7 +446,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._write_refusal(refusal)
 
-    def _write_refusal(self, refusal: Refusal) -> None:
+    def _write_refusal(self, refusal: RequestRefusal) -> None:
         body = replies.error_json(refusal.status, refusal.message)
         self.write(replies.complete(refusal.status, body, b"application/json", refusal.extra, False, True))
         # Closing while the client still sends would reset the connection, and the reply be lost with it.
@@ -485,7 +487,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._since_s and self._is_reading:
             limit_s = limits.header_timeout_s if self._arriving is None else limits.body_timeout_s
             if now_s - self._since_s > limit_s:
-                self.refuse(Refusal(408, f"request not complete after {limit_s:g} s"))
+                self.refuse(RequestRefusal(408, f"request not complete after {limit_s:g} s"))
         elif self.request is None and not self._pending and now_s - self._idle_since_s > limits.keep_alive_timeout_s:
             self.close()
 

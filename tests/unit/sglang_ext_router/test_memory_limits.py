@@ -44,7 +44,7 @@ async def test_without_a_key_no_body_is_read(path: str, lines: tuple[str, ...]) 
         assert served.router.clients.buffered_bytes == 0
 
 
-async def test_without_a_key_nobody_is_asked_to_go_on() -> None:
+async def test_without_a_key_no_client_is_asked_to_go_on() -> None:
     async with cluster(api_key="secret") as served, await served.connect() as client:
         await client.send(head("/generate", 60_000, "POST", "Expect: 100-continue"))
         assert (await client.reply()).status == 401
