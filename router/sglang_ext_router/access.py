@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from sglang_ext_router.client_requests import RequestRefusal, Request
+from sglang_ext_router.client_requests import Request, RequestRefusal
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 

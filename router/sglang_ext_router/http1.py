@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from sglang_ext_router import replies
-from sglang_ext_router.client_requests import Clients, RequestRefusal, Request
+from sglang_ext_router.client_requests import Clients, Request, RequestRefusal
 
 MAX_PIPELINED = 32
 PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen whether the pipeline is full
