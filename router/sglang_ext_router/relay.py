@@ -97,8 +97,7 @@ class Relay:
             return False
         leg.relay = self
         self._source = leg
-        connection = b"" if client.keeps_alive else b"connection: close\r\n"
-        client.write(b"%b%b%b%b" % (head, self._own_headers(), connection, rest))
+        client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
             leg.relay = None
             self._source = None

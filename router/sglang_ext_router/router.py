@@ -15,7 +15,7 @@ from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
-from sglang_ext_router.access import GENERATION_PATHS, Access
+from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
@@ -32,6 +32,7 @@ from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
+from sglang_ext_router.tls import worker_context
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -59,7 +60,10 @@ class Router:
         self.metrics = RouterMetrics()
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
-        self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
+        worker_tls = worker_context(config)
+        self.prober = Prober(
+            config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info, tls=worker_tls
+        )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
         self.siblings: SiblingLink = siblings or NoSiblings()
@@ -68,8 +72,9 @@ class Router:
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
         self.access = Access(config, self.metrics)
-        authorization = f"authorization: Bearer {config.api_key}\r\n".encode() if config.api_key else b""
-        pools = UpstreamPools(loop)
+        key = config.key_for_workers
+        authorization = f"authorization: Bearer {key}\r\n".encode() if key else b""
+        pools = UpstreamPools(loop, worker_tls)
         self.services = Services(
             config=config,
             loop=loop,
@@ -95,6 +100,7 @@ class Router:
             running=self.running,
             on_ended=self._on_ended,
             authorization=authorization,
+            relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
         self.is_draining = False
         self.app = build_app(self)
@@ -112,6 +118,7 @@ class Router:
         )
         self.clients = Clients(self.access, limits)
         self._connections = self.clients.open
+        self.reports = Clients(ReportGate(), limits)
         self._sweeper: asyncio.TimerHandle | None = None
         self._tokenizer_file = ""
         if config.tokenizer_path:
@@ -132,10 +139,14 @@ class Router:
         """Protocol for a client that connects."""
         return ClientConnection(self.dispatch, self.clients, self.loop)
 
+    def report_connection(self) -> ClientConnection:
+        """Protocol for a client that connects to the port for reports."""
+        return ClientConnection(self._dispatch_report, self.reports, self.loop)
+
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
         self.is_draining = True
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.drain()
         await self._wait_drained(grace_s)
         if self.running:
@@ -148,7 +159,7 @@ class Router:
         """Free everything."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.close()
         await self.siblings.stop()
         await self.controller.stop()
@@ -166,15 +177,29 @@ class Router:
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
         """Generation requests take the lean path, everything else the control plane."""
         if request.path not in GENERATION_PATHS:
-            connection.call = AsgiCall(self.app, connection, request)
+            self._dispatch_control(connection, request)
             return
         if request.method != b"POST":
+            if self.access.is_preflight(request):
+                self._dispatch_control(connection, request)
+                return
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
             return
         waiting = WaitingRequest(self.services, connection, request, self.loop.time())
         # Before `begin`: a request that waits off the loop must learn that its client left.
         connection.call = waiting
         waiting.begin()
+
+    def _dispatch_control(self, connection: ClientConnection, request: Request) -> None:
+        if self.access.is_preflight(request):
+            connection.respond(200, b"", b"text/plain", self.access.preflight_headers(request))
+        elif self.config.metrics_port and request.path in REPORT_PATHS:
+            connection.respond_error(404, "reports are served at a port of their own")
+        else:
+            connection.call = AsgiCall(self.app, connection, request)
+
+    def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
+        connection.call = AsgiCall(self.app, connection, request)
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
@@ -221,8 +246,9 @@ class Router:
             expired.append(request)
         for request in expired:
             request.on_timeout()
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.sweep(now_s)
+        self.access.reload_keys(now_s)
 
     # -- reports ---------------------------------------------------------------------------------------
 

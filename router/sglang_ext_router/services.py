@@ -75,5 +75,6 @@ class Services:
     siblings: SiblingLink
     running: dict[Runnable, None]  # in order of their start
     on_ended: Callable[[Runnable, float], None]
-    authorization: bytes  # header line for the instances, in place of the client's; empty without --api-key
+    authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
+    relays_authorization: bool  # without any key the client's own header is for the instances
     tokeniser: PromptTokeniser | None = None

@@ -7,6 +7,7 @@ Once its reply is being relayed, bytes go to the client as they came.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
@@ -256,8 +257,9 @@ class UpstreamConnection(asyncio.Protocol):
 class UpstreamPool:
     """The connections to one instance; the last one used is used first."""
 
-    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext) -> None:
         self.worker = worker
+        self._tls = tls if worker.is_tls else None
         self._loop = loop
         self._idle: list[UpstreamConnection] = []
         self._is_closed = False
@@ -298,7 +300,7 @@ class UpstreamPool:
         worker = self.worker
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._loop.create_connection(lambda: connection, worker.host, worker.port)
+                await self._loop.create_connection(lambda: connection, worker.host, worker.port, ssl=self._tls)
         except OSError:  # TimeoutError is one
             if not connection.has_connected:
                 connection.connect_failed()
@@ -346,15 +348,17 @@ class UpstreamPool:
 class UpstreamPools:
     """A pool per instance that has been sent anything."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext) -> None:
+        """`tls` is for `https://` instances."""
         self._loop = loop
+        self._tls = tls
         self._pools: dict[int, UpstreamPool] = {}
 
     def start(self, worker: Worker, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
         """Send a request to an instance; what comes back is told to `owner`."""
         pool = self._pools.get(worker.id)
         if pool is None:
-            pool = self._pools[worker.id] = UpstreamPool(worker, self._loop)
+            pool = self._pools[worker.id] = UpstreamPool(worker, self._loop, self._tls)
         return pool.start(owner, kind, attempt, request)
 
     def drop(self, worker: Worker) -> None:

@@ -54,7 +54,7 @@ class WaitingRequest:
         """Read the request, and offer it for admission once its size is known."""
         services, unread = self._services, self._unread
         try:
-            headers = read_headers(unread.headers, services.authorization)
+            headers = read_headers(unread.headers, services.authorization, services.relays_authorization)
             self._relay.request_id = headers.request_id
             has_hints = headers.ttft_slo_s is not None or headers.priority is not None
             self._headers = headers
