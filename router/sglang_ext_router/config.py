@@ -117,7 +117,10 @@ class RouterConfig:
         30.0, "time a client may take nothing of what is written for it; then its connection is cut"
     )
     keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
-    shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after SIGTERM")
+    drain_delay_secs: float = _option(
+        0.0, "time after SIGTERM in which /readyz answers 503 and requests are still taken; then the port closes"
+    )
+    shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after that")
     # Keys and origins
     api_key: str = _option("", "clients must send it as a bearer token; also read from SGLANG_EXT_API_KEY")
     api_keys_file: str = _option(
@@ -150,11 +153,11 @@ class RouterConfig:
             if not getattr(self, name) >= 1:  # NaN included
                 raise RouterConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # NaN included
                 raise RouterConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name.endswith("_secs") and not value > 0:
+            if entry.name.endswith("_secs") and entry.name not in _NOT_NEGATIVE and not value > 0:
                 raise RouterConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
@@ -256,7 +259,14 @@ _POSITIVE = (
 _KEYS = ("api_key", "admin_api_key", "worker_api_key")
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
-    *("metrics_port", "max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
+    *(
+        "drain_delay_secs",
+        "metrics_port",
+        "max_concurrent_requests",
+        "queue_size",
+        "retry_max_retries",
+        "retry_initial_backoff_ms",
+    ),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
     *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import ipaddress
 import json
@@ -116,7 +117,7 @@ async def serve(
     siblings: SiblingLink | None = None,
     ends_with_stdin: bool = False,
 ) -> int:
-    """Serve on listening sockets (see `listen`) until SIGTERM or SIGINT (or the end of standard input), then drain."""
+    """Serve on listening sockets (see `listen`) until SIGTERM or SIGINT (or the end of standard input), then drain: see `--drain-delay-secs`."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -142,10 +143,16 @@ async def serve(
     scheme = "http" if tls is None else "https"
     logger.info("listening on %s://%s:%d with %d workers", scheme, host, port, len(router.registry))
     await stop.wait()
-    logger.info("stopping: %d requests run, %d wait", router.requests_in_flight, router.requests_queued)
-    server.close()
     if ends_with_stdin:
         loop.remove_reader(sys.stdin.fileno())
+    router.announce_end()
+    if config.drain_delay_secs:
+        logger.info("stopping in %g s: requests are still taken", config.drain_delay_secs)
+        stop.clear()  # another signal ends the delay
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), config.drain_delay_secs)
+    logger.info("stopping: %d requests run, %d wait", router.requests_in_flight, router.requests_queued)
+    server.close()
     await router.drain(config.shutdown_grace_period_secs)
     await router.stop()
     return 0

@@ -143,6 +143,10 @@ class Router:
         """Protocol for a client that connects to the port for reports."""
         return ClientConnection(self._dispatch_report, self.reports, self.loop)
 
+    def announce_end(self) -> None:
+        """Answer `/readyz` with 503; everything else goes on."""
+        self.is_draining = True
+
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
         self.is_draining = True
