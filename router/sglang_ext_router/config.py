@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -171,8 +172,8 @@ class RouterConfig:
         self._check_access()
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
             raise RouterConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
-        if self.coordinator_url and parse_worker_url(self.coordinator_url, "--coordinator-url").startswith("https:"):
-            raise RouterConfigError(f"--coordinator-url: {self.coordinator_url!r} must be an http:// URL")
+        if self.coordinator_url:
+            parse_worker_url(self.coordinator_url, "--coordinator-url", ("http",))
         if self.max_header_size < 1024:
             raise RouterConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
         if self.max_buffered_size < self.max_payload_size:
@@ -280,15 +281,16 @@ def _is_host(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9._:%-]+", name) is not None
 
 
-def parse_worker_url(text: str, option: str) -> str:
-    """Normalise `http://host:port` or `https://host:port`; RouterConfigError names the option otherwise."""
+def parse_worker_url(text: str, option: str, schemes: Sequence[str] = ("http", "https")) -> str:
+    """Normalise `SCHEME://host:port`; RouterConfigError names the option otherwise."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError:
         raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
-    if parts.scheme not in {"http", "https"}:
-        raise RouterConfigError(f"{option}: {text!r} must be an http:// or https:// URL")
+    if parts.scheme not in schemes:
+        wanted = " or ".join(f"{scheme}://" for scheme in schemes)
+        raise RouterConfigError(f"{option}: {text!r} must be an {wanted} URL")
     extra = parts.query or parts.fragment or parts.username or parts.password
     if not parts.hostname or not port or parts.path not in {"", "/"} or extra or not _is_host(parts.hostname):
         raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")

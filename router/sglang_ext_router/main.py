@@ -117,7 +117,7 @@ async def serve(
     siblings: SiblingLink | None = None,
     ends_with_stdin: bool = False,
 ) -> int:
-    """Serve on listening sockets (see `listen`) until SIGTERM or SIGINT (or the end of standard input), then drain: see `--drain-delay-secs`."""
+    """Serve on listening sockets (see `listen`) until SIGTERM or SIGINT, or the end of standard input, then drain."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
