@@ -28,7 +28,7 @@ from sglang_ext.policy.routing.pd_actions import (
     ScheduleRetry,
     StartLegs,
 )
-from sglang_ext.policy.routing.pd_protocol import PDProtocol
+from sglang_ext.policy.routing.pd_protocol import PDProtocol, RequestPhase
 from sglang_ext.types import LengthClass, RequestState
 from sglang_ext_router.attempt import Attempt
 from sglang_ext_router.prepared_request import PreparedRequest
@@ -191,6 +191,34 @@ class AdmittedRequest:
         """The request has used up `--request-timeout-secs`."""
         self._services.metrics.count(self._services.metrics.aborts, "timeout")
         self._act(self._protocol.on_timeout())
+
+    def check_progress(self, now_s: float) -> None:
+        """Give up a leg of a stream whose first byte, or whose next one, is overdue.
+
+        Prefill is to blame for a late first byte while it has not answered. The time in which the client does not
+        read is not the instance's.
+        """
+        attempt = self._attempt
+        if attempt is None or not self._request.prompt.is_stream:
+            return
+        config, phase = self._services.config, self._protocol.phase
+        leg: UpstreamConnection | None
+        if phase is RequestPhase.RELAYING:
+            leg = attempt.leg(self._relayed)
+            limit_s, reason = config.stream_stall_timeout_secs, "stream_stalled"
+            if leg is None or leg.is_paused or now_s - leg.heard_s <= limit_s:
+                return
+        else:
+            leg = attempt.leg(Leg.PREFILL) or attempt.leg(_DECODE)
+            limit_s, reason = config.first_byte_timeout_secs, "first_byte_late"
+            if leg is None or phase is not RequestPhase.OPEN or now_s - attempt.started_s <= limit_s:
+                return
+        if not limit_s:
+            return
+        self._services.metrics.count(self._services.metrics.aborts, reason)
+        logger.warning("worker %s (%s) sent nothing for more than %g s", leg.worker.url, leg.worker.role, limit_s)
+        attempt.tell_aborted(leg.worker)
+        leg.lose()
 
     def pause(self) -> None:
         self._relay.pause()

@@ -100,9 +100,13 @@ class Attempt:
         if leg is None:
             return
         leg.abort()  # it may still be relayed: its last bytes tell whether an error event fits behind them
+        self.tell_aborted(leg.worker)
+
+    def tell_aborted(self, worker: Worker) -> None:
+        """Have an instance drop the request, by the ids that it knows."""
         prompt = self._request.prompt
         ids = abort_ids(self._request.own_ids, self.request_id, prompt.sequence_count, prompt.samples_per_prompt)
-        self._services.aborter.abort(leg.worker, ids)
+        self._services.aborter.abort(worker, ids)
 
     # -- the instances' account -------------------------------------------------------------------------
 

@@ -75,6 +75,19 @@ class RouterConfig:
     health_check_interval_secs: float = _option(5.0, "time between health checks of an instance")
     health_check_timeout_secs: float = _option(5.0, "longest wait for a health check's answer")
     health_failure_threshold: int = _option(3, "failed checks in a row that take an instance out")
+    liveness_interval_secs: float = _option(1.0, "time between liveness checks of an instance's server process")
+    liveness_timeout_secs: float = _option(
+        3.5, "wait for a liveness check's answer, or for anything else from the instance, that is a miss"
+    )
+    liveness_failure_threshold: int = _option(
+        1, "misses in a row that take an instance out as frozen; what it was serving is lost then"
+    )
+    first_byte_timeout_secs: float = _option(
+        0.0, "longest wait for a stream's first byte once it was sent, counted anew for a retry; 0 is no limit"
+    )
+    stream_stall_timeout_secs: float = _option(
+        300.0, "longest silence of an instance within a stream that its client reads; 0 is no limit"
+    )
     load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load")
     # Instances that change their pool
     controller: str = _option(
@@ -127,7 +140,10 @@ class RouterConfig:
                 raise RouterConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name.endswith("_secs") and not value > 0:
+            if entry.name in _MAY_BE_OFF:
+                if not 0 <= value < math.inf:
+                    raise RouterConfigError(f"{_flag(entry.name)} must be a number of at least 0, not {value}")
+            elif entry.name.endswith("_secs") and not value > 0:
                 raise RouterConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
@@ -194,8 +210,10 @@ class RouterConfig:
 _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
+    "liveness_failure_threshold",
     "controller_confirm_rounds",
 )
+_MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs")  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import random
 import secrets
 from collections import deque
@@ -58,7 +59,15 @@ class Router:
         self.metrics = RouterMetrics()
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
-        self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
+        pools = UpstreamPools(loop)
+        self.prober = Prober(
+            config,
+            self.registry,
+            on_restarted=self._on_worker_lost,
+            on_info=self._on_worker_info,
+            on_frozen=pools.lose_all,
+            last_heard_s=pools.last_heard_s,
+        )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
         self.siblings: SiblingLink = siblings or NoSiblings()
@@ -69,7 +78,6 @@ class Router:
         self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
         self._admin_key = f"Bearer {config.effective_admin_key}".encode()
         authorization = b"authorization: %b\r\n" % self._client_key if self._client_key else b""
-        pools = UpstreamPools(loop)
         self.services = Services(
             config=config,
             loop=loop,
@@ -108,6 +116,9 @@ class Router:
             config.keep_alive_timeout_secs,
         )
         self._sweeper: asyncio.TimerHandle | None = None
+        limits_s = [limit_s for limit_s in (config.first_byte_timeout_secs, config.stream_stall_timeout_secs) if limit_s]
+        self._progress_interval_s = min(limits_s, default=math.inf) / 20  # not at every sweep: it asks every request
+        self._next_progress_s = 0.0
         self._tokenizer_file = ""
         if config.tokenizer_path:
             self._load_tokenizer(config.tokenizer_path)
@@ -223,6 +234,10 @@ class Router:
             expired.append(request)
         for request in expired:
             request.on_timeout()
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + self._progress_interval_s
+            for request in tuple(self.running):
+                request.check_progress(now_s)
         for connection in tuple(self._connections):
             connection.sweep(now_s)
 

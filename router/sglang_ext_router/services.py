@@ -50,6 +50,9 @@ class Runnable(Protocol):
     def on_timeout(self) -> None:
         """It has run too long."""
 
+    def check_progress(self, now_s: float) -> None:
+        """See that its reply begins, and goes on."""
+
 
 @dataclass(slots=True)
 class Services:
