@@ -195,7 +195,7 @@ class AdmittedRequest:
     def check_progress(self, now_s: float) -> None:
         """Give up a leg of a stream whose first byte, or whose next one, is overdue.
 
-        Prefill is to blame for a late first byte while it has not answered. The time in which the client does not
+        A late first byte is prefill's failure while it has not answered. The time in which the client does not
         read is not the instance's.
         """
         attempt = self._attempt
@@ -206,7 +206,7 @@ class AdmittedRequest:
         if phase is RequestPhase.RELAYING:
             leg = attempt.leg(self._relayed)
             limit_s, reason = config.stream_stall_timeout_secs, "stream_stalled"
-            if leg is None or leg.is_paused or now_s - leg.heard_s <= limit_s:
+            if leg is None or leg.is_paused or now_s - leg.received_s <= limit_s:
                 return
         else:
             leg = attempt.leg(Leg.PREFILL) or attempt.leg(_DECODE)

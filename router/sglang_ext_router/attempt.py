@@ -105,7 +105,13 @@ class Attempt:
     def tell_aborted(self, worker: Worker) -> None:
         """Have an instance drop the request, by the ids that it knows."""
         prompt = self._request.prompt
-        ids = abort_ids(self._request.own_ids, self.request_id, prompt.sequence_count, prompt.samples_per_prompt)
+        ids = abort_ids(
+            self._request.own_ids,
+            self.request_id,
+            prompt.sequence_count,
+            prompt.samples_per_prompt,
+            worker.aborts_families,
+        )
         self._services.aborter.abort(worker, ids)
 
     # -- the instances' account -------------------------------------------------------------------------

@@ -57,6 +57,9 @@ class RouterConfig:
     tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
+    max_sequences_per_request: int = _option(
+        256, "sequences that one request may make, its prompts times n; more get 400"
+    )
     queue_size: int = _option(100, "requests that wait beyond that; more get 429")
     queue_timeout_secs: float = _option(60.0, "longest wait in that queue; then 408")
     request_timeout_secs: float = _option(1800.0, "longest life of a request; then 504 and both legs are aborted")
@@ -86,7 +89,7 @@ class RouterConfig:
         0.0, "longest wait for a stream's first byte once it was sent, counted anew for a retry; 0 is no limit"
     )
     stream_stall_timeout_secs: float = _option(
-        300.0, "longest silence of an instance within a stream that its client reads; 0 is no limit"
+        300.0, "longest time without a byte within a stream that its client reads; 0 is no limit"
     )
     load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load")
     # Instances that change their pool
@@ -210,7 +213,7 @@ class RouterConfig:
 _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
-    "liveness_failure_threshold",
+    *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",
 )
 _MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs")  # by 0

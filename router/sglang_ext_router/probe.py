@@ -1,8 +1,8 @@
 """Watches every instance: health, identity, load, and whether it is alive at all.
 
-Health is what `/health` says, for which SGLang asks its scheduler: one that computes a long chunk answers late. Liveness
-is whether the server process answers anything, for which nothing is asked of the scheduler: a process that is stopped,
-or a machine that is gone, keeps its connections open and is silent on all of them.
+Health is what `/health` says, for which SGLang asks its scheduler: one that computes a long chunk answers late.
+Liveness is whether the server process answers anything, for which nothing is asked of the scheduler: a process that is
+stopped, or a machine that is gone, keeps its connections open and is silent on all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
+ABORT_FAMILY_HOOK = "abort-family"
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
 # What a broken answer of an instance can raise while it is read.
 _ANSWER_ERRORS = (
@@ -48,18 +49,18 @@ class Prober:
         on_restarted: Callable[[Worker], None],
         on_info: Callable[[Worker], None],
         on_frozen: Callable[[Worker], None],
-        last_heard_s: Callable[[Worker], float],
+        last_received_s: Callable[[Worker], float],
     ) -> None:
         """Callbacks: `on_restarted` for one that went out, `on_frozen` for one whose requests are lost, too.
 
-        `last_heard_s` tells when an instance last sent anything on the connections of requests (the loop's clock).
+        `last_received_s` tells when an instance last sent anything on the connections of requests (the loop's clock).
         """
         self._config = config
         self._registry = registry
         self._on_restarted = on_restarted
         self._on_info = on_info
         self._on_frozen = on_frozen
-        self._last_heard_s = last_heard_s
+        self._last_received_s = last_received_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._liveness_tasks: dict[int, asyncio.Task[None]] = {}
         self._wake: dict[int, asyncio.Event] = {}
@@ -189,7 +190,7 @@ class Prober:
         misses = 0
         while self._wake.get(worker.id) is wake:
             asked_s = loop.time()
-            if not worker.is_healthy or await self._is_alive(worker) or self._last_heard_s(worker) >= asked_s:
+            if not worker.is_healthy or await self._is_alive(worker) or self._last_received_s(worker) >= asked_s:
                 misses = 0
             else:
                 misses += 1
@@ -247,6 +248,7 @@ class Prober:
         extension = info.get("sglang_ext")
         hooks = extension.get("hooks") if isinstance(extension, dict) else None
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
+        worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.has_info = True
         self._registry.refresh()
         self._on_info(worker)

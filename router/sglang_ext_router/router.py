@@ -66,7 +66,7 @@ class Router:
             on_restarted=self._on_worker_lost,
             on_info=self._on_worker_info,
             on_frozen=pools.lose_all,
-            last_heard_s=pools.last_heard_s,
+            last_received_s=pools.last_received_s,
         )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
@@ -116,7 +116,9 @@ class Router:
             config.keep_alive_timeout_secs,
         )
         self._sweeper: asyncio.TimerHandle | None = None
-        limits_s = [limit_s for limit_s in (config.first_byte_timeout_secs, config.stream_stall_timeout_secs) if limit_s]
+        limits_s = [
+            limit_s for limit_s in (config.first_byte_timeout_secs, config.stream_stall_timeout_secs) if limit_s
+        ]
         self._progress_interval_s = min(limits_s, default=math.inf) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
         self._tokenizer_file = ""

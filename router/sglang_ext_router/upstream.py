@@ -63,7 +63,6 @@ class UpstreamConnection(asyncio.Protocol):
         "body_started",
         "body_told",
         "has_connected",
-        "heard_s",
         "idle_since_s",
         "is_complete",
         "is_paused",
@@ -71,6 +70,7 @@ class UpstreamConnection(asyncio.Protocol):
         "kind",
         "owner",
         "raw",
+        "received_s",
         "relay",
         "reply_keeps_alive",
         "sent_s",
@@ -90,7 +90,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.attempt = 0
         self.tells_body = False  # whether the owner hears of the start of the body
         self.has_connected = False
-        self.heard_s = _NEVER_S  # when its last bytes came, or reading went on
+        self.received_s = _NEVER_S  # when its last bytes came, or reading went on
         self.is_paused = False
         self.idle_since_s = 0.0
         self.sent_s = 0.0
@@ -180,7 +180,7 @@ class UpstreamConnection(asyncio.Protocol):
         return self
 
     def data_received(self, data: bytes) -> None:
-        self.heard_s = self._pool.loop.time()
+        self.received_s = self._pool.loop.time()
         owner = self.owner
         if owner is None:  # an instance spoke without being asked
             assert self.transport is not None
@@ -257,7 +257,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         self.is_paused = False
-        self.heard_s = self._pool.loop.time()
+        self.received_s = self._pool.loop.time()
         if self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -361,9 +361,9 @@ class UpstreamPool:
             pass
 
     @property
-    def last_heard_s(self) -> float:
+    def last_received_s(self) -> float:
         """When any of its open connections brought something."""
-        return max((one.heard_s for one in (*self.active, *self._idle)), default=_NEVER_S)
+        return max((one.received_s for one in (*self.active, *self._idle)), default=_NEVER_S)
 
     def lose_all(self) -> None:
         """The instance does not answer: every request that it has is lost, and no connection is kept."""
@@ -407,10 +407,10 @@ class UpstreamPools:
             pool = self._pools[worker.id] = UpstreamPool(worker, self._loop)
         return pool.start(owner, kind, attempt, request)
 
-    def last_heard_s(self, worker: Worker) -> float:
+    def last_received_s(self, worker: Worker) -> float:
         """When a connection to the instance last brought something; minus infinity if none has."""
         pool = self._pools.get(worker.id)
-        return _NEVER_S if pool is None else pool.last_heard_s
+        return _NEVER_S if pool is None else pool.last_received_s
 
     def lose_all(self, worker: Worker) -> None:
         """The instance does not answer: its legs are lost, all at once."""

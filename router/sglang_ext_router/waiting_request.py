@@ -45,6 +45,12 @@ class WaitingRequest:
         except BadRequestError as error:
             self._refuse(400, str(error), "bad_request", error.param)
             return
+        sequences, most = request.prompt.sequence_count, services.config.max_sequences_per_request
+        if sequences > most:
+            field = "n" if request.prompt.samples_per_prompt > most else None
+            message = f"the request makes {sequences} sequences (prompts × n), more than the {most} that are allowed"
+            self._refuse(400, message, "too_many_sequences", field)
+            return
         planner = services.planner
         if services.tokeniser is not None and planner.needs_exact_count(request.prompt):
             services.metrics.tokenised += 1
