@@ -65,7 +65,7 @@ class _AbortQueue:
         self._authorization = authorization
         self._loop = loop
         self._waiting: deque[str] = deque()
-        self._calls: set[UpstreamConnection] = set()
+        self._calls: dict[UpstreamConnection, str] = {}  # under way, and what they abort
 
     @property
     def is_busy(self) -> bool:
@@ -85,23 +85,24 @@ class _AbortQueue:
         if not worker.is_healthy:
             self._waiting.clear()
         while self._waiting and len(self._calls) < CALLS_AT_ONCE:
-            body = orjson.dumps({"rid": self._waiting.popleft()})
+            request_id = self._waiting.popleft()
+            body = orjson.dumps({"rid": request_id})
             head = worker.request_head(b"/abort_request")
             request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, self._authorization, len(body), body)
-            self._calls.add(self._pools.start(worker, self, Leg.PREFILL, 0, request))
+            self._calls[self._pools.start(worker, self, Leg.PREFILL, 0, request)] = request_id
 
     def on_leg_head(self, leg: UpstreamConnection) -> None: ...
 
     def on_leg_body(self, leg: UpstreamConnection) -> None: ...
 
     def on_leg_complete(self, leg: UpstreamConnection) -> None:
-        self._calls.discard(leg)
+        del self._calls[leg]
         self._loop.call_soon(self._send_next)  # once its connection is free again
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None:
-        self._calls.discard(leg)
+        del self._calls[leg]
         self._loop.call_soon(self._send_next)
 
-    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None:
-        self._calls.discard(lost)
-        self._calls.add(fresh)
+    def on_leg_stale(self, leg: UpstreamConnection) -> None:
+        self._waiting.appendleft(self._calls.pop(leg))  # to abort twice does no harm
+        self._loop.call_soon(self._send_next)

@@ -84,10 +84,12 @@ class AdmittedRequest:
 
     def start(self) -> None:
         """Send the request; it is one of those that run from here to `RequestFinished`."""
-        self._services.running[self] = None
+        services = self._services
+        services.running[self] = None
+        services.retry_budget.note_request(services.loop.time())
         self._act(self._protocol.start())
 
-    def _send_legs(self, number: int) -> None:
+    def _send_legs(self, number: int, on_new_connections: bool) -> None:
         """Choose the instances and send the same body to each."""
         services, request, relay = self._services, self._request, self._relay
         prompt = request.prompt
@@ -115,7 +117,7 @@ class AdmittedRequest:
             self._act(self._protocol.on_no_instance(number))
             return
         self._attempt = attempt = Attempt(services, request, route, now_s)
-        attempt.send(self, number)
+        attempt.send(self, number, on_new_connections)
         relay.begin_attempt(
             request.headers.request_id or attempt.request_id,
             None if services.config.disable_route_headers else route,
@@ -173,10 +175,11 @@ class AdmittedRequest:
         event = protocol.on_leg_lost if leg.has_connected else protocol.on_leg_connect_failed
         self._act(event(leg.kind, leg.attempt))
 
-    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None:
+    def on_leg_stale(self, leg: UpstreamConnection) -> None:
         attempt = self._attempt
         assert attempt is not None
-        attempt.replace_leg(lost, fresh)
+        attempt.forget_leg(leg)
+        self._act(self._protocol.on_leg_stale(leg.kind, leg.attempt))
 
     def on_client_gone(self) -> None:
         self._relay.lose_client()
@@ -241,7 +244,7 @@ class AdmittedRequest:
                 case RequestFinished():
                     self._end(action.state)
                 case StartLegs():
-                    self._send_legs(action.attempt)
+                    self._send_legs(action.attempt, action.on_new_connections)
                 case RelayHead():
                     self._relay_head(action.leg)
                 case RelayBody():
@@ -296,6 +299,10 @@ class AdmittedRequest:
 
     def _schedule_retry(self, backoff_index: int) -> None:
         services = self._services
+        if not services.retry_budget.spend(services.loop.time(), len(services.running)):
+            services.metrics.count(services.metrics.retries_refused, "budget")
+            self._act(self._protocol.on_retry_refused(self._protocol.attempt))
+            return
         delay_s = services.retry_policy.backoff_s(backoff_index, services.draw())
         self._timer = services.loop.call_later(delay_s, self.on_retry_timer, self._protocol.attempt)
 

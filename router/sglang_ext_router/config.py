@@ -68,6 +68,10 @@ class RouterConfig:
     retry_initial_backoff_ms: int = _option(50, "wait before the first retry")
     retry_max_backoff_ms: int = _option(5000, "longest wait before a retry")
     retry_backoff_multiplier: float = _option(2.0, "growth of that wait")
+    retry_budget_ratio: float = _option(
+        0.2, "retries of the last 10 s, as a share of the requests of that time or of those under way"
+    )
+    retry_budget_min_per_sec: float = _option(10.0, "retries a second that are allowed beside that share")
     disable_retries: bool = _option(False, "never retry")
     cb_failure_threshold: int = _option(5, "failures in the window that open an instance's circuit breaker")
     cb_success_threshold: int = _option(2, "successes that close it again")
@@ -139,7 +143,7 @@ class RouterConfig:
             if not getattr(self, name) >= 1:  # NaN included
                 raise RouterConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise RouterConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -219,6 +223,7 @@ _POSITIVE = (
 _MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs")  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
+    *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
     *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),

@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.asgi_bridge import AsgiCall
@@ -97,6 +98,7 @@ class Router:
                 max_backoff_s=config.retry_max_backoff_ms / 1000,
                 backoff_multiplier=config.retry_backoff_multiplier,
             ),
+            retry_budget=RetryBudget(config.retry_budget_ratio, config.retry_budget_min_per_sec / config.processes),
             max_retries=0 if config.disable_retries else config.retry_max_retries,
             siblings=self.siblings,
             running=self.running,

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.config import RouterConfig
@@ -72,6 +73,7 @@ class Services:
     reply_builder: ReplyBuilder
     online_waits: OnlineWaits
     retry_policy: RetryPolicy
+    retry_budget: RetryBudget
     max_retries: int
     siblings: SiblingLink
     running: dict[Runnable, None]  # in order of their start

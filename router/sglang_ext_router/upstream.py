@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 # uvicorn closes a connection that was idle for 5 s; one about to be closed is not used any more.
 REUSE_IDLE_S = 4.0
-# A kept connection that ends within this time of a request, unanswered, was closing already.
+# A kept connection that ends within this time of a request, unanswered, was most likely closing already.
 RESEND_WITHIN_S = 1.0
 MAX_IDLE_CONNECTIONS = 512
 _DECODE = Leg.DECODE
@@ -43,7 +43,8 @@ class LegOwner(Protocol):
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None: ...
 
-    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None: ...
+    def on_leg_stale(self, leg: UpstreamConnection) -> None:
+        """A kept connection was closed instead of answered; whether the instance took the request is not known."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -157,27 +158,17 @@ class UpstreamConnection(asyncio.Protocol):
         if owner is None:
             self._pool.discard(self)
             return
-        if not self._is_fresh and not self.raw and self._pool.resend(self):
-            return
         self._take_owner()
-        owner.on_leg_lost(self)
+        is_stale = not self._is_fresh and not self.raw and self._pool.loop.time() - self.sent_s <= RESEND_WITHIN_S
+        if is_stale:
+            owner.on_leg_stale(self)
+        else:
+            owner.on_leg_lost(self)
 
     def connect_failed(self) -> None:
         owner = self._take_owner()
         if owner is not None:
             owner.on_leg_lost(self)
-
-    def take_over(self, other: UpstreamConnection) -> UpstreamConnection:
-        """Continue a request whose reused connection turned out to be closed already."""
-        self.tells_body, self.keeps_reply = other.tells_body, other.keeps_reply
-        self.owner, self.kind, self.attempt, self._request = (
-            other.owner,
-            other.kind,
-            other.attempt,
-            other._request,
-        )
-        other._take_owner()
-        return self
 
     def data_received(self, data: bytes) -> None:
         self.received_s = self._pool.loop.time()
@@ -286,11 +277,13 @@ class UpstreamPool:
         self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
+    def start(
+        self, owner: LegOwner, kind: Leg, attempt: int, request: bytes, on_new_connection: bool
+    ) -> UpstreamConnection:
         """Send a request; what comes back is told to `owner`."""
         idle = self._idle
         connection: UpstreamConnection | None = None
-        while idle:
+        while idle and not on_new_connection:
             candidate = idle.pop()
             assert candidate.transport is not None
             if candidate.transport.is_closing():
@@ -326,17 +319,6 @@ class UpstreamPool:
         except OSError:  # TimeoutError is one
             if not connection.has_connected:
                 connection.connect_failed()
-
-    def resend(self, lost: UpstreamConnection) -> bool:
-        """A kept connection was closed by the instance before it took the request: use a new one."""
-        owner = lost.owner
-        if owner is None or self.loop.time() - lost.sent_s > RESEND_WITHIN_S:
-            return False
-        fresh = UpstreamConnection(self).take_over(lost)
-        self.active.add(fresh)
-        owner.replace_leg(lost, fresh)
-        self._connect(fresh)
-        return True
 
     def release(self, connection: UpstreamConnection) -> None:
         """A request ended; keep its connection unless the instance wants it closed."""
@@ -400,12 +382,20 @@ class UpstreamPools:
         self._loop = loop
         self._pools: dict[int, UpstreamPool] = {}
 
-    def start(self, worker: Worker, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
+    def start(
+        self,
+        worker: Worker,
+        owner: LegOwner,
+        kind: Leg,
+        attempt: int,
+        request: bytes,
+        on_new_connection: bool = False,
+    ) -> UpstreamConnection:
         """Send a request to an instance; what comes back is told to `owner`."""
         pool = self._pools.get(worker.id)
         if pool is None:
             pool = self._pools[worker.id] = UpstreamPool(worker, self._loop)
-        return pool.start(owner, kind, attempt, request)
+        return pool.start(owner, kind, attempt, request, on_new_connection)
 
     def last_received_s(self, worker: Worker) -> float:
         """When a connection to the instance last brought something; minus infinity if none has."""
