@@ -12,8 +12,8 @@ SLOTS = 10  # the window slides by a tenth of itself
 class RetryBudget:
     """Counts requests and retries of the last `window_s` seconds, on one monotonic clock of the caller's.
 
-    A retry is within the budget while fewer retries than `ratio` times the requests, plus `min_per_s` for each second of
-    the window, were sent. Raises ValueError, naming the argument.
+    A retry is within the budget while no more than `ratio` times the requests, plus `min_per_s` for each second of the
+    window, have been sent with it. Raises ValueError, naming the argument.
     """
 
     __slots__ = ("_requests", "_retries", "_slot", "_slot_s", "min_per_s", "ratio", "window_s")
