@@ -31,8 +31,9 @@ HOT_MODULES = (
         *("pool_choice", "prefill_choice", "prefix_index", "retry_budget", "token_estimate"),
     )),
     *(f"sglang_ext_router/{name}.py" for name in (
-        *("aborting", "admitted_request", "attempt", "http1", "metrics", "prepared_request", "prompt", "relay"),
-        *("replies", "request_body", "request_ids", "routing", "services", "upstream", "waiting_request", "workers"),
+        *("aborting", "access", "admitted_request", "attempt", "client_requests", "http1", "metrics"),
+        *("prepared_request", "prompt", "relay", "replies", "request_body", "request_ids", "routing", "services"),
+        *("upstream", "waiting_request", "workers"),
     )),
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"

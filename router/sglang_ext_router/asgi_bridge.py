@@ -9,7 +9,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from sglang_ext_router import replies
-from sglang_ext_router.http1 import ClientConnection, Request
+from sglang_ext_router.client_requests import Request
+from sglang_ext_router.http1 import ClientConnection
 
 logger = logging.getLogger(__name__)
 

@@ -118,10 +118,23 @@ class RouterConfig:
     controller_short_slo_secs: float = _option(1.0, "backlog of short prefills that counts as 1")
     controller_long_slo_secs: float = _option(5.0, "backlog of long prefills that counts as 1")
     # Client connections
-    max_payload_size: int = _option(64 << 20, "largest request body in bytes; larger ones get 413")
+    max_connections: int = _option(8192, "open connections of clients; more get 503 and are closed")
+    max_payload_size: int = _option(
+        64 << 20, "largest body in bytes of a request that brings a prompt; larger ones get 413"
+    )
+    max_control_payload_size: int = _option(64 << 10, "largest body in bytes of any other request; larger ones get 413")
+    max_pipelined_size: int = _option(
+        1 << 20, "bytes of requests behind the one being served on a connection, before no more is read from it"
+    )
+    max_buffered_size: int = _option(
+        1 << 30, "bytes of requests of all connections, being received, waiting or served; what exceeds it gets 503"
+    )
     max_header_size: int = _option(64 << 10, "largest request head in bytes; larger ones get 431")
     header_timeout_secs: float = _option(10.0, "time a client may take to send a request's head; then 408")
     body_timeout_secs: float = _option(60.0, "time a client may take to send a request's body; then 408")
+    client_write_timeout_secs: float = _option(
+        30.0, "time a client may take nothing of what is written for it; then its connection is cut"
+    )
     keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
     shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after SIGTERM")
     # Keys
@@ -130,8 +143,8 @@ class RouterConfig:
     )
     admin_api_key: str = _option(
         "",
-        "bearer token for changing /workers, also read from SGLANG_EXT_ADMIN_API_KEY; "
-        "default: --api-key; with neither, changes are refused",
+        "bearer token for changing /workers and the like, also read from SGLANG_EXT_ADMIN_API_KEY; "
+        "without it changes are refused",
     )
     # Reports
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
@@ -166,6 +179,8 @@ class RouterConfig:
             parse_worker_url(self.coordinator_url, "--coordinator-url")
         if self.max_header_size < 1024:
             raise RouterConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
+        if self.max_buffered_size < self.max_payload_size:
+            raise RouterConfigError("--max-buffered-size must not be less than --max-payload-size")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
             raise RouterConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
         self._check_controller()
@@ -193,10 +208,6 @@ class RouterConfig:
             raise RouterConfigError(f"--controller {self.controller} needs --processes 1, not {self.processes}")
 
     @property
-    def effective_admin_key(self) -> str:
-        return self.admin_api_key or self.api_key
-
-    @property
     def pressure_settings(self) -> PressureSettings:
         """The controller's parameters as its policy takes them."""
         return PressureSettings(
@@ -216,6 +227,7 @@ class RouterConfig:
 
 _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
+    *("max_connections", "max_control_payload_size", "max_pipelined_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
     *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",

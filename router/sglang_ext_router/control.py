@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from typing import Annotated, Any, Protocol
 
 import aiohttp
@@ -16,14 +15,13 @@ from starlette.exceptions import HTTPException
 from sglang_ext import __version__
 from sglang_ext.types import Role
 from sglang_ext_router import replies
+from sglang_ext_router.access import TOKENISE_PATHS, Access
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
-
-TOKENISE_ROUTES = ("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize")
 
 
 class ControlTarget(Protocol):
@@ -35,6 +33,7 @@ class ControlTarget(Protocol):
     prober: Prober
     controller: PoolController
     long_pool: LongPoolMonitor | None
+    access: Access
 
     @property
     def is_draining(self) -> bool: ...
@@ -105,25 +104,17 @@ def build_app(router: ControlTarget) -> FastAPI:
     app = FastAPI(
         title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
     )
-    config = router.config
     now = router.loop.time
 
-    def is_key(given: str | None, key: str) -> bool:
-        # Header values come decoded as Latin-1, whatever bytes they were.
-        return hmac.compare_digest((given or "").encode("latin-1"), f"Bearer {key}".encode())
-
+    # Header values come decoded as Latin-1, whatever bytes they were.
     def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
-        if config.api_key and not (
-            is_key(authorization, config.api_key)
-            or (config.admin_api_key and is_key(authorization, config.admin_api_key))
-        ):
+        if not router.access.is_client((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong API key")
 
     def check_admin(authorization: Annotated[str | None, Header()] = None) -> None:
-        key = config.effective_admin_key
-        if not key:
+        if not router.config.admin_api_key:
             raise HTTPException(403, "changes are off: start the router with --admin-api-key to allow them")
-        if not is_key(authorization, key):
+        if not router.access.is_admin((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong admin API key")
 
     client = [Depends(check_client)]
@@ -207,8 +198,8 @@ def build_app(router: ControlTarget) -> FastAPI:
         """Tokenise or detokenise as an instance does."""
         return await ask_any(request.url.path, await request.body())
 
-    for path in TOKENISE_ROUTES:
-        app.add_api_route(path, tokenise, methods=["POST"], dependencies=client)
+    for path in sorted(TOKENISE_PATHS):
+        app.add_api_route(path.decode(), tokenise, methods=["POST"], dependencies=client)
 
     @app.get("/model_info", dependencies=client)
     @app.get("/get_model_info", dependencies=client)

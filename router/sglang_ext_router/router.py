@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 import random
@@ -18,11 +17,14 @@ from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.access import GENERATION_PATHS, Access
 from sglang_ext_router.asgi_bridge import AsgiCall
+from sglang_ext_router.body_reader import BodyReader
+from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app
 from sglang_ext_router.controller import PoolController
-from sglang_ext_router.http1 import ClientConnection, ConnectionLimits, Request
+from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
 from sglang_ext_router.online_load import OnlineWaits, describe_class
@@ -39,7 +41,6 @@ from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
-GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/generate"})
 SWEEP_INTERVAL_S = 0.25
 DRAIN_POLL_S = 0.02
 DRAIN_FLUSH_S = 1.0  # for aborts and error replies when the grace period is over
@@ -76,9 +77,8 @@ class Router:
         self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
-        self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
-        self._admin_key = f"Bearer {config.effective_admin_key}".encode()
-        authorization = b"authorization: %b\r\n" % self._client_key if self._client_key else b""
+        self.access = Access(config, self.metrics)
+        authorization = f"authorization: Bearer {config.api_key}\r\n".encode() if config.api_key else b""
         self.services = Services(
             config=config,
             loop=loop,
@@ -92,6 +92,7 @@ class Router:
             admission=self.admission,
             rooms=RoomAllocator(secrets.randbits(31), process_index, config.processes),
             reply_builder=ReplyBuilder(loop),
+            body_reader=BodyReader(loop),
             online_waits=OnlineWaits(),
             retry_policy=RetryPolicy(
                 initial_backoff_s=config.retry_initial_backoff_ms / 1000,
@@ -109,19 +110,21 @@ class Router:
         self.app = build_app(self)
         self._admitted: deque[Admissible] = deque()
         self._is_starting = False
-        self._connections: set[ClientConnection] = set()
-        self._limits = ConnectionLimits(
-            config.max_header_size,
-            config.max_payload_size,
-            config.header_timeout_secs,
-            config.body_timeout_secs,
-            config.keep_alive_timeout_secs,
+        limits = ConnectionLimits(
+            max_header_bytes=config.max_header_size,
+            max_pipelined_bytes=config.max_pipelined_size,
+            max_buffered_bytes=config.max_buffered_size,
+            max_connections=config.max_connections,
+            header_timeout_s=config.header_timeout_secs,
+            body_timeout_s=config.body_timeout_secs,
+            keep_alive_timeout_s=config.keep_alive_timeout_secs,
+            write_timeout_s=config.client_write_timeout_secs,
         )
+        self.clients = Clients(self.access, limits)
+        self._connections = self.clients.open
         self._sweeper: asyncio.TimerHandle | None = None
-        limits_s = [
-            limit_s for limit_s in (config.first_byte_timeout_secs, config.stream_stall_timeout_secs) if limit_s
-        ]
-        self._progress_interval_s = min(limits_s, default=math.inf) / 20  # not at every sweep: it asks every request
+        limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
+        self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
         self._tokenizer_file = ""
         if config.tokenizer_path:
@@ -140,7 +143,7 @@ class Router:
 
     def connection(self) -> ClientConnection:
         """Protocol for a client that connects."""
-        return ClientConnection(self.dispatch, self._connections, self._limits, self.loop)
+        return ClientConnection(self.dispatch, self.clients, self.loop)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
@@ -166,6 +169,7 @@ class Router:
             await self.long_pool.stop()
         await self.prober.stop()
         await self.services.reply_builder.stop()
+        await self.services.body_reader.stop()
         self.services.pools.close()
         if self.services.tokeniser is not None:
             self.services.tokeniser.close()
@@ -180,18 +184,10 @@ class Router:
         if request.method != b"POST":
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
             return
-        if self._client_key and not self._is_authorised(request.header(b"authorization") or b""):
-            self.metrics.count(self.metrics.refused, "unauthorized")
-            connection.respond_error(401, "missing or wrong API key", extra=b"www-authenticate: Bearer\r\n")
-            return
         waiting = WaitingRequest(self.services, connection, request, self.loop.time())
         # Before `begin`: a request that waits off the loop must learn that its client left.
         connection.call = waiting
         waiting.begin()
-
-    def _is_authorised(self, given: bytes) -> bool:
-        is_client = hmac.compare_digest(given, self._client_key)
-        return hmac.compare_digest(given, self._admin_key) or is_client
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""

@@ -12,6 +12,7 @@ from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.online_load import OnlineWaits
@@ -71,6 +72,7 @@ class Services:
     admission: AdmissionQueue[Admissible]
     rooms: RoomAllocator
     reply_builder: ReplyBuilder
+    body_reader: BodyReader
     online_waits: OnlineWaits
     retry_policy: RetryPolicy
     retry_budget: RetryBudget

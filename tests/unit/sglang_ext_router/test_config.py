@@ -199,13 +199,6 @@ def test_switches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("client", "admin", "effective"), [("", "", ""), ("c", "", "c"), ("", "a", "a"), ("c", "a", "a")]
-)
-def test_the_admin_key(client: str, admin: str, effective: str) -> None:
-    assert parse("--api-key", client, "--admin-api-key", admin).effective_admin_key == effective
-
-
-@pytest.mark.parametrize(
     ("arguments", "prefill", "decode"),
     [
         (("--policy", "round_robin"), "round_robin", "round_robin"),
