@@ -59,6 +59,9 @@ class RouterConfig:
     tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
+    max_sequences_per_request: int = _option(
+        256, "sequences that one request may make, its prompts times n; more get 400"
+    )
     queue_size: int = _option(100, "requests that wait beyond that; more get 429")
     queue_timeout_secs: float = _option(60.0, "longest wait in that queue; then 408")
     request_timeout_secs: float = _option(1800.0, "longest life of a request; then 504 and both legs are aborted")
@@ -67,6 +70,10 @@ class RouterConfig:
     retry_initial_backoff_ms: int = _option(50, "wait before the first retry")
     retry_max_backoff_ms: int = _option(5000, "longest wait before a retry")
     retry_backoff_multiplier: float = _option(2.0, "growth of that wait")
+    retry_budget_ratio: float = _option(
+        0.2, "retries of the last 10 s, as a share of the requests of that time or of those under way"
+    )
+    retry_budget_min_per_sec: float = _option(10.0, "retries a second that are allowed beside that share")
     disable_retries: bool = _option(False, "never retry")
     cb_failure_threshold: int = _option(5, "failures in the window that open an instance's circuit breaker")
     cb_success_threshold: int = _option(2, "successes that close it again")
@@ -77,6 +84,19 @@ class RouterConfig:
     health_check_interval_secs: float = _option(5.0, "time between health checks of an instance")
     health_check_timeout_secs: float = _option(5.0, "longest wait for a health check's answer")
     health_failure_threshold: int = _option(3, "failed checks in a row that take an instance out")
+    liveness_interval_secs: float = _option(1.0, "time between liveness checks of an instance's server process")
+    liveness_timeout_secs: float = _option(
+        3.5, "wait for a liveness check's answer, or for anything else from the instance, that is a miss"
+    )
+    liveness_failure_threshold: int = _option(
+        1, "misses in a row that take an instance out as frozen; what it was serving is lost then"
+    )
+    first_byte_timeout_secs: float = _option(
+        0.0, "longest wait for a stream's first byte once it was sent, counted anew for a retry; 0 is no limit"
+    )
+    stream_stall_timeout_secs: float = _option(
+        300.0, "longest time without a byte within a stream that its client reads; 0 is no limit"
+    )
     load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load")
     # Instances that change their pool
     controller: str = _option(
@@ -154,11 +174,14 @@ class RouterConfig:
             if not getattr(self, name) >= 1:  # NaN included
                 raise RouterConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         for name in _NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:  # NaN included
+            if not getattr(self, name) >= 0:
                 raise RouterConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name.endswith("_secs") and entry.name not in _NOT_NEGATIVE and not value > 0:
+            if entry.name in _MAY_BE_OFF:
+                if not 0 <= value < math.inf:
+                    raise RouterConfigError(f"{_flag(entry.name)} must be a number of at least 0, not {value}")
+            elif entry.name.endswith("_secs") and not value > 0:
                 raise RouterConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
@@ -255,19 +278,16 @@ _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
     *("max_connections", "max_control_payload_size", "max_pipelined_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
+    *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",
 )
 _KEYS = ("api_key", "admin_api_key", "worker_api_key")
+_MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs", "drain_delay_secs")  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
-    *(
-        "drain_delay_secs",
-        "metrics_port",
-        "max_concurrent_requests",
-        "queue_size",
-        "retry_max_retries",
-        "retry_initial_backoff_ms",
-    ),
+    "metrics_port",
+    *("retry_budget_ratio", "retry_budget_min_per_sec"),
+    *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
     *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),
 )

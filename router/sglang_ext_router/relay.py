@@ -21,6 +21,7 @@ REASON_TEXT = {
     FailureReason.LEG_LOST: "an instance was lost while it served the request",
     FailureReason.LEG_FAILED: "an instance failed while it served the request",
     FailureReason.QUEUE_TIMEOUT: "the request waited too long in the router's queue",
+    FailureReason.RETRY_BUDGET: "an instance failed, and too many requests are tried again already",
     FailureReason.TIMEOUT: "the request took longer than the router allows",
 }
 _ERROR_EVENT = b'data: {"error"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 from collections import deque
@@ -13,6 +14,7 @@ from prometheus_client.core import Metric
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
@@ -61,8 +63,15 @@ class Router:
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
         worker_tls = worker_context(config)
+        pools = UpstreamPools(loop, worker_tls)
         self.prober = Prober(
-            config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info, tls=worker_tls
+            config,
+            self.registry,
+            on_restarted=self._on_worker_lost,
+            on_info=self._on_worker_info,
+            on_frozen=pools.lose_all,
+            last_received_s=pools.last_received_s,
+            tls=worker_tls,
         )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
@@ -74,7 +83,6 @@ class Router:
         self.access = Access(config, self.metrics)
         key = config.key_for_workers
         authorization = f"authorization: Bearer {key}\r\n".encode() if key else b""
-        pools = UpstreamPools(loop, worker_tls)
         self.services = Services(
             config=config,
             loop=loop,
@@ -95,6 +103,7 @@ class Router:
                 max_backoff_s=config.retry_max_backoff_ms / 1000,
                 backoff_multiplier=config.retry_backoff_multiplier,
             ),
+            retry_budget=RetryBudget(config.retry_budget_ratio, config.retry_budget_min_per_sec / config.processes),
             max_retries=0 if config.disable_retries else config.retry_max_retries,
             siblings=self.siblings,
             running=self.running,
@@ -120,6 +129,9 @@ class Router:
         self._connections = self.clients.open
         self.reports = Clients(ReportGate(), limits)
         self._sweeper: asyncio.TimerHandle | None = None
+        limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
+        self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
+        self._next_progress_s = 0.0
         self._tokenizer_file = ""
         if config.tokenizer_path:
             self._load_tokenizer(config.tokenizer_path)
@@ -250,6 +262,10 @@ class Router:
             expired.append(request)
         for request in expired:
             request.on_timeout()
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + self._progress_interval_s
+            for request in tuple(self.running):
+                request.check_progress(now_s)
         for connection in (*self._connections, *self.reports.open):
             connection.sweep(now_s)
         self.access.reload_keys(now_s)

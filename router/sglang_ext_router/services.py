@@ -9,6 +9,7 @@ from typing import Protocol
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.body_reader import BodyReader
@@ -51,6 +52,9 @@ class Runnable(Protocol):
     def on_timeout(self) -> None:
         """It has run too long."""
 
+    def check_progress(self, now_s: float) -> None:
+        """See that its reply begins, and goes on."""
+
 
 @dataclass(slots=True)
 class Services:
@@ -71,6 +75,7 @@ class Services:
     body_reader: BodyReader
     online_waits: OnlineWaits
     retry_policy: RetryPolicy
+    retry_budget: RetryBudget
     max_retries: int
     siblings: SiblingLink
     running: dict[Runnable, None]  # in order of their start

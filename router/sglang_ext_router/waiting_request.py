@@ -88,6 +88,12 @@ class WaitingRequest:
         request = PreparedRequest(self._unread, self._headers, body, self._started_s)
         self._request = request
         self._unread.body = b""  # the prepared request has what is needed of it
+        sequences, most = request.prompt.sequence_count, services.config.max_sequences_per_request
+        if sequences > most:
+            field = "n" if request.prompt.samples_per_prompt > most else None
+            message = f"the request makes {sequences} sequences (prompts × n), more than the {most} that are allowed"
+            self._refuse(400, message, "too_many_sequences", field)
+            return
         planner = services.planner
         if services.tokeniser is not None and request.prompt.texts and planner.needs_exact_count(request.prompt):
             services.metrics.tokenised += 1

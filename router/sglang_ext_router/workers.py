@@ -88,6 +88,7 @@ class Worker:
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
         self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
         self.serves_parallel_samples = False
+        self.aborts_families = False  # the id of a batch aborts all of its sequences
         self.has_info = False
         # Health
         self.is_healthy = False

@@ -146,7 +146,7 @@ def test_aborting_one_request_never_names_another(rids: tuple[Any, Any], samples
         clean = clean_body(json.dumps(body).encode(), body)
         room_id = b"%016x" % (ROOM + number)
         ids = json.loads(with_bootstrap(clean, BOOTSTRAP, ROOM + number, room_id))["rid"]
-        sent.append((ids, abort_ids(clean.request_ids, room_id, samples, samples)))
+        sent.append((ids, abort_ids(clean.request_ids, room_id, samples, samples, False)))
     (ids, aborted), (other_ids, _) = sent
     others = other_ids if isinstance(other_ids, list) else [other_ids]
     assert not [other for other in others for one in aborted if other.startswith(one)]
