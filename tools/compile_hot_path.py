@@ -28,11 +28,12 @@ PACKAGES = {"sglang_ext": ROOT / "python", "sglang_ext_router": ROOT / "router"}
 HOT_MODULES = (
     *(f"sglang_ext/policy/routing/{name}.py" for name in (
         *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
-        *("pool_choice", "prefill_choice", "prefix_index", "token_estimate"),
+        *("pool_choice", "prefill_choice", "prefix_index", "retry_budget", "token_estimate"),
     )),
     *(f"sglang_ext_router/{name}.py" for name in (
-        *("aborting", "admitted_request", "attempt", "http1", "metrics", "prepared_request", "prompt", "relay"),
-        *("replies", "request_body", "request_ids", "routing", "services", "upstream", "waiting_request", "workers"),
+        *("aborting", "access", "admitted_request", "attempt", "client_requests", "http1", "metrics"),
+        *("prepared_request", "prompt", "relay", "replies", "request_body", "request_ids", "routing", "services"),
+        *("upstream", "waiting_request", "workers"),
     )),
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"

@@ -28,7 +28,7 @@ from sglang_ext.policy.routing.pd_actions import (
     ScheduleRetry,
     StartLegs,
 )
-from sglang_ext.policy.routing.pd_protocol import PDProtocol
+from sglang_ext.policy.routing.pd_protocol import PDProtocol, RequestPhase
 from sglang_ext.types import LengthClass, RequestState
 from sglang_ext_router.attempt import Attempt
 from sglang_ext_router.prepared_request import PreparedRequest
@@ -98,10 +98,12 @@ class AdmittedRequest:
 
     def start(self) -> None:
         """Send the request; it is one of those that run from here to `RequestFinished`."""
-        self._services.running[self] = None
+        services = self._services
+        services.running[self] = None
+        services.retry_budget.note_request(services.loop.time())
         self._act(self._protocol.start())
 
-    def _send_legs(self, number: int) -> None:
+    def _send_legs(self, number: int, on_new_connections: bool) -> None:
         """Choose the instances and send the same body to each."""
         services, request, relay = self._services, self._request, self._relay
         prompt = request.prompt
@@ -129,7 +131,7 @@ class AdmittedRequest:
             self._act(self._protocol.on_no_instance(number))
             return
         self._attempt = attempt = Attempt(services, request, route, now_s)
-        attempt.send(self, number)
+        attempt.send(self, number, on_new_connections)
         relay.begin_attempt(
             request.headers.request_id or attempt.request_id,
             None if services.config.disable_route_headers else route,
@@ -184,10 +186,11 @@ class AdmittedRequest:
         event = protocol.on_leg_lost if leg.has_connected else protocol.on_leg_connect_failed
         self._act(event(leg.kind, leg.attempt))
 
-    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None:
+    def on_leg_stale(self, leg: UpstreamConnection) -> None:
         attempt = self._attempt
         assert attempt is not None
-        attempt.replace_leg(lost, fresh)
+        attempt.forget_leg(leg)
+        self._act(self._protocol.on_leg_stale(leg.kind, leg.attempt))
 
     def on_client_gone(self) -> None:
         self._relay.lose_client()
@@ -202,6 +205,34 @@ class AdmittedRequest:
         """The request has used up `--request-timeout-secs`."""
         self._services.metrics.count(self._services.metrics.aborts, "timeout")
         self._act(self._protocol.on_timeout())
+
+    def check_progress(self, now_s: float) -> None:
+        """Give up a leg of a stream whose first byte, or whose next one, is overdue.
+
+        A late first byte is prefill's failure while it has not answered. The time in which the client does not
+        read is not the instance's.
+        """
+        attempt = self._attempt
+        if attempt is None or not self._request.prompt.is_stream:
+            return
+        config, phase = self._services.config, self._protocol.phase
+        leg: UpstreamConnection | None
+        if phase is RequestPhase.RELAYING:
+            leg = attempt.leg(self._relayed)
+            limit_s, reason = config.stream_stall_timeout_secs, "stream_stalled"
+            if leg is None or leg.is_paused or now_s - leg.received_s <= limit_s:
+                return
+        else:
+            leg = attempt.leg(Leg.PREFILL) or attempt.leg(_DECODE)
+            limit_s, reason = config.first_byte_timeout_secs, "first_byte_late"
+            if leg is None or phase is not RequestPhase.OPEN or now_s - attempt.started_s <= limit_s:
+                return
+        if not limit_s:
+            return
+        self._services.metrics.count(self._services.metrics.aborts, reason)
+        logger.warning("worker %s (%s) sent nothing for more than %g s", leg.worker.url, leg.worker.role, limit_s)
+        attempt.tell_aborted(leg.worker)
+        leg.lose()
 
     def pause(self) -> None:
         self._relay.pause()
@@ -224,7 +255,7 @@ class AdmittedRequest:
                 case RequestFinished():
                     self._end(action.state)
                 case StartLegs():
-                    self._send_legs(action.attempt)
+                    self._send_legs(action.attempt, action.on_new_connections)
                 case RelayHead():
                     self._relay_head(action.leg)
                 case RelayBody():
@@ -279,6 +310,10 @@ class AdmittedRequest:
 
     def _schedule_retry(self, backoff_index: int) -> None:
         services = self._services
+        if not services.retry_budget.spend(services.loop.time(), len(services.running)):
+            services.metrics.count(services.metrics.retries_refused, "budget")
+            self._act(self._protocol.on_retry_refused(self._protocol.attempt))
+            return
         delay_s = services.retry_policy.backoff_s(backoff_index, services.draw())
         self._timer = services.loop.call_later(delay_s, self.on_retry_timer, self._protocol.attempt)
 

@@ -60,7 +60,7 @@ class Attempt:
 
     # -- legs -------------------------------------------------------------------------------------------
 
-    def send(self, owner: LegOwner, number: int) -> None:
+    def send(self, owner: LegOwner, number: int, on_new_connections: bool) -> None:
         """Send the same body to each instance; what comes back is told to `owner` under this attempt's number."""
         services, request, route = self._services, self._request, self.route
         room = services.rooms.take(request.prompt.sequence_count)
@@ -70,24 +70,21 @@ class Attempt:
         message = request.message(bootstrap_json, room, made_id, self.started_s)
         target = request.target
         start = services.pools.start
-        prefill = start(route.prefill, owner, _PREFILL, number, route.prefill.request_head(target) + message)
+        prefill_request = route.prefill.request_head(target) + message
+        prefill = start(route.prefill, owner, _PREFILL, number, prefill_request, on_new_connections)
         if request.prompt.is_stream or decode_worker is None:
             prefill.tells_body = True  # which may be an error
         prefill.keeps_reply = is_joined = request.scores.is_joined
         self._legs = [prefill, None]
         if decode_worker is not None:
-            decode = start(decode_worker, owner, _DECODE, number, decode_worker.request_head(target) + message)
+            decode_request = decode_worker.request_head(target) + message
+            decode = start(decode_worker, owner, _DECODE, number, decode_request, on_new_connections)
             decode.keeps_reply = is_joined
             self._legs[_DECODE] = decode
 
     def leg(self, kind: Leg) -> UpstreamConnection | None:
         """The leg's connection; None once it has ended."""
         return self._legs[kind]
-
-    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None:
-        """The leg goes on over a new connection."""
-        if self._legs[lost.kind] is lost:
-            self._legs[lost.kind] = fresh
 
     def forget_leg(self, leg: UpstreamConnection) -> None:
         """The leg has ended by itself: there is nothing to abort."""
@@ -100,9 +97,19 @@ class Attempt:
         if leg is None:
             return
         leg.abort()  # it may still be relayed: its last bytes tell whether an error event fits behind them
+        self.tell_aborted(leg.worker)
+
+    def tell_aborted(self, worker: Worker) -> None:
+        """Have an instance drop the request, by the ids that it knows."""
         prompt = self._request.prompt
-        ids = abort_ids(self._request.own_ids, self.request_id, prompt.sequence_count, prompt.samples_per_prompt)
-        self._services.aborter.abort(leg.worker, ids)
+        ids = abort_ids(
+            self._request.own_ids,
+            self.request_id,
+            prompt.sequence_count,
+            prompt.samples_per_prompt,
+            worker.aborts_families,
+        )
+        self._services.aborter.abort(worker, ids)
 
     # -- the instances' account -------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
 from sglang_ext.types import Role
+from sglang_ext_router.api_keys import ApiKeyFileError, read_api_keys
 
 
 class RouterConfigError(ValueError):
@@ -57,6 +59,9 @@ class RouterConfig:
     tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
+    max_sequences_per_request: int = _option(
+        256, "sequences that one request may make, its prompts times n; more get 400"
+    )
     queue_size: int = _option(100, "requests that wait beyond that; more get 429")
     queue_timeout_secs: float = _option(60.0, "longest wait in that queue; then 408")
     request_timeout_secs: float = _option(1800.0, "longest life of a request; then 504 and both legs are aborted")
@@ -65,6 +70,10 @@ class RouterConfig:
     retry_initial_backoff_ms: int = _option(50, "wait before the first retry")
     retry_max_backoff_ms: int = _option(5000, "longest wait before a retry")
     retry_backoff_multiplier: float = _option(2.0, "growth of that wait")
+    retry_budget_ratio: float = _option(
+        0.2, "retries of the last 10 s, as a share of the requests of that time or of those under way"
+    )
+    retry_budget_min_per_sec: float = _option(10.0, "retries a second that are allowed beside that share")
     disable_retries: bool = _option(False, "never retry")
     cb_failure_threshold: int = _option(5, "failures in the window that open an instance's circuit breaker")
     cb_success_threshold: int = _option(2, "successes that close it again")
@@ -75,6 +84,19 @@ class RouterConfig:
     health_check_interval_secs: float = _option(5.0, "time between health checks of an instance")
     health_check_timeout_secs: float = _option(5.0, "longest wait for a health check's answer")
     health_failure_threshold: int = _option(3, "failed checks in a row that take an instance out")
+    liveness_interval_secs: float = _option(1.0, "time between liveness checks of an instance's server process")
+    liveness_timeout_secs: float = _option(
+        3.5, "wait for a liveness check's answer, or for anything else from the instance, that is a miss"
+    )
+    liveness_failure_threshold: int = _option(
+        1, "misses in a row that take an instance out as frozen; what it was serving is lost then"
+    )
+    first_byte_timeout_secs: float = _option(
+        0.0, "longest wait for a stream's first byte once it was sent, counted anew for a retry; 0 is no limit"
+    )
+    stream_stall_timeout_secs: float = _option(
+        300.0, "longest time without a byte within a stream that its client reads; 0 is no limit"
+    )
     load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load")
     # Instances that change their pool
     controller: str = _option(
@@ -98,22 +120,51 @@ class RouterConfig:
     controller_short_slo_secs: float = _option(1.0, "backlog of short prefills that counts as 1")
     controller_long_slo_secs: float = _option(5.0, "backlog of long prefills that counts as 1")
     # Client connections
-    max_payload_size: int = _option(64 << 20, "largest request body in bytes; larger ones get 413")
+    max_connections: int = _option(8192, "open connections of clients; more get 503 and are closed")
+    max_payload_size: int = _option(
+        64 << 20, "largest body in bytes of a request that brings a prompt; larger ones get 413"
+    )
+    max_control_payload_size: int = _option(64 << 10, "largest body in bytes of any other request; larger ones get 413")
+    max_pipelined_size: int = _option(
+        1 << 20, "bytes of requests behind the one being served on a connection, before no more is read from it"
+    )
+    max_buffered_size: int = _option(
+        1 << 30, "bytes of requests of all connections, being received, waiting or served; what exceeds it gets 503"
+    )
     max_header_size: int = _option(64 << 10, "largest request head in bytes; larger ones get 431")
     header_timeout_secs: float = _option(10.0, "time a client may take to send a request's head; then 408")
     body_timeout_secs: float = _option(60.0, "time a client may take to send a request's body; then 408")
+    client_write_timeout_secs: float = _option(
+        30.0, "time a client may take nothing of what is written for it; then its connection is cut"
+    )
     keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
-    shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after SIGTERM")
-    # Keys
-    api_key: str = _option(
-        "", "clients must send it as a bearer token; it is passed on to the workers; also read from SGLANG_EXT_API_KEY"
+    drain_delay_secs: float = _option(
+        0.0, "time after SIGTERM in which /readyz answers 503 and requests are still taken; then the port closes"
+    )
+    shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after that")
+    # Keys and origins
+    api_key: str = _option("", "clients must send it as a bearer token; also read from SGLANG_EXT_API_KEY")
+    api_keys_file: str = _option(
+        "", "file of several clients' keys, lines NAME:SHA256-HEX of the key; read again when it changes"
+    )
+    worker_api_key: str = _option(
+        "", "bearer token for the workers, also read from SGLANG_EXT_WORKER_API_KEY; default: --api-key"
     )
     admin_api_key: str = _option(
         "",
-        "bearer token for changing /workers, also read from SGLANG_EXT_ADMIN_API_KEY; "
-        "default: --api-key; with neither, changes are refused",
+        "bearer token for changing /workers and the like, also read from SGLANG_EXT_ADMIN_API_KEY; "
+        "without it changes are refused",
     )
+    cors_allow_origins: str = _option("", "origins whose pages may use the router, separated by commas; * is any")
+    ssl_certfile: str = _option("", "certificate chain in PEM: clients are served over TLS")
+    ssl_keyfile: str = _option("", "its key in PEM; default: in the same file")
+    worker_ca_file: str = _option("", "CA certificates in PEM for https:// workers; default: those of this machine")
     # Reports
+    metrics_port: int = _option(
+        0,
+        "port of their own for /metrics, /docs and /openapi.json, without a key; 0: at --port, with a client's key",
+    )
+    metrics_host: str = _option("127.0.0.1", "address for --metrics-port")
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = _option(False, "log JSON lines")
@@ -123,26 +174,33 @@ class RouterConfig:
             if not getattr(self, name) >= 1:  # NaN included
                 raise RouterConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise RouterConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name.endswith("_secs") and not value > 0:
+            if entry.name in _MAY_BE_OFF:
+                if not 0 <= value < math.inf:
+                    raise RouterConfigError(f"{_flag(entry.name)} must be a number of at least 0, not {value}")
+            elif entry.name.endswith("_secs") and not value > 0:
                 raise RouterConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
                 raise RouterConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
-        for name in ("api_key", "admin_api_key"):
+        for name in _KEYS:
             if any(not character.isprintable() for character in getattr(self, name)):
                 raise RouterConfigError(f"{_flag(name)} holds a character that cannot be in a header")
-        if self.port > 65535:
-            raise RouterConfigError(f"--port must be at most 65535, not {self.port}")
+        for name in ("port", "metrics_port"):
+            if getattr(self, name) > 65535:
+                raise RouterConfigError(f"{_flag(name)} must be at most 65535, not {getattr(self, name)}")
+        self._check_access()
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
             raise RouterConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
         if self.coordinator_url:
-            parse_worker_url(self.coordinator_url, "--coordinator-url")
+            parse_worker_url(self.coordinator_url, "--coordinator-url", ("http",))
         if self.max_header_size < 1024:
             raise RouterConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
+        if self.max_buffered_size < self.max_payload_size:
+            raise RouterConfigError("--max-buffered-size must not be less than --max-payload-size")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
             raise RouterConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
         self._check_controller()
@@ -150,6 +208,35 @@ class RouterConfig:
         for url in urls:
             if urls.count(url) > 1:
                 raise RouterConfigError(f"the worker {url} is given twice")
+
+    def _check_access(self) -> None:
+        if self.metrics_port == self.port:
+            raise RouterConfigError(f"--metrics-port must not be --port, {self.port}")
+        if self.api_keys_file:
+            try:
+                read_api_keys(self.api_keys_file)
+            except ApiKeyFileError as error:
+                raise RouterConfigError(f"--api-keys-file: {error}") from None
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]-]+", origin):
+                raise RouterConfigError(f"--cors-allow-origins: {origin!r} is neither * nor of the form https://HOST")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise RouterConfigError("--ssl-keyfile needs --ssl-certfile")
+
+    @property
+    def needs_client_key(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.api_key or self.api_keys_file)
+
+    @property
+    def key_for_workers(self) -> str:
+        """What the router itself sends the workers; empty for nothing."""
+        return self.worker_api_key or self.api_key
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """The origins of `--cors-allow-origins`."""
+        return tuple(origin for part in self.cors_allow_origins.split(",") if (origin := part.strip()))
 
     def _check_controller(self) -> None:
         for entry in fields(self):
@@ -168,10 +255,6 @@ class RouterConfig:
             raise RouterConfigError("--controller-cooldown-secs must not be less than --controller-interval-secs")
         if self.controller != "off" and self.processes > 1:
             raise RouterConfigError(f"--controller {self.controller} needs --processes 1, not {self.processes}")
-
-    @property
-    def effective_admin_key(self) -> str:
-        return self.admin_api_key or self.api_key
 
     @property
     def pressure_settings(self) -> PressureSettings:
@@ -193,11 +276,17 @@ class RouterConfig:
 
 _POSITIVE = (
     *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
+    *("max_connections", "max_control_payload_size", "max_pipelined_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
+    *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",
 )
+_KEYS = ("api_key", "admin_api_key", "worker_api_key")
+_MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs", "drain_delay_secs")  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
+    "metrics_port",
+    *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
     *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),
@@ -212,20 +301,21 @@ def _is_host(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9._:%-]+", name) is not None
 
 
-def parse_worker_url(text: str, option: str) -> str:
-    """Normalise `http://host:port`; RouterConfigError names the option otherwise."""
+def parse_worker_url(text: str, option: str, schemes: Sequence[str] = ("http", "https")) -> str:
+    """Normalise `SCHEME://host:port`; RouterConfigError names the option otherwise."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError:
         raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
-    if parts.scheme != "http":
-        raise RouterConfigError(f"{option}: {text!r} must be an http:// URL (workers are reached without TLS)")
+    if parts.scheme not in schemes:
+        wanted = " or ".join(f"{scheme}://" for scheme in schemes)
+        raise RouterConfigError(f"{option}: {text!r} must be an {wanted} URL")
     extra = parts.query or parts.fragment or parts.username or parts.password
     if not parts.hostname or not port or parts.path not in {"", "/"} or extra or not _is_host(parts.hostname):
         raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"http://{host}:{port}"
+    return f"{parts.scheme}://{host}:{port}"
 
 
 _PREFILL_OPTIONS = (
@@ -291,7 +381,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         if getattr(arguments, name) is None:
             default = RouterConfig.__dataclass_fields__[name].default
             setattr(arguments, name, arguments.policy if arguments.policy in known else default)
-    for name in ("api_key", "admin_api_key"):
+    for name in _KEYS:
         # Other users of the machine can read a command line.
         if not getattr(arguments, name):
             setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Protocol
 
 import aiohttp
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from sglang_ext import __version__
 from sglang_ext.types import Role
 from sglang_ext_router import replies
+from sglang_ext_router.access import TOKENISE_PATHS, Access
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.long_pool import LongPoolMonitor
@@ -23,7 +25,12 @@ from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
-TOKENISE_ROUTES = ("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize")
+HIDDEN = "(hidden)"
+_SECRET_NAME = re.compile(
+    r"(?:^|[_-])(?:(?:api|admin|auth|access|private|secret)?[_-]?keys?|keyfile|secrets?|passw(?:or)?d|pass|tokens?|credentials?)"
+    r"(?:$|[_-](?:password|hash|value)$)|password|secret",
+    re.IGNORECASE,
+)
 
 
 class ControlTarget(Protocol):
@@ -35,6 +42,7 @@ class ControlTarget(Protocol):
     prober: Prober
     controller: PoolController
     long_pool: LongPoolMonitor | None
+    access: Access
 
     @property
     def is_draining(self) -> bool: ...
@@ -105,27 +113,21 @@ def build_app(router: ControlTarget) -> FastAPI:
     app = FastAPI(
         title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
     )
-    config = router.config
     now = router.loop.time
 
-    def is_key(given: str | None, key: str) -> bool:
-        # Header values come decoded as Latin-1, whatever bytes they were.
-        return hmac.compare_digest((given or "").encode("latin-1"), f"Bearer {key}".encode())
-
+    # Header values come decoded as Latin-1, whatever bytes they were.
     def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
-        if config.api_key and not (
-            is_key(authorization, config.api_key)
-            or (config.admin_api_key and is_key(authorization, config.admin_api_key))
-        ):
+        if not router.access.is_client((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong API key")
 
     def check_admin(authorization: Annotated[str | None, Header()] = None) -> None:
-        key = config.effective_admin_key
-        if not key:
+        if not router.config.admin_api_key:
             raise HTTPException(403, "changes are off: start the router with --admin-api-key to allow them")
-        if not is_key(authorization, key):
+        if not router.access.is_admin((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong admin API key")
 
+    config = router.config
+    own_keys = tuple(key for key in (config.api_key, config.admin_api_key, config.key_for_workers) if key)
     client = [Depends(check_client)]
     admin = [Depends(check_admin)]
 
@@ -207,8 +209,8 @@ def build_app(router: ControlTarget) -> FastAPI:
         """Tokenise or detokenise as an instance does."""
         return await ask_any(request.url.path, await request.body())
 
-    for path in TOKENISE_ROUTES:
-        app.add_api_route(path, tokenise, methods=["POST"], dependencies=client)
+    for path in sorted(TOKENISE_PATHS):
+        app.add_api_route(path.decode(), tokenise, methods=["POST"], dependencies=client)
 
     @app.get("/model_info", dependencies=client)
     @app.get("/get_model_info", dependencies=client)
@@ -226,7 +228,7 @@ def build_app(router: ControlTarget) -> FastAPI:
                 info = await router.prober.get_json(worker, "/server_info")
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 continue
-            described["prefill" if worker.role.is_prefill else "decode"].append(info)
+            described["prefill" if worker.role.is_prefill else "decode"].append(without_secrets(info, own_keys))
         return _json(described)
 
     @app.post("/flush_cache", dependencies=admin)
@@ -292,6 +294,21 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     add_pool_routes(app, router, client, admin)
     return app
+
+
+def without_secrets(value: Any, keys: Sequence[str]) -> Any:
+    """JSON without what is named like a secret, and without texts that hold one of `keys`."""
+    if isinstance(value, dict):
+        return {
+            name: HIDDEN if isinstance(item, (str, list)) and item and _SECRET_NAME.search(name) else clean
+            for name, item in value.items()
+            for clean in (without_secrets(item, keys),)
+        }
+    if isinstance(value, list):
+        return [without_secrets(item, keys) for item in value]
+    if isinstance(value, str) and any(key in value for key in keys):
+        return HIDDEN
+    return value
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -1,7 +1,8 @@
 """A client's connection: HTTP/1.1 in (httptools), one request served at a time, replies out.
 
 Pipelined requests wait their turn. Limits and deadlines are checked here, so that nothing behind this
-module sees a request that is malformed, too large or too slow.
+module sees a request that is malformed, too large or too slow; whether a request is allowed at all is asked
+once its head is here, before any of its body.
 """
 
 from __future__ import annotations
@@ -9,46 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import httptools
 
 from sglang_ext_router import replies
+from sglang_ext_router.client_requests import Clients, Request, RequestRefusal
 
 MAX_PIPELINED = 32
+PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen whether the pipeline is full
+MAX_HEADERS = 1000
+HEADER_COST_BYTES = 200  # of the objects that hold one, beside its text
+DRAIN_STALL_S = 5.0  # while the router shuts down, for a client that takes nothing of its reply
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 LINGER_S = 5.0  # for a refused client that still sends to read why
-
-
-class Request:
-    """One parsed request. Header names are lower case."""
-
-    __slots__ = ("body", "headers", "is_http_11", "keep_alive", "method", "path", "target")
-
-    def __init__(
-        self,
-        method: bytes,
-        target: bytes,
-        headers: list[tuple[bytes, bytes]],
-        body: bytes,
-        keep_alive: bool,
-        is_http_11: bool,
-    ) -> None:
-        self.method = method
-        self.target = target
-        end = target.find(b"?")
-        self.path = target if end < 0 else target[:end]
-        self.headers = headers
-        self.body = body
-        self.keep_alive = keep_alive
-        self.is_http_11 = is_http_11
-
-    def header(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
 
 
 class Call(Protocol):
@@ -61,22 +36,7 @@ class Call(Protocol):
     def resume(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Sizes in bytes, times in seconds."""
-
-    max_header_bytes: int
-    max_body_bytes: int
-    header_timeout_s: float
-    body_timeout_s: float
-    keep_alive_timeout_s: float
-
-
-class _ParseRefusal(NamedTuple):
-    """A reply to what could not be parsed, which waits for the replies before it."""
-
-    status: int
-    message: str
+_OVERLOADED = RequestRefusal(503, "too much is buffered for other requests; try again later", b"retry-after: 1\r\n")
 
 
 class _RefusedError(Exception):
@@ -92,28 +52,33 @@ class ClientConnection(asyncio.Protocol):
     def __init__(
         self,
         dispatch: Callable[[ClientConnection, Request], None],
-        connections: set[ClientConnection],
-        limits: ConnectionLimits,
+        clients: Clients,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._dispatch = dispatch
-        self._connections = connections
-        self._limits = limits
+        self._clients = clients
+        self._limits = clients.limits
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
-        self._pending: deque[Request | _ParseRefusal] = deque()
+        self._pending: deque[Request | RequestRefusal] = deque()
         self._pending_bytes = 0
+        self._held = b""  # came while the pipeline was full, not parsed yet
+        self._buffered_bytes = 0  # of this connection: the request being served, those that wait, what is arriving
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._arriving: Request | None = None  # its head is here
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._body_length = 0  # as announced; 0 for a body in chunks
         self._head_bytes = 0
+        self._head_counted_bytes = 0  # of a head that has not arrived whole, among what is buffered
         self._in_message = False
-        self._head_done = False
         self._since_s = 0.0  # start of a message that has not arrived whole; 0 when there is none
         self._idle_since_s = loop.time()
         self._quiet_bytes = 0  # since the last piece of a body: chunk sizes and trailers
         self._linger_until_s = 0.0
+        self._unwritten_bytes = 0  # when the client last took something
+        self._stalled_since_s = 0.0
         self._is_reading = True
         self._is_write_paused = False
         self._stopped = False  # nothing more is parsed from this client
@@ -128,12 +93,22 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.write = self.transport.write
-        self._connections.add(self)
+        clients = self._clients
+        if len(clients.open) >= self._limits.max_connections:
+            clients.refused += 1
+            self._stopped = True
+            body = replies.error_json(503, "too many connections; try again later")
+            self.write(replies.complete(503, body, b"application/json", b"retry-after: 1\r\n", False, True))
+            self.transport.close()
+            return
+        clients.open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stopped = True
-        self._connections.discard(self)
-        self._pending.clear()
+        self._clients.open.discard(self)
+        self._forget_received()
+        self._count_buffered(-self._buffered_bytes)  # the request being served
+        self.request = None
         call, self.call = self.call, None
         if call is not None:
             call.on_client_gone()
@@ -153,123 +128,252 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._stopped:
             return
-        if not self._head_done:
-            self._head_bytes += len(data)
-        body_bytes = self._body_bytes
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
-            return
-        except httptools.HttpParserCallbackError as error:
-            if not isinstance(error.__context__, _RefusedError):
-                raise
-            return
-        except httptools.HttpParserError:
-            self.refuse(400, "malformed HTTP request")
-            return
-        if self._in_message:
-            if not self._head_done and self._head_bytes > self._limits.max_header_bytes:
-                self.refuse(431, f"request head larger than {self._limits.max_header_bytes} bytes")
-            elif not self._since_s:
-                self._since_s = self._loop.time()
-            if self._head_done:
-                self._quiet_bytes = 0 if self._body_bytes != body_bytes else self._quiet_bytes + len(data)
-                if self._quiet_bytes > self._limits.max_header_bytes:
-                    self.refuse(431, f"trailers larger than {self._limits.max_header_bytes} bytes")
+        if self._held:
+            self._hold(data)
+        elif len(data) <= PARSED_AT_ONCE_BYTES:
+            self._parse(data)
+        else:
+            self._parse_slowly(data)
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Serve the request as HTTP/1.1: read its head again without the wish for another protocol."""
-        method = self._parser.get_method()
-        if method == b"CONNECT":
-            self.refuse(405, "CONNECT is not served")
+    def _parse_slowly(self, data: bytes) -> None:
+        """Parse piece by piece: a small piece of what may hold many requests, all that is known to be body."""
+        view = memoryview(data)
+        start = 0
+        while start < len(data) and not self._stopped:
+            if self._is_pipeline_full:
+                self._hold(data[start:])
+                return
+            size = PARSED_AT_ONCE_BYTES
+            if self._arriving is not None:
+                size = max(size, self._body_length - self._body_bytes)
+            self._parse(bytes(view[start : start + size]))
+            start += size
+
+    def _hold(self, data: bytes) -> None:
+        """Keep what may not be parsed yet; little, as reading is paused."""
+        if self._clients.buffered_bytes + len(data) > self._limits.max_buffered_bytes:
+            self.refuse(_OVERLOADED)
             return
-        lines = [b"%b %b HTTP/1.1\r\n" % (method, self._target)]
+        self._held += data
+        self._count_buffered(len(data))
+
+    def _parse(self, data: bytes) -> None:
+        while True:
+            if self._arriving is None:
+                self._head_bytes += len(data)
+            body_bytes = self._body_bytes
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._parser.get_method() == b"CONNECT":
+                    self.refuse(RequestRefusal(405, "CONNECT is not served"))
+                    return
+                # The head again, without the wish for another protocol, and then what is behind it.
+                head, rest = self._head_without_upgrade(), data[upgrade.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+                self._head_bytes = 0
+                self._parse(head)
+                if self._stopped or not rest:
+                    return
+                data = rest
+                continue
+            except httptools.HttpParserCallbackError as error:
+                if not isinstance(error.__context__, _RefusedError):
+                    raise
+                return
+            except httptools.HttpParserError:
+                self.refuse(RequestRefusal(400, "malformed HTTP request"))
+                return
+            break
+        if not self._in_message:
+            return
+        limit = self._limits.max_header_bytes
+        if not self._since_s:
+            self._since_s = self._loop.time()
+        if self._arriving is None:
+            if self._head_bytes > limit:
+                self.refuse(RequestRefusal(431, f"request head larger than {limit} bytes"))
+                return
+            counted = self._head_bytes + HEADER_COST_BYTES * len(self._headers)
+            self._count_buffered(counted - self._head_counted_bytes)
+            self._head_counted_bytes = counted
+            if self._clients.buffered_bytes > self._limits.max_buffered_bytes:
+                self.refuse(_OVERLOADED)
+            return
+        self._quiet_bytes = 0 if self._body_bytes != body_bytes else self._quiet_bytes + len(data)
+        if self._quiet_bytes > limit:
+            self.refuse(RequestRefusal(431, f"trailers larger than {limit} bytes"))
+        elif self.request is not None and self._is_pipeline_full:
+            self._pause_reading()
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%b %b HTTP/1.1\r\n" % (self._parser.get_method(), self._target)]
         lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in _UPGRADE_HEADERS]
-        self._parser = httptools.HttpRequestParser(self)
-        self._head_bytes = 0
-        self.data_received(b"".join(lines) + b"\r\n" + rest)
+        return b"".join(lines) + b"\r\n"
 
     # -- parser callbacks -------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._stopped:
+            raise _RefusedError
         self._target = b""
         self._headers = []
         self._body = []
         self._body_bytes = 0
         self._quiet_bytes = 0
         self._in_message = True
-        self._head_done = False
+        self._arriving = None
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head_done:  # a trailer: it must not pass for a header
+        if self._arriving is not None:  # a trailer: it must not pass for a header
             return
+        if len(self._headers) >= MAX_HEADERS:
+            self._stop(RequestRefusal(431, f"more than {MAX_HEADERS} headers"))
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._head_done = True
-        if self._head_bytes > self._limits.max_header_bytes:
+        parser = self._parser
+        limits = self._limits
+        if self._head_bytes > limits.max_header_bytes:
             # What was read may hold body too; only a head that is really that large is refused.
             size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-            if size > self._limits.max_header_bytes:
-                self._stop(431, f"request head larger than {self._limits.max_header_bytes} bytes")
+            if size > limits.max_header_bytes:
+                self._stop(RequestRefusal(431, f"request head larger than {limits.max_header_bytes} bytes"))
+        if parser.should_upgrade():
+            return  # the parser stops behind the head: see _parse
+        is_http_11 = parser.get_http_version() == "1.1"
+        request = Request(parser.get_method(), self._target, self._headers, is_http_11)
+        self._arriving = request
         self._head_bytes = 0
+        if self._head_counted_bytes:
+            self._count_buffered(-self._head_counted_bytes)
+            self._head_counted_bytes = 0
+        length = 0
         expects = False
         hosts = 0
         for name, value in self._headers:
-            if name == b"content-length" and len(value) > 20:
-                self._stop(400, "malformed Content-Length")
-            if name == b"content-length" and int(value) > self._limits.max_body_bytes:
-                self._stop(413, f"request body larger than {self._limits.max_body_bytes} bytes")
+            if name == b"content-length":
+                if len(value) > 20:
+                    self._stop(RequestRefusal(400, "malformed Content-Length"))
+                length = int(value)
             elif name == b"expect" and value.lower() == b"100-continue":
                 expects = True
             elif name == b"host":
                 hosts += 1
         if hosts > 1:
-            self._stop(400, "more than one Host header")
+            self._stop(RequestRefusal(400, "more than one Host header"))
+        refusal = self._clients.gate.check_head(request)
+        if refusal is not None:
+            self._stop(refusal)
+        self._body_length = length
+        self._check_size(request, length, length)
         if expects and self.call is None and not self._pending:
             self.write(replies.CONTINUE)
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
-        if self._body_bytes > self._limits.max_body_bytes:
-            self._stop(413, f"request body larger than {self._limits.max_body_bytes} bytes")
+        size = len(body)
+        arriving = self._arriving
+        assert arriving is not None
+        self._check_size(arriving, self._body_bytes + size, size)
+        self._body_bytes += size
+        self._count_buffered(size)
         self._body.append(body)
 
     def on_message_complete(self) -> None:
         parser = self._parser
-        if parser.should_upgrade():
-            return  # the parser stops behind the head: see _decline_upgrade
+        request = self._arriving
+        if request is None:
+            return  # to be upgraded
+        self._arriving = None
         self._in_message = False
-        self._head_done = False
         self._head_bytes = 0
         self._since_s = 0.0
         body = self._body
-        is_http_11 = parser.get_http_version() == "1.1"
-        request = Request(
-            parser.get_method(),
-            self._target,
-            self._headers,
-            body[0] if len(body) == 1 else b"".join(body),
-            is_http_11 and parser.should_keep_alive(),
-            is_http_11,
-        )
+        request.body = body[0] if len(body) == 1 else b"".join(body)
+        request.keep_alive = request.is_http_11 and parser.should_keep_alive()
+        request.size_bytes = self._body_bytes
         self._body = []
+        self._body_bytes = 0
         if self.request is None and not self._pending and not self._is_write_paused:
             self._serve(request)
             return
+        # One that waits keeps its head too, in many small objects.
+        head_bytes = len(request.target) + HEADER_COST_BYTES * len(request.headers)
+        head_bytes += sum(len(name) + len(value) for name, value in request.headers)
+        self._count_buffered(head_bytes)
+        request.size_bytes += head_bytes
         self._pending.append(request)
-        self._pending_bytes += len(request.body)
-        if len(self._pending) >= MAX_PIPELINED or self._pending_bytes > self._limits.max_body_bytes:
+        self._pending_bytes += request.size_bytes
+        if self._is_pipeline_full:
+            self._pause_reading()
+
+    def _stop(self, refusal: RequestRefusal) -> None:
+        self.refuse(refusal)
+        raise _RefusedError
+
+    # -- what is buffered -------------------------------------------------------------------------------
+
+    def _check_size(self, request: Request, body_bytes: int, more_bytes: int) -> None:
+        """Refuse a body of that size, or so much more to buffer."""
+        if body_bytes > request.max_body_bytes:
+            limit = request.max_body_bytes
+            self._stop(
+                RequestRefusal(413, f"request body larger than {limit} bytes" if limit else "no body is taken here")
+            )
+        if self._clients.buffered_bytes + more_bytes > self._limits.max_buffered_bytes:
+            self._stop(_OVERLOADED)
+
+    def _count_buffered(self, size_bytes: int) -> None:
+        self._buffered_bytes += size_bytes
+        self._clients.buffered_bytes += size_bytes
+
+    @property
+    def _is_pipeline_full(self) -> bool:
+        """Whether enough waits behind the request being served; the body of the next one counts too."""
+        if self.request is None and not self._pending:
+            return False
+        return len(self._pending) >= MAX_PIPELINED or (
+            self._pending_bytes + self._body_bytes > self._limits.max_pipelined_bytes
+        )
+
+    def _pause_reading(self) -> None:
+        if self._is_reading:
             self._is_reading = False
             self.transport.pause_reading()
 
-    def _stop(self, status: int, message: str) -> None:
-        self.refuse(status, message)
-        raise _RefusedError
+    def _read_on(self) -> None:
+        """Parse what was held, and read again, unless the pipeline is still full."""
+        if self._stopped or self._is_pipeline_full:
+            return
+        held, self._held = self._held, b""
+        if held:
+            self._count_buffered(-len(held))
+            self._parse_slowly(held)
+        if not self._is_reading and not self._held and not self._stopped and not self._is_pipeline_full:
+            self._is_reading = True
+            if self._since_s:
+                self._since_s = self._loop.time()  # it could not be sent until now
+            self.transport.resume_reading()
+
+    def _forget_arriving(self) -> None:
+        """Drop what has arrived and is no whole request."""
+        self._count_buffered(-(self._body_bytes + len(self._held) + self._head_counted_bytes))
+        self._arriving = None
+        self._body = []
+        self._held = b""
+        self._body_bytes = self._head_counted_bytes = 0
+        self._in_message = False
+        self._since_s = 0.0
+
+    def _forget_received(self) -> None:
+        """Drop everything but the request being served."""
+        self._forget_arriving()
+        self._pending.clear()
+        self._count_buffered(-self._pending_bytes)
+        self._pending_bytes = 0
 
     # -- serving ----------------------------------------------------------------------------------------
 
@@ -281,20 +385,29 @@ class ClientConnection(asyncio.Protocol):
         """Answer the current request whole and go on to the next."""
         request = self.request
         keep_alive = self.keeps_alive
-        send_body = request is None or request.method != b"HEAD"
+        send_body = True
+        if request is not None:
+            send_body = request.method != b"HEAD"
+            extra += request.reply_headers
         self.write(replies.complete(status, body, content_type, extra, keep_alive, send_body))
         self.finish(keep_alive)
 
     def respond_error(self, status: int, message: str, param: str | None = None, extra: bytes = b"") -> None:
         self.respond(status, replies.error_json(status, message, param), extra=extra)
 
+    def _end_request(self) -> None:
+        request = self.request
+        self.call = None
+        if request is not None:
+            self.request = None
+            self._count_buffered(-request.size_bytes)
+
     def finish(self, keep_alive: bool) -> None:
         """The reply to the current request is written; serve the next one or close."""
-        self.call = None
-        self.request = None
+        self._end_request()
         if not keep_alive:
             self.close()
-        elif self._pending:
+        elif self._pending or not self._is_reading:
             # From the loop, not from here: a long pipeline must not grow the stack.
             self._loop.call_soon(self._next)
         elif self._stopped or (self._is_draining and not self._in_message):
@@ -303,17 +416,18 @@ class ClientConnection(asyncio.Protocol):
             self._idle_since_s = self._loop.time()
 
     def _next(self) -> None:
-        if self.request is not None or not self._pending or self._is_write_paused or self.transport.is_closing():
+        if self.request is not None or self._is_write_paused or self.transport.is_closing():
             return
-        request = self._pending.popleft()
-        if isinstance(request, _ParseRefusal):
-            self._write_refusal(request)
-            return
-        self._pending_bytes -= len(request.body)
-        if not self._is_reading and not self._stopped:
-            self._is_reading = True
-            self.transport.resume_reading()
-        self._serve(request)
+        if self._pending:
+            request = self._pending.popleft()
+            if isinstance(request, RequestRefusal):
+                self._write_refusal(request)
+                return
+            self._pending_bytes -= request.size_bytes
+            self._serve(request)
+        self._read_on()
+        if self._is_draining and self.request is None and not self._pending and not self._in_message:
+            self.close()
 
     @property
     def keeps_alive(self) -> bool:
@@ -321,40 +435,45 @@ class ClientConnection(asyncio.Protocol):
         request = self.request
         if request is None or not request.keep_alive:
             return False
-        return bool(self._pending) or not (self._is_draining or self._stopped)
+        return bool(self._pending) or bool(self._held) or not (self._is_draining or self._stopped)
 
-    def refuse(self, status: int, message: str) -> None:
-        """Answer a request that cannot be parsed, behind whatever is still being served, and close."""
+    @property
+    def reply_headers(self) -> bytes:
+        """Header lines that the current reply gets on this connection."""
+        request = self.request
+        line = b"" if self.keeps_alive else b"connection: close\r\n"
+        return line if request is None or not request.reply_headers else line + request.reply_headers
+
+    def refuse(self, refusal: RequestRefusal) -> None:
+        """Answer what is not served, behind whatever is still being served, and close."""
         self._stopped = True
-        self._in_message = False
-        self._since_s = 0.0
-        refusal = _ParseRefusal(status, message)
+        self._forget_arriving()
         if self.request is not None or self._pending:
             self._pending.append(refusal)
         else:
             self._write_refusal(refusal)
 
-    def _write_refusal(self, refusal: _ParseRefusal) -> None:
+    def _write_refusal(self, refusal: RequestRefusal) -> None:
         body = replies.error_json(refusal.status, refusal.message)
-        self.write(replies.complete(refusal.status, body, b"application/json", b"", False, True))
+        self.write(replies.complete(refusal.status, body, b"application/json", refusal.extra, False, True))
         # Closing while the client still sends would reset the connection, and the reply be lost with it.
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self._linger_until_s = self._loop.time() + LINGER_S
-        else:
-            self.close()
+        if not self._is_reading:
+            self._is_reading = True
+            self.transport.resume_reading()
+        self._linger_until_s = self._loop.time() + LINGER_S
 
     def close(self) -> None:
         self._stopped = True
-        self._pending.clear()
+        self._forget_received()
         self.transport.close()
 
     def abort(self) -> None:
         """Cut the connection so that the client sees the reply as incomplete."""
-        self.call = None
-        self.request = None
+        self._end_request()
         self._stopped = True
-        self._pending.clear()
+        self._forget_received()
         self.transport.abort()
 
     def drain(self) -> None:
@@ -366,12 +485,27 @@ class ClientConnection(asyncio.Protocol):
     def sweep(self, now_s: float) -> None:
         """Enforce the deadlines; called about once a second."""
         limits = self._limits
-        if self._linger_until_s:
+        if self._is_stalled(now_s):
+            self._stopped = True
+            self.transport.abort()  # a request that is being served learns of it when the connection is lost
+        elif self._linger_until_s:
             if now_s > self._linger_until_s:
                 self.close()
         elif self._since_s and self._is_reading:
-            limit_s = limits.body_timeout_s if self._head_done else limits.header_timeout_s
+            limit_s = limits.header_timeout_s if self._arriving is None else limits.body_timeout_s
             if now_s - self._since_s > limit_s:
-                self.refuse(408, f"request not complete after {limit_s:g} s")
+                self.refuse(RequestRefusal(408, f"request not complete after {limit_s:g} s"))
         elif self.request is None and not self._pending and now_s - self._idle_since_s > limits.keep_alive_timeout_s:
             self.close()
+
+    def _is_stalled(self, now_s: float) -> bool:
+        """Whether the client has taken nothing of what was written for it, for too long."""
+        unwritten_bytes = self.transport.get_write_buffer_size()
+        if not unwritten_bytes or unwritten_bytes != self._unwritten_bytes:
+            self._unwritten_bytes = unwritten_bytes
+            self._stalled_since_s = now_s
+            return False
+        limit_s = self._limits.write_timeout_s
+        if self._is_draining and self.request is None:
+            limit_s = min(limit_s, DRAIN_STALL_S)
+        return now_s - self._stalled_since_s > limit_s

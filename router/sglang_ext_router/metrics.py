@@ -90,6 +90,7 @@ class RouterMetrics:
         self.long = ClassMetrics()
         self.refused: dict[str, int] = {}  # reason → count
         self.retries: dict[str, int] = {}  # leg that failed → count
+        self.retries_refused: dict[str, int] = {}  # reason → count
         self.aborts: dict[str, int] = {}  # reason → count
         self.worker_failures: dict[str, int] = {}  # url → count
         self.worker_requests: dict[str, int] = {}
@@ -157,6 +158,7 @@ class RouterMetrics:
         )
         yield "refused", "Requests refused before an instance was chosen", ("reason",), _flat(self.refused)
         yield "retries", "Attempts repeated, by the leg that failed", ("leg",), _flat(self.retries)
+        yield "retries_refused", "Attempts that were not repeated", ("reason",), _flat(self.retries_refused)
         yield "aborts", "Requests aborted on the instances, by reason", ("reason",), _flat(self.aborts)
         yield "worker_requests", "Legs sent to an instance", ("worker",), _flat(self.worker_requests)
         yield "worker_failures", "Legs that an instance failed", ("worker",), _flat(self.worker_failures)

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_ext_router.http1 import Request
+from sglang_ext_router.client_requests import Request
 from sglang_ext_router.online_load import OFFLINE_PRIORITY
-from sglang_ext_router.prompt import BadRequestError, dump, measure, parse_body
-from sglang_ext_router.request_body import PRIORITIES, RequestHints, clean_body, with_bootstrap
+from sglang_ext_router.prompt import BadRequestError, Prompt, dump, measure, parse_body
+from sglang_ext_router.request_body import (
+    PRIORITIES,
+    CleanBody,
+    HintField,
+    RequestHints,
+    body_end,
+    clean_body,
+    hint_field,
+)
 from sglang_ext_router.scores import NO_SCORES, ScorePlan, plan_scores
 
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"
 MAX_REQUEST_ID_BYTES = 256
+COPIED_BYTES = 4096  # beyond it a view costs less than one more copy
 _LOGPROBS = b"logprob"  # what every field of log-probabilities has in its name
 _FORWARDED = frozenset((b"traceparent", b"tracestate", b"baggage", SLO_HEADER, b"x-sgl-tps-slo", b"x-smg-routing-key"))
 
@@ -27,8 +36,8 @@ class ClientHeaders(NamedTuple):
     priority: str | None  # one of PRIORITIES
 
 
-def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes) -> ClientHeaders:
-    """Read headers with lower-case names. `authorization`, if any, replaces the client's.
+def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, relays_own: bool) -> ClientHeaders:
+    """Read headers with lower-case names. `authorization` replaces the client's, which goes on only if `relays_own`.
 
     BadRequestError for a deadline or a priority that is none.
     """
@@ -42,7 +51,7 @@ def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes) -
             if name == SLO_HEADER:
                 slo_s = _slo_seconds(value)
         elif name == b"authorization":
-            if not authorization:
+            if relays_own:
                 forwarded += b"authorization: %b\r\n" % value
         elif name == b"x-request-id" and len(value) <= MAX_REQUEST_ID_BYTES:
             request_id = value
@@ -51,11 +60,38 @@ def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes) -
     return ClientHeaders(forwarded, request_id, slo_s, priority)
 
 
-class PreparedRequest:
-    """One request, parsed and checked; nothing of it changes but `prompt_tokens`, which a tokenizer may correct.
+class ReadBody(NamedTuple):
+    """What a body says, and what the instances get of it; it can be passed between processes."""
+
+    prompt: Prompt
+    scores: ScorePlan
+    clean: CleanBody
+    target: bytes | None  # where the instances are asked, if not where the client asks
+    hint_field: HintField | None
+
+
+def read_body(path: bytes, raw: bytes, is_http_11: bool, has_hints: bool) -> ReadBody:
+    """Read a request's body; `has_hints`: a deadline or a priority will be put into it.
 
     BadRequestError where the client asks for something that cannot be served.
     """
+    body = parse_body(raw)
+    prompt = measure(path, body)
+    if prompt.is_stream and not is_http_11:
+        raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
+    target: bytes | None = None
+    scores: ScorePlan = NO_SCORES if _LOGPROBS not in raw else plan_scores(path, body)
+    asked = scores.body
+    if asked is not None:  # SGLang is asked in its own words
+        body, raw, path = asked, dump(asked), b"/generate"
+        target = path
+        scores = scores._replace(body=None)
+    clean = clean_body(raw, body)
+    return ReadBody(prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
+
+
+class PreparedRequest:
+    """One request, read and checked; nothing of it changes but `prompt_tokens`, which a tokenizer may correct."""
 
     __slots__ = (
         "_clean",
@@ -70,26 +106,19 @@ class PreparedRequest:
         "target",
     )
 
-    def __init__(self, request: Request, headers: ClientHeaders, started_s: float) -> None:
-        body = parse_body(request.body)
+    def __init__(self, request: Request, headers: ClientHeaders, body: ReadBody, started_s: float) -> None:
         self.headers = headers
         self.is_online = headers.priority != OFFLINE_PRIORITY
         self.path = request.path
-        self.target = request.target
+        self.target = body.target or request.target
         self.started_s = started_s
-        self.prompt = prompt = measure(request.path, body)
+        self.prompt = body.prompt
         self.prompt_tokens = 0  # of the longest single prompt; known once the request is offered for admission
-        if prompt.is_stream and not request.is_http_11:
-            raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
-        self.scores: ScorePlan = NO_SCORES if _LOGPROBS not in request.body else plan_scores(request.path, body)
-        asked, raw, path = self.scores.body, request.body, request.path
-        if asked is not None:  # SGLang is asked in its own words
-            body, raw, path = asked, dump(asked), b"/generate"
-            self.target = path
-        self._clean = clean_body(raw, body)
+        self.scores = body.scores
+        self._clean = body.clean
         self._hints: RequestHints | None = None  # for requests with a deadline or a priority
-        if headers.ttft_slo_s is not None or headers.priority is not None:
-            self._hints = RequestHints(path, body, self._clean, headers.ttft_slo_s, headers.priority)
+        if body.hint_field is not None:
+            self._hints = RequestHints(body.hint_field, headers.ttft_slo_s, headers.priority)
 
     @property
     def own_ids(self) -> str | list[str] | None:
@@ -99,14 +128,19 @@ class PreparedRequest:
     def message(self, bootstrap_json: bytes, room: int, made_id: bytes, now_s: float) -> bytes:
         """What both instances get behind their own request heads: the last headers, and the body."""
         hints, headers = self._hints, self.headers
-        clean = self._clean if hints is None else hints.body(now_s - self.started_s)
-        body = with_bootstrap(clean, bootstrap_json, room, made_id)
-        return b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+        clean = self._clean
+        own = b""
+        if hints is not None:
+            clean, own = hints.clean, hints.member(now_s - self.started_s)
+        end = clean.raw.rindex(b"}")
+        tail = body_end(clean, own, bootstrap_json, room, made_id)
+        raw: bytes | memoryview = clean.raw[:end] if end <= COPIED_BYTES else memoryview(clean.raw)[:end]
+        head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             headers.forwarded,
             headers.request_id or made_id,
-            len(body),
-            body,
+            end + len(tail),
         )
+        return b"".join((head, raw, tail))
 
 
 def _slo_seconds(value: bytes) -> float:

@@ -1,9 +1,16 @@
-"""Watches every instance: health, identity, load. One task an instance."""
+"""Watches every instance: health, identity, load, and whether it is alive at all.
+
+Health is what `/health` says, for which SGLang asks its scheduler: one that computes a long chunk answers late.
+Liveness is whether the server process answers anything, for which nothing is asked of the scheduler: a process that is
+stopped, or a machine that is gone, keeps its connections open and is silent on all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +22,11 @@ from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
+LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
+LIVENESS_STEPS = 10
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
+ABORT_FAMILY_HOOK = "abort-family"
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
 # What a broken answer of an instance can raise while it is read.
 _ANSWER_ERRORS = (
     aiohttp.ClientError,
@@ -38,35 +49,50 @@ class Prober:
         registry: WorkerRegistry,
         on_restarted: Callable[[Worker], None],
         on_info: Callable[[Worker], None],
+        tls: ssl.SSLContext,
+        on_frozen: Callable[[Worker], None],
+        last_received_s: Callable[[Worker], float],
     ) -> None:
+        """Callbacks: `on_restarted` for one that went out, `on_frozen` for one whose requests are lost, too.
+
+        `last_received_s` tells when an instance last sent anything on the connections of requests (the loop's clock).
+        """
         self._config = config
         self._registry = registry
         self._on_restarted = on_restarted
         self._on_info = on_info
+        self._tls = tls
+        self._on_frozen = on_frozen
+        self._last_received_s = last_received_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._liveness_tasks: dict[int, asyncio.Task[None]] = {}
         self._wake: dict[int, asyncio.Event] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        headers = {"authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+        key = self._config.key_for_workers
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=self._config.health_check_timeout_secs),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
             trust_env=False,
         )
         for worker in self._registry:
             self.watch(worker)
 
     def watch(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
         self._wake[worker.id] = asyncio.Event()
-        self._tasks[worker.id] = asyncio.get_running_loop().create_task(self._run(worker))
+        self._tasks[worker.id] = loop.create_task(self._run(worker))
+        self._liveness_tasks[worker.id] = loop.create_task(self._watch_liveness(worker))
 
     def forget(self, worker: Worker) -> None:
         self._wake.pop(worker.id, None)
-        task = self._tasks.pop(worker.id, None)
-        if task is not None:
-            task.cancel()
+        for tasks in (self._tasks, self._liveness_tasks):
+            task = tasks.pop(worker.id, None)
+            if task is not None:
+                task.cancel()
 
     def check_now(self, worker: Worker) -> None:
         """A request saw the instance fail: do not wait for the next interval."""
@@ -76,7 +102,7 @@ class Prober:
 
     async def stop(self) -> None:
         self._wake.clear()
-        pending = set(self._tasks.values())
+        pending = {*self._tasks.values(), *self._liveness_tasks.values()}
         while pending:
             for task in pending:
                 task.cancel()
@@ -106,15 +132,15 @@ class Prober:
         wake = self._wake[worker.id]
         # Not `while True`: a cancellation that meets a timeout of the HTTP client is lost in it.
         while self._wake.get(worker.id) is wake:
-            is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy
+            is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy or worker.failed_checks > 0
             wake.clear()
             if is_due:
                 await self._check(worker)
                 next_check_s = loop.time() + config.health_check_interval_secs
-            if worker.is_healthy:
+            if worker.is_healthy and not worker.failed_checks:  # else the next check comes first
                 await self._read_load(worker)
             interval_s = config.load_poll_interval_secs
-            if not worker.is_healthy:
+            if worker.failed_checks:
                 interval_s = min(1.0, config.health_check_interval_secs)
             try:
                 async with asyncio.timeout(interval_s):
@@ -131,7 +157,7 @@ class Prober:
             if not worker.has_info:
                 self._take_info(worker, await self.get_json(worker, "/server_info"))
         except _ANSWER_ERRORS as error:
-            self._failed(worker, str(error) or type(error).__name__)
+            self._failed(worker, str(error) or type(error).__name__, isinstance(error, TimeoutError))
             return
         worker.failed_checks = 0
         worker.last_error = ""
@@ -140,17 +166,71 @@ class Prober:
             self._registry.refresh()
             logger.info("worker %s (%s) is healthy", worker.url, worker.role)
 
-    def _failed(self, worker: Worker, reason: str) -> None:
+    def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
         worker.failed_checks += 1
         worker.last_error = reason
         refused = "Cannot connect" in reason
         if worker.is_healthy and (refused or worker.failed_checks >= self._config.health_failure_threshold):
-            worker.is_healthy = False
-            # What it was and what it had cached may be gone when it comes back.
-            worker.has_info = False
-            self._registry.refresh()
-            self._on_restarted(worker)
-            logger.warning("worker %s (%s) is out: %s", worker.url, worker.role, reason)
+            self._take_out(worker, reason)
+            if is_silent:
+                self._on_frozen(worker)
+
+    def _take_out(self, worker: Worker, reason: str) -> None:
+        worker.is_healthy = False
+        # What it was and what it had cached may be gone when it comes back.
+        worker.has_info = False
+        self._registry.refresh()
+        self._on_restarted(worker)
+        logger.warning("worker %s (%s) is out: %s", worker.url, worker.role, reason)
+
+    async def _watch_liveness(self, worker: Worker) -> None:
+        """Take the instance out when nothing comes from it, neither an answer nor a byte of any reply.
+
+        One that says that it is not well, or closes its port, may still be serving what it has: only one that says
+        nothing at all loses its requests.
+        """
+        config, loop = self._config, asyncio.get_running_loop()
+        wake = self._wake[worker.id]
+        misses = 0
+        while self._wake.get(worker.id) is wake:
+            asked_s = loop.time()
+            if not worker.is_healthy or await self._is_alive(worker) or self._last_received_s(worker) >= asked_s:
+                misses = 0
+            else:
+                misses += 1
+            if misses >= config.liveness_failure_threshold and worker.is_healthy:
+                misses = 0
+                worker.failed_checks += 1
+                worker.last_error = f"it is frozen: no answer of any kind for {loop.time() - asked_s:.1f} s"
+                self._take_out(worker, worker.last_error)
+                self._on_frozen(worker)
+            await asyncio.sleep(max(0.0, asked_s + config.liveness_interval_secs - loop.time()))
+
+    async def _is_alive(self, worker: Worker) -> bool:
+        """Whether the instance's machine or process shows any sign of life within the timeout."""
+        asking = asyncio.get_running_loop().create_task(self._ask_for_life(worker))
+        try:
+            # In steps: what has arrived while this process itself stood still is read before time is up.
+            for _ in range(LIVENESS_STEPS):
+                await asyncio.wait({asking}, timeout=self._config.liveness_timeout_secs / LIVENESS_STEPS)
+                if asking.done():
+                    return asking.result()
+            return False
+        finally:
+            asking.cancel()
+
+    async def _ask_for_life(self, worker: Worker) -> bool:
+        assert self._session is not None
+        try:
+            async with self._session.get(worker.url + LIVENESS_PATH, timeout=_NO_TIMEOUT):
+                return True
+        except aiohttp.ClientConnectorError as error:
+            self.check_now(worker)
+            return error.os_error.errno == errno.ECONNREFUSED
+        except TimeoutError:
+            return False
+        except _ANSWER_ERRORS:  # it closed the connection, or speaks in tongues
+            return True
 
     def _take_info(self, worker: Worker, info: dict[str, Any]) -> None:
         mode = info.get("disaggregation_mode")
@@ -172,6 +252,7 @@ class Prober:
         extension = info.get("sglang_ext")
         hooks = extension.get("hooks") if isinstance(extension, dict) else None
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
+        worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.has_info = True
         self._registry.refresh()
         self._on_info(worker)

@@ -21,6 +21,7 @@ REASON_TEXT = {
     FailureReason.LEG_LOST: "an instance was lost while it served the request",
     FailureReason.LEG_FAILED: "an instance failed while it served the request",
     FailureReason.QUEUE_TIMEOUT: "the request waited too long in the router's queue",
+    FailureReason.RETRY_BUDGET: "an instance failed, and too many requests are tried again already",
     FailureReason.TIMEOUT: "the request took longer than the router allows",
 }
 _ERROR_EVENT = b'data: {"error"'
@@ -97,8 +98,7 @@ class Relay:
             return False
         leg.relay = self
         self._source = leg
-        connection = b"" if client.keeps_alive else b"connection: close\r\n"
-        client.write(b"%b%b%b%b" % (head, self._own_headers(), connection, rest))
+        client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
             leg.relay = None
             self._source = None

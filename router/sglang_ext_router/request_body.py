@@ -12,6 +12,7 @@ OWN_PREFIX = "sglang_ext_"
 SLO_FIELD = "sglang_ext_ttft_slo_ms"
 PRIORITY_FIELD = "sglang_ext_priority"
 PRIORITIES = ("real-time", "high", "normal", "low")
+MAX_PARAMETERS_BYTES = 1 << 20
 MIN_SLO_MS = 1.0  # of a request that is late already
 
 
@@ -37,51 +38,66 @@ def clean_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
     return CleanBody(dump(kept), not kept, given)
 
 
-def with_bootstrap(clean: CleanBody, bootstrap_json: bytes, room: int, made_id: bytes) -> bytes:
-    """The body with where to meet (`bootstrap_json` ends in `"bootstrap_room":`) and a request id.
+def body_end(clean: CleanBody, own: bytes, bootstrap_json: bytes, room: int, made_id: bytes) -> bytes:
+    """What takes the place of the body's last brace: a member `own`, where to meet, and a request id.
 
-    The text is extended rather than written anew: parsing is paid already, writing is not.
+    `bootstrap_json` ends in `"bootstrap_room":`. The text is extended rather than written anew: parsing is paid
+    already, writing is not.
     """
-    end = clean.raw.rindex(b"}")
-    comma = b"" if clean.is_empty else b","
+    start = b"" if clean.is_empty else b","
+    if own:
+        start += own + b","
     given = clean.request_ids
     if given is None:
-        return b'%b%b%b%d,"rid":"%b"}' % (clean.raw[:end], comma, bootstrap_json, room, made_id)
-    return b'%b%b%b%d,"rid":%b}' % (clean.raw[:end], comma, bootstrap_json, room, dump(unique_ids(given, made_id)))
+        return b'%b%b%d,"rid":"%b"}' % (start, bootstrap_json, room, made_id)
+    return b'%b%b%d,"rid":%b}' % (start, bootstrap_json, room, dump(unique_ids(given, made_id)))
+
+
+class HintField(NamedTuple):
+    """Where in a body a deadline and a priority go, what the client has there, and the body without it."""
+
+    name: str
+    given: Any
+    clean: CleanBody
+
+
+def hint_field(path: bytes, body: dict[str, Any], clean: CleanBody) -> HintField:
+    """`body` is the parsed request, `clean` its text without the router's own fields.
+
+    SGLang hands `custom_params` of the sampling parameters through to the scheduler unread; that is where the
+    instances look for them. BadRequestError where the client's own parameters are not objects, nested too deeply, or
+    too large: they are written anew for every attempt.
+    """
+    field = "sampling_params" if path == b"/generate" else "custom_params"
+    given = body.get(field)
+    if field in body:
+        rest = {key: value for key, value in body.items() if key != field and key not in ROUTER_FIELDS}
+        clean = CleanBody(dump(rest), not rest, clean.request_ids)
+    if field == "custom_params":
+        _check_object(given, field)
+    else:
+        for item in given if isinstance(given, list) else [given]:
+            _check_object(item, field)
+            _check_object((item or {}).get("custom_params"), f"{field}.custom_params")
+    if len(dump(given)) > MAX_PARAMETERS_BYTES:
+        raise BadRequestError(f"{field} is larger than {MAX_PARAMETERS_BYTES} bytes", field)
+    return HintField(field, given, clean)
 
 
 class RequestHints:
-    """Puts TTFT deadline and priority into one request's body, anew for every attempt.
+    """Puts TTFT deadline and priority into one request's body, anew for every attempt."""
 
-    SGLang hands `custom_params` of the sampling parameters through to the scheduler unread; that is where the
-    instances look for them.
-    """
-
-    def __init__(
-        self, path: bytes, body: dict[str, Any], clean: CleanBody, ttft_slo_s: float | None, priority: str | None
-    ) -> None:
-        """`body` is the parsed request, `clean` its text without the router's own fields.
-
-        BadRequestError where the client's own parameters are not objects, or nested too deeply.
-        """
+    def __init__(self, field: HintField, ttft_slo_s: float | None, priority: str | None) -> None:
+        """BadRequestError for what cannot be written."""
         self._slo_s = ttft_slo_s
         self._priority = priority
-        self._field = field = "sampling_params" if path == b"/generate" else "custom_params"
-        self._given = given = body.get(field)
-        if field in body:
-            rest = {key: value for key, value in body.items() if key != field and key not in ROUTER_FIELDS}
-            clean = CleanBody(dump(rest), not rest, clean.request_ids)
-        self._clean = clean
-        if field == "custom_params":
-            _check_object(given, field)
-        else:
-            for item in given if isinstance(given, list) else [given]:
-                _check_object(item, field)
-                _check_object((item or {}).get("custom_params"), f"{field}.custom_params")
-        self.body(0.0)  # what cannot be written is refused now
+        self._field = field.name
+        self._given = field.given
+        self.clean = field.clean  # the body without the field
+        self.member(0.0)  # what cannot be written is refused now
 
-    def body(self, spent_s: float) -> CleanBody:
-        """The body to send after `spent_s` in the router: what is left of the deadline, and the priority."""
+    def member(self, spent_s: float) -> bytes:
+        """The field as JSON to send after `spent_s` in the router: what is left of the deadline, and the priority."""
         own: dict[str, float | str] = {}
         if self._slo_s is not None:
             own[SLO_FIELD] = max(MIN_SLO_MS, round((self._slo_s - spent_s) * 1000, 3))
@@ -95,11 +111,7 @@ class RequestHints:
             value = [_with_params(item, own) for item in given]
         else:
             value = _with_params(given, own)
-        clean = self._clean
-        comma = b"" if clean.is_empty else b","
-        end = clean.raw.rindex(b"}")
-        raw = b'%b%b"%b":%b}' % (clean.raw[:end], comma, self._field.encode(), dump(value))
-        return CleanBody(raw, False, clean.request_ids)
+        return b'"%b":%b' % (self._field.encode(), dump(value))
 
 
 def _with_params(parameters: dict[str, Any] | None, own: dict[str, float | str]) -> dict[str, Any]:

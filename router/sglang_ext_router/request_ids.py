@@ -49,12 +49,18 @@ def unique_ids(given: str | list[str], made: bytes) -> str | list[str]:
     return given + suffix if isinstance(given, str) else [item + suffix for item in given]
 
 
-def abort_ids(given: str | list[str] | None, made: bytes, sequence_count: int, samples: int) -> list[str]:
-    """Request ids by which the instances know the sequences of a request: `given` by the client, `made` of the room."""
+def abort_ids(
+    given: str | list[str] | None, made: bytes, sequence_count: int, samples: int, knows_families: bool
+) -> list[str]:
+    """Request ids that abort all sequences of a request: ids `given` by the client, or the one `made` of the room.
+
+    An instance names the sequences of a batch `ID_0`, `ID_1`, ... Its front end knows only these whole ids, unless it
+    `knows_families`: then `ID` aborts them all.
+    """
     if isinstance(given, list):
         unique = unique_ids(given, made)
-        return list(unique) if samples == 1 else [f"{item}_{i}" for item in unique for i in range(samples)]
-    # Aborting an id aborts all that begin with it, which a batch's `ID_0`, `ID_1`, ... do; an instance's front
-    # end however knows only the whole ones.
-    base = made.decode() if given is None else unique_ids(given, made)
-    return [str(base)] if sequence_count == 1 else [f"{base}_{i}" for i in range(sequence_count)]
+        if samples == 1 or knows_families:
+            return list(unique)
+        return [f"{item}_{i}" for item in unique for i in range(samples)]
+    base = str(made.decode() if given is None else unique_ids(given, made))
+    return [base] if sequence_count == 1 or knows_families else [f"{base}_{i}" for i in range(sequence_count)]

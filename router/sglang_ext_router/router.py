@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
+import math
 import random
 import secrets
 from collections import deque
@@ -14,13 +14,17 @@ from prometheus_client.core import Metric
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
 from sglang_ext_router.asgi_bridge import AsgiCall
+from sglang_ext_router.body_reader import BodyReader
+from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app
 from sglang_ext_router.controller import PoolController
-from sglang_ext_router.http1 import ClientConnection, ConnectionLimits, Request
+from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
 from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
@@ -30,6 +34,7 @@ from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
+from sglang_ext_router.tls import worker_context
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -37,7 +42,6 @@ from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
-GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/generate"})
 SWEEP_INTERVAL_S = 0.25
 DRAIN_POLL_S = 0.02
 DRAIN_FLUSH_S = 1.0  # for aborts and error replies when the grace period is over
@@ -58,7 +62,17 @@ class Router:
         self.metrics = RouterMetrics()
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
-        self.prober = Prober(config, self.registry, on_restarted=self._on_worker_lost, on_info=self._on_worker_info)
+        worker_tls = worker_context(config)
+        pools = UpstreamPools(loop, worker_tls)
+        self.prober = Prober(
+            config,
+            self.registry,
+            on_restarted=self._on_worker_lost,
+            on_info=self._on_worker_info,
+            on_frozen=pools.lose_all,
+            last_received_s=pools.last_received_s,
+            tls=worker_tls,
+        )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
         self.siblings: SiblingLink = siblings or NoSiblings()
@@ -66,10 +80,9 @@ class Router:
         self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
-        self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
-        self._admin_key = f"Bearer {config.effective_admin_key}".encode()
-        authorization = b"authorization: %b\r\n" % self._client_key if self._client_key else b""
-        pools = UpstreamPools(loop)
+        self.access = Access(config, self.metrics)
+        key = config.key_for_workers
+        authorization = f"authorization: Bearer {key}\r\n".encode() if key else b""
         self.services = Services(
             config=config,
             loop=loop,
@@ -83,31 +96,42 @@ class Router:
             admission=self.admission,
             rooms=RoomAllocator(secrets.randbits(31), process_index, config.processes),
             reply_builder=ReplyBuilder(loop),
+            body_reader=BodyReader(loop),
             online_waits=OnlineWaits(),
             retry_policy=RetryPolicy(
                 initial_backoff_s=config.retry_initial_backoff_ms / 1000,
                 max_backoff_s=config.retry_max_backoff_ms / 1000,
                 backoff_multiplier=config.retry_backoff_multiplier,
             ),
+            retry_budget=RetryBudget(config.retry_budget_ratio, config.retry_budget_min_per_sec / config.processes),
             max_retries=0 if config.disable_retries else config.retry_max_retries,
             siblings=self.siblings,
             running=self.running,
             on_ended=self._on_ended,
             authorization=authorization,
+            relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
         self.is_draining = False
         self.app = build_app(self)
         self._admitted: deque[Admissible] = deque()
         self._is_starting = False
-        self._connections: set[ClientConnection] = set()
-        self._limits = ConnectionLimits(
-            config.max_header_size,
-            config.max_payload_size,
-            config.header_timeout_secs,
-            config.body_timeout_secs,
-            config.keep_alive_timeout_secs,
+        limits = ConnectionLimits(
+            max_header_bytes=config.max_header_size,
+            max_pipelined_bytes=config.max_pipelined_size,
+            max_buffered_bytes=config.max_buffered_size,
+            max_connections=config.max_connections,
+            header_timeout_s=config.header_timeout_secs,
+            body_timeout_s=config.body_timeout_secs,
+            keep_alive_timeout_s=config.keep_alive_timeout_secs,
+            write_timeout_s=config.client_write_timeout_secs,
         )
+        self.clients = Clients(self.access, limits)
+        self._connections = self.clients.open
+        self.reports = Clients(ReportGate(), limits)
         self._sweeper: asyncio.TimerHandle | None = None
+        limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
+        self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
+        self._next_progress_s = 0.0
         self._tokenizer_file = ""
         if config.tokenizer_path:
             self._load_tokenizer(config.tokenizer_path)
@@ -125,12 +149,20 @@ class Router:
 
     def connection(self) -> ClientConnection:
         """Protocol for a client that connects."""
-        return ClientConnection(self.dispatch, self._connections, self._limits, self.loop)
+        return ClientConnection(self.dispatch, self.clients, self.loop)
+
+    def report_connection(self) -> ClientConnection:
+        """Protocol for a client that connects to the port for reports."""
+        return ClientConnection(self._dispatch_report, self.reports, self.loop)
+
+    def announce_end(self) -> None:
+        """Answer `/readyz` with 503; everything else goes on."""
+        self.is_draining = True
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
         self.is_draining = True
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.drain()
         await self._wait_drained(grace_s)
         if self.running:
@@ -143,7 +175,7 @@ class Router:
         """Free everything."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.close()
         await self.siblings.stop()
         await self.controller.stop()
@@ -151,6 +183,7 @@ class Router:
             await self.long_pool.stop()
         await self.prober.stop()
         await self.services.reply_builder.stop()
+        await self.services.body_reader.stop()
         self.services.pools.close()
         if self.services.tokeniser is not None:
             self.services.tokeniser.close()
@@ -160,23 +193,29 @@ class Router:
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
         """Generation requests take the lean path, everything else the control plane."""
         if request.path not in GENERATION_PATHS:
-            connection.call = AsgiCall(self.app, connection, request)
+            self._dispatch_control(connection, request)
             return
         if request.method != b"POST":
+            if self.access.is_preflight(request):
+                self._dispatch_control(connection, request)
+                return
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
-            return
-        if self._client_key and not self._is_authorised(request.header(b"authorization") or b""):
-            self.metrics.count(self.metrics.refused, "unauthorized")
-            connection.respond_error(401, "missing or wrong API key", extra=b"www-authenticate: Bearer\r\n")
             return
         waiting = WaitingRequest(self.services, connection, request, self.loop.time())
         # Before `begin`: a request that waits off the loop must learn that its client left.
         connection.call = waiting
         waiting.begin()
 
-    def _is_authorised(self, given: bytes) -> bool:
-        is_client = hmac.compare_digest(given, self._client_key)
-        return hmac.compare_digest(given, self._admin_key) or is_client
+    def _dispatch_control(self, connection: ClientConnection, request: Request) -> None:
+        if self.access.is_preflight(request):
+            connection.respond(200, b"", b"text/plain", self.access.preflight_headers(request))
+        elif self.config.metrics_port and request.path in REPORT_PATHS:
+            connection.respond_error(404, "reports are served at a port of their own")
+        else:
+            connection.call = AsgiCall(self.app, connection, request)
+
+    def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
+        connection.call = AsgiCall(self.app, connection, request)
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
@@ -223,8 +262,13 @@ class Router:
             expired.append(request)
         for request in expired:
             request.on_timeout()
-        for connection in tuple(self._connections):
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + self._progress_interval_s
+            for request in tuple(self.running):
+                request.check_progress(now_s)
+        for connection in (*self._connections, *self.reports.open):
             connection.sweep(now_s)
+        self.access.reload_keys(now_s)
 
     # -- reports ---------------------------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ from typing import Protocol
 
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
+from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.online_load import OnlineWaits
@@ -56,6 +58,9 @@ class Runnable(Protocol):
     def on_timeout(self) -> None:
         """It has run too long."""
 
+    def check_progress(self, now_s: float) -> None:
+        """See that its reply begins, and goes on."""
+
 
 @dataclass(slots=True)
 class Services:
@@ -73,11 +78,14 @@ class Services:
     admission: AdmissionQueue[Admissible]
     rooms: RoomAllocator
     reply_builder: ReplyBuilder
+    body_reader: BodyReader
     online_waits: OnlineWaits
     retry_policy: RetryPolicy
+    retry_budget: RetryBudget
     max_retries: int
     siblings: SiblingLink
     running: dict[Runnable, None]  # in order of their start
     on_ended: Callable[[Runnable, float], None]
-    authorization: bytes  # header line for the instances, in place of the client's; empty without --api-key
+    authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
+    relays_authorization: bool  # without any key the client's own header is for the instances
     tokeniser: PromptTokeniser | None = None

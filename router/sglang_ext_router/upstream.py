@@ -7,6 +7,8 @@ Once its reply is being relayed, bytes go to the client as they came.
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 # uvicorn closes a connection that was idle for 5 s; one about to be closed is not used any more.
 REUSE_IDLE_S = 4.0
-# A kept connection that ends within this time of a request, unanswered, was closing already.
+# A kept connection that ends within this time of a request, unanswered, was most likely closing already.
 RESEND_WITHIN_S = 1.0
 MAX_IDLE_CONNECTIONS = 512
 _DECODE = Leg.DECODE
 MAX_HELD_BYTES = 1 << 20  # of a reply that is not relayed yet
+# A peer that is gone without a word (its machine lost power, a firewall forgot the connection) acknowledges nothing.
+UNACKNOWLEDGED_TIMEOUT_MS = 20_000
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 5, 3, 3
+_NEVER_S = float("-inf")
 
 
 class LegOwner(Protocol):
@@ -38,7 +44,8 @@ class LegOwner(Protocol):
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None: ...
 
-    def replace_leg(self, lost: UpstreamConnection, fresh: UpstreamConnection) -> None: ...
+    def on_leg_stale(self, leg: UpstreamConnection) -> None:
+        """A kept connection was closed instead of answered; whether the instance took the request is not known."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -60,10 +67,12 @@ class UpstreamConnection(asyncio.Protocol):
         "has_connected",
         "idle_since_s",
         "is_complete",
+        "is_paused",
         "keeps_reply",
         "kind",
         "owner",
         "raw",
+        "received_s",
         "relay",
         "reply_keeps_alive",
         "sent_s",
@@ -83,6 +92,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.attempt = 0
         self.tells_body = False  # whether the owner hears of the start of the body
         self.has_connected = False
+        self.received_s = _NEVER_S  # when its last bytes came, or reading went on
+        self.is_paused = False
         self.idle_since_s = 0.0
         self.sent_s = 0.0
         self.reset()
@@ -113,9 +124,24 @@ class UpstreamConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Give the leg up: nothing more is told to its owner."""
-        self.owner = None
+        self._take_owner()
         if self.transport is not None:
             self.transport.abort()
+
+    def lose(self) -> None:
+        """Its instance does not answer: close the connection, and report the leg as lost."""
+        owner = self._take_owner()
+        if self.transport is not None:
+            self.transport.abort()
+        if owner is not None:
+            owner.on_leg_lost(self)
+
+    def _take_owner(self) -> LegOwner | None:
+        """The owner, which hears of nothing any more."""
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            self._pool.active.discard(self)
+        return owner
 
     # -- transport --------------------------------------------------------------------------------------
 
@@ -125,6 +151,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self.owner is None:  # aborted while it was connecting
             self.transport.abort()
         else:
+            watch_peer(transport.get_extra_info("socket"))
             self.transport.write(self._request)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -132,29 +159,20 @@ class UpstreamConnection(asyncio.Protocol):
         if owner is None:
             self._pool.discard(self)
             return
-        if not self._is_fresh and not self.raw and self._pool.resend(self):
-            return
-        self.owner = None
-        owner.on_leg_lost(self)
+        self._take_owner()
+        is_stale = not self._is_fresh and not self.raw and self._pool.loop.time() - self.sent_s <= RESEND_WITHIN_S
+        if is_stale:
+            owner.on_leg_stale(self)
+        else:
+            owner.on_leg_lost(self)
 
     def connect_failed(self) -> None:
-        owner, self.owner = self.owner, None
+        owner = self._take_owner()
         if owner is not None:
             owner.on_leg_lost(self)
 
-    def take_over(self, other: UpstreamConnection) -> UpstreamConnection:
-        """Continue a request whose reused connection turned out to be closed already."""
-        self.tells_body, self.keeps_reply = other.tells_body, other.keeps_reply
-        self.owner, self.kind, self.attempt, self._request = (
-            other.owner,
-            other.kind,
-            other.attempt,
-            other._request,
-        )
-        other.owner = None
-        return self
-
     def data_received(self, data: bytes) -> None:
+        self.received_s = self._pool.loop.time()
         owner = self.owner
         if owner is None:  # an instance spoke without being asked
             assert self.transport is not None
@@ -167,7 +185,7 @@ class UpstreamConnection(asyncio.Protocol):
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserError:
-                self._broken()
+                self.lose()
                 return
             if self.is_complete:
                 self._end(owner)
@@ -179,7 +197,7 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
-            self._broken()
+            self.lose()
             return
         if self.is_complete and self._kept:
             self.raw = b"".join((self.raw, *self._kept))
@@ -199,15 +217,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Let asyncio close the connection: connection_lost tells the owner."""
         return None
 
-    def _broken(self) -> None:
-        owner, self.owner = self.owner, None
-        assert self.transport is not None
-        self.transport.abort()
-        if owner is not None:
-            owner.on_leg_lost(self)
-
     def _end(self, owner: LegOwner) -> None:
-        self.owner = None
+        self._take_owner()
         self._is_fresh = False
         owner.on_leg_complete(self)
         self._pool.release(self)
@@ -232,10 +243,13 @@ class UpstreamConnection(asyncio.Protocol):
     # -- backpressure -----------------------------------------------------------------------------------
 
     def pause_reading(self) -> None:
+        self.is_paused = True
         if self.transport is not None and not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
+        self.is_paused = False
+        self.received_s = self._pool.loop.time()
         if self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -256,23 +270,27 @@ class UpstreamConnection(asyncio.Protocol):
 class UpstreamPool:
     """The connections to one instance; the last one used is used first."""
 
-    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext) -> None:
         self.worker = worker
-        self._loop = loop
+        self._tls = tls if worker.is_tls else None
+        self.loop = loop
+        self.active: set[UpstreamConnection] = set()  # with a request under way
         self._idle: list[UpstreamConnection] = []
         self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
+    def start(
+        self, owner: LegOwner, kind: Leg, attempt: int, request: bytes, on_new_connection: bool
+    ) -> UpstreamConnection:
         """Send a request; what comes back is told to `owner`."""
         idle = self._idle
         connection: UpstreamConnection | None = None
-        while idle:
+        while idle and not on_new_connection:
             candidate = idle.pop()
             assert candidate.transport is not None
             if candidate.transport.is_closing():
                 continue
-            if self._loop.time() - candidate.idle_since_s > REUSE_IDLE_S:
+            if self.loop.time() - candidate.idle_since_s > REUSE_IDLE_S:
                 candidate.transport.close()
                 continue
             connection = candidate
@@ -285,12 +303,13 @@ class UpstreamPool:
         connection.kind = kind
         connection.tells_body = kind is _DECODE
         connection.attempt = attempt
-        connection.sent_s = self._loop.time()
+        connection.sent_s = self.loop.time()
+        self.active.add(connection)
         connection.send(request)
         return connection
 
     def _connect(self, connection: UpstreamConnection) -> None:
-        task = self._loop.create_task(self._open(connection))
+        task = self.loop.create_task(self._open(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -298,20 +317,10 @@ class UpstreamPool:
         worker = self.worker
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._loop.create_connection(lambda: connection, worker.host, worker.port)
+                await self.loop.create_connection(lambda: connection, worker.host, worker.port, ssl=self._tls)
         except OSError:  # TimeoutError is one
             if not connection.has_connected:
                 connection.connect_failed()
-
-    def resend(self, lost: UpstreamConnection) -> bool:
-        """A kept connection was closed by the instance before it took the request: use a new one."""
-        owner = lost.owner
-        if owner is None or self._loop.time() - lost.sent_s > RESEND_WITHIN_S:
-            return False
-        fresh = UpstreamConnection(self).take_over(lost)
-        owner.replace_leg(lost, fresh)
-        self._connect(fresh)
-        return True
 
     def release(self, connection: UpstreamConnection) -> None:
         """A request ended; keep its connection unless the instance wants it closed."""
@@ -322,10 +331,11 @@ class UpstreamPool:
             transport.close()
             return
         transport.resume_reading()
+        connection.is_paused = False
         connection.raw = connection._last_body = b""
         connection._request = b""
         connection.relay = None
-        connection.idle_since_s = self._loop.time()
+        connection.idle_since_s = self.loop.time()
         self._idle.append(connection)
 
     def discard(self, connection: UpstreamConnection) -> None:
@@ -333,6 +343,18 @@ class UpstreamPool:
             self._idle.remove(connection)
         except ValueError:
             pass
+
+    @property
+    def last_received_s(self) -> float:
+        """When any of its open connections brought something."""
+        return max((one.received_s for one in (*self.active, *self._idle)), default=_NEVER_S)
+
+    def lose_all(self) -> None:
+        """The instance does not answer: every request that it has is lost, and no connection is kept."""
+        for connection in tuple(self.active):
+            connection.lose()
+        for connection in tuple(self._idle):
+            connection.abort()
 
     def close(self) -> None:
         """Close idle connections now and the others when their request has ended."""
@@ -343,19 +365,52 @@ class UpstreamPool:
         self._idle.clear()
 
 
+def watch_peer(connected: socket.socket) -> None:
+    """Have the kernel end a connection whose peer is gone without a word, with or without data on its way."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
+        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_TIMEOUT_MS),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class UpstreamPools:
     """A pool per instance that has been sent anything."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext) -> None:
+        """`tls` is for `https://` instances."""
         self._loop = loop
+        self._tls = tls
         self._pools: dict[int, UpstreamPool] = {}
 
-    def start(self, worker: Worker, owner: LegOwner, kind: Leg, attempt: int, request: bytes) -> UpstreamConnection:
+    def start(
+        self,
+        worker: Worker,
+        owner: LegOwner,
+        kind: Leg,
+        attempt: int,
+        request: bytes,
+        on_new_connection: bool = False,
+    ) -> UpstreamConnection:
         """Send a request to an instance; what comes back is told to `owner`."""
         pool = self._pools.get(worker.id)
         if pool is None:
-            pool = self._pools[worker.id] = UpstreamPool(worker, self._loop)
-        return pool.start(owner, kind, attempt, request)
+            pool = self._pools[worker.id] = UpstreamPool(worker, self._loop, self._tls)
+        return pool.start(owner, kind, attempt, request, on_new_connection)
+
+    def last_received_s(self, worker: Worker) -> float:
+        """When a connection to the instance last brought something; minus infinity if none has."""
+        pool = self._pools.get(worker.id)
+        return _NEVER_S if pool is None else pool.last_received_s
+
+    def lose_all(self, worker: Worker) -> None:
+        """The instance does not answer: its legs are lost, all at once."""
+        pool = self._pools.get(worker.id)
+        if pool is not None:
+            pool.lose_all()
 
     def drop(self, worker: Worker) -> None:
         """The instance was removed: close what is idle."""

@@ -7,24 +7,37 @@ what they answer goes through the `Relay` to the client.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from sglang_ext.policy.routing.admission import AdmissionOutcome
 from sglang_ext.policy.routing.pd_actions import FailureReason
 from sglang_ext_router.admitted_request import AdmittedRequest
-from sglang_ext_router.prepared_request import PreparedRequest, read_headers
+from sglang_ext_router.body_reader import SMALL_BYTES, Outcome, is_read_at_once
+from sglang_ext_router.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
 from sglang_ext_router.prompt import BadRequestError
 from sglang_ext_router.relay import REASON_TEXT, Relay
 from sglang_ext_router.services import Services
 
 if TYPE_CHECKING:
-    from sglang_ext_router.http1 import ClientConnection, Request
+    from sglang_ext_router.client_requests import Request
+    from sglang_ext_router.http1 import ClientConnection
 
 
 class WaitingRequest:
     """Its client connection's Call until it is admitted or refused."""
 
-    __slots__ = ("_client", "_is_queued", "_relay", "_request", "_services", "_started_s", "_unread")
+    __slots__ = (
+        "_client",
+        "_headers",
+        "_is_queued",
+        "_reading",
+        "_relay",
+        "_request",
+        "_services",
+        "_started_s",
+        "_unread",
+    )
 
     def __init__(self, services: Services, client: ClientConnection, request: Request, now_s: float) -> None:
         self._services = services
@@ -34,19 +47,55 @@ class WaitingRequest:
         self._relay = Relay(client, request.is_http_11, services.reply_builder)
         self._request: PreparedRequest
         self._is_queued = False
+        self._headers: ClientHeaders
+        self._reading: Future[Outcome] | None = None
 
     def begin(self) -> None:
         """Read the request, and offer it for admission once its size is known."""
-        services = self._services
+        services, unread = self._services, self._unread
         try:
-            headers = read_headers(self._unread.headers, services.authorization)
+            headers = read_headers(unread.headers, services.authorization, services.relays_authorization)
             self._relay.request_id = headers.request_id
-            self._request = request = PreparedRequest(self._unread, headers, self._started_s)
+            has_hints = headers.ttft_slo_s is not None or headers.priority is not None
+            self._headers = headers
+            if len(unread.body) <= SMALL_BYTES or is_read_at_once(unread.body):
+                self._take(read_body(unread.path, unread.body, unread.is_http_11, has_hints))
+                return
         except BadRequestError as error:
             self._refuse(400, str(error), "bad_request", error.param)
             return
+        read = services.body_reader.read
+        self._reading = read(unread.path, unread.body, unread.is_http_11, has_hints, self._on_read)
+
+    def _on_read(self, outcome: Outcome) -> None:
+        """A large body has been read."""
+        self._reading = None
+        if not self._relay.is_open:  # left in the meantime
+            return
+        if outcome is None:
+            self._refuse(503, "the body could not be read; try again later", "unreadable")
+            return
+        try:
+            if isinstance(outcome, BadRequestError):
+                raise outcome
+            self._take(outcome)
+        except BadRequestError as error:
+            self._refuse(400, str(error), "bad_request", error.param)
+
+    def _take(self, body: ReadBody) -> None:
+        """What the request asks for is known: count its tokens where they are in doubt."""
+        services = self._services
+        request = PreparedRequest(self._unread, self._headers, body, self._started_s)
+        self._request = request
+        self._unread.body = b""  # the prepared request has what is needed of it
+        sequences, most = request.prompt.sequence_count, services.config.max_sequences_per_request
+        if sequences > most:
+            field = "n" if request.prompt.samples_per_prompt > most else None
+            message = f"the request makes {sequences} sequences (prompts × n), more than the {most} that are allowed"
+            self._refuse(400, message, "too_many_sequences", field)
+            return
         planner = services.planner
-        if services.tokeniser is not None and planner.needs_exact_count(request.prompt):
+        if services.tokeniser is not None and request.prompt.texts and planner.needs_exact_count(request.prompt):
             services.metrics.tokenised += 1
             services.tokeniser.count(request.prompt.texts, self._on_counted)
         else:
@@ -108,6 +157,8 @@ class WaitingRequest:
     def on_client_gone(self) -> None:
         """The client leaves before the request was sent to any instance."""
         self._relay.lose_client()
+        if self._reading is not None:
+            self._reading.cancel()
         metrics = self._services.metrics
         if self._is_queued:
             self._services.admission.remove(self)

@@ -23,6 +23,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 GONE_LIMIT_S = 3.0
 # From the death of an instance until a request has an answer: retries included.
 ANSWER_LIMIT_S = 15.0
+# The router's own bounds are 4.5 s and what a retry takes; the machine is shared.
+DETECTION_LIMIT_S = 7.0
+FROZEN_LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +191,55 @@ def test_instances_come_and_go_at_run_time(router: RunningRouter, engines: list[
     reply, headers = router.call("POST", "/generate", generate_body(31, 4))
     assert (reply.status, headers["x-sglang-ext-prefill"]) == (200, short.url)
     assert router.call("POST", "/workers", {"url": "http://127.0.0.1:9", "role": "decode"})[0].status == 401
+
+
+@pytest.mark.parametrize("role", [Role.SHORT, Role.DECODE])
+def test_a_frozen_instance_holds_nothing(engines: list[Engine], role: Role) -> None:
+    """SIGSTOP of all its processes under load, with the router's defaults; it goes on, and is used again."""
+    victim = Engine.start(EngineSpec(role, name="victim"))
+    defaults = ("--health-check-interval-secs", "5", "--load-poll-interval-secs", "1")
+    try:
+        victim.wait_ready()
+        with running_router([*engines, victim], "--length-boundary-tokens", "256", *defaults) as router:
+            with Load(router, new_tokens=24) as load:
+                time.sleep(2.0)
+                victim.freeze()
+                frozen_s = time.monotonic()
+                while router.workers()[victim.url]["state"] == "ready":
+                    assert time.monotonic() - frozen_s < DETECTION_LIMIT_S
+                    time.sleep(0.05)
+                time.sleep(2.0)
+            failed = [outcome for _, outcome in load.answers if outcome != "ok"]
+            assert len(failed) <= 4, failed  # those that were half served
+            assert set(failed) <= {"error event", "cut", "502"}
+            assert max(seconds for seconds, _ in load.answers) < FROZEN_LIMIT_S
+            assert load.answers[-1][1] == "ok"
+            assert router.is_idle()
+            for engine in engines:
+                engine.wait_idle(10.0)
+            victim.thaw()
+            router.wait_workers([victim])
+            victim.wait_idle(10.0)
+            reply = router.post("/generate", generate_body(50, 6, seed=3))
+            assert reply.body["output_ids"] == greedy_reference(random_prompt(50, seed=3), 6)
+    finally:
+        victim.thaw()
+        victim.stop()
+
+
+def test_busy_instances_are_not_taken_for_frozen_ones(router: RunningRouter, engines: list[Engine]) -> None:
+    """Both cores are computing long prompts for longer than a frozen instance would be borne."""
+    unhealthy = []
+    with ThreadPoolExecutor(6) as threads:
+        began_s = time.monotonic()
+        seeds = iter(range(1 << 20))
+        running: set[Any] = set()
+        while time.monotonic() - began_s < 8.0:
+            running = {one for one in running if not one.done()}
+            while len(running) < 6:
+                running.add(threads.submit(router.post, "/generate", generate_body(900, 24, seed=next(seeds))))
+            unhealthy += [url for url, worker in router.workers().items() if worker["state"] != "ready"]
+            time.sleep(0.2)
+    assert unhealthy == []
+    for engine in engines:
+        engine.wait_idle(10.0)

@@ -27,7 +27,7 @@ from typing import Any
 
 from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedProcess
 from sglang_ext.cluster.ports import pick_free_ports
-from sglang_ext.cluster.process_tree import session_processes
+from sglang_ext.cluster.process_tree import send_signal, session_processes
 from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
@@ -183,6 +183,14 @@ class Engine:
                     os.kill(pid, signal.SIGCONT)
                 except ProcessLookupError:
                     pass
+
+    def freeze(self) -> None:
+        """SIGSTOP of all its processes: connections are accepted, and nothing is answered."""
+        send_signal(session_processes(self.process.pid), signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        send_signal(session_processes(self.process.pid), signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9 of the main process, as a crash would do it."""

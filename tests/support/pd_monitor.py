@@ -67,6 +67,7 @@ class LegRecord:
     is_closed: bool = False  # completed, lost or aborted
     is_completed: bool = False
     is_lost: bool = False
+    is_stale: bool = False  # its kept connection was closed
     is_judged: bool = False
 
     @property
@@ -84,6 +85,8 @@ class Monitor:
     legs: list[LegRecord] | None = None
     attempt: int = -1
     scheduled: int = -1  # highest back-off index asked for
+    restarts: int = 0  # attempts that are no retries
+    losses: int = 0  # legs that an instance had, or may have had
     relayed: Leg | None = None
     body_relayed: bool = False
     replied: bool = False
@@ -110,6 +113,8 @@ class Monitor:
             legs,
             self.attempt,
             self.scheduled,
+            self.restarts,
+            self.losses,
             self.relayed,
             self.body_relayed,
             self.replied,
@@ -127,11 +132,15 @@ class Monitor:
         for position, action in enumerate(actions):
             assert finished_at is None, "an action after RequestFinished"
             match action:
-                case StartLegs(attempt):
-                    assert attempt == self.attempt + 1 <= self.max_retries
+                case StartLegs(attempt, is_restart):
+                    self.restarts += is_restart
+                    assert self.restarts <= 1
+                    assert is_restart <= (event.name == "on_leg_stale")
+                    assert attempt == self.attempt + 1 <= self.max_retries + self.restarts
+                    assert self.losses <= 1, "sent again after it was lost twice"
                     assert self.relayed is None
                     assert not self.replied
-                    assert attempt == 0 or self.scheduled == attempt - 1, "a retry that was not scheduled"
+                    assert attempt == 0 or is_restart or self.scheduled == attempt - 1, "a retry that was not scheduled"
                     self._check_nothing_leaks()
                     self.attempt = attempt
                     self.legs = self._fresh_legs()
@@ -148,8 +157,9 @@ class Monitor:
                     assert record.is_fine
                 case RecordFailure(leg):
                     record = self._judge(leg)
-                    assert record.is_lost or record.is_failed_inside or record.status in FAULTS
-                    assert record.is_lost or record.status not in BUSY
+                    is_gone = record.is_lost or record.is_stale
+                    assert is_gone or record.is_failed_inside or record.status in FAULTS
+                    assert is_gone or record.status not in BUSY
                 case ReleaseTrial(leg):
                     record = self._judge(leg)
                     assert not record.is_lost
@@ -158,13 +168,14 @@ class Monitor:
                     )
                 case Exclude(leg):
                     record = self._leg(leg)
-                    assert record.is_lost or not record.is_fine
+                    assert record.is_lost or record.is_stale or not record.is_fine
                     assert self.scheduled == self.attempt or any(
                         isinstance(later, ScheduleRetry) for later in actions
                     ), "an exclusion without another attempt"
                 case ScheduleRetry(index):
                     assert index == self.attempt > self.scheduled
-                    assert index < self.max_retries
+                    assert index - self.restarts < self.max_retries
+                    assert self.losses <= 1, "tried again after it was lost twice"
                     assert self.relayed is None
                     self.scheduled = index
                 case RelayHead(leg):
@@ -217,8 +228,12 @@ class Monitor:
                 record.status = event.status
             case "on_leg_complete" if record.status:
                 record.is_completed = record.is_closed = True
+            case "on_leg_stale":
+                record.is_stale = record.is_closed = True
+                self.losses += 1
             case "on_leg_complete" | "on_leg_lost" | "on_leg_connect_failed":
                 record.is_lost = record.is_closed = True
+                self.losses += event.name != "on_leg_connect_failed"
 
     def _leg(self, leg: Leg) -> LegRecord:
         assert self.legs is not None, "an action on a leg that was not started"

@@ -144,6 +144,11 @@ class RawClient:
             raise BrokenReplyError("chunk end", data)
         return data[:-2]
 
+    async def exactly(self, count: int) -> bytes:
+        """The next bytes, whatever they are."""
+        async with asyncio.timeout(CLIENT_TIMEOUT_S):
+            return await self._exactly(count)
+
     async def rest(self) -> bytes:
         """Everything until the connection is closed, in whichever way."""
         got = b""

@@ -82,7 +82,8 @@ class Turn:
         self._connection = connection
 
     async def write(self, data: bytes) -> None:
-        """Write, and wait while the other side does not read."""
+        """Write, and wait while the other side does not read, or the engine is frozen."""
+        await self.engine.thawed.wait()
         if not self.gone.is_set():
             self._connection.transport.write(data)
             await self._connection.writable()
@@ -247,6 +248,8 @@ class ScriptedEngine:
         self.turns: list[Turn] = []  # under way
         self.health_status: int | None = 200  # None: no answer at all
         self.health_checks = 0
+        self.liveness_delay_s: float | None = 0.0  # None: no answer at all
+        self.liveness_checks = 0
         self.info: object = {
             "disaggregation_mode": "decode" if role is Role.DECODE else "prefill",
             "served_model_name": "scripted",
@@ -257,6 +260,8 @@ class ScriptedEngine:
         }
         self.loads: object = {"loads": [{"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1 << 20}]}
         self.connections_made = 0
+        self.thawed = asyncio.Event()
+        self.thawed.set()
         self.port = 0
         self._planned: deque[Script] = deque()
         self._open: set[_Connection] = set()
@@ -284,6 +289,20 @@ class ScriptedEngine:
     def plan(self, *scripts: Script) -> None:
         """The next generation requests play these, one each."""
         self._planned.extend(scripts)
+
+    def close_port(self) -> None:
+        """Take no more connections, as a server that ends once its requests are served."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def freeze(self) -> None:
+        """As if stopped by SIGSTOP: connections are accepted and stay open, and nothing is written."""
+        self.thawed.clear()
+
+    def thaw(self) -> None:
+        """Go on where it was frozen."""
+        self.thawed.set()
 
     def close_idle(self) -> None:
         """Close the connections on which nothing is under way."""
@@ -356,6 +375,9 @@ class ScriptedEngine:
             return hang() if self.health_status is None else reply({}, self.health_status)
         if request.path == "/v1/loads":
             return reply(self.loads)
+        if request.path == "/ping":
+            self.liveness_checks += 1
+            return hang() if self.liveness_delay_s is None else reply({}, 404, delay_s=self.liveness_delay_s)
         self.control.append(request)
         if request.path == "/server_info":
             return reply(self.info)

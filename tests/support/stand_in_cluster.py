@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_ext.cluster.config import LivenessSettings
 from sglang_ext.cluster.plan import ROUTER_NAME, ClusterPlan, Program
 from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.cluster.supervisor import Listener, Supervisor
@@ -53,6 +54,7 @@ def stand_in_supervisor(
     start_timeout_s: float = 20.0,
     grace_s: float = 5.0,
     restarts: bool = True,
+    liveness: LivenessSettings | None = None,
 ) -> Supervisor:
     """Return a supervisor for `plan` that has not started anything but its watchdog."""
     return Supervisor(
@@ -62,6 +64,7 @@ def stand_in_supervisor(
         drain_s=grace_s,
         grace_s=grace_s,
         restarts=restarts,
+        liveness=liveness or LivenessSettings(),
         listener=listener,
     )
 

@@ -6,6 +6,7 @@ Answers every GET with 200. Standard library only, so that it is up within a ten
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.server
 import os
 import signal
@@ -34,9 +35,17 @@ def main() -> None:
     parser.add_argument("--ignore-term", action="store_true", help="only SIGKILL ends it")
     parser.add_argument("--slow-term-s", type=float, default=0.0, help="time that SIGTERM takes")
     parser.add_argument("--unhealthy", action="store_true", help="answer 503")
+    parser.add_argument(
+        "--stop-when-exists", default="", help="stop as by SIGSTOP if this file exists, before anything else; once"
+    )
     parser.add_argument("--child", action="store_true", help="have a child that overwrites its environment")
     parser.add_argument("--say", default="", help="print this line at the start")
     options = parser.parse_args()
+    if options.stop_when_exists:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(options.stop_when_exists)
+            os.unlink(options.stop_when_exists)  # once
+            os.kill(os.getpid(), signal.SIGSTOP)
     if options.say:
         print(options.say, flush=True)
 

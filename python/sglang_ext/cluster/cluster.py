@@ -96,6 +96,7 @@ class Cluster:
                 drain_s=self.config.stop.drain_s,
                 grace_s=self.config.stop.grace_s,
                 restarts=self.config.restart == "on-failure",
+                liveness=self.config.liveness,
                 listener=self._changed,
                 is_cancelled=self._is_cancelled,
             )

@@ -224,6 +224,25 @@ class StartSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LivenessSettings:
+    """When a program that is ready counts as frozen: killed, and started again as one that died.
+
+    A program is alive if its server process answers anything at all, for which SGLang's scheduler is not asked.
+    """
+
+    interval_s: float = field(metadata=_help("time between liveness checks of a program that is ready"), default=2.0)
+    timeout_s: float = field(metadata=_help("longest wait for the answer to one"), default=5.0)
+    misses: int = field(
+        metadata=_help("unanswered ones in a row after which a program is frozen and killed; 0: it is left"), default=3
+    )
+
+    def __post_init__(self) -> None:
+        check_positive("interval_s", self.interval_s)
+        check_positive("timeout_s", self.timeout_s)
+        check_at_least("misses", self.misses, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class StopSettings:
     """How the cluster is taken down: the router drains, then the instances end."""
 
@@ -260,9 +279,10 @@ class ClusterConfig:
     router: RouterSettings = field(metadata=_help("the router"), default=RouterSettings())
     coordinator: CoordinatorConfig = field(metadata=_help("the long pool's"), default=CoordinatorConfig())
     start: StartSettings = field(metadata=_help("bringing it up"), default=StartSettings())
+    liveness: LivenessSettings = field(metadata=_help("keeping it up"), default=LivenessSettings())
     stop: StopSettings = field(metadata=_help("taking it down"), default=StopSettings())
     restart: str = field(
-        metadata=_help("on-failure: an instance that dies while serving is started again; never: it is left"),
+        metadata=_help("on-failure: an instance that dies or is frozen is started again; never: it is left"),
         default="on-failure",
     )
 

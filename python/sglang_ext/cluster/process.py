@@ -15,6 +15,7 @@ from sglang_ext.cluster.plan import Program
 from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, end_processes, send_signal, session_processes
 
 PROBE_TIMEOUT_S = 5.0
+LIVENESS_PATH = "/ping"  # SGLang answers it without its scheduler; 404 will do
 
 
 class RunningProgram:
@@ -88,6 +89,26 @@ def answers_ok(url: str, path: str) -> bool:
         return False
     finally:
         connection.close()
+
+
+def answers_anything(url: str, timeout_s: float) -> bool:
+    """Whether a server process answers a request at all, with whatever status.
+
+    A connection that is refused or closed is an answer, too: of a kernel whose process ends, not of one that is frozen.
+    """
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", LIVENESS_PATH)
+        connection.getresponse()
+    except TimeoutError:
+        return False
+    except (OSError, http.client.HTTPException):
+        return True
+    finally:
+        connection.close()
+    return True
 
 
 def describe_exit(status: int) -> str:

@@ -1,7 +1,10 @@
 """Starts a cluster's programs, keeps them running, and ends them.
 
-One thread owns everything; health probes alone run on others, since a program that is busy may leave a
+One thread owns everything; health and liveness probes alone run on others, since a program that is busy may leave a
 connection waiting.
+
+A program that is ready and answers nothing any more is frozen: it is killed, and goes the way of one that died. So does
+one that was started again and does not become ready in time.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from sglang_ext.cluster.config import LivenessSettings
 from sglang_ext.cluster.fork_client import IMPORT_TIMEOUT_S, ForkClient
 from sglang_ext.cluster.plan import ClusterPlan, Program
-from sglang_ext.cluster.process import RunningProgram, answers_ok, describe_exit, log_tail
+from sglang_ext.cluster.process import RunningProgram, answers_anything, answers_ok, describe_exit, log_tail
 from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, Watchdog, cluster_processes, end_processes
 
 FIRST_DELAY_S = 1.0
@@ -84,6 +88,7 @@ class SupervisedProgram:
     record: RestartRecord = field(default_factory=RestartRecord)
     probe: Future[bool] | None = None
     next_probe_s: float = 0.0
+    misses: int = 0  # liveness probes in a row without an answer
 
     @property
     def pid(self) -> int | None:
@@ -109,6 +114,7 @@ class Supervisor:
         drain_s: float,
         grace_s: float,
         restarts: bool,
+        liveness: LivenessSettings,
         listener: Listener,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -119,6 +125,7 @@ class Supervisor:
         self._drain_s = drain_s
         self._grace_s = grace_s
         self._restarts = restarts
+        self._liveness = liveness
         self._listener = listener
         self._is_cancelled = is_cancelled
         self._cluster_id = uuid.uuid4().hex
@@ -126,7 +133,7 @@ class Supervisor:
         self._forks: ForkClient | None = None
         self._execute_after_s = 0.0  # instances are executed where the fork server has no imports by then
         self._fork_environment = plan.fork_environment
-        self._probes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="health")
+        self._probes = ThreadPoolExecutor(max_workers=max(8, len(self.members)), thread_name_prefix="health")
         logs.mkdir(parents=True, exist_ok=True)
         for member in self.members:
             member.log.unlink(missing_ok=True)  # one log is one run
@@ -173,13 +180,20 @@ class Supervisor:
         """Look once at every program: note deaths, start again what is due, note recoveries."""
         now_s = time.monotonic()
         for member in self.members:
-            if member.running is not None and member.running.exit_status is not None:
-                self._note_death(member, member.running, now_s)
+            running = member.running
+            if running is not None and running.exit_status is not None:
+                self._note_death(member, running, now_s, describe_exit(running.exit_status))
             elif self._is_due(member, now_s) and self._can_launch(member):
                 member.restarts += 1
                 self._launch(member, now_s)
             elif member.phase is ProgramPhase.STARTING:
                 self._probe(member, now_s)
+                if running is not None and member.phase is ProgramPhase.STARTING and self._is_overdue(member, now_s):
+                    why = f"was not healthy within {self._start_timeout_s:g} s, and was killed"
+                    self._note_death(member, running, now_s, why)
+            elif member.phase is ProgramPhase.READY and running is not None and self._probe_liveness(member, now_s):
+                asked = f"{self._liveness.misses} checks of {self._liveness.timeout_s:g} s"
+                self._note_death(member, running, now_s, f"answered nothing in {asked}, and was killed")
         if not self._watchdog.is_alive:
             self._replace_watchdog()
 
@@ -214,6 +228,7 @@ class Supervisor:
         member.running = RunningProgram(member.program, member.log, self._cluster_id, self._forks)
         member.started_s = now_s
         member.ready_s = None
+        member.misses = 0
         member.next_probe_s = now_s
         self._tell_watchdog(member.running.pid)
         self._set(member, ProgramPhase.STARTING, f"started as process {member.running.pid}")
@@ -226,7 +241,7 @@ class Supervisor:
             raise self._start_error(member, f"{member.program.name} {describe_exit(status)} during start")
         if member.phase is ProgramPhase.STARTING:
             self._probe(member, now_s)
-            if member.phase is ProgramPhase.STARTING and now_s - member.started_s > self._start_timeout_s:
+            if member.phase is ProgramPhase.STARTING and self._is_overdue(member, now_s):
                 raise self._start_error(
                     member, f"{member.program.name} was not healthy within {self._start_timeout_s:g} s"
                 )
@@ -248,12 +263,27 @@ class Supervisor:
             member.ready_s = now_s
             self._set(member, ProgramPhase.READY, f"ready after {now_s - member.started_s:.1f} s")
 
-    def _note_death(self, member: SupervisedProgram, running: RunningProgram, now_s: float) -> None:
-        status = running.exit_status
-        assert status is not None
+    def _is_overdue(self, member: SupervisedProgram, now_s: float) -> bool:
+        return now_s - member.started_s > self._start_timeout_s
+
+    def _probe_liveness(self, member: SupervisedProgram, now_s: float) -> bool:
+        """Take the answer to the last liveness probe, or send the next one; whether enough were missed."""
+        settings = self._liveness
+        if member.probe is None:
+            if settings.misses and now_s >= member.next_probe_s:
+                member.next_probe_s = now_s + settings.interval_s
+                member.probe = self._probes.submit(answers_anything, member.program.url, settings.timeout_s)
+            return False
+        if not member.probe.done():
+            return False
+        member.misses = 0 if member.probe.result() else member.misses + 1
+        member.probe = None
+        return member.misses >= settings.misses
+
+    def _note_death(self, member: SupervisedProgram, running: RunningProgram, now_s: float, how: str) -> None:
+        """End what is left of it, all of it if need be, and see when it starts again."""
         self._clear(member, running)
         served_s = None if member.ready_s is None else now_s - member.ready_s
-        how = describe_exit(status)
         if not self._restarts:
             self._set(member, ProgramPhase.STOPPED, f"{how}; not started again (restart: never)")
             return

@@ -46,7 +46,7 @@ class Block(NamedTuple):
 class EngineOptions:
     connect_timeout_s: float = field(default=5.0, metadata={"help": "give up connecting to a peer after this"})
     io_timeout_s: float = field(
-        default=30.0, metadata={"help": "give up a batch when no byte moves for this long, at either end"}
+        default=5.0, metadata={"help": "give up a batch when no byte moves for this long, at either end"}
     )
     max_inbound_connections: int = field(default=256, metadata={"help": "writers served at a time, one thread each"})
     max_connections_per_peer: int = field(default=8, metadata={"help": "concurrent batches to one peer"})

@@ -101,7 +101,8 @@ BAD: list[tuple[str, ...]] = [
     ("--host", "a" * 70),
     ("--host", "no.such.host.invalid"),
     ("--host", ""),
-    ("--prefill", "https://a:1"),
+    ("--prefill", "ws://a:1"),
+    ("--coordinator-url", "https://a:1"),
     ("--prefill", "http://a"),
     ("--prefill", "a"),
     ("--prefill", ""),
@@ -196,13 +197,6 @@ def test_switches() -> None:
     assert config.disable_retries
     assert config.disable_circuit_breaker
     assert config.log_json
-
-
-@pytest.mark.parametrize(
-    ("client", "admin", "effective"), [("", "", ""), ("c", "", "c"), ("", "a", "a"), ("c", "a", "a")]
-)
-def test_the_admin_key(client: str, admin: str, effective: str) -> None:
-    assert parse("--api-key", client, "--admin-api-key", admin).effective_admin_key == effective
 
 
 @pytest.mark.parametrize(

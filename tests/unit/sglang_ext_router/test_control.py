@@ -186,7 +186,7 @@ async def test_a_drained_worker_ends_what_it_has() -> None:
         ({}, 400, "url"),
         ({"url": "http://a:1"}, 400, "role"),
         ({"url": "http://a:1", "role": "encode"}, 400, "role"),
-        ({"url": "https://a:1", "role": "decode"}, 400, "url"),
+        ({"url": "ws://a:1", "role": "decode"}, 400, "url"),
         ({"url": "a", "role": "decode"}, 400, "url"),
         ({"url": 5, "role": "decode"}, 400, "url"),
         ({"url": "http://a:1", "role": "short", "bootstrap_port": 0}, 400, "bootstrap_port"),
@@ -232,8 +232,9 @@ async def test_the_cache_is_flushed_everywhere() -> None:
         assert list(answer.json["failed"]) == [served.decode[0].url]
 
 
-OPEN = [("GET", "/health"), ("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics")]
+OPEN = [("GET", "/health"), ("GET", "/healthz"), ("GET", "/readyz")]
 FOR_CLIENTS = [
+    *(("GET", path) for path in ("/metrics", "/docs", "/openapi.json", "/load")),
     *(("GET", path) for path in ("/v1/models", "/workers", "/pools", "/model_info", "/server_info", "/workers/x:1")),
     *(("POST", path) for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/tokenize")),
 ]
@@ -244,7 +245,7 @@ FOR_ADMINS = [
 # keys of the router → what each kind of path answers without a key, to a client, to an administrator
 MATRIX: list[tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = [
     ({}, {"open": (0, 0, 0), "client": (0, 0, 0), "admin": (403, 403, 403)}),
-    ({"api_key": "client"}, {"open": (0, 0, 0), "client": (401, 0, 401), "admin": (401, 0, 401)}),
+    ({"api_key": "client"}, {"open": (0, 0, 0), "client": (401, 0, 401), "admin": (401, 403, 401)}),
     ({"admin_api_key": "admin"}, {"open": (0, 0, 0), "client": (0, 0, 0), "admin": (401, 401, 0)}),
     (
         {"api_key": "client", "admin_api_key": "admin"},

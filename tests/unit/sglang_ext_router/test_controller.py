@@ -240,7 +240,7 @@ async def test_an_instance_that_fails_to_move_is_left_alone_for_a_while() -> Non
         for engine in served.short:
             laps(engine).behaviour = "ignore"
         press_long(served)
-        await served.until(lambda: len(served.router.controller.moves) == 2)
+        await served.until(lambda: len(served.router.controller.moves) == 2, 10.0)
         first, second = (record.url for record in served.router.controller.moves)
         assert {first, second} == {engine.url for engine in served.short}
         await served.until(lambda: "hold no_movable" in told(served))

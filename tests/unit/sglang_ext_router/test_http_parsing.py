@@ -346,7 +346,7 @@ async def test_a_body_is_never_taken_for_a_request() -> None:
 
 async def test_a_client_that_sends_on_while_it_is_served() -> None:
     """Reading stops at a bounded number of waiting requests; all of them are served in the end."""
-    async with cluster(max_payload_size=100_000) as served, await served.connect() as client:
+    async with cluster(max_pipelined_size=100_000) as served, await served.connect() as client:
         served.decode[0].plan(hang())
         large = request_bytes("POST", "/generate", b'{"text": "x"}' + b" " * 90_000)
         sending = asyncio.create_task(client.send(large * 40))

@@ -17,7 +17,7 @@ from sglang_ext_router.prompt import (
     parse_body,
 )
 from sglang_ext_router.relay import find_int
-from sglang_ext_router.request_body import clean_body, with_bootstrap
+from sglang_ext_router.request_body import CleanBody, body_end, clean_body
 from sglang_ext_router.request_ids import abort_ids
 
 PD_KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "rid")
@@ -48,6 +48,10 @@ def encodable(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def with_bootstrap(clean: CleanBody, bootstrap_json: bytes, room: int, made_id: bytes) -> bytes:
+    return clean.raw[: clean.raw.rindex(b"}")] + body_end(clean, b"", bootstrap_json, room, made_id)
 
 
 def injected(raw: bytes) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def test_aborting_one_request_never_names_another(rids: tuple[Any, Any], samples
         clean = clean_body(json.dumps(body).encode(), body)
         room_id = b"%016x" % (ROOM + number)
         ids = json.loads(with_bootstrap(clean, BOOTSTRAP, ROOM + number, room_id))["rid"]
-        sent.append((ids, abort_ids(clean.request_ids, room_id, samples, samples)))
+        sent.append((ids, abort_ids(clean.request_ids, room_id, samples, samples, False)))
     (ids, aborted), (other_ids, _) = sent
     others = other_ids if isinstance(other_ids, list) else [other_ids]
     assert not [other for other in others for one in aborted if other.startswith(one)]

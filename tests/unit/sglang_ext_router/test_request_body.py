@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext_router.prompt import BadRequestError
-from sglang_ext_router.request_body import PRIORITIES, ROUTER_FIELDS, RequestHints, clean_body
+from sglang_ext_router.request_body import PRIORITIES, ROUTER_FIELDS, RequestHints, body_end, clean_body, hint_field
 from support.router_process import cluster
 from support.scripted_engine import hang, status
 
@@ -22,10 +22,11 @@ PATHS = ["/generate", "/v1/completions", "/v1/chat/completions"]
 
 
 def hinted(path: str, body: dict[str, Any], slo_s: float | None, priority: str | None, spent_s: float = 0.0) -> Any:
-    raw = orjson.dumps(body)
-    return json.loads(
-        RequestHints(path.encode(), body, clean_body(raw, body), slo_s, priority).body(spent_s).raw,
-    )
+    field = hint_field(path.encode(), body, clean_body(orjson.dumps(body), body))
+    hints = RequestHints(field, slo_s, priority)
+    end = body_end(hints.clean, hints.member(spent_s), b'"bootstrap_room":', 7, b"id")
+    sent = json.loads(hints.clean.raw[: hints.clean.raw.rindex(b"}")] + end)
+    return {key: value for key, value in sent.items() if key not in ROUTER_FIELDS}
 
 
 def test_what_is_left_of_the_deadline() -> None:
@@ -80,7 +81,7 @@ def test_what_cannot_be_written_again_is_refused_at_once() -> None:
         deep = [deep]
     for body in ({"custom_params": {"deep": deep}}, {"custom_params": {}, "deep": [deep]}):
         with pytest.raises(BadRequestError, match="nested"):
-            RequestHints(b"/v1/completions", body, clean_body(b"{}", {}), 1.0, None)
+            RequestHints(hint_field(b"/v1/completions", body, clean_body(b"{}", {})), 1.0, None)
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(), st.lists, max_leaves=5)

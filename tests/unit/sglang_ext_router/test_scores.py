@@ -25,7 +25,7 @@ from sglang_ext_router.scores import (
     plan_scores,
 )
 from support.router_process import cluster
-from support.scripted_engine import chunk, cut, hang, in_pieces, raw, reply, response, status, stream_head
+from support.scripted_engine import Turn, chunk, cut, hang, in_pieces, raw, reply, response, status, stream_head
 
 GENERATE, COMPLETIONS, CHAT = b"/generate", b"/v1/completions", b"/v1/chat/completions"
 SCORED = {
@@ -382,13 +382,17 @@ async def test_an_answer_of_prefill_is_relayed() -> None:
 
 @pytest.mark.parametrize("first", [cut(), status(500), status(503)])
 async def test_a_failed_attempt_is_repeated_on_another_instance(first: Any) -> None:
+    failures = [first]
+
+    async def play(turn: Turn) -> None:
+        await (failures.pop() if failures else reply(ONE))(turn)
+
     async with cluster(short=2, long=0) as served:
         for engine in served.short:
-            engine.script = reply(ONE)
-            engine.plan(first)
-        served.short[1].plan()
+            engine.script = play
         answer = await served.ask("POST", "/generate", SCORED)
         assert answer.status == 200
+        assert [len(engine.requests) for engine in served.short] == [1, 1]
 
 
 async def test_a_reply_that_breaks_off_is_cut_or_an_error() -> None:

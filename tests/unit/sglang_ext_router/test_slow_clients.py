@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 
 import pytest
 
+from sglang_ext_router import http1
 from support.raw_client import RawClient, request_bytes
-from support.router_process import cluster
+from support.router_process import Cluster, cluster
 from support.running_time import running_s
 from support.scripted_engine import STREAM_END, Turn, chunk, event, hang, reply, stream_head
 
@@ -166,3 +168,64 @@ async def test_a_client_that_neither_reads_nor_leaves_is_freed_with_its_request(
             rid = (await served.decode[0].received(1))[0].rid
             await served.decode[0].abort_of(rid, 2.0)
             await served.until_idle()
+
+
+# -- a client that never reads --------------------------------------------------------------------------------
+
+
+async def ask_and_never_read(served: Cluster, client: RawClient) -> None:
+    """A whole reply lies in the router's buffer, as the sockets' own are small."""
+    served.router.render_metrics = lambda: b"x" * 150_000  # type: ignore[method-assign]
+    client.stop_reading()
+    await served.until(lambda: len(served.router.clients.open) == 1)
+    (connection,) = served.router.clients.open
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    await client.send(request_bytes("GET", "/metrics"))
+    await served.until(lambda: connection.transport.get_write_buffer_size() > 50_000)
+
+
+@pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
+async def test_a_client_that_never_reads_its_whole_reply_is_cut(event_loop: str) -> None:
+    async with cluster(client_write_timeout_secs=0.5) as served:
+        async with await served.connect(receive_buffer_bytes=1 << 14) as client:
+            await ask_and_never_read(served, client)
+            start_s = running_s()
+            await served.until(lambda: not served.router.clients.open)
+            assert running_s() - start_s < 3.0
+        assert (await served.ask("POST", "/generate", BODY)).status == 200
+
+
+async def test_a_client_that_never_reads_its_stream_is_cut_and_its_legs_are_aborted() -> None:
+    async with cluster(client_write_timeout_secs=0.5) as served:
+        served.decode[0].plan(hang(stream_head() + chunk(event({"text": "x" * 8_000_000}))))
+        async with await served.connect(receive_buffer_bytes=1 << 14) as client:
+            client.stop_reading()
+            await client.send(request_bytes("POST", "/generate", b'{"text": "x", "stream": true}'))
+            rid = (await served.decode[0].received(1))[0].rid
+            await served.decode[0].abort_of(rid, 3.0)
+            await served.until_idle()
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
+    async with cluster(client_write_timeout_secs=1.5) as served:
+        client = await served.connect(receive_buffer_bytes=1 << 14)
+        await ask_and_never_read(served, client)
+        for _ in range(4):  # longer than the limit in all
+            await asyncio.sleep(0.4)
+            client.resume_reading()
+            await client.exactly(10_000)
+            client.stop_reading()
+        client.resume_reading()
+        assert await client.exactly(90_000) == b"x" * 90_000
+
+
+async def test_a_drain_is_not_held_up_by_a_client_that_never_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http1, "DRAIN_STALL_S", 0.3)
+    async with cluster() as served:  # which would wait for its client much longer
+        client = await served.connect(receive_buffer_bytes=1 << 14)
+        await ask_and_never_read(served, client)
+        served.server.close()
+        start_s = running_s()
+        await served.router.drain(20.0)
+        assert running_s() - start_s < 3.0
+        assert not served.router.clients.open

@@ -25,13 +25,18 @@ class FailureReason(StrEnum):
     LEG_FAILED = "leg_failed"
     QUEUE_TIMEOUT = "queue_timeout"
     TIMEOUT = "timeout"
+    RETRY_BUDGET = "retry_budget"
 
 
 @dataclass(frozen=True, slots=True)
 class StartLegs:
-    """Choose a prefill and a decode instance and send the body to both, with a room never used before."""
+    """Choose a prefill and a decode instance and send the body to both, with a room never used before.
+
+    `on_new_connections`: a kept connection has just turned out to be closed, so others may be, too.
+    """
 
     attempt: int
+    on_new_connections: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ void.
 * A lost connection ends the attempt at once. A 5xx may be the echo of the other leg's failure (a decode
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
   what the other leg has to say: an answer there outweighs a loss, a loss a 408 or 429, and those a 5xx.
+* A leg that an instance has taken and lost (or may have taken, see `on_leg_stale`) is sent again only once: a request
+  that ends the instances that serve it must not visit them all.
 * Where prefill serves alone its leg is relayed in the place of decode's, which counts as ended from the start.
 * Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
   ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
@@ -153,9 +155,11 @@ class PDProtocol:
 
     __slots__ = (
         "_attempt",
+        "_has_lost",
         "_legs",
         "_phase",
         "_relayed",
+        "_restarts",
         "_statuses",
         "is_single_sequence",
         "is_stream",
@@ -177,6 +181,8 @@ class PDProtocol:
         self.needs_decode = needs_decode
         self._relayed = _DECODE if needs_decode else _PREFILL
         self._attempt = 0
+        self._restarts = 0  # attempts that are no retries
+        self._has_lost = False  # a leg that an instance had, or may have had
         self._phase = _NEW
         self._legs = [_IDLE, _IDLE]
         self._statuses = (0, 0)  # of a rejected leg, where its state is REJECTED or REFUSED
@@ -282,6 +288,30 @@ class PDProtocol:
             return NOTHING
         return self._leg_gone(leg)
 
+    def on_leg_stale(self, leg: Leg, attempt: int) -> Actions:
+        """A kept connection was closed before a byte of the answer came: the instance was most likely closing it.
+
+        That is no failure. But the instance may have taken the request, whose room is used up then: all starts anew, on
+        new connections, once.
+        """
+        if attempt != self._attempt or self._legs[leg] in _NOT_RUNNING:
+            return NOTHING
+        if self._phase is not _OPEN or self._has_lost:
+            return self._leg_gone(leg)
+        self._has_lost = True
+        self._legs[leg] = _ENDED
+        actions = [_RELEASE_TRIAL[leg], *self._end(_OTHER[leg], is_failure=False)]
+        self._restarts += 1
+        self._attempt += 1
+        self._legs = self._fresh_legs()
+        return (*actions, StartLegs(self._attempt, on_new_connections=True))
+
+    def on_retry_refused(self, attempt: int) -> Actions:
+        """The retry that `ScheduleRetry` asked for during `attempt` is beyond the router's budget."""
+        if attempt != self._attempt or self._phase not in (_SETTLING, _BACKOFF):
+            return NOTHING
+        return self._reply_error(self._end_both(), 503, FailureReason.RETRY_BUDGET)
+
     def on_client_gone(self) -> Actions:
         """The client has closed its connection. Normal once it has its whole reply."""
         if self._phase in (_DRAINING, _OVER):
@@ -310,6 +340,10 @@ class PDProtocol:
         self._legs = self._fresh_legs()
         return (*verdicts, StartLegs(self._attempt))
 
+    @property
+    def _has_retries(self) -> bool:
+        return self._attempt - self._restarts < self.max_retries
+
     def _fresh_legs(self) -> list[_LegState]:
         return [_SENT, _SENT if self.needs_decode else _ENDED]
 
@@ -322,7 +356,7 @@ class PDProtocol:
             return self._finish(self._end_both(), RequestState.FINISHED)
         if self._phase is _RELAYING:
             return self._prefill_failed_late([])
-        if status not in RETRYABLE_STATUS or self._attempt >= self.max_retries:
+        if status not in RETRYABLE_STATUS or not self._has_retries:
             return self._relay_error(leg)
         other = _OTHER[leg]
         if status in _BUSY_STATUS:
@@ -350,7 +384,9 @@ class PDProtocol:
         if phase in (_RELAYING, _RELAYING_ERROR):
             return self._break_reply(actions + self._end_both(), reason)
         other = self._end(_OTHER[leg], is_failure=False)
-        if self._attempt < self.max_retries:
+        is_lost_again = reason is FailureReason.LEG_LOST and self._has_lost
+        self._has_lost = self._has_lost or reason is FailureReason.LEG_LOST
+        if self._has_retries and not is_lost_again:
             actions.append(_EXCLUDE[leg])
             return self._back_off(actions + other)
         status = 503 if reason is FailureReason.CONNECT_FAILED else 502

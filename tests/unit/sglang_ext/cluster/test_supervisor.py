@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.cluster.config import LivenessSettings
 from sglang_ext.cluster.process_tree import send_signal, session_processes
 from sglang_ext.cluster.supervisor import ProgramPhase, StartError, SupervisedProgram, Supervisor
 from support.stand_in_cluster import TESTS, is_alive, stand_in_plan, stand_in_supervisor, wait_until_gone
@@ -106,6 +107,7 @@ def test_cancelled_start(tmp_path: Path) -> None:
         drain_s=1,
         grace_s=1,
         restarts=True,
+        liveness=LivenessSettings(),
         listener=lambda member, line: None,
         is_cancelled=lambda: any(m.phase is ProgramPhase.READY for m in supervisor.backends),
     )
@@ -131,6 +133,61 @@ def test_a_killed_instance_comes_back_at_its_address(tmp_path: Path) -> None:
     assert decode.pid != before
     assert decode.restarts == 1
     assert "was ended by SIGKILL; starting again in 1 s" in events.of("decode-0")
+    supervisor.stop()
+
+
+QUICK = LivenessSettings(interval_s=0.1, timeout_s=0.5, misses=2)
+
+
+@pytest.mark.parametrize("name", ["decode-0", "router"])
+def test_a_frozen_program_is_killed_and_comes_back(tmp_path: Path, name: str) -> None:
+    events = Events()
+    supervisor = stand_in_supervisor(stand_in_plan({name: ["--child"]}), tmp_path, listener=events, liveness=QUICK)
+    assert supervisor.start()
+    (frozen,) = [member for member in supervisor.members if member.program.name == name]
+    before = frozen.pid
+    assert before is not None
+    everything = session_processes(before)
+    send_signal(everything, signal.SIGSTOP)
+    tick_until(supervisor, lambda: frozen.phase is ProgramPhase.BACKING_OFF)
+    assert wait_until_gone(everything, 0) == []
+    assert "answered nothing in 2 checks of 0.5 s, and was killed; starting again in 1 s" in events.of(name)
+    tick_until(supervisor, lambda: frozen.phase is ProgramPhase.READY)
+    assert frozen.pid != before
+    supervisor.stop()
+
+
+def test_a_restart_that_hangs_times_out_and_is_tried_again(tmp_path: Path) -> None:
+    marker = tmp_path / "hang"
+    events = Events()
+    plan = stand_in_plan({"decode-0": ["--stop-when-exists", str(marker)]})
+    supervisor = stand_in_supervisor(plan, tmp_path / "logs", listener=events, start_timeout_s=2.0)
+    assert supervisor.start()
+    decode = supervisor.backends[2]
+    marker.touch()
+    assert decode.pid is not None
+    os.kill(decode.pid, signal.SIGKILL)
+    tick_until(supervisor, lambda: decode.phase is ProgramPhase.READY and decode.restarts == 2)
+    assert "was not healthy within 2 s, and was killed; starting again in 2 s" in events.of("decode-0")
+    supervisor.stop()
+
+
+@pytest.mark.parametrize(("pause_s", "misses"), [(1.2, 4), (2.5, 0)])
+def test_a_program_that_is_slow_is_left_alone(tmp_path: Path, pause_s: float, misses: int) -> None:
+    """Fewer misses than asked for, or none that count."""
+    liveness = LivenessSettings(interval_s=0.1, timeout_s=0.5, misses=misses)
+    supervisor = stand_in_supervisor(stand_in_plan(), tmp_path, liveness=liveness)
+    assert supervisor.start()
+    before = pids_of(supervisor)
+    for _ in range(2):
+        send_signal(before, signal.SIGSTOP)
+        end_s = time.monotonic() + pause_s
+        while time.monotonic() < end_s:
+            supervisor.tick()
+            time.sleep(0.02)
+        send_signal(before, signal.SIGCONT)
+        tick_until(supervisor, lambda: all(member.misses == 0 for member in supervisor.members))
+    assert pids_of(supervisor) == before
     supervisor.stop()
 
 

@@ -145,9 +145,57 @@ class TestConnectionFailures:
     def test_all_attempts_are_used(self) -> None:
         protocol = started(max_retries=5)
         for attempt in range(5):
-            assert ScheduleRetry(attempt) in protocol.on_leg_lost(D, attempt)
+            assert ScheduleRetry(attempt) in protocol.on_leg_connect_failed(D, attempt)
             assert protocol.on_retry_timer(attempt) == (StartLegs(attempt + 1),)
         assert protocol.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+
+    def test_what_was_taken_and_lost_is_sent_again_once(self) -> None:
+        """Whatever else fails before, between or after."""
+        protocol = started(max_retries=5)
+        protocol.on_leg_connect_failed(P, 0)
+        protocol.on_retry_timer(0)
+        assert ScheduleRetry(1) in protocol.on_leg_lost(D, 1)
+        protocol.on_retry_timer(1)
+        assert ScheduleRetry(2) in protocol.on_leg_head(P, 2, 429)
+        protocol.on_retry_timer(2)
+        assert protocol.on_leg_lost(P, 3)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+
+    def test_a_stale_connection_starts_all_anew_without_a_failure(self) -> None:
+        protocol = started(max_retries=0)
+        assert protocol.on_leg_stale(P, 0) == (
+            ReleaseTrial(P),
+            AbortLeg(D),
+            ReleaseTrial(D),
+            StartLegs(1, on_new_connections=True),
+        )
+        assert protocol.on_leg_stale(D, 0) == NOTHING
+        assert protocol.phase is RequestPhase.OPEN
+        assert protocol.on_leg_lost(D, 1)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+
+    def test_a_stale_connection_uses_up_the_retry_of_what_was_lost_but_no_other(self) -> None:
+        protocol = started(max_retries=2)
+        protocol.on_leg_stale(D, 0)
+        assert ScheduleRetry(1) in protocol.on_leg_connect_failed(D, 1)
+        protocol.on_retry_timer(1)
+        assert ScheduleRetry(2) in protocol.on_leg_head(D, 2, 429)
+        protocol.on_retry_timer(2)
+        assert protocol.on_leg_stale(D, 3)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+
+    def test_a_retry_beyond_the_budget_is_answered(self) -> None:
+        protocol = started()
+        protocol.on_leg_lost(D, 0)
+        refusal = (ReplyError(503, FailureReason.RETRY_BUDGET), RequestFinished(FAILED))
+        assert protocol.on_retry_refused(0) == refusal
+        settling = started()
+        assert settling.on_leg_head(D, 0, 500) == (ScheduleRetry(0),)
+        assert settling.on_retry_refused(0) == (
+            AbortLeg(P),
+            ReleaseTrial(P),
+            AbortLeg(D),
+            RecordFailure(D),
+            *refusal,
+        )
+        assert started().on_retry_refused(0) == NOTHING
 
     def test_news_of_an_older_attempt_is_void(self) -> None:
         protocol = started()
@@ -404,7 +452,7 @@ class RandomHistories(RuleBasedStateMachine):
     def progress(self, leg: Leg, age: int, name: str) -> None:
         self.give(Event(name, leg, None, age))
 
-    @rule(leg=LEGS, age=AGES, name=st.sampled_from(["on_leg_lost", "on_leg_connect_failed"]))
+    @rule(leg=LEGS, age=AGES, name=st.sampled_from(["on_leg_lost", "on_leg_connect_failed", "on_leg_stale"]))
     def failure(self, leg: Leg, age: int, name: str) -> None:
         self.give(Event(name, leg, None, age))
 
@@ -412,9 +460,9 @@ class RandomHistories(RuleBasedStateMachine):
     def error_event(self, leg: Leg, age: int, status: int) -> None:
         self.give(Event("on_error_event", leg, status, age))
 
-    @rule(age=AGES)
-    def timer(self, age: int) -> None:
-        self.give(Event("on_retry_timer", age=age))
+    @rule(age=AGES, name=st.sampled_from(["on_retry_timer", "on_retry_timer", "on_retry_refused"]))
+    def timer(self, age: int, name: str) -> None:
+        self.give(Event(name, age=age))
 
     @precondition(lambda self: self.protocol.attempt > 1)
     @rule(name=st.sampled_from(["on_client_gone", "on_timeout"]))

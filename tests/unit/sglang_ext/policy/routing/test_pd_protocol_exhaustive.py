@@ -12,10 +12,10 @@ from sglang_ext.policy.routing.pd_protocol import PDProtocol, RequestPhase
 from support.pd_monitor import Event, Monitor, feed
 
 STATUSES = (100, 200, 302, 400, 429, 500)
-LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_leg_lost")
+LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_leg_lost", "on_leg_stale")
 EVENTS = (
     *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
-    *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer") for age in (0, 1)),
+    *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer", "on_retry_refused") for age in (0, 1)),
     *(Event(name, leg, age=age) for name in LEG_EVENTS for leg in Leg for age in (0, 1)),
     *(Event("on_leg_head", leg, status) for leg in Leg for status in STATUSES),
     *(Event("on_error_event", leg, status) for leg in Leg for status in (400, 429, 500)),
@@ -65,6 +65,8 @@ def explore(
                 next_protocol._attempt,
                 tuple(next_protocol._legs),
                 next_protocol._statuses,
+                next_protocol._has_lost,
+                next_protocol._restarts,
                 next_monitor.key(),
             )
             if key not in seen:
