@@ -116,7 +116,7 @@ async def test_an_instance_that_answers_slowly_stays() -> None:
 async def test_an_instance_that_has_no_time_for_checks_but_streams_stays() -> None:
     async with cluster(**QUICK) as served:
         engine = served.decode[0]
-        engine.script = stream(*[event(number) for number in range(20)], DONE, delay_s=0.1)
+        engine.script = stream(*[event(number) for number in range(12)], DONE, delay_s=0.1)
         engine.liveness_delay_s = None
         answer = await (await sent(served, STREAMED)).reply()
         assert answer.body.endswith(DONE)
@@ -126,10 +126,10 @@ async def test_an_instance_that_has_no_time_for_checks_but_streams_stays() -> No
 
 async def test_a_router_that_stood_still_itself_takes_no_instance_out() -> None:
     async with cluster(**QUICK) as served:
-        for _ in range(3):
+        for _ in range(2):
             checks = served.decode[0].liveness_checks
             await served.until(lambda: served.decode[0].liveness_checks > checks)  # noqa: B023
-            time.sleep(1.0)  # noqa: ASYNC251
+            time.sleep(0.8)  # noqa: ASYNC251
             await asyncio.sleep(0.1)
             assert is_in(served)
 
