@@ -27,7 +27,7 @@ from sglang_ext_router.controller import PoolController
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
-from sglang_ext_router.online_load import OnlineWaits, describe_class
+from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
@@ -275,16 +275,29 @@ class Router:
     def describe_load(self) -> dict[str, Any]:
         """What `GET /load` tells of this process, and of all where the instances tell it."""
         now_s = self.loop.time()
-        online = [one.online_class for one in self.running]
-        waits = self.services.online_waits
+        waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
             "length_boundary_tokens": self.config.length_boundary_tokens,
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
-                one.value: describe_class(self.registry, waits, one, online.count(one), now_s) for one in LengthClass
+                one.value: describe_class(self.registry, one, waits, under_way, siblings, now_s) for one in LengthClass
             },
         }
+
+    def online_load(self) -> SiblingLoad:
+        """What the other processes get to know of the online requests here."""
+        now_s = self.loop.time()
+        return summarise(self.services.online_waits, self._under_way(now_s), now_s)
+
+    def _under_way(self, now_s: float) -> UnderWay:
+        waits = (one.online_wait(now_s) for one in self.running)
+        queued_s = (one.online_wait_s(now_s) for one in self.services.admission.queue)
+        return UnderWay(
+            [one.online_class for one in self.running if one.online_class is not None],
+            [one for one in waits if one is not None],
+            [one for one in queued_s if one is not None],
+        )
 
     def render_metrics(self) -> bytes:
         families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))

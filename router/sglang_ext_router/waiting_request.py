@@ -138,6 +138,10 @@ class WaitingRequest:
         else:
             self._refuse(429, "too many requests are waiting; try again later", "queue_full")
 
+    def online_wait_s(self, now_s: float) -> float | None:
+        """For how long it has waited, if for an online client."""
+        return max(0.0, now_s - self._started_s) if self._request.is_online else None
+
     def start(self, now_s: float) -> None:
         """There is a place: send the request."""
         self._is_queued = False
