@@ -82,6 +82,20 @@ class AdmittedRequest:
         attempt = self._attempt
         return attempt.route.decision.length_class if attempt is not None and self._request.is_online else None
 
+    def online_wait(self, now_s: float) -> tuple[str, float] | None:
+        """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""
+        attempt = self._attempt
+        if attempt is None or not self._request.is_online or attempt.leg(Leg.PREFILL) is None:
+            return None
+        return attempt.route.prefill.url, max(0.0, self._waited_s(attempt, now_s))
+
+    def _waited_s(self, attempt: Attempt, now_s: float) -> float:
+        """Time since the request came, without what its prefill should take."""
+        route = attempt.route
+        new_tokens = route.decision.new_tokens * self._request.prompt.sequence_count
+        computing_s = new_tokens / route.prefill.rate.tokens_per_s
+        return now_s - attempt.started_s + self._relay.queue_s - computing_s
+
     def start(self) -> None:
         """Send the request; it is one of those that run from here to `RequestFinished`."""
         services = self._services
@@ -156,11 +170,8 @@ class AdmittedRequest:
             if tokens:
                 planner.learn_tokens(self._request.prompt, tokens)
         if leg.kind is not _DECODE and leg.status == 200 and self._request.is_online:
-            decision, now_s = attempt.route.decision, self._services.loop.time()
-            new_tokens = decision.new_tokens * self._request.prompt.sequence_count
-            computing_s = new_tokens / attempt.route.prefill.rate.tokens_per_s
-            waited_s = now_s - attempt.started_s + self._relay.queue_s - computing_s
-            self._services.online_waits.note(decision.length_class, waited_s, now_s)
+            now_s = self._services.loop.time()
+            self._services.online_waits.note(attempt.route.prefill.url, self._waited_s(attempt, now_s), now_s)
         actions = self._protocol.on_leg_complete(leg.kind, leg.attempt)
         self._relay.take_complete(leg)
         self._act(actions)

@@ -53,7 +53,7 @@ class AsgiCall:
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1" if request.is_http_11 else "1.0",
             "method": request.method.decode("ascii", "replace"),
-            "scheme": "http",
+            "scheme": "http" if self._connection.transport.get_extra_info("ssl_object") is None else "https",
             "path": unquote(request.path.decode("latin-1")),
             "raw_path": request.path,
             "query_string": query,

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
 from sglang_ext.types import Role
+from sglang_ext_router.api_keys import ApiKeyFileError, read_api_keys
 
 
 class RouterConfigError(ValueError):
@@ -136,17 +138,33 @@ class RouterConfig:
         30.0, "time a client may take nothing of what is written for it; then its connection is cut"
     )
     keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
-    shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after SIGTERM")
-    # Keys
-    api_key: str = _option(
-        "", "clients must send it as a bearer token; it is passed on to the workers; also read from SGLANG_EXT_API_KEY"
+    drain_delay_secs: float = _option(
+        0.0, "time after SIGTERM in which /readyz answers 503 and requests are still taken; then the port closes"
+    )
+    shutdown_grace_period_secs: float = _option(120.0, "time for running requests to end after that")
+    # Keys and origins
+    api_key: str = _option("", "clients must send it as a bearer token; also read from SGLANG_EXT_API_KEY")
+    api_keys_file: str = _option(
+        "", "file of several clients' keys, lines NAME:SHA256-HEX of the key; read again when it changes"
+    )
+    worker_api_key: str = _option(
+        "", "bearer token for the workers, also read from SGLANG_EXT_WORKER_API_KEY; default: --api-key"
     )
     admin_api_key: str = _option(
         "",
         "bearer token for changing /workers and the like, also read from SGLANG_EXT_ADMIN_API_KEY; "
         "without it changes are refused",
     )
+    cors_allow_origins: str = _option("", "origins whose pages may use the router, separated by commas; * is any")
+    ssl_certfile: str = _option("", "certificate chain in PEM: clients are served over TLS")
+    ssl_keyfile: str = _option("", "its key in PEM; default: in the same file")
+    worker_ca_file: str = _option("", "CA certificates in PEM for https:// workers; default: those of this machine")
     # Reports
+    metrics_port: int = _option(
+        0,
+        "port of their own for /metrics, /docs and /openapi.json, without a key; 0: at --port, with a client's key",
+    )
+    metrics_host: str = _option("127.0.0.1", "address for --metrics-port")
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = _option(False, "log JSON lines")
@@ -168,15 +186,17 @@ class RouterConfig:
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
                 raise RouterConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
-        for name in ("api_key", "admin_api_key"):
+        for name in _KEYS:
             if any(not character.isprintable() for character in getattr(self, name)):
                 raise RouterConfigError(f"{_flag(name)} holds a character that cannot be in a header")
-        if self.port > 65535:
-            raise RouterConfigError(f"--port must be at most 65535, not {self.port}")
+        for name in ("port", "metrics_port"):
+            if getattr(self, name) > 65535:
+                raise RouterConfigError(f"{_flag(name)} must be at most 65535, not {getattr(self, name)}")
+        self._check_access()
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
             raise RouterConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
         if self.coordinator_url:
-            parse_worker_url(self.coordinator_url, "--coordinator-url")
+            parse_worker_url(self.coordinator_url, "--coordinator-url", ("http",))
         if self.max_header_size < 1024:
             raise RouterConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
         if self.max_buffered_size < self.max_payload_size:
@@ -188,6 +208,35 @@ class RouterConfig:
         for url in urls:
             if urls.count(url) > 1:
                 raise RouterConfigError(f"the worker {url} is given twice")
+
+    def _check_access(self) -> None:
+        if self.metrics_port == self.port:
+            raise RouterConfigError(f"--metrics-port must not be --port, {self.port}")
+        if self.api_keys_file:
+            try:
+                read_api_keys(self.api_keys_file)
+            except ApiKeyFileError as error:
+                raise RouterConfigError(f"--api-keys-file: {error}") from None
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]-]+", origin):
+                raise RouterConfigError(f"--cors-allow-origins: {origin!r} is neither * nor of the form https://HOST")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise RouterConfigError("--ssl-keyfile needs --ssl-certfile")
+
+    @property
+    def needs_client_key(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.api_key or self.api_keys_file)
+
+    @property
+    def key_for_workers(self) -> str:
+        """What the router itself sends the workers; empty for nothing."""
+        return self.worker_api_key or self.api_key
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """The origins of `--cors-allow-origins`."""
+        return tuple(origin for part in self.cors_allow_origins.split(",") if (origin := part.strip()))
 
     def _check_controller(self) -> None:
         for entry in fields(self):
@@ -232,9 +281,11 @@ _POSITIVE = (
     *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",
 )
-_MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs")  # by 0
+_KEYS = ("api_key", "admin_api_key", "worker_api_key")
+_MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs", "drain_delay_secs")  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
+    "metrics_port",
     *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
@@ -250,20 +301,21 @@ def _is_host(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9._:%-]+", name) is not None
 
 
-def parse_worker_url(text: str, option: str) -> str:
-    """Normalise `http://host:port`; RouterConfigError names the option otherwise."""
+def parse_worker_url(text: str, option: str, schemes: Sequence[str] = ("http", "https")) -> str:
+    """Normalise `SCHEME://host:port`; RouterConfigError names the option otherwise."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError:
         raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
-    if parts.scheme != "http":
-        raise RouterConfigError(f"{option}: {text!r} must be an http:// URL (workers are reached without TLS)")
+    if parts.scheme not in schemes:
+        wanted = " or ".join(f"{scheme}://" for scheme in schemes)
+        raise RouterConfigError(f"{option}: {text!r} must be an {wanted} URL")
     extra = parts.query or parts.fragment or parts.username or parts.password
     if not parts.hostname or not port or parts.path not in {"", "/"} or extra or not _is_host(parts.hostname):
         raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"http://{host}:{port}"
+    return f"{parts.scheme}://{host}:{port}"
 
 
 _PREFILL_OPTIONS = (
@@ -329,7 +381,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         if getattr(arguments, name) is None:
             default = RouterConfig.__dataclass_fields__[name].default
             setattr(arguments, name, arguments.policy if arguments.policy in known else default)
-    for name in ("api_key", "admin_api_key"):
+    for name in _KEYS:
         # Other users of the machine can read a command line.
         if not getattr(arguments, name):
             setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Protocol
 
 import aiohttp
@@ -22,6 +24,13 @@ from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
+
+HIDDEN = "(hidden)"
+_SECRET_NAME = re.compile(
+    r"(?:^|[_-])(?:(?:api|admin|auth|access|private|secret)?[_-]?keys?|keyfile|secrets?|passw(?:or)?d|pass|tokens?|credentials?)"
+    r"(?:$|[_-](?:password|hash|value)$)|password|secret",
+    re.IGNORECASE,
+)
 
 
 class ControlTarget(Protocol):
@@ -117,6 +126,8 @@ def build_app(router: ControlTarget) -> FastAPI:
         if not router.access.is_admin((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong admin API key")
 
+    config = router.config
+    own_keys = tuple(key for key in (config.api_key, config.admin_api_key, config.key_for_workers) if key)
     client = [Depends(check_client)]
     admin = [Depends(check_admin)]
 
@@ -217,7 +228,7 @@ def build_app(router: ControlTarget) -> FastAPI:
                 info = await router.prober.get_json(worker, "/server_info")
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 continue
-            described["prefill" if worker.role.is_prefill else "decode"].append(info)
+            described["prefill" if worker.role.is_prefill else "decode"].append(without_secrets(info, own_keys))
         return _json(described)
 
     @app.post("/flush_cache", dependencies=admin)
@@ -283,6 +294,21 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     add_pool_routes(app, router, client, admin)
     return app
+
+
+def without_secrets(value: Any, keys: Sequence[str]) -> Any:
+    """JSON without what is named like a secret, and without texts that hold one of `keys`."""
+    if isinstance(value, dict):
+        return {
+            name: HIDDEN if isinstance(item, (str, list)) and item and _SECRET_NAME.search(name) else clean
+            for name, item in value.items()
+            for clean in (without_secrets(item, keys),)
+        }
+    if isinstance(value, list):
+        return [without_secrets(item, keys) for item in value]
+    if isinstance(value, str) and any(key in value for key in keys):
+        return HIDDEN
+    return value
 
 
 def _json(content: Any, status: int = 200) -> Response:

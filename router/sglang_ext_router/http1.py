@@ -437,6 +437,13 @@ class ClientConnection(asyncio.Protocol):
             return False
         return bool(self._pending) or bool(self._held) or not (self._is_draining or self._stopped)
 
+    @property
+    def reply_headers(self) -> bytes:
+        """Header lines that the current reply gets on this connection."""
+        request = self.request
+        line = b"" if self.keeps_alive else b"connection: close\r\n"
+        return line if request is None or not request.reply_headers else line + request.reply_headers
+
     def refuse(self, refusal: RequestRefusal) -> None:
         """Answer what is not served, behind whatever is still being served, and close."""
         self._stopped = True

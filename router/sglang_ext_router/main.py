@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
+import ipaddress
 import json
 import logging
+import resource
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import uvloop
@@ -20,10 +24,12 @@ from sglang_ext_router.config import RouterConfig, RouterConfigError, add_argume
 from sglang_ext_router.router import Router
 from sglang_ext_router.siblings import DatagramSiblings, SiblingLink
 from sglang_ext_router.supervisor import child_place, is_child, supervise
+from sglang_ext_router.tls import client_context, worker_context
 
 __all__ = ["add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
 LISTEN_BACKLOG = 4096
+SPARE_DESCRIPTORS = 256
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,9 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = config_from_arguments(arguments)
         if config.processes > 1 and not is_child():
-            listen(config).close()  # say now, and once, that the address cannot be had
+            for one in listen(config):  # say now, and once, that an address cannot be had
+                one.close()
         else:
-            sock = listen(config, reuse_port=is_child())
+            sockets = listen(config, reuse_port=is_child())
+        tls = client_context(config)
+        worker_context(config)
     except RouterConfigError as error:
         print(f"sglang-ext router: {error}", file=sys.stderr)
         return 2
@@ -42,12 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     logger.log(logging.WARNING if is_wrong else logging.INFO, state)
     if not config.workers:
         logger.warning("no workers given: add some with POST /workers")
+    if not is_child():
+        _warn_of_open_ports(config)
+        _raise_descriptor_limit(config.max_connections)
     if config.processes > 1 and not is_child():
         return supervise(config, sys.argv[2:])
     if not is_child():
-        return _run(serve(config, sock))
+        return _run(serve(config, sockets, tls))
     index, folder = child_place()
-    return _run(serve(config, sock, index, DatagramSiblings(folder, index, config), ends_with_stdin=True))
+    return _run(serve(config, sockets, tls, index, DatagramSiblings(folder, index, config), ends_with_stdin=True))
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -55,11 +67,22 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
     return status
 
 
-def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
-    """A listening socket; RouterConfigError if the address cannot be had."""
+def listen(config: RouterConfig, reuse_port: bool = False) -> list[socket.socket]:
+    """Listening sockets, for clients and, if it has a port, for reports; RouterConfigError if one cannot be had."""
+    sockets = [_listen(config.host, config.port, "", reuse_port)]
+    if config.metrics_port:
+        try:
+            sockets.append(_listen(config.metrics_host, config.metrics_port, "metrics-", reuse_port))
+        except RouterConfigError:
+            sockets[0].close()
+            raise
+    return sockets
+
+
+def _listen(host: str, port: int, prefix: str, reuse_port: bool) -> socket.socket:
     sock: socket.socket | None = None
     try:
-        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
@@ -71,18 +94,45 @@ def listen(config: RouterConfig, reuse_port: bool = False) -> socket.socket:
         if sock is not None:
             sock.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RouterConfigError(f"--host {config.host} --port {config.port}: {reason}") from None
+        raise RouterConfigError(f"--{prefix}host {host} --{prefix}port {port}: {reason}") from None
     return sock
+
+
+def _warn_of_open_ports(config: RouterConfig) -> None:
+    if not config.needs_client_key and not _is_loopback(config.host):
+        logger.warning("anyone who reaches %s may send requests: set --api-key or --api-keys-file", config.host)
+    if config.metrics_port and not _is_loopback(config.metrics_host):
+        logger.warning("anyone who reaches %s may read the metrics: no key is asked for there", config.metrics_host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _raise_descriptor_limit(connections: int) -> None:
+    """Let the process, and those that it starts, have as many connections as are allowed, and those to instances."""
+    wanted = 3 * connections + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < connections + SPARE_DESCRIPTORS:
+        logger.warning("%d file descriptors are fewer than --max-connections %d needs", most, connections)
 
 
 async def serve(
     config: RouterConfig,
-    sock: socket.socket,
+    sockets: Sequence[socket.socket],
+    tls: ssl.SSLContext | None = None,
     process_index: int = 0,
     siblings: SiblingLink | None = None,
     ends_with_stdin: bool = False,
 ) -> int:
-    """Serve on a listening socket until SIGTERM or SIGINT (or the end of standard input), then drain."""
+    """Serve on listening sockets (see `listen`) until SIGTERM or SIGINT, or the end of standard input, then drain."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -91,18 +141,33 @@ async def serve(
         loop.add_reader(sys.stdin.fileno(), stop.set)
     router = Router(config, loop, process_index, siblings)
     await router.start()
-    server = await loop.create_server(router.connection, sock=sock, backlog=LISTEN_BACKLOG)
+    server = await loop.create_server(
+        router.connection,
+        sock=sockets[0],
+        backlog=LISTEN_BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else config.header_timeout_secs,
+    )
+    for sock in sockets[1:]:
+        await loop.create_server(router.report_connection, sock=sock, backlog=LISTEN_BACKLOG)
     # What lives until the end is not looked at again by the collector, and it runs less often.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    host, port = sock.getsockname()[:2]
-    logger.info("listening on http://%s:%d with %d workers", host, port, len(router.registry))
+    host, port = sockets[0].getsockname()[:2]
+    scheme = "http" if tls is None else "https"
+    logger.info("listening on %s://%s:%d with %d workers", scheme, host, port, len(router.registry))
     await stop.wait()
-    logger.info("stopping: %d requests run, %d wait", router.requests_in_flight, router.requests_queued)
-    server.close()
     if ends_with_stdin:
         loop.remove_reader(sys.stdin.fileno())
+    router.announce_end()
+    if config.drain_delay_secs:
+        logger.info("stopping in %g s: requests are still taken", config.drain_delay_secs)
+        stop.clear()  # another signal ends the delay
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), config.drain_delay_secs)
+    logger.info("stopping: %d requests run, %d wait", router.requests_in_flight, router.requests_queued)
+    server.close()
     await router.drain(config.shutdown_grace_period_secs)
     await router.stop()
     return 0

@@ -7,14 +7,15 @@ standing before a request that comes next.
 from __future__ import annotations
 
 from collections import deque
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypedDict
 
 from sglang_ext.policy.routing.prefill_choice import predicted_wait_s
 from sglang_ext.types import LengthClass
 from sglang_ext_router.workers import WorkerRegistry
 
 WINDOW_S = 5.0
-MAX_WAITS = 2048  # kept per class
+MAX_WAITS = 4096
 QUANTILE = 0.9
 OFFLINE_PRIORITY = "low"
 
@@ -29,40 +30,78 @@ class OnlineLoad(TypedDict):
 
 
 class OnlineWaits:
-    """What requests waited lately, by length class; those of low priority are not online."""
+    """What requests waited lately, and at which instance; those of low priority are not online."""
 
     def __init__(self) -> None:
-        self._waits: dict[LengthClass, deque[tuple[float, float]]] = {
-            length_class: deque(maxlen=MAX_WAITS) for length_class in LengthClass
-        }
+        self._waits: deque[tuple[float, str, float]] = deque(maxlen=MAX_WAITS)
 
-    def note(self, length_class: LengthClass, wait_s: float, now_s: float) -> None:
-        """A prefill has ended: it took `wait_s` longer, queues and KV transfer included, than its computation."""
-        self._waits[length_class].append((now_s, wait_s if wait_s > 0 else 0.0))
+    def note(self, url: str, wait_s: float, now_s: float) -> None:
+        """A prefill at `url` has ended: it took `wait_s` longer, queues and KV transfer included, than it computes."""
+        self._waits.append((now_s, url, wait_s if wait_s > 0 else 0.0))
 
-    def quantile_s(self, length_class: LengthClass, now_s: float) -> float | None:
-        """The 90th percentile over the last 5 s; None without a request in that time."""
-        waits = self._waits[length_class]
+    def recent(self, now_s: float) -> list[tuple[str, float]]:
+        """Instance and wait of those of the last 5 s."""
+        waits = self._waits
         while waits and waits[0][0] < now_s - WINDOW_S:
             waits.popleft()
-        if not waits:
-            return None
-        ordered = sorted(wait_s for _, wait_s in waits)
-        return ordered[min(len(ordered) - 1, int(QUANTILE * len(ordered)))]
+        return [(url, wait_s) for _, url, wait_s in waits]
+
+
+class UnderWay(NamedTuple):
+    """Requests of online clients that have not got an answer yet, at this moment."""
+
+    classes: Sequence[LengthClass]  # of those that were sent to instances, each
+    unfinished: Sequence[tuple[str, float]]  # instance and wait so far of those whose prefill has not ended
+    queued_s: Sequence[float]  # time so far of those that wait for admission
+
+
+class SiblingLoad(NamedTuple):
+    """What another process of this router tells."""
+
+    in_flight: Mapping[str, int]  # online requests, by class
+    waits_s: Mapping[str, float]  # of online requests, by instance
+
+
+def quantile_s(waits_s: Sequence[float]) -> float | None:
+    """The 90th percentile; None of nothing."""
+    ordered = sorted(waits_s)
+    return ordered[min(len(ordered) - 1, int(QUANTILE * len(ordered)))] if ordered else None
+
+
+def summarise(waits: OnlineWaits, under_way: UnderWay, now_s: float) -> SiblingLoad:
+    """What the other processes get to know of this one."""
+    waits_s: dict[str, list[float]] = {}
+    for url, wait_s in (*waits.recent(now_s), *under_way.unfinished):
+        waits_s.setdefault(url, []).append(wait_s)
+    in_flight = {one.value: under_way.classes.count(one) for one in LengthClass}
+    return SiblingLoad(in_flight, {url: quantile_s(several) or 0.0 for url, several in waits_s.items()})
 
 
 def describe_class(
-    registry: WorkerRegistry, waits: OnlineWaits, length_class: LengthClass, online_in_flight: int, now_s: float
+    registry: WorkerRegistry,
+    length_class: LengthClass,
+    waits: OnlineWaits,
+    under_way: UnderWay,
+    siblings: Sequence[SiblingLoad],
+    now_s: float,
 ) -> OnlineLoad:
-    """One class for `GET /load`, with `online_in_flight` requests of online clients under way.
+    """One class for `GET /load`.
 
-    `backlog_s` is the predicted wait at the instance of the class that has the least work.
+    `online_wait_s` is the 90th percentile of what online requests of any class waited at the instances that serve this
+    one, for work of this class stands before them there; requests count while they still wait, and at the admission
+    queue. Of the router's processes it is the longest. `backlog_s` is the predicted wait at the instance of the class
+    that has the least work.
     """
     workers = [worker for worker in registry.ready_prefill if worker.role.serves(length_class)]
+    urls = {worker.url for worker in workers}
     backlog_s = min((predicted_wait_s(worker.prefill_load(0)) for worker in workers), default=None)
-    wait_s = waits.quantile_s(length_class, now_s)
+    own_s = [wait_s for url, wait_s in (*waits.recent(now_s), *under_way.unfinished) if url in urls]
+    waits_s = [quantile_s((*own_s, *under_way.queued_s))]
+    waits_s += [wait_s for one in siblings for url, wait_s in one.waits_s.items() if url in urls]
+    wait_s = max((one for one in waits_s if one is not None), default=None)
+    in_flight = under_way.classes.count(length_class)
     return {
-        "online_in_flight": online_in_flight,
+        "online_in_flight": in_flight + sum(one.in_flight.get(length_class.value, 0) for one in siblings),
         "online_wait_s": None if wait_s is None else round(wait_s, 4),
         "backlog_s": None if backlog_s is None or backlog_s == float("inf") else round(backlog_s, 4),
         "instances": len(workers),

@@ -36,8 +36,8 @@ class ClientHeaders(NamedTuple):
     priority: str | None  # one of PRIORITIES
 
 
-def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes) -> ClientHeaders:
-    """Read headers with lower-case names. `authorization`, if any, replaces the client's.
+def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, relays_own: bool) -> ClientHeaders:
+    """Read headers with lower-case names. `authorization` replaces the client's, which goes on only if `relays_own`.
 
     BadRequestError for a deadline or a priority that is none.
     """
@@ -51,7 +51,7 @@ def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes) -
             if name == SLO_HEADER:
                 slo_s = _slo_seconds(value)
         elif name == b"authorization":
-            if not authorization:
+            if relays_own:
                 forwarded += b"authorization: %b\r\n" % value
         elif name == b"x-request-id" and len(value) <= MAX_REQUEST_ID_BYTES:
             request_id = value

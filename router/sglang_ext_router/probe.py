@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ class Prober:
         registry: WorkerRegistry,
         on_restarted: Callable[[Worker], None],
         on_info: Callable[[Worker], None],
+        tls: ssl.SSLContext,
         on_frozen: Callable[[Worker], None],
         last_received_s: Callable[[Worker], float],
     ) -> None:
@@ -59,6 +61,7 @@ class Prober:
         self._registry = registry
         self._on_restarted = on_restarted
         self._on_info = on_info
+        self._tls = tls
         self._on_frozen = on_frozen
         self._last_received_s = last_received_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -67,11 +70,12 @@ class Prober:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        headers = {"authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+        key = self._config.key_for_workers
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=self._config.health_check_timeout_secs),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
             trust_env=False,
         )
         for worker in self._registry:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.policy.routing.pd_actions import FailureReason
 from sglang_ext_router import replies
-from sglang_ext_router.reply_builder import ReplyBuilder
+from sglang_ext_router.reply_builder import BuildFailure, ReplyBuilder
 from sglang_ext_router.routing import Route
 from sglang_ext_router.scores import NO_SCORES, ScorePlan
 from sglang_ext_router.upstream import UpstreamConnection
@@ -98,8 +98,7 @@ class Relay:
             return False
         leg.relay = self
         self._source = leg
-        connection = b"" if client.keeps_alive else b"connection: close\r\n"
-        client.write(b"%b%b%b%b" % (head, self._own_headers(), connection, rest))
+        client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
             leg.relay = None
             self._source = None
@@ -140,19 +139,18 @@ class Relay:
         self.is_building = True
         self._joined = None
         form = self._scores.form
-        self._builder.build(form, reply_body(prefill), None if decode is None else reply_body(decode), self._answer)
+        decode_body = None if decode is None else reply_body(decode)
+        self._builder.build(form, reply_body(prefill), decode_body, self._answer, lambda: self._client is not None)
 
-    def _answer(self, body: bytes | None) -> None:
-        """The reply is made; None: the instances' replies are not what they should be."""
+    def _answer(self, body: bytes | BuildFailure) -> None:
+        """The reply is made, or cannot be."""
         self.is_building = False
+        if isinstance(body, BuildFailure):
+            self.answer_error(503 if body is BuildFailure.OVERLOAD else 502, body.value)
+            return
         client, self._client = self._client, None
-        if client is None:
-            return
-        if body is None:
-            self.status = 502
-            client.respond_error(502, "the instances' replies do not match")
-            return
-        client.respond(200, body, extra=self._own_headers())
+        if client is not None:
+            client.respond(200, body, extra=self._own_headers())
 
     def _finish(self) -> None:
         """The whole reply is written: the connection is free, the request may still have a prefill leg."""

@@ -10,6 +10,8 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 
 import orjson
 
@@ -19,8 +21,16 @@ logger = logging.getLogger(__name__)
 
 MAX_INLINE_BYTES = 128 << 10  # of replies that are made at once: a few milliseconds
 MAX_PROCESSES = 2
+MAX_PENDING_BYTES = 512 << 20  # of replies that wait for a process or are in one
 _COMMAND = "from sglang_ext_router.reply_builder import build_from_stdin; build_from_stdin()"
 _BAD_REPLY = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # whatever odd JSON makes of it
+
+
+class BuildFailure(Enum):
+    """Why there is no reply."""
+
+    MISMATCH = "the instances' replies do not match"
+    OVERLOAD = "too many large replies are being put together; try again later"
 
 
 class ReplyBuilder:
@@ -33,25 +43,39 @@ class ReplyBuilder:
         self._tasks: set[asyncio.Task[None]] = set()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._is_stopped = False
+        self._pending_bytes = 0
 
     def build(
         self,
         form: CompletionForm | None,
         prefill: bytes,
         decode: bytes | None,
-        on_built: Callable[[bytes | None], None],
+        on_built: Callable[[bytes | BuildFailure], None],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Tell `on_built` the reply's body, at once or later; None where the replies are not what they should be."""
-        if len(prefill) + (0 if decode is None else len(decode)) <= self._max_inline_bytes:
+        """Tell `on_built` the reply's body or why there is none, at once or later.
+
+        What is no longer wanted when its turn comes is not built, and `on_built` is not called.
+        """
+        size_bytes = len(prefill) + (0 if decode is None else len(decode))
+        if size_bytes <= self._max_inline_bytes:
             try:
-                body: bytes | None = build_reply(form, prefill, decode)
+                body: bytes | BuildFailure = build_reply(form, prefill, decode)
             except _BAD_REPLY:
-                body = None
+                body = BuildFailure.MISMATCH
             on_built(body)
             return
-        task = self._loop.create_task(self._build_beside(form, prefill, decode, on_built))
+        if self._pending_bytes and self._pending_bytes + size_bytes > MAX_PENDING_BYTES:
+            on_built(BuildFailure.OVERLOAD)
+            return
+        self._pending_bytes += size_bytes
+        task = self._loop.create_task(self._build_beside(form, prefill, decode, on_built, is_wanted))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._done, size_bytes))
+
+    def _done(self, size_bytes: int, task: asyncio.Task[None]) -> None:
+        self._pending_bytes -= size_bytes
+        self._tasks.discard(task)
 
     async def stop(self) -> None:
         """End what is being built."""
@@ -65,16 +89,20 @@ class ReplyBuilder:
         form: CompletionForm | None,
         prefill: bytes,
         decode: bytes | None,
-        on_built: Callable[[bytes | None], None],
+        on_built: Callable[[bytes | BuildFailure], None],
+        is_wanted: Callable[[], bool],
     ) -> None:
         body: bytes | None = None
         try:
             async with self._slots:
+                if not is_wanted():
+                    return
                 body = await asyncio.to_thread(self._run_process, form, prefill, decode)
         except OSError as error:
             logger.error("no process for a large reply: %s", error)
         finally:
-            on_built(body)
+            if is_wanted():
+                on_built(BuildFailure.MISMATCH if body is None else body)
 
     def _run_process(self, form: CompletionForm | None, prefill: bytes, decode: bytes | None) -> bytes | None:
         """In a thread, which only waits."""

@@ -17,7 +17,7 @@ from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
-from sglang_ext_router.access import GENERATION_PATHS, Access
+from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
@@ -27,13 +27,14 @@ from sglang_ext_router.controller import PoolController
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
-from sglang_ext_router.online_load import OnlineWaits, describe_class
+from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
+from sglang_ext_router.tls import worker_context
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -61,7 +62,8 @@ class Router:
         self.metrics = RouterMetrics()
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
-        pools = UpstreamPools(loop)
+        worker_tls = worker_context(config)
+        pools = UpstreamPools(loop, worker_tls)
         self.prober = Prober(
             config,
             self.registry,
@@ -69,6 +71,7 @@ class Router:
             on_info=self._on_worker_info,
             on_frozen=pools.lose_all,
             last_received_s=pools.last_received_s,
+            tls=worker_tls,
         )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
@@ -78,7 +81,8 @@ class Router:
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
         self.access = Access(config, self.metrics)
-        authorization = f"authorization: Bearer {config.api_key}\r\n".encode() if config.api_key else b""
+        key = config.key_for_workers
+        authorization = f"authorization: Bearer {key}\r\n".encode() if key else b""
         self.services = Services(
             config=config,
             loop=loop,
@@ -105,6 +109,7 @@ class Router:
             running=self.running,
             on_ended=self._on_ended,
             authorization=authorization,
+            relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
         self.is_draining = False
         self.app = build_app(self)
@@ -122,6 +127,7 @@ class Router:
         )
         self.clients = Clients(self.access, limits)
         self._connections = self.clients.open
+        self.reports = Clients(ReportGate(), limits)
         self._sweeper: asyncio.TimerHandle | None = None
         limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
@@ -145,10 +151,18 @@ class Router:
         """Protocol for a client that connects."""
         return ClientConnection(self.dispatch, self.clients, self.loop)
 
+    def report_connection(self) -> ClientConnection:
+        """Protocol for a client that connects to the port for reports."""
+        return ClientConnection(self._dispatch_report, self.reports, self.loop)
+
+    def announce_end(self) -> None:
+        """Answer `/readyz` with 503; everything else goes on."""
+        self.is_draining = True
+
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
         self.is_draining = True
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.drain()
         await self._wait_drained(grace_s)
         if self.running:
@@ -161,7 +175,7 @@ class Router:
         """Free everything."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.close()
         await self.siblings.stop()
         await self.controller.stop()
@@ -179,15 +193,29 @@ class Router:
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
         """Generation requests take the lean path, everything else the control plane."""
         if request.path not in GENERATION_PATHS:
-            connection.call = AsgiCall(self.app, connection, request)
+            self._dispatch_control(connection, request)
             return
         if request.method != b"POST":
+            if self.access.is_preflight(request):
+                self._dispatch_control(connection, request)
+                return
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
             return
         waiting = WaitingRequest(self.services, connection, request, self.loop.time())
         # Before `begin`: a request that waits off the loop must learn that its client left.
         connection.call = waiting
         waiting.begin()
+
+    def _dispatch_control(self, connection: ClientConnection, request: Request) -> None:
+        if self.access.is_preflight(request):
+            connection.respond(200, b"", b"text/plain", self.access.preflight_headers(request))
+        elif self.config.metrics_port and request.path in REPORT_PATHS:
+            connection.respond_error(404, "reports are served at a port of their own")
+        else:
+            connection.call = AsgiCall(self.app, connection, request)
+
+    def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
+        connection.call = AsgiCall(self.app, connection, request)
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
@@ -238,24 +266,38 @@ class Router:
             self._next_progress_s = now_s + self._progress_interval_s
             for request in tuple(self.running):
                 request.check_progress(now_s)
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self.reports.open):
             connection.sweep(now_s)
+        self.access.reload_keys(now_s)
 
     # -- reports ---------------------------------------------------------------------------------------
 
     def describe_load(self) -> dict[str, Any]:
         """What `GET /load` tells of this process, and of all where the instances tell it."""
         now_s = self.loop.time()
-        online = [one.online_class for one in self.running]
-        waits = self.services.online_waits
+        waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
             "length_boundary_tokens": self.config.length_boundary_tokens,
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
-                one.value: describe_class(self.registry, waits, one, online.count(one), now_s) for one in LengthClass
+                one.value: describe_class(self.registry, one, waits, under_way, siblings, now_s) for one in LengthClass
             },
         }
+
+    def online_load(self) -> SiblingLoad:
+        """What the other processes get to know of the online requests here."""
+        now_s = self.loop.time()
+        return summarise(self.services.online_waits, self._under_way(now_s), now_s)
+
+    def _under_way(self, now_s: float) -> UnderWay:
+        waits = (one.online_wait(now_s) for one in self.running)
+        queued_s = (one.online_wait_s(now_s) for one in self.services.admission.queue)
+        return UnderWay(
+            [one.online_class for one in self.running if one.online_class is not None],
+            [one for one in waits if one is not None],
+            [one for one in queued_s if one is not None],
+        )
 
     def render_metrics(self) -> bytes:
         families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))

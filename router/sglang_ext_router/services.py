@@ -37,6 +37,9 @@ class Admissible(Protocol):
     def on_queue_timeout(self) -> None:
         """It has waited too long."""
 
+    def online_wait_s(self, now_s: float) -> float | None:
+        """For how long it has waited, if for an online client."""
+
 
 class Runnable(Protocol):
     """A request that was admitted, as time limits see it."""
@@ -48,6 +51,9 @@ class Runnable(Protocol):
     @property
     def online_class(self) -> LengthClass | None:
         """Its length class if an online client waits for it: neither of low priority nor without an instance."""
+
+    def online_wait(self, now_s: float) -> tuple[str, float] | None:
+        """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""
 
     def on_timeout(self) -> None:
         """It has run too long."""
@@ -80,5 +86,6 @@ class Services:
     siblings: SiblingLink
     running: dict[Runnable, None]  # in order of their start
     on_ended: Callable[[Runnable, float], None]
-    authorization: bytes  # header line for the instances, in place of the client's; empty without --api-key
+    authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
+    relays_authorization: bool  # without any key the client's own header is for the instances
     tokeniser: PromptTokeniser | None = None

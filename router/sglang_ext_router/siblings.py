@@ -17,6 +17,7 @@ import orjson
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.online_load import SiblingLoad
 
 if TYPE_CHECKING:
     from sglang_ext_router.metrics import RouterMetrics
@@ -106,6 +107,8 @@ class LinkedRouter(Protocol):
 
     def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
 
+    def online_load(self) -> SiblingLoad: ...
+
 
 class SiblingLink(Protocol):
     """How a process tells the others what they cannot see for themselves."""
@@ -125,6 +128,8 @@ class SiblingLink(Protocol):
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None: ...
 
     def metric_snapshots(self) -> Iterable[Mapping[str, Any]]: ...
+
+    def online_loads(self) -> Sequence[SiblingLoad]: ...
 
 
 class NoSiblings:
@@ -153,11 +158,15 @@ class NoSiblings:
     def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
         return ()
 
+    def online_loads(self) -> Sequence[SiblingLoad]:
+        return ()
+
 
 class _SiblingState(NamedTuple):
     received_s: float
     loads: dict[str, tuple[int, int]]  # url → requests under way, tokens promised
     metrics: dict[str, Any] | None
+    online: SiblingLoad
 
 
 class DatagramSiblings(asyncio.DatagramProtocol):
@@ -233,6 +242,7 @@ class DatagramSiblings(asyncio.DatagramProtocol):
                 if worker.in_flight
             },
             "prefixes": self._prefixes,
+            "online": tuple(router.online_load()),
         }
         self._prefixes, self._prefix_blocks = [], 0
         if self._ticks % METRICS_EVERY == 1:
@@ -257,6 +267,7 @@ class DatagramSiblings(asyncio.DatagramProtocol):
             router.loop.time(),
             {url: (load[0], load[1]) for url, load in state["loads"].items()},
             state.get("metrics") or (known.metrics if known else None),
+            SiblingLoad(*state["online"]),
         )
         for url, entry in self._table.merge(tuple(item) for item in state["members"]):
             worker = router.registry.find(url)
@@ -280,7 +291,7 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         for index, state in tuple(self._states.items()):
             if now_s - state.received_s > FORGET_AFTER_S:
                 # Its counters stay in the metrics; its requests are gone.
-                self._states[index] = state._replace(loads={})
+                self._states[index] = state._replace(loads={}, online=SiblingLoad({}, {}))
         for worker in self._router.registry:
             loads = [state.loads.get(worker.url, (0, 0)) for state in self._states.values()]
             worker.sibling_in_flight = sum(load[0] for load in loads)
@@ -288,3 +299,6 @@ class DatagramSiblings(asyncio.DatagramProtocol):
 
     def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
         return [state.metrics for state in self._states.values() if state.metrics is not None]
+
+    def online_loads(self) -> Sequence[SiblingLoad]:
+        return [state.online for state in self._states.values()]

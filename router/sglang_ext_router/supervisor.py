@@ -61,7 +61,7 @@ def supervise(config: RouterConfig, arguments: Sequence[str]) -> int:
                 time.sleep(RESTART_PAUSE_S)
                 if not is_stopping:
                     children[index] = _start(index, folder, arguments)
-        return _stop(children, config.shutdown_grace_period_secs + KILL_AFTER_S)
+        return _stop(children, config.drain_delay_secs + config.shutdown_grace_period_secs + KILL_AFTER_S)
 
 
 def _start(index: int, folder: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:

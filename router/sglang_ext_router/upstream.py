@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
@@ -269,8 +270,9 @@ class UpstreamConnection(asyncio.Protocol):
 class UpstreamPool:
     """The connections to one instance; the last one used is used first."""
 
-    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext) -> None:
         self.worker = worker
+        self._tls = tls if worker.is_tls else None
         self.loop = loop
         self.active: set[UpstreamConnection] = set()  # with a request under way
         self._idle: list[UpstreamConnection] = []
@@ -315,7 +317,7 @@ class UpstreamPool:
         worker = self.worker
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self.loop.create_connection(lambda: connection, worker.host, worker.port)
+                await self.loop.create_connection(lambda: connection, worker.host, worker.port, ssl=self._tls)
         except OSError:  # TimeoutError is one
             if not connection.has_connected:
                 connection.connect_failed()
@@ -378,8 +380,10 @@ def watch_peer(connected: socket.socket) -> None:
 class UpstreamPools:
     """A pool per instance that has been sent anything."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext) -> None:
+        """`tls` is for `https://` instances."""
         self._loop = loop
+        self._tls = tls
         self._pools: dict[int, UpstreamPool] = {}
 
     def start(
@@ -394,7 +398,7 @@ class UpstreamPools:
         """Send a request to an instance; what comes back is told to `owner`."""
         pool = self._pools.get(worker.id)
         if pool is None:
-            pool = self._pools[worker.id] = UpstreamPool(worker, self._loop)
+            pool = self._pools[worker.id] = UpstreamPool(worker, self._loop, self._tls)
         return pool.start(owner, kind, attempt, request, on_new_connection)
 
     def last_received_s(self, worker: Worker) -> float:

@@ -54,7 +54,7 @@ class WaitingRequest:
         """Read the request, and offer it for admission once its size is known."""
         services, unread = self._services, self._unread
         try:
-            headers = read_headers(unread.headers, services.authorization)
+            headers = read_headers(unread.headers, services.authorization, services.relays_authorization)
             self._relay.request_id = headers.request_id
             has_hints = headers.ttft_slo_s is not None or headers.priority is not None
             self._headers = headers
@@ -137,6 +137,10 @@ class WaitingRequest:
             self._is_queued = True
         else:
             self._refuse(429, "too many requests are waiting; try again later", "queue_full")
+
+    def online_wait_s(self, now_s: float) -> float | None:
+        """For how long it has waited, if for an online client."""
+        return max(0.0, now_s - self._started_s) if self._request.is_online else None
 
     def start(self, now_s: float) -> None:
         """There is a place: send the request."""

@@ -72,6 +72,7 @@ class Worker:
         self.role = address.role
         self.host = parts.hostname
         self.port = parts.port
+        self.is_tls = parts.scheme == "https"
         self.breaker = CircuitBreaker(
             failure_threshold=config.cb_failure_threshold,
             success_threshold=config.cb_success_threshold,
@@ -108,7 +109,7 @@ class Worker:
         self._bind()
 
     def _bind(self) -> None:
-        self.host_header = self.url.removeprefix("http://").encode()
+        self.host_header = self.url.partition("://")[2].encode()
         self.request_heads: dict[bytes, bytes] = {}
         kind = "decode" if self.role is Role.DECODE else "prefill"
         self.route_header = f"x-sglang-ext-{kind}: {self.url}\r\n".encode()

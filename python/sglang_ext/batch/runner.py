@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, LoadUnknownError, count_tokens
+from sglang_ext.batch.line_queues import Encoder, JobQueue, LineQueues
 from sglang_ext.batch.lines import BatchLine
 from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult, StoreError
 from sglang_ext.policy.batch.in_flight_cap import CapSettings, InFlightCap
@@ -36,8 +35,6 @@ _LOAD_RETRY_S = 30.0
 _LOAD_INTERVAL_S = 0.5
 _MOST_TRIES = 20  # of one line, the uncounted included: it may be what brings the endpoint down
 _NOTE_AFTER_S, _NOTE_INTERVAL_S = 1.0, 30.0  # of an outage; a shorter one with connections is overload
-
-Encoder = Callable[[BatchLine, Answer], bytes]
 
 
 def reply_body(line: BatchLine, answer: Answer) -> bytes:
@@ -76,31 +73,6 @@ class _Class:
     in_flight: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _JobQueue:
-    """One job's leased lines and what is under way of it."""
-
-    job: int
-    encode: Encoder
-    waiting: dict[LengthClass | None, deque[LeasedLine]]
-    on_end: Callable[[int], None] | None
-    is_cancelled: bool = False
-    exhausted: set[LengthClass | None] = field(default_factory=set)  # classes without a line left to lease
-    leasing: set[LengthClass | None] = field(default_factory=set)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    in_flight: dict[LengthClass | None, int] = field(default_factory=dict)
-    retrying: int = 0
-    unwritten: int = 0
-    tries: dict[int, tuple[int, int]] = field(default_factory=dict)  # line that failed → tries, of them counted
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is under way, and nothing will be."""
-        under_way = self.tasks or self.leasing or self.unwritten
-        left = self.retrying or len(self.exhausted) < len(self.waiting) or any(self.waiting.values())
-        return not under_way and (self.is_cancelled or not left)
-
-
 class JobRunner:
     """Runs jobs of one store against one endpoint. Use from one event loop; the client must be open.
 
@@ -126,15 +98,13 @@ class JobRunner:
         self._noted_at_s = float("-inf")
         self._outage = EndpointOutage()
         self._classes: dict[LengthClass | None, _Class] = {}
-        self._jobs: dict[int, _JobQueue] = {}
-        self._retries: list[tuple[float, int, LengthClass | None, _JobQueue, LeasedLine]] = []  # heap by due time
-        self._due: dict[LengthClass | None, deque[tuple[_JobQueue, LeasedLine]]] = {}
-        self._unwritten: list[tuple[_JobQueue, LineResult]] = []
+        self._queues = LineQueues()
+        self._jobs = self._queues.jobs
+        self._unwritten: list[tuple[JobQueue, LineResult]] = []
         self._unwritten_bytes = 0
         self._in_flight = 0
         self._probes = 0  # of them, those that were sent while the endpoint was down
         self._reply_bytes = 0  # that are expected of them
-        self._sequence = 0
         self._wake = asyncio.Event()
         self._write = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -153,9 +123,7 @@ class JobRunner:
         `encode` makes of a good answer what is stored; its ValueError fails the line. `on_end` is called when every
         line has a result that is written, or the job was cancelled and nothing of it is in flight.
         """
-        if job in self._jobs:
-            raise ValueError(f"job {job} runs already")
-        self._jobs[job] = _JobQueue(job, encode, {name: deque() for name in self._classes}, on_end)
+        self._queues.add_job(job, encode, on_end)
         self._wake.set()
 
     def cancel_job(self, job: int) -> None:
@@ -260,9 +228,7 @@ class JobRunner:
             await asyncio.sleep(0.5)
         for name, (least, below) in token_ranges(boundary).items():
             self._classes[name] = _Class(least, below, InFlightCap(self._settings.cap))
-            self._due[name] = deque()
-            for queue in self._jobs.values():
-                queue.waiting[name] = deque()
+        self._queues.split(self._classes)
         self._is_ready = True
 
     async def _follow_load(self) -> None:
@@ -279,15 +245,14 @@ class JobRunner:
                 if load is None:
                     one.cap.on_load_unknown()
                 else:
-                    one.cap.on_load(*load.of(name), now_s, is_full=one.in_flight >= one.cap.cap)
+                    one.cap.on_load(*load.of(name), now_s, one.in_flight)
             self._wake.set()
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
     def _dispatch(self) -> None:
         """Send what may be sent now, and see to it that lines are leased ahead."""
         now_s = time.monotonic()
-        self._collect_due(now_s)
-        wake_at_s = self._retries[0][0] if self._retries else None
+        wake_at_s = self._queues.collect_due(now_s)
         for name, one in self._classes.items():
             self._lease_ahead(name, one)
         able = dict(self._classes)
@@ -298,7 +263,8 @@ class JobRunner:
                 break
             # The class with the fewest first, or one with many lines would keep the other out.
             name, one = min(able.items(), key=lambda item: item[1].in_flight)
-            chosen = self._next_line(name) if one.in_flight < one.cap.cap else None
+            most_retries = 4 * self._settings.cap.most
+            chosen = self._queues.next_line(name, most_retries) if one.in_flight < one.cap.cap else None
             if chosen is None:
                 del able[name]
             else:
@@ -324,26 +290,6 @@ class JobRunner:
         wait_s = max(self._requests_limit.wait_s(now_s), self._tokens_limit.wait_s(now_s))
         return now_s + wait_s
 
-    def _next_line(self, name: LengthClass | None) -> tuple[_JobQueue, LeasedLine] | None:
-        due = self._due[name]
-        while due:
-            queue, leased = due.popleft()
-            queue.retrying -= 1
-            if not queue.is_cancelled:
-                return queue, leased
-        chosen = None
-        if len(self._retries) >= 4 * self._settings.cap.most:
-            return None  # they are in memory: first those
-        for queue in self._jobs.values():
-            if queue.waiting[name] and (chosen is None or queue.in_flight.get(name, 0) < chosen.in_flight.get(name, 0)):
-                chosen = queue
-        return None if chosen is None else (chosen, chosen.waiting[name].popleft())
-
-    def _collect_due(self, now_s: float) -> None:
-        while self._retries and (self._retries[0][0] <= now_s or self._retries[0][3].is_cancelled):
-            _, _, name, queue, leased = heappop(self._retries)
-            self._due[name].append((queue, leased))
-
     def _lease_ahead(self, name: LengthClass | None, one: _Class) -> None:
         wanted = max(_LEASED_LINES, 2 * one.cap.cap)
         for queue in self._jobs.values():
@@ -353,7 +299,7 @@ class JobRunner:
                 queue.leasing.add(name)
                 self._start(self._lease(queue, name, one, wanted))
 
-    async def _lease(self, queue: _JobQueue, name: LengthClass | None, one: _Class, wanted: int) -> None:
+    async def _lease(self, queue: JobQueue, name: LengthClass | None, one: _Class, wanted: int) -> None:
         def lease() -> list[LeasedLine]:
             return self._store.lease(
                 queue.job,
@@ -379,7 +325,7 @@ class JobRunner:
     def _end_jobs(self) -> None:
         self._end([queue for queue in self._jobs.values() if queue.is_idle])
 
-    def _end(self, queues: list[_JobQueue]) -> None:
+    def _end(self, queues: list[JobQueue]) -> None:
         for queue in queues:
             del self._jobs[queue.job]
             self._store.release_leases(queue.job)
@@ -388,7 +334,7 @@ class JobRunner:
 
     # -- one line -----------------------------------------------------------------------------------------------------
 
-    def _send(self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, now_s: float) -> None:
+    def _send(self, name: LengthClass | None, one: _Class, queue: JobQueue, leased: LeasedLine, now_s: float) -> None:
         self._in_flight += 1
         one.in_flight += 1
         queue.in_flight[name] = queue.in_flight.get(name, 0) + 1
@@ -409,7 +355,7 @@ class JobRunner:
         self,
         name: LengthClass | None,
         one: _Class,
-        queue: _JobQueue,
+        queue: JobQueue,
         leased: LeasedLine,
         is_probe: bool,
         task: asyncio.Task[None],
@@ -425,7 +371,7 @@ class JobRunner:
         self._background_done(task)
 
     async def _request(
-        self, name: LengthClass | None, one: _Class, queue: _JobQueue, leased: LeasedLine, was_full: bool
+        self, name: LengthClass | None, one: _Class, queue: JobQueue, leased: LeasedLine, was_full: bool
     ) -> None:
         sent_at_s = time.monotonic()
         answer = await self._client.send(leased.line)
@@ -441,7 +387,7 @@ class JobRunner:
                 one.cap.on_overload(sent_at_s, now_s)
             self._on_failure(name, queue, leased, answer, now_s)
 
-    def _on_ok(self, queue: _JobQueue, leased: LeasedLine, answer: Answer, now_s: float) -> None:
+    def _on_ok(self, queue: JobQueue, leased: LeasedLine, answer: Answer, now_s: float) -> None:
         self._note_up(self._outage.on_answer(), now_s)
         prompt_tokens, completion_tokens = count_tokens(answer.parsed)
         self._tokens_limit.take(completion_tokens, now_s)
@@ -460,10 +406,10 @@ class JobRunner:
         )
 
     def _on_failure(
-        self, name: LengthClass | None, queue: _JobQueue, leased: LeasedLine, answer: Answer, now_s: float
+        self, name: LengthClass | None, queue: JobQueue, leased: LeasedLine, answer: Answer, now_s: float
     ) -> None:
         kind = answer.failure_kind
-        is_counted = self._outage.on_failure(kind, leased.id, now_s, self._lines_left())
+        is_counted = self._outage.on_failure(kind, leased.id, now_s, self._queues.lines_left())
         since_s = self._outage.since_s
         if since_s is not None and (kind is FailureKind.UNREACHABLE or now_s - since_s >= _NOTE_AFTER_S):
             self._note_outage(answer.error or answer.kind.value)
@@ -477,23 +423,12 @@ class JobRunner:
             return
         queue.tries[leased.id] = (tries, counted)
         self._retried += 1
-        queue.retrying += 1
         delay_s = retry_delay_s(max(1, counted), answer.retry_after_s, random.random())
-        self._sequence += 1
-        heappush(self._retries, (now_s + delay_s, self._sequence, name, queue, leased))
-
-    def _lines_left(self) -> int | None:
-        """Lines without a result, the ones under way included; None while there are more to lease."""
-        left = 0
-        for queue in self._jobs.values():
-            if len(queue.exhausted) < len(queue.waiting):
-                return None
-            left += sum(map(len, queue.waiting.values())) + queue.retrying + len(queue.tasks)
-        return left
+        self._queues.push_retry(now_s + delay_s, name, queue, leased)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def _add_result(self, queue: _JobQueue, result: LineResult) -> None:
+    def _add_result(self, queue: JobQueue, result: LineResult) -> None:
         queue.tries.pop(result.id, None)
         queue.unwritten += 1
         self._succeeded += result.is_ok

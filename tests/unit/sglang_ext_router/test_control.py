@@ -186,7 +186,7 @@ async def test_a_drained_worker_ends_what_it_has() -> None:
         ({}, 400, "url"),
         ({"url": "http://a:1"}, 400, "role"),
         ({"url": "http://a:1", "role": "encode"}, 400, "role"),
-        ({"url": "https://a:1", "role": "decode"}, 400, "url"),
+        ({"url": "ws://a:1", "role": "decode"}, 400, "url"),
         ({"url": "a", "role": "decode"}, 400, "url"),
         ({"url": 5, "role": "decode"}, 400, "url"),
         ({"url": "http://a:1", "role": "short", "bootstrap_port": 0}, 400, "bootstrap_port"),

@@ -165,6 +165,41 @@ async def test_the_process_drains_on_a_signal(signal_number: int) -> None:
             await engine.stop()
 
 
+async def test_requests_are_taken_while_readyz_says_503_already() -> None:
+    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
+    for engine in engines:
+        await engine.start()
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port), "--drain-delay-secs", "60"]
+    command += ["--prefill", engines[0].url, "--decode", engines[1].url]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        await until_ready(port)
+        async with await RawClient.connect(port) as kept:
+            assert (await kept.ask("GET", "/health")).status == 200
+            process.terminate()
+            for _ in range(500):
+                if (await kept.ask("GET", "/readyz")).status == 503:
+                    break
+                await asyncio.sleep(0.01)
+            assert (await kept.ask("GET", "/readyz")).status == 503
+            async with await RawClient.connect(port) as new:
+                for client in (kept, new):
+                    answer = await client.ask("POST", "/generate", BODY)
+                    assert (answer.status, answer.headers.get("connection")) == (200, None)
+            assert process.poll() is None
+            process.terminate()  # the second ends the delay
+            assert await kept.is_closed_within(5.0)
+        assert await asyncio.to_thread(process.wait, 10) == 0
+        with pytest.raises(ConnectionError):
+            await RawClient.connect(port)
+    finally:
+        process.kill()
+        process.wait()
+        for engine in engines:
+            await engine.stop()
+
+
 async def until_ready(port: int) -> None:
     """Wait until the router at this port has an instance of each kind."""
     async with asyncio.timeout(20):

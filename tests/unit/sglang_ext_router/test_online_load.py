@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.types import LengthClass
-from sglang_ext_router.online_load import MAX_WAITS, WINDOW_S, OnlineWaits
+from sglang_ext.types import Role
+from sglang_ext_router.online_load import MAX_WAITS, WINDOW_S, OnlineWaits, quantile_s
 from support.router_process import cluster
 from support.scripted_engine import hang, reply
 
-SHORT, LONG = LengthClass.SHORT, LengthClass.LONG
 LOW = {"x-sgl-priority": "low"}
 
 
 def test_nothing_is_told_without_requests() -> None:
-    assert OnlineWaits().quantile_s(SHORT, 0.0) is None
+    assert quantile_s(()) is None
+    assert OnlineWaits().recent(0.0) == []
 
 
 @given(st.lists(st.floats(-1.0, 100.0), min_size=1, max_size=300))
 def test_the_quantile_is_a_wait_that_nine_of_ten_did_not_exceed(given_waits: list[float]) -> None:
     waits = OnlineWaits()
     for wait_s in given_waits:
-        waits.note(LONG, wait_s, 5.0)
-    told = waits.quantile_s(LONG, 5.0)
+        waits.note("a", wait_s, 5.0)
+    told = quantile_s([wait_s for _, wait_s in waits.recent(5.0)])
     assert told is not None
     assert told in [max(0.0, wait_s) for wait_s in given_waits]
     assert sum(wait_s <= told for wait_s in given_waits) >= 0.9 * len(given_waits)
-    assert waits.quantile_s(SHORT, 5.0) is None
 
 
 def test_old_waits_are_forgotten_and_memory_is_bounded() -> None:
     waits = OnlineWaits()
     for number in range(3 * MAX_WAITS):
-        waits.note(SHORT, 9.0, number / 1000)
-    assert waits.quantile_s(SHORT, 6.0) == 9.0
-    waits.note(SHORT, 1.0, 7.0 + WINDOW_S)
-    assert waits.quantile_s(SHORT, 7.0 + WINDOW_S) == 1.0
-    assert waits.quantile_s(SHORT, 7.1 + 2 * WINDOW_S) is None
+        waits.note("a", 9.0, 6.0 + number / 10_000)
+    assert len(waits.recent(7.3)) == MAX_WAITS
+    waits.note("b", 1.0, 7.3 + WINDOW_S)
+    assert waits.recent(7.3 + WINDOW_S) == [("b", 1.0)]
+    assert waits.recent(7.4 + 2 * WINDOW_S) == []
+
+
+async def test_waits_at_an_instance_hold_for_every_class_that_it_serves() -> None:
+    """A job's long prompts stand before the short ones of clients where one instance serves both."""
+    async with cluster(short=1, long=1) as served:
+        waits, now_s = served.router.services.online_waits, served.router.loop.time()
+        waits.note(served.short[0].url, 0.5, now_s)
+        told = served.router.describe_load()["classes"]
+        assert (told["short"]["online_wait_s"], told["long"]["online_wait_s"]) == (0.5, None)
+        for engine in (*served.short, *served.long):
+            worker = served.worker(engine.url)
+            worker.role = Role.BOTH
+        told = served.router.describe_load()["classes"]
+        assert (told["short"]["online_wait_s"], told["long"]["online_wait_s"]) == (0.5, 0.5)
+
+
+async def test_a_request_is_told_of_while_it_waits_for_prefill_or_for_admission() -> None:
+    async with cluster(max_concurrent_requests=1) as served:
+        served.short[0].script = served.decode[0].script = hang()
+        first, second = await served.connect(), await served.connect()
+        body = b'{"input_ids": [5, 5, 5, 5]}'
+        await first.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await served.short[0].received(1)
+        await asyncio.sleep(0.2)
+        told = served.router.describe_load()["classes"]["short"]
+        assert (told["online_in_flight"], told["online_wait_s"] > 0.1) == (1, True)
+        await second.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await served.until(lambda: served.router.requests_queued == 1)
+        await asyncio.sleep(0.3)
+        assert served.router.describe_load()["classes"]["long"]["online_wait_s"] >= 0.25
+        second.close()
+        first.close()
 
 
 async def test_online_requests_are_told_of_and_those_of_low_priority_are_not() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sglang_ext_router.reply_builder as reply_builder_module
 from sglang_ext.types import Role
 from sglang_ext_router.prompt import BadRequestError
-from sglang_ext_router.reply_builder import ReplyBuilder
+from sglang_ext_router.reply_builder import BuildFailure, ReplyBuilder
 from sglang_ext_router.scores import (
     MAX_CANDIDATES,
     MAX_TOP_LOGPROBS,
@@ -259,20 +260,43 @@ async def test_large_replies_are_made_beside_and_are_the_same() -> None:
     beside = ReplyBuilder(loop, max_inline_bytes=0)
     raw_reply = json.dumps(ONE).encode()
     for one_form in (form(2), form(0, 1, [[3]]), None):
-        built: asyncio.Future[bytes | None] = loop.create_future()
+        built: asyncio.Future[bytes | BuildFailure] = loop.create_future()
         beside.build(one_form, raw_reply, None, built.set_result)
         body = await asyncio.wait_for(built, 30)
-        assert body is not None
+        assert isinstance(body, bytes)
         mine, theirs = json.loads(build_reply(one_form, raw_reply, None)), json.loads(body)
         assert {**mine, "created": 0} == {**theirs, "created": 0}
     built = loop.create_future()
     beside.build(form(1), b"[]", None, built.set_result)
-    assert await asyncio.wait_for(built, 30) is None
+    assert await asyncio.wait_for(built, 30) is BuildFailure.MISMATCH
     built = loop.create_future()
     beside.build(form(1), raw_reply, None, built.set_result)
     await asyncio.sleep(0)
     await beside.stop()
     assert built.done()
+
+
+async def test_what_waits_to_be_made_is_bounded_and_not_made_for_a_client_that_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw_reply = json.dumps(ONE).encode()
+    monkeypatch.setattr(reply_builder_module, "MAX_PENDING_BYTES", 5 * len(raw_reply))
+    loop = asyncio.get_running_loop()
+    beside = ReplyBuilder(loop, max_inline_bytes=0)
+    built: list[bytes | BuildFailure] = []
+    unwanted: list[bytes | BuildFailure] = []
+    for number in range(7):
+        is_left = number in (2, 3)
+        beside.build(form(1), raw_reply, None, (unwanted if is_left else built).append, lambda left=is_left: not left)  # type: ignore[misc]
+    assert built == [BuildFailure.OVERLOAD] * 2
+    async with asyncio.timeout(60):
+        while len(built) < 5:  # noqa: ASYNC110 - as in the router, there is nothing to wait for
+            await asyncio.sleep(0.01)
+    assert all(isinstance(one, bytes) for one in built[2:])
+    assert unwanted == []
+    beside.build(form(1), raw_reply, None, built.append)
+    await beside.stop()
+    assert built[-1] is not BuildFailure.OVERLOAD, "their place is free again"
 
 
 # -- through the router -------------------------------------------------------------------------------------

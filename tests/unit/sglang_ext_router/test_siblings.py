@@ -81,6 +81,12 @@ async def test_a_change_made_at_one_is_made_at_all(tmp_path: Path) -> None:
             await extra.stop()
 
 
+def told_by(one: RunningRouter) -> dict[str, Any]:
+    """What `GET /load` of this process tells a batch run of short prompts."""
+    told: dict[str, Any] = one.router.describe_load()["classes"]["short"]
+    return told
+
+
 async def test_the_load_of_all_counts(tmp_path: Path) -> None:
     engines = [*pair(), ScriptedEngine(Role.DECODE)]
     async with processes(tmp_path, engines) as running:
@@ -95,9 +101,12 @@ async def test_the_load_of_all_counts(tmp_path: Path) -> None:
         await until(lambda: other.sibling_in_flight == 4, 2.0)
         assert other.sibling_tokens == 4
         assert other.in_flight == 0
+        await until(lambda: told_by(running[1])["online_in_flight"] == 4, 2.0)
+        assert told_by(running[1])["online_wait_s"] >= 0.0
         for client in clients:
             client.close()
         await until(lambda: other.sibling_in_flight == 0, 2.0)
+        await until(lambda: told_by(running[1])["online_in_flight"] == 0, 2.0)
 
 
 async def test_a_process_that_is_gone_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ class CapSettings:
     online_wait_target_s: float | None = 0.2  # None: the wait of online requests is not looked at
     most_backlog_s: float = 2.0  # of prefill work at the least loaded instance, while there are online requests
     most_backlog_alone_s: float = 10.0  # and while there are none: decode is kept busy, too
-    settle_s: float = 1.0  # at least between two decreases that the reported load asks for
+    settle_s: float = 2.0  # at least between two decreases that the reported load asks for
 
     def __post_init__(self) -> None:
         if self.most < 1:
@@ -81,10 +81,10 @@ class InFlightCap:
         if sent_at_s > self._decreased_at_s:
             self._decrease(now_s)
 
-    def on_load(self, online_wait_s: float | None, backlog_s: float, now_s: float, *, is_full: bool = False) -> None:
+    def on_load(self, online_wait_s: float | None, backlog_s: float, now_s: float, in_flight: int) -> None:
         """The router reported its load: `online_wait_s` as P90, None without online requests; see `CapSettings`.
 
-        `is_full`: as many requests are in flight as the cap allows.
+        `in_flight` requests of this class are under way.
         """
         settings = self._settings
         target_s = settings.online_wait_target_s
@@ -92,11 +92,12 @@ class InFlightCap:
         most_backlog_s = settings.most_backlog_alone_s if online_wait_s is None else settings.most_backlog_s
         self._is_held = online_waits or backlog_s >= most_backlog_s
         if online_waits or backlog_s >= 2 * most_backlog_s:
-            # What is reported now was caused by what was sent up to a round trip ago.
-            settled_s = self._decreased_at_s + max(settings.settle_s, self._round_trip_s or 0.0)
-            if now_s >= settled_s:
+            # What is reported now was caused by what was sent up to a round trip ago, and by what is still under way
+            # since before the last decrease.
+            settle_s = settings.settle_s if in_flight <= self.cap else max(settings.settle_s, self._round_trip_s or 0.0)
+            if now_s >= self._decreased_at_s + settle_s:
                 self._decrease(now_s)
-        elif self._is_probing and is_full and backlog_s < _IDLE_BELOW * settings.most_backlog_s:
+        elif self._is_probing and in_flight >= self.cap and backlog_s < _IDLE_BELOW * settings.most_backlog_s:
             self._cap = min(2 * self._cap, float(settings.most))
 
     def on_load_unknown(self) -> None:

@@ -50,6 +50,8 @@ from sglang_ext.types import LengthClass
 _DEFAULT_BOUNDARY_TOKENS = 256
 _ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of so many rounds
+_YIELD_OF_SLO = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
+_YIELD_OVERHEAD = 0.1  # share of such work's time that may go to what every batch costs anew
 _SPENT_SLACK = 0.8  # of the time to its deadline that a short prefill spends on waiting for more batch members
 
 
@@ -65,6 +67,8 @@ class _Round(NamedTuple):
     share: float  # x: the shorts' share of the time
     short_is_more_urgent: bool  # than the long prefill
     free_kv_tokens: int
+    offline_round_s: float  # time budget of a batch or chunk without a deadline
+    is_offline: bool  # nothing that waits has a deadline, and nothing with one came lately
 
 
 class Laps:
@@ -227,28 +231,50 @@ class Laps:
         cost = self._fit.coefficients
         now_s = snapshot.now_s
         chunk_s = self._round_s(0, 0.0)
+        is_offline = now_s > self._online_s + _ONLINE_FOR_S and not any(map(_has_deadline, snapshot.queue))
+        yield_s = self._yield_s()
         shorts: list[RankedPrefill] = []
         longs: list[RankedPrefill] = []
         for request in snapshot.queue:
-            queue = shorts if _is_batched(request) else longs
-            queue.append(rank(request, now_s, cost, chunk_s, options.age_s, options.long_slo_stretch))
+            ranked = rank(request, now_s, cost, chunk_s, options.age_s, options.long_slo_stretch)
+            is_cut = not is_offline and not _has_deadline(request) and ranked.remaining_s > yield_s
+            (shorts if _is_batched(request) and not is_cut else longs).append(ranked)
         shorts.sort()
         longs.sort()
         choice = choose_long(longs, snapshot.free_kv_tokens, options.max_parked, options.preempt_margin)
-        backlog_s = sum(ranked.remaining_s for ranked in longs)
+        # Work without deadlines does not make the rounds longer that others wait for.
+        backlog_s = sum(ranked.remaining_s for ranked in longs if is_offline or _has_deadline(ranked.request))
         round_s = self._round_s(0 if choice is None else choice.ranked.request.cached_tokens, backlog_s)
+        offline_round_s = round_s
+        if options.round_ms is None:
+            offline_round_s = max(round_s, options.short_ttft_slo_ms / 1e3) if is_offline else min(round_s, yield_s)
+        candidates, budget_s = shorts, offline_round_s
+        if shorts and _has_deadline(shorts[0].request):  # nothing without a deadline joins, as it would take longer
+            candidates, budget_s = [ranked for ranked in shorts if _has_deadline(ranked.request)], round_s
         bounds = BatchBounds(
             self._max_requests,
             self._limits.max_batch_tokens,
             snapshot.free_kv_tokens,
             self._limits.page_tokens,
-            round_s,
+            budget_s,
         )
-        batch = form_batch(shorts, cost, self._grid, bounds)
+        batch = form_batch(candidates, cost, self._grid, bounds)
         share, is_more_urgent = 0.0, True
         if shorts and choice is not None:
             share, is_more_urgent = self._compare(shorts[0], choice.ranked)
-        return _Round(now_s, round_s, shorts, longs, batch, choice, share, is_more_urgent, snapshot.free_kv_tokens)
+        return _Round(
+            now_s,
+            round_s,
+            shorts,
+            longs,
+            batch,
+            choice,
+            share,
+            is_more_urgent,
+            snapshot.free_kv_tokens,
+            offline_round_s,
+            is_offline,
+        )
 
     def _compare(self, short: RankedPrefill, long: RankedPrefill) -> tuple[float, bool]:
         """The shorts' share of the time against this long prefill, and whether the short one is more urgent.
@@ -265,7 +291,10 @@ class Laps:
             is_pressing = long_slack <= 0 or long.urgency.aged_class < long.request.priority
             return (self._most_share() if is_pressing else 1.0), is_more_urgent
         if short_class != long_class:
-            return (options.rho_max if short_class < long_class else 0.0), is_more_urgent
+            if short_class > long_class:
+                return 0.0, is_more_urgent
+            is_yielding = _has_deadline(short.request) and not _has_deadline(long.request)
+            return (1.0 if is_yielding else options.rho_max), is_more_urgent
         return choose_share(long_slack, options.rho_min, options.rho_max), is_more_urgent
 
     def _choose_between(self, state: _Round, batch: FormedBatch, long: LongChoice) -> RoundPlan:
@@ -289,7 +318,12 @@ class Laps:
         That loses no time, for a long prefill uses it. It pays where time is scarce: several long prefills wait. A
         round whose length is an option is kept.
         """
-        if batch.is_full or len(state.longs) < 2:
+        if batch.is_full:
+            return False
+        if state.is_offline:  # dense batches are all that counts, but for decode, which is not to run dry
+            oldest_s = min(member.request.arrival_s for member in batch.members)
+            return state.now_s < oldest_s + self._options.short_ttft_slo_ms / 1e3
+        if len(state.longs) < 2:
             return False
         if self._mode is LapsMode.SHORT or self._options.round_ms is not None:
             return False
@@ -345,10 +379,8 @@ class Laps:
             budget_s *= _LONG_MODE_ROUNDS
         elif state.shorts:
             budget_s *= 1 - state.share
-        is_offline = request.deadline_s == inf and not state.shorts and self._options.round_ms is None
-        if is_offline and state.now_s > self._online_s + _ONLINE_FOR_S:
-            # No client is near, and a first one that comes would be held up for one objective at most.
-            budget_s = max(budget_s, self._options.short_ttft_slo_ms / 1e3)
+        if not _has_deadline(request) and self._options.round_ms is None:
+            budget_s = max(budget_s, state.offline_round_s) if state.is_offline else state.offline_round_s
         tokens = choose_chunk(
             cost,
             request.new_tokens,
@@ -387,6 +419,12 @@ class Laps:
             cost.chunk_s(self._boundary_tokens(0), 0),
         )
 
+    def _yield_s(self) -> float:
+        """Time budget of work without deadlines while there are requests with some: these wait for its end."""
+        return max(
+            _YIELD_OF_SLO * self._options.short_ttft_slo_ms / 1e3, self._fit.coefficients.kappa_s / _YIELD_OVERHEAD
+        )
+
     def _most_share(self) -> float:
         """The largest share of the time that shorts take while a long prefill that is late waits."""
         rho_max = self._options.rho_max
@@ -409,6 +447,10 @@ class Laps:
             slo_violation_rate=deviation.slo_violation_rate(state.now_s),
             tardiness=deviation.tardiness(state.now_s),
         )
+
+
+def _has_deadline(request: QueuedPrefill) -> bool:
+    return isfinite(request.deadline_s)
 
 
 def _is_batched(request: QueuedPrefill) -> bool:

@@ -6,7 +6,7 @@ without a deadline therefore age: none that arrives later than a queue timeout a
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from enum import Enum
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
@@ -76,6 +76,11 @@ class AdmissionQueue(Generic[T]):
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    @property
+    def queue(self) -> Iterable[T]:
+        """Those requests."""
+        return self._waiting
 
     def offer(self, item: T, now_s: float, deadline_s: float | None = None) -> AdmissionOutcome:
         """Admit the item, queue it, or refuse it. Raises ValueError when it is queued already."""

@@ -30,7 +30,7 @@ def drive(cap: InFlightCap, events: list[tuple[str, float, float, float, bool]])
         elif kind == "overload":
             cap.on_overload(now_s - value_s, now_s)
         elif kind == "load":
-            cap.on_load(value_s if flag else None, backlog_s, now_s, is_full=not flag)
+            cap.on_load(value_s if flag else None, backlog_s, now_s, 0 if flag else 10**6)
         else:
             cap.on_load_unknown()
         history.append((now_s, cap.cap))
@@ -53,7 +53,7 @@ def test_recovers_to_the_most_once_requests_succeed(
     cap = InFlightCap(CapSettings(most=most))
     history = drive(cap, events)
     now_s = (history[-1][0] if history else 0.0) + 100.0
-    cap.on_load(None, 0.0, now_s)
+    cap.on_load(None, 0.0, now_s, 0)
     for _ in range(most * most + most):
         now_s += 0.1
         cap.on_ok(now_s - 0.05, now_s, was_full=True)
@@ -87,15 +87,15 @@ def test_doubles_per_round_trip_until_the_first_congestion_then_grows_by_one() -
 
 def test_idle_prefill_instances_double_it_until_the_first_congestion() -> None:
     cap = InFlightCap(CapSettings(most=200, start=16))
-    cap.on_load(None, 0.1, 0.5, is_full=False)
+    cap.on_load(None, 0.1, 0.5, 15)
     assert cap.cap == 16, "more would not be sent anyway"
-    cap.on_load(None, 1.0, 1.0, is_full=True)
+    cap.on_load(None, 1.0, 1.0, cap.cap)
     assert cap.cap == 16, "they have work"
     for wanted in (32, 64, 128, 200):
-        cap.on_load(None, 0.1, 1.5, is_full=True)
+        cap.on_load(None, 0.1, 1.5, cap.cap)
         assert cap.cap == wanted
     cap.on_overload(2.0, 3.0)
-    cap.on_load(None, 0.0, 4.0, is_full=True)
+    cap.on_load(None, 0.0, 4.0, cap.cap)
     assert cap.cap == 100
 
 
@@ -108,13 +108,13 @@ def test_does_not_grow_when_it_is_not_used_up() -> None:
 
 def test_a_backlog_holds_it_and_a_long_one_decreases_it() -> None:
     cap = InFlightCap(CapSettings(start=16, most_backlog_s=2.0))
-    cap.on_load(0.01, 2.5, 1.0)
+    cap.on_load(0.01, 2.5, 1.0, 0)
     for index in range(50):
         cap.on_ok(1.0 + index, 1.5 + index, was_full=True)
     assert cap.cap == 16
-    cap.on_load(0.01, 4.0, 60.0)
+    cap.on_load(0.01, 4.0, 60.0, 0)
     assert cap.cap == 8
-    cap.on_load(0.01, 1.0, 62.0)
+    cap.on_load(0.01, 1.0, 62.0, 0)
     cap.on_ok(62.0, 62.5, was_full=True)
     assert cap.cap == 8
     for _ in range(8):
@@ -124,32 +124,34 @@ def test_a_backlog_holds_it_and_a_long_one_decreases_it() -> None:
 
 def test_without_online_requests_more_may_wait() -> None:
     cap = InFlightCap(CapSettings(start=16, most_backlog_s=2.0, most_backlog_alone_s=10.0))
-    cap.on_load(None, 6.0, 1.0)
+    cap.on_load(None, 6.0, 1.0, 0)
     cap.on_ok(1.0, 1.5, was_full=True)
     assert cap.cap == 17
-    cap.on_load(None, 20.0, 2.0)
+    cap.on_load(None, 20.0, 2.0, 0)
     assert cap.cap == 8
 
 
 def test_waiting_online_requests_decrease_it_once_per_round_trip() -> None:
     cap = InFlightCap(CapSettings(start=64, online_wait_target_s=0.2, settle_s=1.0))
     for tick in range(20):  # readings every 0.1 s
-        cap.on_load(0.5, 0.0, 10 + tick / 10)
+        cap.on_load(0.5, 0.0, 10 + tick / 10, 0)
     assert cap.decreases == 2
     assert cap.cap == 16
     slow = InFlightCap(CapSettings(start=64, online_wait_target_s=0.2, settle_s=1.0))
     slow.on_ok(0.0, 5.0, was_full=False)  # a round trip of 5 s
     for tick in range(49):
-        slow.on_load(0.5, 0.0, 10 + tick / 10)
-    assert slow.decreases == 1
+        slow.on_load(0.5, 0.0, 10 + tick / 10, 64)
+    assert slow.decreases == 1, "what was sent before is still under way"
+    slow.on_load(0.5, 0.0, 14.9, 32)
+    assert slow.decreases == 2
 
 
 def test_online_requests_that_wait_less_than_the_target_change_nothing() -> None:
     cap = InFlightCap(CapSettings(start=64, online_wait_target_s=0.2))
-    cap.on_load(0.19, 0.0, 1.0)
+    cap.on_load(0.19, 0.0, 1.0, 0)
     assert cap.cap == 64
     ungated = InFlightCap(CapSettings(start=64, online_wait_target_s=None))
-    ungated.on_load(100.0, 0.0, 1.0)
+    ungated.on_load(100.0, 0.0, 1.0, 0)
     assert ungated.cap == 64
 
 

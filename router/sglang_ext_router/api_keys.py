@@ -1,0 +1,98 @@
+"""Keys of several clients, as hashes in a file that is read again when it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+RELOAD_INTERVAL_S = 1.0
+_PREFIX_BYTES = 8  # by which a hash is found; all of it is then compared in constant time
+_NAME = re.compile(r"[A-Za-z0-9._@-]+")
+_HASH = re.compile(r"[0-9a-fA-F]{64}")
+
+
+class ApiKeyFileError(ValueError):
+    """A file that cannot be used; the message is one line and names the file and its line."""
+
+
+def read_api_keys(path: str) -> dict[str, bytes]:
+    """Names and SHA-256 hashes of the keys in a file of lines `NAME:SHA256-HEX`; blank lines and `#` are skipped.
+
+    ApiKeyFileError where a line is something else, a name or a hash comes twice, or no key is left.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ApiKeyFileError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ApiKeyFileError(f"{path} is not text in UTF-8") from None
+    keys: dict[str, bytes] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        name, _, digits = (part.strip() for part in entry.partition(":"))
+        if not _NAME.fullmatch(name) or not _HASH.fullmatch(digits):
+            raise ApiKeyFileError(f"{path}, line {number} is not of the form NAME:SHA256-HEX")
+        if name in keys:
+            raise ApiKeyFileError(f"{path}, line {number}: the name {name} is there already")
+        if bytes.fromhex(digits) in keys.values():
+            raise ApiKeyFileError(f"{path}, line {number}: {name} has the key of another name")
+        keys[name] = bytes.fromhex(digits)
+    if not keys:
+        raise ApiKeyFileError(f"{path} holds no key")
+    return keys
+
+
+class ApiKeys:
+    """The keys of one file. What it holds is never logged."""
+
+    def __init__(self, path: str) -> None:
+        """ApiKeyFileError for a file that cannot be used."""
+        self._path = path
+        self._state = self._file_state()
+        self._checked_s = 0.0
+        self._hashes = _by_prefix(read_api_keys(path))
+
+    def knows(self, key: bytes) -> bool:
+        """Whether this is one of the keys."""
+        digest = hashlib.sha256(key).digest()
+        known = self._hashes.get(digest[:_PREFIX_BYTES])
+        return known is not None and hmac.compare_digest(known, digest)
+
+    def reload(self, now_s: float) -> None:
+        """Read the file again if it has changed, at most once in `RELOAD_INTERVAL_S`.
+
+        One that cannot be used is logged, and the keys stay what they were.
+        """
+        if now_s - self._checked_s < RELOAD_INTERVAL_S:
+            return
+        self._checked_s = now_s
+        state = self._file_state()
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            keys = read_api_keys(self._path)
+        except ApiKeyFileError as error:
+            logger.warning("the client keys stay what they were: %s", error)
+            return
+        self._hashes = _by_prefix(keys)
+        logger.info("%d client keys read from %s", len(keys), self._path)
+
+    def _file_state(self) -> tuple[int, int, int] | None:
+        try:
+            state = os.stat(self._path)
+        except OSError:
+            return None
+        return state.st_mtime_ns, state.st_size, state.st_ino
+
+
+def _by_prefix(keys: dict[str, bytes]) -> dict[bytes, bytes]:
+    return {digest[:_PREFIX_BYTES]: digest for digest in keys.values()}

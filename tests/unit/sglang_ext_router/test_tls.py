@@ -1,0 +1,194 @@
+"""TLS to clients and to instances: served, checked, and refused with one clear line where it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.types import Role
+from sglang_ext_router.config import RouterConfigError, WorkerAddress
+from sglang_ext_router.tls import client_context, worker_context
+from support.engines import free_port
+from support.raw_client import RawClient, request_bytes
+from support.router_process import FAST, RunningRouter, cluster, running_router
+from support.scripted_engine import DONE, ScriptedEngine, event, hang, stream
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+BODY = b'{"text": "x"}'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that signs itself, its key, and a key that is not its own."""
+    path = tmp_path_factory.mktemp("tls")
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    for name in ("own", "other"):
+        command = [*make.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{name}.key"]
+        subprocess.run([*command, "-out", f"{name}.pem"], cwd=path, check=True, capture_output=True)
+    protect = "openssl ec -in own.key -aes128 -passout pass:x -out protected.key"
+    subprocess.run(protect.split(), cwd=path, check=True, capture_output=True)
+    (path / "both.pem").write_text((path / "own.pem").read_text() + (path / "own.key").read_text())
+    (path / "nonsense").write_text("nonsense")
+    return path
+
+
+@asynccontextmanager
+async def tls_cluster(folder: Path, **options: object) -> AsyncIterator[tuple[RunningRouter, list[ScriptedEngine]]]:
+    """A router over two instances that speak TLS only."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "both.pem")
+    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
+    fronts = []
+    workers = []
+    for engine in engines:
+        await engine.start()
+        port = engine.port
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int = port) -> None:
+            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(copy(reader, inner_writer), copy(inner_reader, writer))
+
+        front = await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context)
+        fronts.append(front)
+        workers.append(WorkerAddress(f"https://127.0.0.1:{front.sockets[0].getsockname()[1]}", engine.role))
+    try:
+        async with running_router(replace(FAST, workers=tuple(workers), **options)) as running:  # type: ignore[arg-type]
+            yield running, engines
+    finally:
+        for front in fronts:
+            front.close()
+        for engine in engines:
+            await engine.stop()
+        await asyncio.sleep(0.05)
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    writer.close()
+
+
+async def test_instances_over_tls_are_probed_asked_and_aborted(folder: Path) -> None:
+    async with tls_cluster(folder, worker_ca_file=str(folder / "own.pem")) as (served, engines):
+        await served.until_ready()
+        answer = await served.ask("POST", "/generate", BODY)
+        assert answer.status == 200
+        assert answer.headers["x-sglang-ext-decode"].startswith("https://127.0.0.1:")
+        engines[1].script = stream(event(1), event(2), DONE)
+        assert (await served.ask("POST", "/generate", {"text": "x", "stream": True})).chunks == (
+            event(1),
+            event(2),
+            DONE,
+        )
+        assert (await served.ask("GET", "/server_info")).json["decode"]
+        engines[1].script = hang()
+        async with await served.connect() as client:
+            await client.send(request_bytes("POST", "/generate", BODY))
+            rid = (await engines[1].received(3))[2].rid
+        await engines[1].abort_of(rid, 2.0)
+        await served.until_idle()
+
+
+async def test_an_instance_that_is_not_trusted_gets_nothing(folder: Path) -> None:
+    async with tls_cluster(folder, worker_ca_file=str(folder / "other.pem")) as (served, engines):
+        worker = next(iter(served.router.registry))
+        await served.until(lambda: "certificate" in worker.last_error.lower())
+        assert not worker.is_healthy
+        assert (await served.ask("POST", "/generate", BODY)).status == 503
+        assert engines[0].requests == engines[1].requests == []
+
+
+async def test_clients_are_served_over_tls(folder: Path) -> None:
+    async with cluster(
+        ssl_certfile=str(folder / "own.pem"), ssl_keyfile=str(folder / "own.key"), api_key="k"
+    ) as served:
+        router = served.router
+        context = client_context(router.config)
+        assert context is not None
+        server = await router.loop.create_server(router.connection, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        trusting = ssl.create_default_context(cafile=folder / "own.pem")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, limit=1 << 26)
+        client = RawClient(reader, writer)
+        served.clients.append(client)
+        key = {"Authorization": "Bearer k"}
+        assert (await client.ask("POST", "/generate", BODY, key)).status == 200
+        assert (await client.ask("POST", "/generate", b'{"text":"' + b"y" * 3000 + b'"}', key)).status == 200
+        await client.send(request_bytes("POST", "/generate", b"x" * 5_000_000))
+        answer = await client.reply()
+        assert (answer.status, answer.headers["connection"]) == (401, "close")
+        client.close()
+        async with await RawClient.connect(port) as plain:
+            await plain.send(request_bytes("GET", "/health"))
+            assert not (await plain.rest()).startswith(b"HTTP/")
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("certfile", "keyfile"),
+    [("absent", ""), ("nonsense", ""), ("own.pem", ""), ("own.pem", "other.key"), ("own.pem", "protected.key")],
+)
+def test_files_that_cannot_be_used_are_named(folder: Path, certfile: str, keyfile: str) -> None:
+    config = replace(FAST, ssl_certfile=str(folder / certfile), ssl_keyfile=str(folder / keyfile) if keyfile else "")
+    with pytest.raises(RouterConfigError, match="--ssl-certfile") as caught:
+        client_context(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_may_lie_beside_its_certificate(folder: Path) -> None:
+    assert client_context(replace(FAST, ssl_certfile=str(folder / "both.pem"))) is not None
+
+
+@pytest.mark.parametrize("name", ["absent", "nonsense"])
+def test_a_bad_file_of_certificates_is_named(folder: Path, name: str) -> None:
+    with pytest.raises(RouterConfigError, match="--worker-ca-file"):
+        worker_context(replace(FAST, worker_ca_file=str(folder / name)))
+    with pytest.raises(RouterConfigError, match="--ssl-keyfile"):
+        replace(FAST, ssl_keyfile=str(folder / name))
+
+
+async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) -> None:
+    port, reports = free_port(), free_port()
+    command = [sys.executable, "-m", "sglang_ext.cli", "router", "--host", "0.0.0.0", "--port", str(port)]
+    command += ["--ssl-certfile", str(folder / "both.pem"), "--metrics-port", str(reports)]
+    few = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "bash", *command]  # more are asked for by the router itself
+    process = subprocess.Popen(few, stderr=subprocess.PIPE)
+    try:
+        trusting = ssl.create_default_context(cafile=folder / "own.pem")
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+                    break
+                except OSError:
+                    await asyncio.sleep(0.05)
+        async with RawClient(reader, writer) as client:
+            assert (await client.ask("GET", "/health")).status == 200
+            assert (await client.ask("GET", "/metrics")).status == 404
+        async with await RawClient.connect(reports) as client:
+            assert (await client.ask("GET", "/metrics")).status == 200
+        (line,) = [row for row in Path(f"/proc/{process.pid}/limits").read_text().splitlines() if "open files" in row]
+        assert int(line.split()[3]) > 8192 or line.split()[3] == line.split()[4]
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert process.stderr is not None
+        log = process.stderr.read().decode()
+        assert "--api-key" in log
+        assert f"https://0.0.0.0:{port}" in log
+        assert "may read the metrics" not in log
+    finally:
+        process.kill()
+        process.communicate()
