@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
+import ssl
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from sglang_ext_router.config import RouterConfig
@@ -170,6 +174,50 @@ async def test_an_instance_that_ends_in_order_serves_what_it_has(how: str) -> No
             engine.health_status = 503
         await served.until(lambda: not is_in(served), 3.0)
         assert await rest_of(client) == [*events, DONE]
+
+
+class Refuses:
+    """A session whose every connection fails in one way."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def get(self, url: str, **_: object) -> Refuses:
+        return self
+
+    async def __aenter__(self) -> None:
+        raise self._error
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to free."""
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+KEY: Any = SimpleNamespace(host="h", port=1, ssl=True, is_ssl=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_alive"),
+    [
+        (aiohttp.ClientConnectorError(KEY, OSError(errno.ECONNREFUSED, "refused")), True),
+        (aiohttp.ClientConnectorError(KEY, OSError(errno.EHOSTUNREACH, "no route")), False),
+        (aiohttp.ClientConnectorSSLError(KEY, OSError(errno.EPERM, "handshake")), True),
+        (aiohttp.ClientConnectorCertificateError(KEY, ssl.CertificateError("expired")), True),
+        (aiohttp.ServerDisconnectedError(), True),
+        (TimeoutError(), False),
+    ],
+)
+async def test_what_counts_as_a_sign_of_life(error: Exception, is_alive: bool) -> None:
+    """What an instance refuses, it answers; what is unreachable does not."""
+    async with cluster() as served:
+        prober = served.router.prober
+        real: Any = prober._session
+        odd: Any = Refuses(error)
+        prober._session = odd
+        assert await prober._ask_for_life(served.worker(served.decode[0].url)) is is_alive
+        prober._session = real
 
 
 # -- time limits within a reply -------------------------------------------------------------------------------
