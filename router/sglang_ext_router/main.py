@@ -9,6 +9,7 @@ import gc
 import ipaddress
 import json
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -28,6 +29,7 @@ from sglang_ext_router.tls import client_context, worker_context
 __all__ = ["add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
 LISTEN_BACKLOG = 4096
+SPARE_DESCRIPTORS = 256
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         logger.warning("no workers given: add some with POST /workers")
     if not is_child():
         _warn_of_open_ports(config)
+        _raise_descriptor_limit(config.max_connections)
     if config.processes > 1 and not is_child():
         return supervise(config, sys.argv[2:])
     if not is_child():
@@ -107,6 +110,18 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _raise_descriptor_limit(connections: int) -> None:
+    """Let the process, and those that it starts, have as many connections as are allowed, and those to instances."""
+    wanted = 3 * connections + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < connections + SPARE_DESCRIPTORS:
+        logger.warning("%d file descriptors are fewer than --max-connections %d needs", most, connections)
 
 
 async def serve(

@@ -224,6 +224,9 @@ class Prober:
         try:
             async with self._session.get(worker.url + LIVENESS_PATH, timeout=_NO_TIMEOUT):
                 return True
+        except aiohttp.ClientSSLError:  # it speaks, if not what was expected; a health check judges that
+            self.check_now(worker)
+            return True
         except aiohttp.ClientConnectorError as error:
             self.check_now(worker)
             return error.os_error.errno == errno.ECONNREFUSED

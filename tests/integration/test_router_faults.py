@@ -193,7 +193,7 @@ def test_instances_come_and_go_at_run_time(router: RunningRouter, engines: list[
     assert router.call("POST", "/workers", {"url": "http://127.0.0.1:9", "role": "decode"})[0].status == 401
 
 
-@pytest.mark.parametrize("role", [Role.SHORT, Role.DECODE])
+@pytest.mark.parametrize("role", [pytest.param(Role.SHORT, marks=pytest.mark.full), Role.DECODE])
 def test_a_frozen_instance_holds_nothing(engines: list[Engine], role: Role) -> None:
     """SIGSTOP of all its processes under load, with the router's defaults; it goes on, and is used again."""
     victim = Engine.start(EngineSpec(role, name="victim"))
@@ -234,7 +234,7 @@ def test_busy_instances_are_not_taken_for_frozen_ones(router: RunningRouter, eng
         began_s = time.monotonic()
         seeds = iter(range(1 << 20))
         running: set[Any] = set()
-        while time.monotonic() - began_s < 8.0:
+        while time.monotonic() - began_s < 6.0:
             running = {one for one in running if not one.done()}
             while len(running) < 6:
                 running.add(threads.submit(router.post, "/generate", generate_body(900, 24, seed=next(seeds))))

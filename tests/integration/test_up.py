@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.cluster.process_tree import send_signal, session_processes
 from support.stand_in_cluster import wait_until_gone
 from support.up_process import START_TIMEOUT_S, up
 
@@ -55,6 +56,25 @@ def test_serves_restarts_and_stops(tmp_path: Path, method: str) -> None:
         log = cluster.output.read_text()
         assert "decode-0: was ended by SIGKILL; starting again in 1 s" in log
         assert "Traceback" not in log
+
+
+@pytest.mark.full
+def test_a_frozen_instance_is_started_again(tmp_path: Path) -> None:
+    liveness = {"interval_s": 0.5, "timeout_s": 2, "misses": 2}
+    with up(tmp_path, liveness=liveness) as cluster:
+        cluster.wait_until_ready()
+        first = cluster.chat("def f(self):")
+        decode = cluster.program("decode-0")
+        assert decode.pid is not None
+        send_signal(session_processes(decode.pid), signal.SIGSTOP)
+        deadline_s = time.monotonic() + 30
+        while cluster.program("decode-0").restarts == 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        cluster.wait_until_ready()
+        assert cluster.chat_until_answered("def f(self):", 60) == first
+        assert [cluster.program(name).restarts for name in ("short-0", "long-0", "router")] == [0, 0, 0]
+        assert "decode-0: answered nothing in 2 checks of 2 s, and was killed" in cluster.output.read_text()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
+import ssl
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from sglang_ext_router.config import RouterConfig
@@ -104,19 +108,19 @@ async def test_a_frozen_prefill_instance_does_not_hold_its_prompts() -> None:
         assert not served.worker(frozen.url).is_healthy
 
 
-async def test_an_instance_that_answers_slowly_stays() -> None:
+async def test_an_instance_that_answers_slowly_stays(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(**QUICK) as served:
         engine = served.decode[0]
         engine.liveness_delay_s = 0.35
         checks = engine.liveness_checks
         await served.until(lambda: engine.liveness_checks >= checks + 4, 10.0)
-        assert is_in(served)
+        assert "is out" not in caplog.text
 
 
 async def test_an_instance_that_has_no_time_for_checks_but_streams_stays() -> None:
     async with cluster(**QUICK) as served:
         engine = served.decode[0]
-        engine.script = stream(*[event(number) for number in range(20)], DONE, delay_s=0.1)
+        engine.script = stream(*[event(number) for number in range(12)], DONE, delay_s=0.1)
         engine.liveness_delay_s = None
         answer = await (await sent(served, STREAMED)).reply()
         assert answer.body.endswith(DONE)
@@ -124,14 +128,15 @@ async def test_an_instance_that_has_no_time_for_checks_but_streams_stays() -> No
         await served.until(lambda: not is_in(served), 3.0)  # it has nothing more to say
 
 
-async def test_a_router_that_stood_still_itself_takes_no_instance_out() -> None:
+async def test_a_router_that_stood_still_itself_takes_no_instance_out(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(**QUICK) as served:
-        for _ in range(3):
+        served.decode[0].liveness_delay_s = 0.3
+        for _ in range(2):
             checks = served.decode[0].liveness_checks
             await served.until(lambda: served.decode[0].liveness_checks > checks)  # noqa: B023
-            time.sleep(1.0)  # noqa: ASYNC251
-            await asyncio.sleep(0.1)
-            assert is_in(served)
+            time.sleep(0.8)  # noqa: ASYNC251
+            await asyncio.sleep(0.6)
+        assert "is out" not in caplog.text
 
 
 async def test_several_misses_can_be_asked_for() -> None:
@@ -158,7 +163,8 @@ async def test_a_scheduler_that_hangs_loses_its_requests_once_its_health_checks_
 async def test_an_instance_that_ends_in_order_serves_what_it_has(how: str) -> None:
     async with cluster(health_failure_threshold=1, **QUICK) as served:
         engine = served.decode[0]
-        engine.script = stream(*[event(number) for number in range(12)], DONE, delay_s=0.1)
+        events = [event(number) for number in range(2)]
+        engine.script = stream(*events, DONE, delay_s=0.8)
         client = await sent(served, STREAMED)
         await client.head()
         if how == "closes its port":
@@ -167,7 +173,51 @@ async def test_an_instance_that_ends_in_order_serves_what_it_has(how: str) -> No
         else:
             engine.health_status = 503
         await served.until(lambda: not is_in(served), 3.0)
-        assert (await rest_of(client))[-1] == DONE
+        assert await rest_of(client) == [*events, DONE]
+
+
+class Refuses:
+    """A session whose every connection fails in one way."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def get(self, url: str, **_: object) -> Refuses:
+        return self
+
+    async def __aenter__(self) -> None:
+        raise self._error
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to free."""
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+KEY: Any = SimpleNamespace(host="h", port=1, ssl=True, is_ssl=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_alive"),
+    [
+        (aiohttp.ClientConnectorError(KEY, OSError(errno.ECONNREFUSED, "refused")), True),
+        (aiohttp.ClientConnectorError(KEY, OSError(errno.EHOSTUNREACH, "no route")), False),
+        (aiohttp.ClientConnectorSSLError(KEY, OSError(errno.EPERM, "handshake")), True),
+        (aiohttp.ClientConnectorCertificateError(KEY, ssl.CertificateError("expired")), True),
+        (aiohttp.ServerDisconnectedError(), True),
+        (TimeoutError(), False),
+    ],
+)
+async def test_what_counts_as_a_sign_of_life(error: Exception, is_alive: bool) -> None:
+    """What an instance refuses, it answers; what is unreachable does not."""
+    async with cluster() as served:
+        prober = served.router.prober
+        real: Any = prober._session
+        odd: Any = Refuses(error)
+        prober._session = odd
+        assert await prober._ask_for_life(served.worker(served.decode[0].url)) is is_alive
+        prober._session = real
 
 
 # -- time limits within a reply -------------------------------------------------------------------------------

@@ -164,7 +164,8 @@ async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) ->
     port, reports = free_port(), free_port()
     command = [sys.executable, "-m", "sglang_ext.cli", "router", "--host", "0.0.0.0", "--port", str(port)]
     command += ["--ssl-certfile", str(folder / "both.pem"), "--metrics-port", str(reports)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    few = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "bash", *command]  # more are asked for by the router itself
+    process = subprocess.Popen(few, stderr=subprocess.PIPE)
     try:
         trusting = ssl.create_default_context(cafile=folder / "own.pem")
         async with asyncio.timeout(20):
@@ -179,6 +180,8 @@ async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) ->
             assert (await client.ask("GET", "/metrics")).status == 404
         async with await RawClient.connect(reports) as client:
             assert (await client.ask("GET", "/metrics")).status == 200
+        (line,) = [row for row in Path(f"/proc/{process.pid}/limits").read_text().splitlines() if "open files" in row]
+        assert int(line.split()[3]) > 8192 or line.split()[3] == line.split()[4]
         process.terminate()
         assert await asyncio.to_thread(process.wait, 10) == 0
         assert process.stderr is not None
