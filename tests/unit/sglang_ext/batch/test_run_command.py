@@ -167,6 +167,7 @@ def test_changed_input_and_options_are_refused_by_name(tmp_path: Path) -> None:
         for options, named in (
             (["--model", "other"], '--model: was "m", is "other"'),
             (["--defaults", '{"max_tokens": 3}'], "--defaults: was not given"),
+            (["--engine", "ray"], "--engine"),
         ):
             refused = run(tmp_path, endpoint.url, *options)
             assert refused.returncode == 2
@@ -285,3 +286,7 @@ def test_scores(tmp_path: Path) -> None:
             "compressed_logprobs",
             "bytepacked_indices",
         ]
+        kit[kit.index("100")] = "3"
+        refused = run(tmp_path, endpoint.url, *options, *kit, name="small.parquet")
+        assert (refused.returncode, "--vocabulary" in refused.stderr) == (2, True), refused.stderr
+        assert not list(tmp_path.glob("small*"))
