@@ -73,7 +73,7 @@ def add_sending_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--online-wait-target-ms",
         type=float,
-        default=200.0,
+        default=100.0,
         metavar="MS",
         help="yield when online requests wait longer",
     )

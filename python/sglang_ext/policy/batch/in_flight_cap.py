@@ -23,7 +23,7 @@ class CapSettings:
 
     most: int = 256
     start: int = 16
-    online_wait_target_s: float | None = 0.2  # None: the wait of online requests is not looked at
+    online_wait_target_s: float | None = 0.1  # None: the wait of online requests is not looked at
     most_backlog_s: float = 2.0  # of prefill work at the least loaded instance, while there are online requests
     most_backlog_alone_s: float = 10.0  # and while there are none: decode is kept busy, too
     settle_s: float = 2.0  # at least between two decreases that the reported load asks for

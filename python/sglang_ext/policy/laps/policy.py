@@ -51,7 +51,7 @@ _DEFAULT_BOUNDARY_TOKENS = 256
 _ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of so many rounds
 _YIELD_OF_SLO = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
-_YIELD_OVERHEAD = 0.1  # share of such work's time that may go to what every batch costs anew
+_YIELD_OVERHEAD = 0.3  # share of such work's time that may go to what every batch costs anew
 _SPENT_SLACK = 0.8  # of the time to its deadline that a short prefill spends on waiting for more batch members
 
 
