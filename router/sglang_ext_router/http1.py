@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from sglang_ext_router import replies
+from sglang_ext_router import replies, tls
 from sglang_ext_router.client_requests import Clients, Request, RequestRefusal
 
 MAX_PIPELINED = 32
@@ -24,6 +24,7 @@ HEADER_COST_BYTES = 200  # of the objects that hold one, beside its text
 DRAIN_STALL_S = 5.0  # while the router shuts down, for a client that takes nothing of its reply
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 LINGER_S = 5.0  # for a refused client that still sends to read why
+GOODBYE_S = 1.0  # over TLS, for a client that has been sent everything to close too
 
 
 class Call(Protocol):
@@ -77,7 +78,9 @@ class ClientConnection(asyncio.Protocol):
         self._idle_since_s = loop.time()
         self._quiet_bytes = 0  # since the last piece of a body: chunk sizes and trailers
         self._linger_until_s = 0.0
-        self._unwritten_bytes = 0  # when the client last took something
+        self._is_tls = False
+        self._is_flushed = True  # the client took all, and no request was served since
+        self._not_taken = (0, 0)  # when the client last took something
         self._stalled_since_s = 0.0
         self._is_reading = True
         self._is_write_paused = False
@@ -93,6 +96,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.write = self.transport.write
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
         clients = self._clients
         if len(clients.open) >= self._limits.max_connections:
             clients.refused += 1
@@ -100,6 +104,8 @@ class ClientConnection(asyncio.Protocol):
             body = replies.error_json(503, "too many connections; try again later")
             self.write(replies.complete(503, body, b"application/json", b"retry-after: 1\r\n", False, True))
             self.transport.close()
+            if self._is_tls:
+                self._loop.call_later(LINGER_S, self.transport.abort)  # nothing sweeps this one
             return
         clients.open.add(self)
 
@@ -398,6 +404,7 @@ class ClientConnection(asyncio.Protocol):
     def _end_request(self) -> None:
         request = self.request
         self.call = None
+        self._is_flushed = False
         if request is not None:
             self.request = None
             self._count_buffered(-request.size_bytes)
@@ -408,8 +415,7 @@ class ClientConnection(asyncio.Protocol):
         if not keep_alive:
             self.close()
         elif self._pending or not self._is_reading:
-            # From the loop, not from here: a long pipeline must not grow the stack.
-            self._loop.call_soon(self._next)
+            self._loop.call_soon(self._next)  # not from here: a long pipeline must not grow the stack
         elif self._stopped or (self._is_draining and not self._in_message):
             self.close()
         else:
@@ -499,13 +505,16 @@ class ClientConnection(asyncio.Protocol):
             self.close()
 
     def _is_stalled(self, now_s: float) -> bool:
-        """Whether the client has taken nothing of what was written for it, for too long."""
-        unwritten_bytes = self.transport.get_write_buffer_size()
-        if not unwritten_bytes or unwritten_bytes != self._unwritten_bytes:
-            self._unwritten_bytes = unwritten_bytes
-            self._stalled_since_s = now_s
+        """Whether the client has taken nothing of what was written for it, or does not close, for too long."""
+        is_leaving = self._is_tls and self.transport.is_closing()  # until the client closes too
+        not_taken = (self.transport.get_write_buffer_size(), 0)
+        if is_leaving or (self._is_tls and not (self.request is None and self._is_flushed)):
+            not_taken = tls.bytes_not_taken(self.transport)
+        self._is_flushed = not not_taken[0]
+        if not_taken != self._not_taken or not (not_taken[0] or is_leaving):
+            self._not_taken, self._stalled_since_s = not_taken, now_s
             return False
-        limit_s = self._limits.write_timeout_s
+        limit_s = self._limits.write_timeout_s if not_taken[0] else GOODBYE_S
         if self._is_draining and self.request is None:
             limit_s = min(limit_s, DRAIN_STALL_S)
         return now_s - self._stalled_since_s > limit_s

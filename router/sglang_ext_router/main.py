@@ -141,13 +141,7 @@ async def serve(
         loop.add_reader(sys.stdin.fileno(), stop.set)
     router = Router(config, loop, process_index, siblings)
     await router.start()
-    server = await loop.create_server(
-        router.connection,
-        sock=sockets[0],
-        backlog=LISTEN_BACKLOG,
-        ssl=tls,
-        ssl_handshake_timeout=None if tls is None else config.header_timeout_secs,
-    )
+    server = await router.listen(sockets[0], LISTEN_BACKLOG, tls)
     for sock in sockets[1:]:
         await loop.create_server(router.report_connection, sock=sock, backlog=LISTEN_BACKLOG)
     # What lives until the end is not looked at again by the collector, and it runs less often.

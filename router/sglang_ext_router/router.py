@@ -7,6 +7,8 @@ import logging
 import math
 import random
 import secrets
+import socket
+import ssl
 from collections import deque
 from typing import Any
 
@@ -34,7 +36,7 @@ from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
-from sglang_ext_router.tls import worker_context
+from sglang_ext_router.tls import SHUTDOWN_TIMEOUT_S, worker_context
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -146,6 +148,17 @@ class Router:
         if self.long_pool is not None:
             self.long_pool.start()
         self._sweep()
+
+    async def listen(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
+        """Serve the clients of a bound socket, over TLS if there is a context."""
+        return await self.loop.create_server(
+            self.connection,
+            sock=sock,
+            backlog=backlog,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else self.config.header_timeout_secs,
+            ssl_shutdown_timeout=None if tls is None else SHUTDOWN_TIMEOUT_S,
+        )
 
     def connection(self) -> ClientConnection:
         """Protocol for a client that connects."""

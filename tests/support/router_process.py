@@ -20,6 +20,7 @@ from sglang_ext_router import router as router_module
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.router import Router
 from sglang_ext_router.siblings import SiblingLink
+from sglang_ext_router.tls import client_context
 from sglang_ext_router.workers import Worker
 from support.raw_client import RawClient, Reply
 from support.running_time import running_s
@@ -145,7 +146,7 @@ async def running_router(
     sock.setblocking(False)
     router = Router(config, loop, process_index, siblings)
     await router.start()
-    server = await loop.create_server(router.connection, sock=sock, backlog=4096)
+    server = await router.listen(sock, 4096, client_context(config))
     running = RunningRouter(router, server, sock.getsockname()[1])
     try:
         yield running

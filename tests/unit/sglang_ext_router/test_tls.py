@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from sglang_ext.types import Role
+from sglang_ext_router import http1
 from sglang_ext_router.config import RouterConfigError, WorkerAddress
 from sglang_ext_router.tls import client_context, worker_context
 from support.engines import free_port
 from support.raw_client import RawClient, request_bytes
-from support.router_process import FAST, RunningRouter, cluster, running_router
+from support.router_process import FAST, Cluster, RunningRouter, cluster, running_router
+from support.running_time import running_s
 from support.scripted_engine import DONE, ScriptedEngine, event, hang, stream
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -115,13 +121,8 @@ async def test_clients_are_served_over_tls(folder: Path) -> None:
     async with cluster(
         ssl_certfile=str(folder / "own.pem"), ssl_keyfile=str(folder / "own.key"), api_key="k"
     ) as served:
-        router = served.router
-        context = client_context(router.config)
-        assert context is not None
-        server = await router.loop.create_server(router.connection, "127.0.0.1", 0, ssl=context)
-        port = server.sockets[0].getsockname()[1]
         trusting = ssl.create_default_context(cafile=folder / "own.pem")
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, limit=1 << 26)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=trusting, limit=1 << 26)
         client = RawClient(reader, writer)
         served.clients.append(client)
         key = {"Authorization": "Bearer k"}
@@ -131,10 +132,140 @@ async def test_clients_are_served_over_tls(folder: Path) -> None:
         answer = await client.reply()
         assert (answer.status, answer.headers["connection"]) == (401, "close")
         client.close()
-        async with await RawClient.connect(port) as plain:
+        async with await RawClient.connect(served.port) as plain:
             await plain.send(request_bytes("GET", "/health"))
             assert not (await plain.rest()).startswith(b"HTTP/")
-        server.close()
+
+
+# -- clients that do not read or do not close ------------------------------------------------------------------
+
+LARGE_BYTES = 20_000_000  # more than the sockets' own buffers hold
+ON_BOTH_LOOPS = pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
+
+
+@asynccontextmanager
+async def large_reply_over_tls(folder: Path, **options: object) -> AsyncIterator[Cluster]:
+    async with cluster(ssl_certfile=str(folder / "both.pem"), **options) as served:
+        served.router.render_metrics = Mock(return_value=b"x" * LARGE_BYTES)  # type: ignore[method-assign]
+        yield served
+
+
+@asynccontextmanager
+async def blocking_client(served: Cluster, folder: Path) -> AsyncIterator[ssl.SSLSocket]:
+    """One that does only what it is asked to, as no event loop reads for it; it leaves without closing TLS."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        sock.settimeout(10.0)
+        await asyncio.to_thread(sock.connect, ("127.0.0.1", served.port))
+        trusting = ssl.create_default_context(cafile=folder / "own.pem")
+        with await asyncio.to_thread(trusting.wrap_socket, sock, server_hostname="127.0.0.1") as client:
+            yield client
+
+
+async def ask_and_never_read(served: Cluster, client: ssl.SSLSocket, headers: dict[str, str] | None = None) -> None:
+    client.sendall(request_bytes("GET", "/metrics", headers=headers))
+    render = cast(Mock, served.router.render_metrics)
+    await served.until(lambda: render.called and all(one.request is None for one in served.router.clients.open))
+
+
+async def all_leave(served: Cluster) -> None:
+    start_s = running_s()
+    await served.until(lambda: not served.router.clients.open)
+    assert running_s() - start_s < 3.0
+
+
+@ON_BOTH_LOOPS
+@pytest.mark.parametrize("headers", [{}, {"Connection": "close"}], ids=["kept", "closed"])
+async def test_a_client_that_never_reads_over_tls_is_cut(
+    folder: Path, event_loop: str, headers: dict[str, str]
+) -> None:
+    async with (
+        large_reply_over_tls(folder, client_write_timeout_secs=0.5) as served,
+        blocking_client(served, folder) as client,
+    ):
+        await ask_and_never_read(served, client, headers)
+        assert served.router.clients.open
+        await all_leave(served)
+
+
+@ON_BOTH_LOOPS
+async def test_a_client_that_closes_tls_and_never_reads_is_cut(folder: Path, event_loop: str) -> None:
+    async with (
+        large_reply_over_tls(folder, client_write_timeout_secs=0.5) as served,
+        blocking_client(served, folder) as client,
+    ):
+        await ask_and_never_read(served, client)
+        client.setblocking(False)
+        with pytest.raises(ssl.SSLError):  # its farewell is sent, the router's lies behind the reply
+            client.unwrap()
+        await all_leave(served)
+
+
+@ON_BOTH_LOOPS
+async def test_a_client_that_reads_slowly_over_tls_gets_all_of_it(
+    folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.5)  # of the loop itself; that of uvloop is fixed
+    monkeypatch.setattr(http1, "GOODBYE_S", 0.3)
+    async with (
+        large_reply_over_tls(folder, client_write_timeout_secs=1.5) as served,
+        blocking_client(served, folder) as client,
+    ):
+        await ask_and_never_read(served, client, {"Connection": "close"})
+
+        def read_slowly() -> int:
+            total = 0
+            for _ in range(4):  # longer than any of the limits in all
+                time.sleep(0.5)
+                end = total + 300_000
+                while total < end:
+                    total += len(client.recv(1 << 16))
+            while data := client.recv(1 << 16):
+                total += len(data)
+            return total
+
+        assert await asyncio.to_thread(read_slowly) > LARGE_BYTES
+        await all_leave(served)
+
+
+@ON_BOTH_LOOPS
+async def test_a_drain_is_not_held_up_by_clients_over_tls(
+    folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1, "DRAIN_STALL_S", 0.3)
+    async with (
+        large_reply_over_tls(folder) as served,
+        blocking_client(served, folder) as unread,
+        blocking_client(served, folder),  # idle in a pool, where the router's farewell is not read
+    ):
+        await ask_and_never_read(served, unread)
+        assert len(served.router.clients.open) == 2
+        served.server.close()
+        start_s = running_s()
+        await served.router.drain(20.0)
+        assert running_s() - start_s < 4.0
+        assert not served.router.clients.open
+
+
+@ON_BOTH_LOOPS
+async def test_a_client_too_many_over_tls_is_cut(
+    folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1, "LINGER_S", 0.3)
+    async with (
+        large_reply_over_tls(folder, max_connections=1) as served,
+        blocking_client(served, folder),
+        blocking_client(served, folder) as refused,
+    ):
+
+        def received() -> bytes:
+            got = b""
+            while data := socket.socket.recv(refused, 1 << 16):  # what is encrypted: nothing answers the farewell
+                got += data
+            return got
+
+        assert await asyncio.to_thread(received)
+        assert len(served.router.clients.open) == 1
 
 
 @pytest.mark.parametrize(
