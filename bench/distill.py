@@ -62,6 +62,12 @@ class Sides(NamedTuple):
     stock_url: str
     our_url: str
     plain_url: str
+    stock_engine_urls: tuple[str, ...]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of all sides."""
+        return self.stock_url, self.our_url, self.plain_url
 
 
 def main() -> None:
@@ -100,10 +106,11 @@ def _measure(sides: Sides, folder: Path, mix: TraceMix, rows: int) -> dict[str, 
 
     out = folder / "out.jsonl"
     warm_up = job("warm-up", 60, 1)
-    for url in sides:
+    for url in sides.urls:
         run_client(url, warm_up, 16, out)
     progress("how many at a time stock serves fastest:")
-    concurrency = best_concurrency(sides.stock_url, job("tune", max(100, rows // 8), 2), CONCURRENCIES, out)
+    tuned = job("tune", max(100, rows // 8), 2)
+    concurrency = best_concurrency(sides.stock_url, tuned, CONCURRENCIES, out, sides.stock_engine_urls)
     halves = [job(f"half-{number}", rows // 2, 10 + number) for number in range(2)]
     stock_s = our_s = 0.0
     for number, half in enumerate(halves):
@@ -140,7 +147,11 @@ def _measure_scores(sides: Sides, folder: Path, job: JobMaker, rows: int) -> dic
     progress(f"scores: stock gives them through {base}")
     out = folder / "out.jsonl"
     concurrency = best_concurrency(
-        base_url, job("tune-score", max(50, rows // 16), 20, TOP_LOGPROBS), (8, 32, 128), out
+        base_url,
+        job("tune-score", max(50, rows // 16), 20, TOP_LOGPROBS),
+        (8, 32, 128),
+        out,
+        sides.stock_engine_urls if through_pd else (sides.plain_url,),
     )
     base_s = our_s = 0.0
     for number in range(2):
@@ -249,7 +260,7 @@ def _sides(folder: Path, cores: Sequence[int]) -> Iterator[Sides]:
         urls = [f"http://127.0.0.1:{port}" for port in (stock_port, our_port)]
         for url in urls:
             _wait_serving(url)
-        yield Sides(urls[0], urls[1], plain.url)
+        yield Sides(urls[0], urls[1], plain.url, (stock[0].url, stock[1].url))
 
 
 def _start(

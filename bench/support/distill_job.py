@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,13 +96,27 @@ async def _run_client(url: str, job: Job, concurrency: int, output: Path) -> flo
     return time.perf_counter() - began_s
 
 
-def best_concurrency(url: str, job: Job, choices: Sequence[int], output: Path) -> int:
-    """The number of requests at a time with which the client is fastest."""
+def best_concurrency(url: str, job: Job, choices: Sequence[int], output: Path, engine_urls: Sequence[str]) -> int:
+    """The number of requests at a time with which the client is fastest; caches are emptied before each."""
     seconds = {}
     for concurrency in choices:
+        for engine_url in engine_urls:
+            _flush_cache(engine_url)
         seconds[concurrency] = run_client(url, job, concurrency, output)
         progress(f"  {concurrency} at a time: {seconds[concurrency]:.1f} s")
     return min(seconds, key=lambda one: seconds[one])
+
+
+def _flush_cache(engine_url: str) -> None:
+    """SGLang refuses while anything is under way, a transfer's end included."""
+    for attempt in range(20):
+        try:
+            urllib.request.urlopen(urllib.request.Request(engine_url + "/flush_cache", b"", method="POST"), timeout=30)
+            return
+        except urllib.error.HTTPError as error:
+            if attempt == 19:
+                raise JobFailedError(f"{engine_url} keeps its cache: {error}") from None
+            time.sleep(0.5)
 
 
 class BatchRun:
