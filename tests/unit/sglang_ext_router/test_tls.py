@@ -208,14 +208,14 @@ async def test_a_client_that_reads_slowly_over_tls_gets_all_of_it(
     monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.5)  # of the loop itself; that of uvloop is fixed
     monkeypatch.setattr(http1, "GOODBYE_S", 0.3)
     async with (
-        large_reply_over_tls(folder, client_write_timeout_secs=1.5) as served,
+        large_reply_over_tls(folder, client_write_timeout_secs=2.5) as served,
         blocking_client(served, folder) as client,
     ):
         await ask_and_never_read(served, client, {"Connection": "close"})
 
         def read_slowly() -> int:
             total = 0
-            for _ in range(4):  # longer than any of the limits in all
+            for _ in range(6):  # longer than any of the limits in all
                 time.sleep(0.5)
                 end = total + 300_000
                 while total < end:
