@@ -402,11 +402,10 @@ class ClientConnection(asyncio.Protocol):
         self.respond(status, replies.error_json(status, message, param), extra=extra)
 
     def _end_request(self) -> None:
-        request = self.request
+        request, self.request = self.request, None
         self.call = None
         self._is_flushed = False
         if request is not None:
-            self.request = None
             self._count_buffered(-request.size_bytes)
 
     def finish(self, keep_alive: bool) -> None:
@@ -473,7 +472,8 @@ class ClientConnection(asyncio.Protocol):
     def close(self) -> None:
         self._stopped = True
         self._forget_received()
-        self.transport.close()
+        if not self.transport.is_closing():  # asyncio's TLS does not bear a second time
+            self.transport.close()
 
     def abort(self) -> None:
         """Cut the connection so that the client sees the reply as incomplete."""

@@ -38,9 +38,11 @@ def bytes_not_taken(transport: asyncio.Transport) -> tuple[int, int]:
 
     An event loop counts only what is not encrypted yet, and nearly all of a large reply is, at once: so the kernel is
     asked about its own queue, which stays full while anything waits behind it. The first is no exact sum, but 0 only
-    when nothing waits. (0, 0) for a socket that is closed.
+    when nothing waits. (0, 0) when the connection is lost.
     """
     sock = transport.get_extra_info("socket")
+    if sock is None:
+        return 0, 0
     try:
         (queued_bytes,) = struct.unpack("=i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES_ACKED.size)

@@ -21,7 +21,7 @@ import pytest
 from sglang_ext.types import Role
 from sglang_ext_router import http1
 from sglang_ext_router.config import RouterConfigError, WorkerAddress
-from sglang_ext_router.tls import client_context, worker_context
+from sglang_ext_router.tls import bytes_not_taken, client_context, worker_context
 from support.engines import free_port
 from support.raw_client import RawClient, request_bytes
 from support.router_process import FAST, Cluster, RunningRouter, cluster, running_router
@@ -176,11 +176,14 @@ async def all_leave(served: Cluster) -> None:
 
 @ON_BOTH_LOOPS
 @pytest.mark.parametrize("headers", [{}, {"Connection": "close"}], ids=["kept", "closed"])
+@pytest.mark.parametrize("keep_alive_timeout_secs", [60.0, 0.1])
 async def test_a_client_that_never_reads_over_tls_is_cut(
-    folder: Path, event_loop: str, headers: dict[str, str]
+    folder: Path, event_loop: str, headers: dict[str, str], keep_alive_timeout_secs: float
 ) -> None:
     async with (
-        large_reply_over_tls(folder, client_write_timeout_secs=0.5) as served,
+        large_reply_over_tls(
+            folder, client_write_timeout_secs=0.5, keep_alive_timeout_secs=keep_alive_timeout_secs
+        ) as served,
         blocking_client(served, folder) as client,
     ):
         await ask_and_never_read(served, client, headers)
@@ -226,6 +229,31 @@ async def test_a_client_that_reads_slowly_over_tls_gets_all_of_it(
 
         assert await asyncio.to_thread(read_slowly) > LARGE_BYTES
         await all_leave(served)
+
+
+@ON_BOTH_LOOPS
+async def test_what_a_client_over_tls_has_taken_is_known(folder: Path, event_loop: str) -> None:
+    async with large_reply_over_tls(folder) as served, blocking_client(served, folder) as client:
+        await ask_and_never_read(served, client)
+        (connection,) = served.router.clients.open
+        await served.until(lambda: bytes_not_taken(connection.transport)[0] > 0)
+        before = bytes_not_taken(connection.transport)[1]
+
+        def read(size: int) -> None:
+            while size > 0:
+                size -= len(client.recv(min(size, 1 << 16)))
+
+        await asyncio.to_thread(read, LARGE_BYTES // 2)
+        not_taken, taken = bytes_not_taken(connection.transport)
+        assert not_taken > 0
+        assert taken > LARGE_BYTES // 2
+        assert before < taken < LARGE_BYTES
+        await asyncio.to_thread(read, LARGE_BYTES // 2)
+        await served.until(lambda: bytes_not_taken(connection.transport)[0] == 0)
+        assert bytes_not_taken(connection.transport)[1] > LARGE_BYTES
+        client.close()
+        await served.until(lambda: not served.router.clients.open)
+        assert bytes_not_taken(connection.transport) == (0, 0)
 
 
 @ON_BOTH_LOOPS
