@@ -431,8 +431,12 @@ class ClientConnection(asyncio.Protocol):
             self._pending_bytes -= request.size_bytes
             self._serve(request)
         self._read_on()
-        if self._is_draining and self.request is None and not self._pending and not self._in_message:
+        if self._is_draining and not self._in_message and not self._pending and not self._is_serving():
             self.close()
+
+    def _is_serving(self) -> bool:
+        """Asked anew: a type checker, and what it compiles, take `request` for what it was before a call."""
+        return self.request is not None
 
     @property
     def keeps_alive(self) -> bool:
