@@ -14,17 +14,16 @@ from typing import Protocol, cast
 
 import httptools
 
-from sglang_ext_router import replies, tls
+from sglang_ext_router import replies
 from sglang_ext_router.client_requests import Clients, Request, RequestRefusal
+from sglang_ext_router.unread_replies import ReadingWatch
 
 MAX_PIPELINED = 32
 PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen whether the pipeline is full
 MAX_HEADERS = 1000
 HEADER_COST_BYTES = 200  # of the objects that hold one, beside its text
-DRAIN_STALL_S = 5.0  # while the router shuts down, for a client that takes nothing of its reply
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 LINGER_S = 5.0  # for a refused client that still sends to read why
-GOODBYE_S = 1.0  # over TLS, for a client that has been sent everything to close too
 
 
 class Call(Protocol):
@@ -78,10 +77,6 @@ class ClientConnection(asyncio.Protocol):
         self._idle_since_s = loop.time()
         self._quiet_bytes = 0  # since the last piece of a body: chunk sizes and trailers
         self._linger_until_s = 0.0
-        self._is_tls = False
-        self._is_flushed = True  # the client took all, and no request was served since
-        self._not_taken = (0, 0)  # when the client last took something
-        self._stalled_since_s = 0.0
         self._is_reading = True
         self._is_write_paused = False
         self._stopped = False  # nothing more is parsed from this client
@@ -89,6 +84,7 @@ class ClientConnection(asyncio.Protocol):
         self.call: Call | None = None
         self.request: Request | None = None
         self.transport: asyncio.Transport
+        self._reading: ReadingWatch
         self.write: Callable[[bytes], None]
 
     # -- transport --------------------------------------------------------------------------------------
@@ -96,7 +92,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.write = self.transport.write
-        self._is_tls = transport.get_extra_info("ssl_object") is not None
+        self._reading = ReadingWatch(self.transport, self._limits.write_timeout_s)
         clients = self._clients
         if len(clients.open) >= self._limits.max_connections:
             clients.refused += 1
@@ -104,7 +100,7 @@ class ClientConnection(asyncio.Protocol):
             body = replies.error_json(503, "too many connections; try again later")
             self.write(replies.complete(503, body, b"application/json", b"retry-after: 1\r\n", False, True))
             self.transport.close()
-            if self._is_tls:
+            if self._reading.is_tls:
                 self._loop.call_later(LINGER_S, self.transport.abort)  # nothing sweeps this one
             return
         clients.open.add(self)
@@ -404,7 +400,7 @@ class ClientConnection(asyncio.Protocol):
     def _end_request(self) -> None:
         request, self.request = self.request, None
         self.call = None
-        self._is_flushed = False
+        self._reading.note_reply()
         if request is not None:
             self._count_buffered(-request.size_bytes)
 
@@ -495,7 +491,7 @@ class ClientConnection(asyncio.Protocol):
     def sweep(self, now_s: float) -> None:
         """Enforce the deadlines; called about once a second."""
         limits = self._limits
-        if self._is_stalled(now_s):
+        if self._reading.is_stalled(now_s, self._is_serving(), self._is_draining):
             self._stopped = True
             self.transport.abort()  # a request that is being served learns of it when the connection is lost
         elif self._linger_until_s:
@@ -507,18 +503,3 @@ class ClientConnection(asyncio.Protocol):
                 self.refuse(RequestRefusal(408, f"request not complete after {limit_s:g} s"))
         elif self.request is None and not self._pending and now_s - self._idle_since_s > limits.keep_alive_timeout_s:
             self.close()
-
-    def _is_stalled(self, now_s: float) -> bool:
-        """Whether the client has taken nothing of what was written for it, or does not close, for too long."""
-        is_leaving = self._is_tls and self.transport.is_closing()  # until the client closes too
-        not_taken = (self.transport.get_write_buffer_size(), 0)
-        if is_leaving or (self._is_tls and not (self.request is None and self._is_flushed)):
-            not_taken = tls.bytes_not_taken(self.transport)
-        self._is_flushed = not not_taken[0]
-        if not_taken != self._not_taken or not (not_taken[0] or is_leaving):
-            self._not_taken, self._stalled_since_s = not_taken, now_s
-            return False
-        limit_s = self._limits.write_timeout_s if not_taken[0] else GOODBYE_S
-        if self._is_draining and self.request is None:
-            limit_s = min(limit_s, DRAIN_STALL_S)
-        return now_s - self._stalled_since_s > limit_s

@@ -36,8 +36,9 @@ from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
-from sglang_ext_router.tls import SHUTDOWN_TIMEOUT_S, worker_context
+from sglang_ext_router.tls import worker_context
 from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
+from sglang_ext_router.unread_replies import SHUTDOWN_TIMEOUT_S
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
 from sglang_ext_router.workers import Worker, WorkerRegistry

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import socket
 import ssl
-import struct
-import termios
 from functools import cache
 
 from sglang_ext_router.config import RouterConfig, RouterConfigError
-
-SHUTDOWN_TIMEOUT_S = 1e6  # the event loop's own limit, which would cut those that read slowly; see `ClientConnection`
-_TCP_INFO_BYTES_ACKED = struct.Struct("=120xQ")
 
 
 def client_context(config: RouterConfig) -> ssl.SSLContext | None:
@@ -31,25 +23,6 @@ def client_context(config: RouterConfig) -> ssl.SSLContext | None:
             files += f" --ssl-keyfile {config.ssl_keyfile}"
         raise RouterConfigError(f"{files}: {_reason(error)}") from None
     return context
-
-
-def bytes_not_taken(transport: asyncio.Transport) -> tuple[int, int]:
-    """Bytes written over TLS that the client's machine has not taken, and the bytes that it ever took.
-
-    An event loop counts only what is not encrypted yet, and nearly all of a large reply is, at once: so the kernel is
-    asked about its own queue, which stays full while anything waits behind it. The first is no exact sum, but 0 only
-    when nothing waits. (0, 0) when the connection is lost.
-    """
-    sock = transport.get_extra_info("socket")
-    if sock is None:
-        return 0, 0
-    try:
-        (queued_bytes,) = struct.unpack("=i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES_ACKED.size)
-        (taken_bytes,) = _TCP_INFO_BYTES_ACKED.unpack(info)
-    except (OSError, ValueError):
-        return 0, 0
-    return transport.get_write_buffer_size() + queued_bytes, taken_bytes
 
 
 def worker_context(config: RouterConfig) -> ssl.SSLContext:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sglang_ext_router import http1
+from sglang_ext_router import unread_replies
 from support.raw_client import RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.running_time import running_s
@@ -220,7 +220,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
 
 
 async def test_a_drain_is_not_held_up_by_a_client_that_never_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1, "DRAIN_STALL_S", 0.3)
+    monkeypatch.setattr(unread_replies, "DRAIN_STALL_S", 0.3)
     async with cluster() as served:  # which would wait for its client much longer
         client = await served.connect(receive_buffer_bytes=1 << 14)
         await ask_and_never_read(served, client)

@@ -19,9 +19,10 @@ from unittest.mock import Mock
 import pytest
 
 from sglang_ext.types import Role
-from sglang_ext_router import http1
+from sglang_ext_router import http1, unread_replies
 from sglang_ext_router.config import RouterConfigError, WorkerAddress
-from sglang_ext_router.tls import bytes_not_taken, client_context, worker_context
+from sglang_ext_router.tls import client_context, worker_context
+from sglang_ext_router.unread_replies import bytes_not_taken
 from support.engines import free_port
 from support.raw_client import RawClient, request_bytes
 from support.router_process import FAST, Cluster, RunningRouter, cluster, running_router
@@ -209,7 +210,7 @@ async def test_a_client_that_reads_slowly_over_tls_gets_all_of_it(
     folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.5)  # of the loop itself; that of uvloop is fixed
-    monkeypatch.setattr(http1, "GOODBYE_S", 0.3)
+    monkeypatch.setattr(unread_replies, "GOODBYE_S", 0.3)
     async with (
         large_reply_over_tls(folder, client_write_timeout_secs=2.5) as served,
         blocking_client(served, folder) as client,
@@ -260,7 +261,7 @@ async def test_what_a_client_over_tls_has_taken_is_known(folder: Path, event_loo
 async def test_a_drain_is_not_held_up_by_clients_over_tls(
     folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http1, "DRAIN_STALL_S", 0.3)
+    monkeypatch.setattr(unread_replies, "DRAIN_STALL_S", 0.3)
     async with (
         large_reply_over_tls(folder) as served,
         blocking_client(served, folder) as unread,
