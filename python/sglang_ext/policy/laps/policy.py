@@ -232,7 +232,7 @@ class Laps:
         now_s = snapshot.now_s
         chunk_s = self._round_s(0, 0.0)
         is_offline = now_s > self._online_s + _ONLINE_FOR_S and not any(map(_has_deadline, snapshot.queue))
-        yield_s = self._yield_s()
+        yield_s = self._yield_s() if options.round_ms is None else inf
         shorts: list[RankedPrefill] = []
         longs: list[RankedPrefill] = []
         for request in snapshot.queue:
@@ -320,12 +320,14 @@ class Laps:
         """
         if batch.is_full:
             return False
+        if self._options.round_ms is not None:
+            return False
         if state.is_offline:  # dense batches are all that counts, but for decode, which is not to run dry
             oldest_s = min(member.request.arrival_s for member in batch.members)
             return state.now_s < oldest_s + self._options.short_ttft_slo_ms / 1e3
         if len(state.longs) < 2:
             return False
-        if self._mode is LapsMode.SHORT or self._options.round_ms is not None:
+        if self._mode is LapsMode.SHORT:
             return False
         if state.shorts[0].urgency.aged_class < state.longs[0].urgency.aged_class:
             return False

@@ -335,6 +335,22 @@ def test_all_that_runs_beside_clients_without_a_deadline_is_brief() -> None:
             assert action.predicted_s <= YIELD_S
 
 
+@pytest.mark.parametrize("is_online", [False, True])
+def test_a_round_that_is_given_holds_for_work_without_deadlines_too(is_online: bool) -> None:
+    laps = policy(round_ms=100.0, boundary_tokens=256)
+    if is_online:
+        laps.note_arrival(99.9, SHORT, 20, 0, 100.3)
+    short = (offline(1, 200, arrival_s=99.0),)
+    (alone,) = laps.choose(RoundSnapshot(100.0, short, 100_000)).actions
+    assert isinstance(alone, ShortBatch), "a short prefill is not cut"
+    (chunk,) = laps.choose(RoundSnapshot(100.0, (offline(2, 20_000),), 100_000)).actions
+    (ordinary,) = laps.choose(RoundSnapshot(100.0, (queued(2, 20_000),), 100_000)).actions
+    assert isinstance(chunk, LongChunk)
+    assert isinstance(ordinary, LongChunk)
+    assert chunk.chunk_tokens == ordinary.chunk_tokens
+    assert chunk.predicted_s <= 0.1
+
+
 def test_nothing_without_a_deadline_joins_a_batch_of_those_with_one() -> None:
     laps = policy()
     queue = (*(offline(key, 10) for key in range(5)), queued(7, 20), queued(8, 30))
