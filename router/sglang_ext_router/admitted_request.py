@@ -111,6 +111,7 @@ class AdmittedRequest:
         excluded = self._excluded or _NONE_EXCLUDED
         try:
             route = services.planner.route(
+                request.model,
                 prompt,
                 request.prompt_tokens,
                 excluded[0],
@@ -168,7 +169,7 @@ class AdmittedRequest:
             # Its reply says how many tokens the prompt had.
             tokens = find_int(leg.raw, b'"prompt_tokens":')
             if tokens:
-                planner.learn_tokens(self._request.prompt, tokens)
+                planner.learn_tokens(self._request.model, self._request.prompt, tokens)
         if leg.kind is not _DECODE and leg.status == 200 and self._request.is_online:
             now_s = self._services.loop.time()
             self._services.online_waits.note(attempt.route.prefill.url, self._waited_s(attempt, now_s), now_s)
