@@ -63,7 +63,7 @@ class ControlTarget(Protocol):
 
     def describe_load(self) -> dict[str, Any]: ...
 
-    def render_metrics(self) -> bytes: ...
+    def render_metrics(self, accept: str) -> tuple[bytes, str]: ...
 
 
 class NewWorker(BaseModel):
@@ -168,9 +168,10 @@ def build_app(router: ControlTarget) -> FastAPI:
         return Response(b'{"status":"ready"}', media_type="application/json")
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus metrics of all processes of this router."""
-        return Response(router.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
+        """Prometheus metrics of all processes of this router, as OpenMetrics where Accept asks for it."""
+        body, content_type = router.render_metrics(accept)
+        return Response(body, headers={"content-type": content_type})
 
     @app.get("/load", dependencies=client)
     async def load() -> dict[str, Any]:

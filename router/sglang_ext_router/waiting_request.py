@@ -158,6 +158,8 @@ class WaitingRequest:
     def on_queue_timeout(self) -> None:
         """It waited in the queue until its deadline or the queue's limit."""
         self._is_queued = False
+        if self._headers.ttft_slo_s is not None:
+            self._services.metrics.unclassified_slo_missed += 1
         self._refuse(408, REASON_TEXT[FailureReason.QUEUE_TIMEOUT], "queue_timeout")
 
     def on_client_gone(self) -> None:
@@ -170,7 +172,7 @@ class WaitingRequest:
             self._services.admission.remove(self)
             self._is_queued = False
         metrics.count(metrics.aborts, "client_gone")
-        metrics.count_request(self._unread.path.decode(), "none", 499)
+        metrics.count_request(self._unread.path.decode(), "none", 499, "client_left")
 
     def pause(self) -> None:
         """Nothing is being relayed."""
@@ -194,5 +196,5 @@ class WaitingRequest:
         """Answer a request that is not admitted."""
         metrics = self._services.metrics
         metrics.count(metrics.refused, reason)
-        metrics.count_request(self._unread.path.decode(), "none", status)
+        metrics.count_request(self._unread.path.decode(), "none", status, "error_before")
         self._relay.answer_error(status, message, param, code)

@@ -105,6 +105,8 @@ class Worker:
         self.pending_tokens = 0
         self.foreign_tokens = 0  # waiting there, sent by another client of the instance
         self.reported_running = 0
+        self.sent_legs = 0  # by this process, all ever
+        self.failed_legs = 0
         self.reported_free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
         self.reserved_tokens = 0  # decode: KV of prompts that were sent there and whose first token has not come
         self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, wherever it comes from

@@ -68,7 +68,7 @@ async def test_in_the_middle_of_a_stream(how: str) -> None:
             await engine.abort_of(engine.requests[0].rid, 1.0)
         assert running_s() - left_s < 1.0
         await served.until_idle()
-        assert served.router.metrics.requests == {("/generate", "short", 499): 1}
+        assert served.router.metrics.requests == {("/generate", "short", 499, "client_left"): 1}
 
 
 async def test_in_the_queue() -> None:

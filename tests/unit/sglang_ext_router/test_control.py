@@ -303,7 +303,7 @@ async def test_a_wrong_method_gives_405(method: str, path: str, allowed: str) ->
 async def test_a_failing_handler_gives_500_and_a_log_line(complaints: Complaints) -> None:
     async with cluster() as served:
 
-        def broken() -> bytes:
+        def broken(_: str) -> tuple[bytes, str]:
             raise RuntimeError("no metrics today")
 
         served.router.render_metrics = broken  # type: ignore[method-assign]
