@@ -34,7 +34,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class AccessEntry(NamedTuple):
-    """What is told of one request; None and empty texts are left out. Times in seconds, from its arrival."""
+    """What is logged of one request; None and empty texts are left out. Times in seconds, from its arrival."""
 
     path: str
     status: int  # as in `requests_total`: 499 where the client left

@@ -131,6 +131,7 @@ class AdmittedRequest:
         excluded = self._excluded or _NONE_EXCLUDED
         try:
             route = services.planner.route(
+                request.model,
                 prompt,
                 request.prompt_tokens,
                 excluded[0],
@@ -330,7 +331,7 @@ class AdmittedRequest:
             # Its reply says how many tokens the prompt had.
             tokens = find_int(leg.raw, b'"prompt_tokens":')
             if tokens:
-                services.planner.learn_tokens(request.prompt, tokens)
+                services.planner.learn_tokens(request.model, request.prompt, tokens)
         if request.is_online:
             services.online_waits.note(attempt.route.prefill.url, self._waited_s(attempt, now_s), now_s)
 
@@ -431,7 +432,7 @@ class AdmittedRequest:
             ended_s - started_s,
             relay.request_id.decode("latin-1"),
             relay.peer,
-            model="" if route is None else route.prefill.model,
+            model=request.model.name,
             length_class=None if route is None else route.decision.length_class.value,
             stream=request.prompt.is_stream,
             sequences=request.prompt.sequence_count,

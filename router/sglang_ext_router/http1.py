@@ -395,8 +395,10 @@ class ClientConnection(asyncio.Protocol):
         self.write(replies.complete(status, body, content_type, extra, keep_alive, send_body))
         self.finish(keep_alive)
 
-    def respond_error(self, status: int, message: str, param: str | None = None, extra: bytes = b"") -> None:
-        self.respond(status, replies.error_json(status, message, param), extra=extra)
+    def respond_error(
+        self, status: int, message: str, param: str | None = None, extra: bytes = b"", code: str | None = None
+    ) -> None:
+        self.respond(status, replies.error_json(status, message, param, code), extra=extra)
 
     def _end_request(self) -> None:
         request, self.request = self.request, None

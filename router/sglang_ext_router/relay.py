@@ -185,7 +185,7 @@ class Relay:
 
     # -- the router's own ends of a reply ---------------------------------------------------------------
 
-    def answer_error(self, status: int, message: str, param: str | None = None) -> None:
+    def answer_error(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         """Reply with an error of the router's own, unless the client has left."""
         client, self._client = self._client, None
         if client is None:
@@ -195,7 +195,7 @@ class Relay:
         headers = b"retry-after: 1\r\n" if status in (429, 503) else b""
         if self.request_id:
             headers += b"x-request-id: %b\r\n" % self.request_id
-        client.respond_error(status, message, param, headers)
+        client.respond_error(status, message, param, headers, code)
 
     def emit_error_event(self, reason: FailureReason) -> None:
         """End a stream whose instance failed by an error event, or cut it where no event fits behind what was sent."""

@@ -47,7 +47,7 @@ from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.tls import worker_context
-from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
+from sglang_ext_router.tokenising import Tokenisers
 from sglang_ext_router.unread_replies import SHUTDOWN_TIMEOUT_S
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -152,9 +152,7 @@ class Router:
         limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
-        self._tokenizer_file = ""
-        if config.tokenizer_path:
-            self._load_tokenizer(config.tokenizer_path)
+        self._tokenisers = Tokenisers(loop)
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -216,8 +214,7 @@ class Router:
         await self.services.reply_builder.stop()
         await self.services.body_reader.stop()
         self.services.pools.close()
-        if self.services.tokeniser is not None:
-            self.services.tokeniser.close()
+        self._tokenisers.close()
         if self.access_log is not None:
             await asyncio.to_thread(self.access_log.close)
 
@@ -410,18 +407,9 @@ class Router:
 
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
-        if self.services.tokeniser is None:
-            self._load_tokenizer(worker.tokenizer_path)
-
-    def _load_tokenizer(self, folder: str) -> None:
-        file = find_tokenizer_file(folder)
-        if file is None or str(file) == self._tokenizer_file:
-            return
-        self._tokenizer_file = str(file)  # tried once, whatever comes of it
-        try:
-            self.services.tokeniser = PromptTokeniser(file, self.loop)
-        except Exception as error:  # the library raises bare Exception
-            logger.warning("%s cannot be used, token counts stay estimates: %s", file, error)
+        model = self.registry.models.get(worker.model)
+        if model is not None and model.tokeniser is None:
+            model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)
 
 
 def _long_pool_monitor(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LongPoolMonitor | None:

@@ -69,7 +69,7 @@ async def test_a_line_tells_all_of_a_request(tmp_path: Path) -> None:
             "status": 200,
             "outcome": "ok",
             "request_id": "mine",
-            "model": "scripted",
+            "model": "m",
             "length_class": "short",
             "stream": True,
             "sequences": 1,

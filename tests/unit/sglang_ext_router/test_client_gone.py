@@ -127,7 +127,7 @@ async def test_while_its_prompt_is_being_tokenised() -> None:
 
     async with cluster(length_boundary_tokens=300) as served:
         held: Any = Held()
-        served.router.services.tokeniser = held
+        served.model.tokeniser = held
         client = await sent(served, {"text": "x" * 1200})
         await served.until(lambda: len(held.waiting) == 1)
         await leave(client, "close")
@@ -153,7 +153,7 @@ async def test_while_a_slow_tokeniser_thread_counts() -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         tokeniser._threads = ThreadPoolExecutor(1)
-        served.router.services.tokeniser = tokeniser
+        served.model.tokeniser = tokeniser
         client = await sent(served, {"text": "x" * 1200})
         await served.until(lambda: served.router.metrics.tokenised == 1)
         await leave(client, "close")
