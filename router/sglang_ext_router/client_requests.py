@@ -32,7 +32,7 @@ class Request:
         self.path = target if end < 0 else target[:end]
         self.headers = headers
         self.is_http_11 = is_http_11
-        self.body = b""
+        self.body: bytes | bytearray = b""
         self.keep_alive = False
         self.max_body_bytes = 0  # set by the gate
         self.reply_headers = b""  # further lines for the head of its reply, each ended by CRLF; set by the gate

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from sglang_ext_router import replies
+from sglang_ext_router.body_receiver import LONG_BYTES, BodyReceiver
 from sglang_ext_router.client_requests import Clients, Request, RequestRefusal
 from sglang_ext_router.unread_replies import ReadingWatch
 
@@ -24,6 +25,9 @@ MAX_HEADERS = 1000
 HEADER_COST_BYTES = 200  # of the objects that hold one, beside its text
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 LINGER_S = 5.0  # for a refused client that still sends to read why
+
+
+_NOTHING = memoryview(b"")
 
 
 class Call(Protocol):
@@ -68,7 +72,9 @@ class ClientConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._arriving: Request | None = None  # its head is here
         self._body: list[bytes] = []
+        self._receiver: BodyReceiver | None = None  # of a long body
         self._body_bytes = 0
+        self._reserved_bytes = 0  # of its buffer, beyond what has come
         self._body_length = 0  # as announced; 0 for a body in chunks
         self._head_bytes = 0
         self._head_counted_bytes = 0  # of a head that has not arrived whole, among what is buffered
@@ -108,6 +114,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stopped = True
         self._clients.open.discard(self)
+        self._receiver = None
         self._forget_received()
         self._count_buffered(-self._buffered_bytes)  # the request being served
         self.request = None
@@ -134,6 +141,8 @@ class ClientConnection(asyncio.Protocol):
             self._hold(data)
         elif len(data) <= PARSED_AT_ONCE_BYTES:
             self._parse(data)
+            if self._arriving is not None and self._is_worth_receiving():
+                self._receive_body(_NOTHING)
         else:
             self._parse_slowly(data)
 
@@ -147,9 +156,72 @@ class ClientConnection(asyncio.Protocol):
                 return
             size = PARSED_AT_ONCE_BYTES
             if self._arriving is not None:
+                if self._is_worth_receiving():
+                    size = self._body_length - self._body_bytes
+                    self._receive_body(view[start : start + size])
+                    start += size
+                    continue
                 size = max(size, self._body_length - self._body_bytes)
             self._parse(bytes(view[start : start + size]))
             start += size
+
+    def _is_worth_receiving(self) -> bool:
+        """Whether what is to come of the arriving body is much, and known, and nothing is served before it."""
+        is_long = self._body_length - self._body_bytes >= LONG_BYTES
+        return is_long and self.request is None and not self._pending and not self._stopped
+
+    def _receive_body(self, piece: memoryview) -> None:
+        """Take the rest of the arriving body, which starts with `piece`, past the parser."""
+        arriving, length = self._arriving, self._body_length
+        assert arriving is not None
+        arriving.keep_alive = arriving.is_http_11 and self._parser.should_keep_alive()
+        self._parser = httptools.HttpRequestParser(self)  # which begins behind the body
+        pieces: list[bytes | memoryview] = [*self._body, piece]
+        self._body = []
+        self._count_buffered(len(piece))
+        self._body_bytes += len(piece)
+        if self._body_bytes == length:
+            self._complete(arriving, b"".join(pieces))
+            return
+        receiver = self._receiver = BodyReceiver(self, length, pieces)
+        self._set_protocol(receiver)
+        self._reserve(len(receiver.buffer))
+
+    def on_body_received(self, size_bytes: int) -> None:
+        """The next piece of the arriving body is in its buffer."""
+        receiver, arriving = self._receiver, self._arriving
+        if receiver is None or arriving is None:
+            return  # refused: what still comes is not wanted
+        self._count_buffered(size_bytes)
+        self._body_bytes += size_bytes
+        if receiver.is_complete:
+            self._reserve(self._body_bytes)
+            self._end_receiving()
+            self._complete(arriving, receiver.buffer)
+        else:
+            self._reserve(len(receiver.buffer))
+
+    def _reserve(self, buffer_bytes: int) -> None:
+        """Count a body's buffer whole, as it is taken from memory whole."""
+        reserved_bytes = buffer_bytes - self._body_bytes
+        self._count_buffered(reserved_bytes - self._reserved_bytes)
+        self._reserved_bytes = reserved_bytes
+        if self._clients.buffered_bytes > self._limits.max_buffered_bytes:
+            self.refuse(_OVERLOADED)
+
+    def _end_receiving(self) -> None:
+        self._receiver = None
+        self._set_protocol(self)
+
+    def _set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        transport = self.transport
+        if transport.is_closing():
+            return
+        if self._is_reading:  # uvloop looks at the protocol when reading starts
+            transport.pause_reading()
+        transport.set_protocol(protocol)
+        if self._is_reading:
+            transport.resume_reading()
 
     def _hold(self, data: bytes) -> None:
         """Keep what may not be parsed yet; little, as reading is paused."""
@@ -285,19 +357,21 @@ class ClientConnection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        parser = self._parser
         request = self._arriving
         if request is None:
             return  # to be upgraded
+        body, self._body = self._body, []
+        request.keep_alive = request.is_http_11 and self._parser.should_keep_alive()
+        self._complete(request, body[0] if len(body) == 1 else b"".join(body))
+
+    def _complete(self, request: Request, body: bytes | bytearray) -> None:
+        """The arriving request is whole: serve it, or let it wait its turn."""
         self._arriving = None
         self._in_message = False
         self._head_bytes = 0
         self._since_s = 0.0
-        body = self._body
-        request.body = body[0] if len(body) == 1 else b"".join(body)
-        request.keep_alive = request.is_http_11 and parser.should_keep_alive()
+        request.body = body
         request.size_bytes = self._body_bytes
-        self._body = []
         self._body_bytes = 0
         if self.request is None and not self._pending and not self._is_write_paused:
             self._serve(request)
@@ -362,7 +436,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _forget_arriving(self) -> None:
         """Drop what has arrived and is no whole request."""
-        self._count_buffered(-(self._body_bytes + len(self._held) + self._head_counted_bytes))
+        self._count_buffered(-(self._body_bytes + self._reserved_bytes + len(self._held) + self._head_counted_bytes))
+        if self._receiver is not None:
+            self._end_receiving()
+        self._reserved_bytes = 0
         self._arriving = None
         self._body = []
         self._held = b""
