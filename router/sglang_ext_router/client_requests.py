@@ -80,7 +80,7 @@ class Gate(Protocol):
 class Clients:
     """The open connections of one router process, and what they have buffered."""
 
-    __slots__ = ("buffered_bytes", "gate", "limits", "open", "refused")
+    __slots__ = ("buffered_bytes", "gate", "limits", "open", "refusals", "refused")
 
     def __init__(self, gate: Gate, limits: ConnectionLimits) -> None:
         self.gate = gate
@@ -88,3 +88,9 @@ class Clients:
         self.open: set[ClientConnection] = set()
         self.buffered_bytes = 0
         self.refused = 0  # connections beyond `max_connections`
+        self.refusals: dict[str, int] = {}  # status → requests that were refused by their head, or not whole
+
+    def count_refusal(self, status: int) -> None:
+        """A connection was refused, or a request on one, which ends it."""
+        key = str(status)
+        self.refusals[key] = self.refusals.get(key, 0) + 1

@@ -54,7 +54,7 @@ def worker_state(worker: Worker) -> str:
     if worker.is_draining:
         return "draining"
     if not worker.is_healthy:
-        return "unhealthy"
+        return "refused" if worker.is_refused else "unhealthy"
     return "moving" if worker.is_moving else "ready"
 
 

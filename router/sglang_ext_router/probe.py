@@ -11,19 +11,22 @@ import asyncio
 import errno
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
 
+from sglang_ext.policy.routing.served_models import PairingFacts, why_refused
 from sglang_ext.types import Role
-from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
+REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
+EXTENSION_KEY = "sglang_ext"  # of what only an instance of `sglang-ext worker` tells
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
 ABORT_FAMILY_HOOK = "abort-family"
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
@@ -38,6 +41,10 @@ _ANSWER_ERRORS = (
     IndexError,
     AttributeError,
 )
+
+
+class _MisfitError(ValueError):
+    """The instance does not fit; the message says why."""
 
 
 class Prober:
@@ -157,14 +164,40 @@ class Prober:
             if not worker.has_info:
                 self._take_info(worker, await self.get_json(worker, "/server_info"))
         except _ANSWER_ERRORS as error:
+            is_refused = isinstance(error, _MisfitError)
+            if is_refused and worker.last_error != str(error):
+                logger.warning("worker %s (%s) is refused: %s", worker.url, worker.role, error)
+            worker.is_refused = is_refused
             self._failed(worker, str(error) or type(error).__name__, isinstance(error, TimeoutError))
             return
+        worker.is_refused = False
         worker.failed_checks = 0
         worker.last_error = ""
         if not worker.is_healthy:
             worker.is_healthy = True
             self._registry.refresh()
             logger.info("worker %s (%s) is healthy", worker.url, worker.role)
+
+    async def why_refused(self, address: WorkerAddress) -> str | None:
+        """Why an instance must not be added; None if it may, or does not answer yet: its checks judge it then."""
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(min(REGISTRATION_TIMEOUT_S, self._config.health_check_timeout_secs)):
+                async with self._session.get(address.url + "/server_info") as reply:
+                    reply.raise_for_status()
+                    info = await reply.json(content_type=None)
+            return self._why_refused(address.role, read_facts(address.url, info), info)
+        except _ANSWER_ERRORS:
+            return None
+
+    def _why_refused(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
+        """Why an instance does not fit its role, or those that have been accepted and are not out."""
+        mode = info.get("disaggregation_mode")
+        wanted = "decode" if role is Role.DECODE else "prefill"
+        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
+            return f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}"
+        serving = (one.facts for one in self._registry if one.has_info and one.facts is not None)
+        return why_refused(facts, serving)
 
     def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
         worker.failed_checks += 1
@@ -236,11 +269,11 @@ class Prober:
             return True
 
     def _take_info(self, worker: Worker, info: dict[str, Any]) -> None:
-        mode = info.get("disaggregation_mode")
-        wanted = "decode" if worker.role is Role.DECODE else "prefill"
-        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
-            raise ValueError(f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}")
-        worker.model = str(info.get("served_model_name") or info.get("model_path") or "")
+        worker.facts = facts = read_facts(worker.url, info)
+        worker.model = facts.model
+        refusal = self._why_refused(worker.role, facts, info)
+        if refusal is not None:
+            raise _MisfitError(refusal)
         worker.tokenizer_path = str(info.get("tokenizer_path") or info.get("model_path") or "")
         capacity = _positive(info.get("max_total_num_tokens"))
         longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
@@ -252,7 +285,7 @@ class Prober:
             if port is None:
                 raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
             worker.set_bootstrap_port(port)
-        extension = info.get("sglang_ext")
+        extension = info.get(EXTENSION_KEY)
         hooks = extension.get("hooks") if isinstance(extension, dict) else None
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
@@ -292,6 +325,25 @@ def _awaiting_tokens(rank: dict[str, Any]) -> int:
 def _unallocated_tokens(rank: dict[str, Any]) -> int:
     """Tokens of requests that a decode rank knows and that have no slots yet; 0 for an engine that does not say."""
     return max(0, int(rank["num_total_tokens"]) - int(rank["num_used_tokens"])) if "num_active_tokens" in rank else 0
+
+
+def read_facts(url: str, info: Mapping[str, Any]) -> PairingFacts:
+    """What an instance's `/server_info` says of what those that serve one model must agree in."""
+    extension = info.get(EXTENSION_KEY)
+    own: Mapping[str, Any] = extension if isinstance(extension, dict) else {}
+    return PairingFacts(
+        url,
+        str(info.get("served_model_name") or info.get("model_path") or ""),
+        kv_cache_dtype=_text(info.get("kv_cache_dtype")),
+        resolved_kv_cache_dtype=_text(own.get("kv_cache_dtype")),
+        page_size_tokens=_positive(info.get("page_size")),
+        transfer_backend=_text(info.get("disaggregation_transfer_backend")),
+        architecture=_text(own.get("architecture")),
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _positive(value: object) -> int | None:

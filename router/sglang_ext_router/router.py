@@ -26,9 +26,18 @@ from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app
 from sglang_ext_router.controller import PoolController
+from sglang_ext_router.exposition import (
+    gauge_families,
+    pool_families,
+    process_families,
+    process_figures,
+    render,
+    request_families,
+    worker_families,
+)
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
-from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
+from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
 from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
@@ -37,7 +46,7 @@ from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.tls import worker_context
-from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
+from sglang_ext_router.tokenising import Tokenisers
 from sglang_ext_router.unread_replies import SHUTDOWN_TIMEOUT_S
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -62,7 +71,8 @@ class Router:
     ) -> None:
         self.config = config
         self.loop = loop
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(config.request_timeout_secs)
+        self._process_index = process_index
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
         worker_tls = worker_context(config)
@@ -130,14 +140,14 @@ class Router:
         )
         self.clients = Clients(self.access, limits)
         self._connections = self.clients.open
+        self.metrics.refusals = self.clients.refusals
         self.reports = Clients(ReportGate(), limits)
         self._sweeper: asyncio.TimerHandle | None = None
+        self._sweep_due_s = math.inf
         limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
-        self._tokenizer_file = ""
-        if config.tokenizer_path:
-            self._load_tokenizer(config.tokenizer_path)
+        self._tokenisers = Tokenisers(loop)
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -199,8 +209,7 @@ class Router:
         await self.services.reply_builder.stop()
         await self.services.body_reader.stop()
         self.services.pools.close()
-        if self.services.tokeniser is not None:
-            self.services.tokeniser.close()
+        self._tokenisers.close()
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -266,6 +275,9 @@ class Router:
         """Enforce time limits of connections, queue and requests."""
         self._sweeper = self.loop.call_later(SWEEP_INTERVAL_S, self._sweep)
         now_s = self.loop.time()
+        if now_s >= self._sweep_due_s:
+            self.metrics.loop_lag_s.observe(now_s - self._sweep_due_s)
+        self._sweep_due_s = now_s + SWEEP_INTERVAL_S
         for waiting in self.admission.expire(now_s):
             waiting.on_queue_timeout()
         limit_s = self.config.request_timeout_secs
@@ -313,11 +325,30 @@ class Router:
             [one for one in queued_s if one is not None],
         )
 
-    def render_metrics(self) -> bytes:
-        families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))
-        families += worker_families(self.registry, self.requests_in_flight, self.requests_queued, self.loop.time())
+    def metrics_snapshot(self) -> MetricsSnapshot:
+        """What the other processes get to know of the counts here."""
+        legs = {worker.url: (worker.sent_legs, worker.failed_legs) for worker in self.registry}
+        return self.metrics.snapshot(legs, self._gauges(), process_figures())
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "requests_in_flight": self.requests_in_flight,
+            "requests_queued": self.requests_queued,
+            "client_connections": len(self.clients.open) + len(self.reports.open),
+            "instance_connections": self.services.pools.open_connections,
+            "buffered_bytes": self.clients.buffered_bytes + self.reports.buffered_bytes,
+        }
+
+    def render_metrics(self, accept: str) -> tuple[bytes, str]:
+        """What `/metrics` answers to a client with this Accept header, and its content type."""
+        snapshots = self.siblings.metric_snapshots()
+        others = [snapshot for _, snapshot in snapshots]
+        families: list[Metric] = list(request_families(self.metrics, others))
+        families += gauge_families(self._gauges(), others)
+        families += worker_families(self.registry, self.loop.time(), others)
         families += pool_families(self.registry, self.controller)
-        return render(families)
+        families += process_families(self._process_index, snapshots)
+        return render(families, accept)
 
     # -- membership -------------------------------------------------------------------------------------
 
@@ -369,18 +400,9 @@ class Router:
 
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
-        if self.services.tokeniser is None:
-            self._load_tokenizer(worker.tokenizer_path)
-
-    def _load_tokenizer(self, folder: str) -> None:
-        file = find_tokenizer_file(folder)
-        if file is None or str(file) == self._tokenizer_file:
-            return
-        self._tokenizer_file = str(file)  # tried once, whatever comes of it
-        try:
-            self.services.tokeniser = PromptTokeniser(file, self.loop)
-        except Exception as error:  # the library raises bare Exception
-            logger.warning("%s cannot be used, token counts stay estimates: %s", file, error)
+        model = self.registry.models.get(worker.model)
+        if model is not None and model.tokeniser is None:
+            model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)
 
 
 def _long_pool_monitor(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LongPoolMonitor | None:

@@ -21,7 +21,6 @@ from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.siblings import SiblingLink
-from sglang_ext_router.tokenising import PromptTokeniser
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.workers import WorkerRegistry
 
@@ -64,7 +63,7 @@ class Runnable(Protocol):
 
 @dataclass(slots=True)
 class Services:
-    """One of each per process. `tokeniser` comes once a tokenizer is known."""
+    """One of each per process."""
 
     config: RouterConfig
     loop: asyncio.AbstractEventLoop
@@ -88,4 +87,3 @@ class Services:
     on_ended: Callable[[Runnable, float], None]
     authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
     relays_authorization: bool  # without any key the client's own header is for the instances
-    tokeniser: PromptTokeniser | None = None
