@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from sglang_ext_router.http1 import ClientConnection
 
 
+HEADER_COST_BYTES = 200  # of the objects that hold one header line, beside its text
+
+
 class Request:
     """One parsed request. Header names are lower case."""
 
@@ -68,6 +71,9 @@ class RequestRefusal(NamedTuple):
     status: int
     message: str
     extra: bytes = b""
+
+
+OVERLOADED = RequestRefusal(503, "too much is buffered for other requests; try again later", b"retry-after: 1\r\n")
 
 
 class Gate(Protocol):
