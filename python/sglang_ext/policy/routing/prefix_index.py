@@ -331,7 +331,7 @@ def _common(run: Sequence[int], hashes: Sequence[int], start: int) -> int:
 
 
 def _prune(node: _Node) -> None:
-    """Take a node that no worker has and nothing builds on out of the tree, and those above it that were kept for it."""
+    """Take a node that no worker has and nothing builds on out of the tree, and those above that it was the last of."""
     while not node.holdings and not node.children:
         parent = node.parent
         if parent is None:
