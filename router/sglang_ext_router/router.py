@@ -10,6 +10,7 @@ import secrets
 import socket
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -38,6 +39,7 @@ from sglang_ext_router.exposition import (
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
@@ -298,8 +300,8 @@ class Router:
 
     # -- reports ---------------------------------------------------------------------------------------
 
-    def describe_load(self) -> dict[str, Any]:
-        """What `GET /load` tells of this process, and of all where the instances tell it."""
+    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]:
+        """What `GET /load` tells of these models, in this process, and in all where the instances tell it."""
         now_s = self.loop.time()
         waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
@@ -307,7 +309,7 @@ class Router:
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
-                one.value: describe_class(self.registry, one, waits, under_way, siblings, now_s) for one in LengthClass
+                one.value: describe_class(models, one, waits, under_way, siblings, now_s) for one in LengthClass
             },
         }
 
