@@ -150,6 +150,7 @@ class Router:
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
         self._tokenisers = Tokenisers(loop)
+        self._told_boundaries: set[int] = set()  # other ones than the router's that instances have
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -400,8 +401,22 @@ class Router:
         if worker.role.is_prefill:
             self.planner.index.clear(worker.id)
 
+    def _compare_boundary(self, worker: Worker) -> None:
+        """Say it once where an instance takes for long what the router sends as short, or the other way round."""
+        own, others = self.config.length_boundary_tokens, worker.length_boundary_tokens
+        if others is None or others == own or others in self._told_boundaries:
+            return
+        self._told_boundaries.add(others)
+        logger.warning(
+            "worker %s (%s) counts prefills of up to %d new tokens as short, the router those of up to %d: prompts "
+            "between are routed as one class and scheduled as the other (--length-boundary-tokens of the router, "
+            "--laps-boundary-tokens of `sglang-ext worker`)",
+            *(worker.url, worker.role, others, own),
+        )
+
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
+        self._compare_boundary(worker)
         model = self.registry.models.get(worker.model)
         if model is not None and model.tokeniser is None:
             model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)

@@ -279,6 +279,12 @@ MISMATCHES = [
         ("mooncake", "nixl"),
     ),
     (
+        "KV cache element type",
+        {"kv_cache_dtype": "auto", "dtype": "half"},
+        {"kv_cache_dtype": "auto", "sglang_ext": {"kv_element_type": "bfloat16"}},
+        ("float16", "bfloat16"),
+    ),
+    (
         "model architecture",
         {"sglang_ext": {"architecture": "LlamaForCausalLM of 2 layers"}},
         {"sglang_ext": {"architecture": "LlamaForCausalLM of 4 layers"}},
