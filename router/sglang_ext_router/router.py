@@ -21,6 +21,7 @@ from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
+from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
@@ -74,6 +75,9 @@ class Router:
         self.config = config
         self.loop = loop
         self.metrics = RouterMetrics(config.request_timeout_secs)
+        self.access_log = AccessLog(config.access_log) if config.access_log else None
+        if self.access_log is not None:
+            self.metrics.access_log_lines = self.access_log.counts
         self._process_index = process_index
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
@@ -123,6 +127,7 @@ class Router:
             siblings=self.siblings,
             running=self.running,
             on_ended=self._on_ended,
+            access_log=self.access_log,
             authorization=authorization,
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
@@ -140,10 +145,10 @@ class Router:
             keep_alive_timeout_s=config.keep_alive_timeout_secs,
             write_timeout_s=config.client_write_timeout_secs,
         )
-        self.clients = Clients(self.access, limits)
+        self.clients = Clients(self.access, limits, self.access_log)
         self._connections = self.clients.open
         self.metrics.refusals = self.clients.refusals
-        self.reports = Clients(ReportGate(), limits)
+        self.reports = Clients(ReportGate(), limits, self.access_log)
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = math.inf
         limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
@@ -213,6 +218,8 @@ class Router:
         await self.services.body_reader.stop()
         self.services.pools.close()
         self._tokenisers.close()
+        if self.access_log is not None:
+            await asyncio.to_thread(self.access_log.close)
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -238,10 +245,10 @@ class Router:
         elif self.config.metrics_port and request.path in REPORT_PATHS:
             connection.respond_error(404, "reports are served at a port of their own")
         else:
-            connection.call = AsgiCall(self.app, connection, request)
+            connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
-        connection.call = AsgiCall(self.app, connection, request)
+        connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
