@@ -520,3 +520,23 @@ async def test_what_one_model_has_cached_does_not_count_for_another() -> None:
 def test_aliases_that_cannot_be_used(aliases: tuple[str, ...]) -> None:
     with pytest.raises(RouterConfigError, match="--model-alias: "):
         RouterConfig(model_alias=aliases)
+
+
+async def test_an_instance_with_another_boundary_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [
+        engine_of("llama", role, sglang_ext={"length_boundary_tokens": tokens})
+        for role, tokens in ((SHORT, 256), (LONG, 256), (SHORT, 512), (DECODE, None))
+    ]
+    for engine in engines:
+        await engine.start()
+    try:
+        config = replace(FAST, workers=tuple(map(address_of, engines)), length_boundary_tokens=512)
+        async with running_router(config) as served:
+            await served.until_ready()
+    finally:
+        for engine in engines:
+            await engine.stop()
+    (warning,) = [record for record in caplog.records if "new tokens as short" in record.getMessage()]
+    assert warning.levelname == "WARNING"
+    assert "256" in warning.getMessage()
+    assert "512" in warning.getMessage()
