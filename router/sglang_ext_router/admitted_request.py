@@ -30,8 +30,9 @@ from sglang_ext.policy.routing.pd_actions import (
 )
 from sglang_ext.policy.routing.pd_protocol import PDProtocol, RequestPhase
 from sglang_ext.types import LengthClass, RequestState
+from sglang_ext_router.access_log import AccessEntry
 from sglang_ext_router.attempt import Attempt
-from sglang_ext_router.metrics import Outcome
+from sglang_ext_router.metrics import RequestOutcome
 from sglang_ext_router.prepared_request import PreparedRequest
 from sglang_ext_router.relay import REASON_TEXT, Relay, begins_unclear, end_error_status, find_int, stream_error_status
 from sglang_ext_router.routing import NoInstanceError
@@ -56,6 +57,7 @@ class AdmittedRequest:
         "_excluded",
         "_first_byte_s",
         "_first_token_s",
+        "_known_prompt_tokens",
         "_output_tokens",
         "_prefill_s",
         "_protocol",
@@ -91,13 +93,16 @@ class AdmittedRequest:
         self._first_token_s: float | None = None  # known of streams only, and roughly of others: prefill's end
         self._reply_end_s: float | None = None  # the last byte of the relayed reply came
         self._output_tokens: int | None = None
+        self._known_prompt_tokens: int | None = None  # as the instance told; read for the access log only
         self._error_status: int | None = None  # that an instance's stream told within a reply of status 200
 
     @property
-    def online_class(self) -> LengthClass | None:
-        """Its length class, if an online client waits for it."""
+    def online_class(self) -> tuple[str, LengthClass] | None:
+        """Its model and length class, if an online client waits for it."""
         attempt = self._attempt
-        return attempt.route.decision.length_class if attempt is not None and self._request.is_online else None
+        if attempt is None or not self._request.is_online:
+            return None
+        return self._request.model.name, attempt.route.decision.length_class
 
     def online_wait(self, now_s: float) -> tuple[str, float] | None:
         """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""
@@ -337,6 +342,8 @@ class AdmittedRequest:
         prompt = self._request.prompt
         self._reply_end_s = leg.received_s
         end = leg.end_of_body()
+        if self._services.access_log is not None and prompt.sequence_count == 1:
+            self._known_prompt_tokens = find_int(end, b'"prompt_tokens":')
         one = self._services.metrics.of(attempt.route.decision.length_class)
         if not prompt.is_stream:
             tokens = None
@@ -390,7 +397,7 @@ class AdmittedRequest:
         """The client has its whole reply, or will not get it: count what came of the request."""
         services, relay, request = self._services, self._relay, self._request
         attempt = self._attempt
-        outcome: Outcome = "ok"
+        outcome: RequestOutcome = "ok"
         status = relay.status
         if relay.has_left:
             outcome, status = "client_left", 499
@@ -412,10 +419,39 @@ class AdmittedRequest:
             relay.queue_s,
             request.prompt_tokens,
         )
+        if services.access_log is not None:
+            services.access_log.add(self._access_entry(status, outcome, ended_s))
         if request.headers.ttft_slo_s is not None:
             self._count_slo(request.headers.ttft_slo_s, outcome, status, now_s)
 
-    def _count_slo(self, slo_s: float, outcome: Outcome, status: int, now_s: float) -> None:
+    def _access_entry(self, status: int, outcome: RequestOutcome, ended_s: float) -> AccessEntry:
+        relay, request, attempt, started_s = self._relay, self._request, self._attempt, self.started_s
+        route = None if attempt is None else attempt.route
+        return AccessEntry(
+            request.path.decode(),
+            status,
+            outcome,
+            ended_s - started_s,
+            relay.request_id.decode("latin-1"),
+            relay.peer,
+            model=request.model.name,
+            length_class=None if route is None else route.decision.length_class.value,
+            stream=request.prompt.is_stream,
+            sequences=request.prompt.sequence_count,
+            prompt_tokens_estimated=request.prompt_tokens,
+            cached_tokens_estimated=None if route is None else route.decision.cached_tokens,
+            prompt_tokens=self._known_prompt_tokens,
+            output_tokens=self._output_tokens,
+            prefill=None if route is None else route.prefill.url,
+            decode=None if route is None or route.decode is None else route.decode.url,
+            attempts=self._protocol.attempt + 1,
+            queued_s=relay.queue_s,
+            prefilled_s=None if self._prefill_s is None else self._prefill_s - started_s,
+            first_byte_s=None if self._first_byte_s is None else self._first_byte_s - started_s,
+            error=relay.error,
+        )
+
+    def _count_slo(self, slo_s: float, outcome: RequestOutcome, status: int, now_s: float) -> None:
         """Count whether the first token came in time: a request that never had one has missed its deadline.
 
         One that is at fault itself, or whose client left before the deadline, tells nothing.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from sglang_ext_router.access_log import AccessLog
     from sglang_ext_router.http1 import ClientConnection
 
 
@@ -86,9 +87,10 @@ class Gate(Protocol):
 class Clients:
     """The open connections of one router process, and what they have buffered."""
 
-    __slots__ = ("buffered_bytes", "gate", "limits", "open", "refusals", "refused")
+    __slots__ = ("access_log", "buffered_bytes", "gate", "limits", "open", "refusals", "refused")
 
-    def __init__(self, gate: Gate, limits: ConnectionLimits) -> None:
+    def __init__(self, gate: Gate, limits: ConnectionLimits, access_log: AccessLog | None = None) -> None:
+        self.access_log = access_log
         self.gate = gate
         self.limits = limits
         self.open: set[ClientConnection] = set()

@@ -175,6 +175,9 @@ class RouterConfig:
         "port of their own for /metrics, /docs and /openapi.json, without a key; 0: at --port, with a client's key",
     )
     metrics_host: str = _option("127.0.0.1", "address for --metrics-port")
+    access_log: str = _option(
+        "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
+    )
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = _option(False, "log JSON lines")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang_ext_router.routing import Route
 
 # What came of a request: a whole reply; the client left; an error, before anything of a reply was sent or after.
-Outcome: TypeAlias = Literal["ok", "client_left", "error_before", "error_after"]
+RequestOutcome: TypeAlias = Literal["ok", "client_left", "error_before", "error_after"]
 Labels: TypeAlias = tuple[str, ...]
 
 
@@ -111,6 +111,7 @@ class RouterMetrics:
         self.retries: dict[str, int] = {}  # leg that failed → count
         self.retries_refused: dict[str, int] = {}  # reason → count
         self.aborts: dict[str, int] = {}  # reason → count
+        self.access_log_lines: dict[str, int] = {}  # what came of them → count
         self.refusals: dict[str, int] = {}  # status → count; that of the client connections
         self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
         self.tokenised = 0
@@ -125,7 +126,7 @@ class RouterMetrics:
         """The length classes and what was measured of each."""
         return (LengthClass.SHORT, self.short), (LengthClass.LONG, self.long)
 
-    def count_request(self, path: str, length_class: str, status: int, outcome: Outcome) -> None:
+    def count_request(self, path: str, length_class: str, status: int, outcome: RequestOutcome) -> None:
         key = (path, length_class, status, outcome)
         self.requests[key] = self.requests.get(key, 0) + 1
 
@@ -148,7 +149,7 @@ class RouterMetrics:
         path: str,
         decision: RouteDecision | None,
         status: int,
-        outcome: Outcome,
+        outcome: RequestOutcome,
         duration_s: float,
         queue_s: float,
         prompt_tokens: int,
@@ -195,6 +196,12 @@ class RouterMetrics:
             "Requests and connections refused with the connection",
             ("status",),
             _flat(self.refusals),
+        )
+        yield (
+            "access_log_lines",
+            "Lines of the access log, by what came of them",
+            ("result",),
+            _flat(self.access_log_lines),
         )
         slo: list[tuple[Labels, float]] = [(("none", "false"), self.unclassified_slo_missed)]
         for cls, one in self.classes():

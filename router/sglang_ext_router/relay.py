@@ -48,6 +48,7 @@ class Relay:
         "has_left",
         "is_broken",
         "is_building",
+        "peer",
         "queue_s",
         "request_id",
         "route",
@@ -67,6 +68,7 @@ class Relay:
         self.has_left = False  # the client, before it had its whole reply
         self.is_broken = False  # the reply ended otherwise than its beginning promised
         self.error = ""  # what the client was told, if the router itself told it of an error
+        self.peer = ""  # the client's address, where it is logged
         self.request_id = b""
         self.route: Route | None = None  # None: the client is not told
         self.queue_s = 0.0

@@ -10,6 +10,7 @@ import secrets
 import socket
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -20,6 +21,7 @@ from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
+from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
@@ -38,6 +40,7 @@ from sglang_ext_router.exposition import (
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
@@ -72,6 +75,9 @@ class Router:
         self.config = config
         self.loop = loop
         self.metrics = RouterMetrics(config.request_timeout_secs)
+        self.access_log = AccessLog(config.access_log) if config.access_log else None
+        if self.access_log is not None:
+            self.metrics.access_log_lines = self.access_log.counts
         self._process_index = process_index
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
@@ -121,6 +127,7 @@ class Router:
             siblings=self.siblings,
             running=self.running,
             on_ended=self._on_ended,
+            access_log=self.access_log,
             authorization=authorization,
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
@@ -138,16 +145,17 @@ class Router:
             keep_alive_timeout_s=config.keep_alive_timeout_secs,
             write_timeout_s=config.client_write_timeout_secs,
         )
-        self.clients = Clients(self.access, limits)
+        self.clients = Clients(self.access, limits, self.access_log)
         self._connections = self.clients.open
         self.metrics.refusals = self.clients.refusals
-        self.reports = Clients(ReportGate(), limits)
+        self.reports = Clients(ReportGate(), limits, self.access_log)
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = math.inf
         limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
         self._tokenisers = Tokenisers(loop)
+        self._told_boundaries: set[int] = set()  # other ones than the router's that instances have
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -210,6 +218,8 @@ class Router:
         await self.services.body_reader.stop()
         self.services.pools.close()
         self._tokenisers.close()
+        if self.access_log is not None:
+            await asyncio.to_thread(self.access_log.close)
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -235,10 +245,10 @@ class Router:
         elif self.config.metrics_port and request.path in REPORT_PATHS:
             connection.respond_error(404, "reports are served at a port of their own")
         else:
-            connection.call = AsgiCall(self.app, connection, request)
+            connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
-        connection.call = AsgiCall(self.app, connection, request)
+        connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
@@ -298,8 +308,8 @@ class Router:
 
     # -- reports ---------------------------------------------------------------------------------------
 
-    def describe_load(self) -> dict[str, Any]:
-        """What `GET /load` tells of this process, and of all where the instances tell it."""
+    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]:
+        """What `GET /load` tells of these models, in this process, and in all where the instances tell it."""
         now_s = self.loop.time()
         waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
@@ -307,7 +317,7 @@ class Router:
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
-                one.value: describe_class(self.registry, one, waits, under_way, siblings, now_s) for one in LengthClass
+                one.value: describe_class(models, one, waits, under_way, siblings, now_s) for one in LengthClass
             },
         }
 
@@ -398,8 +408,22 @@ class Router:
         if worker.role.is_prefill:
             self.planner.index.clear(worker.id)
 
+    def _compare_boundary(self, worker: Worker) -> None:
+        """Say it once where an instance takes for long what the router sends as short, or the other way round."""
+        own, others = self.config.length_boundary_tokens, worker.length_boundary_tokens
+        if others is None or others == own or others in self._told_boundaries:
+            return
+        self._told_boundaries.add(others)
+        logger.warning(
+            "worker %s (%s) counts prefills of up to %d new tokens as short, the router those of up to %d: prompts "
+            "between are routed as one class and scheduled as the other (--length-boundary-tokens of the router, "
+            "--laps-boundary-tokens of `sglang-ext worker`)",
+            *(worker.url, worker.role, others, own),
+        )
+
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
+        self._compare_boundary(worker)
         model = self.registry.models.get(worker.model)
         if model is not None and model.tokeniser is None:
             model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)

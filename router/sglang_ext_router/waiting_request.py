@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.policy.routing.admission import AdmissionOutcome
 from sglang_ext.policy.routing.pd_actions import FailureReason
+from sglang_ext_router.access_log import AccessEntry, peer_of
 from sglang_ext_router.admitted_request import AdmittedRequest
 from sglang_ext_router.body_reader import SMALL_BYTES, Outcome, is_read_at_once
+from sglang_ext_router.metrics import RequestOutcome
 from sglang_ext_router.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
 from sglang_ext_router.prompt import BadRequestError
 from sglang_ext_router.relay import REASON_TEXT, Relay
@@ -46,6 +48,8 @@ class WaitingRequest:
         self._unread = request
         self._started_s = now_s
         self._relay = Relay(client, request.is_http_11, services.reply_builder)
+        if services.access_log is not None:
+            self._relay.peer = peer_of(client.transport)
         self._request: PreparedRequest
         self._is_queued = False
         self._headers: ClientHeaders
@@ -173,6 +177,7 @@ class WaitingRequest:
             self._is_queued = False
         metrics.count(metrics.aborts, "client_gone")
         metrics.count_request(self._unread.path.decode(), "none", 499, "client_left")
+        self._log(499, "client_left")
 
     def pause(self) -> None:
         """Nothing is being relayed."""
@@ -198,3 +203,22 @@ class WaitingRequest:
         metrics.count(metrics.refused, reason)
         metrics.count_request(self._unread.path.decode(), "none", status, "error_before")
         self._relay.answer_error(status, message, param, code)
+        self._log(status, "error_before")
+
+    def _log(self, status: int, outcome: RequestOutcome) -> None:
+        """Tell the access log what came of a request that was not admitted."""
+        services, relay = self._services, self._relay
+        if services.access_log is None:
+            return
+        waited_s = services.loop.time() - self._started_s
+        services.access_log.add(
+            AccessEntry(
+                self._unread.path.decode(),
+                status,
+                outcome,
+                waited_s,
+                relay.request_id.decode("latin-1"),
+                relay.peer,
+                error=relay.error,
+            )
+        )

@@ -80,7 +80,8 @@ async def test_the_document_lists_what_is_shown() -> None:
     rows = {
         name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in ROW.findall(DOCUMENT.read_text())
     }
-    async with cluster(retry_max_retries=1, retry_budget_min_per_sec=0.0, retry_budget_ratio=0.0) as served:
+    options = {"retry_max_retries": 1, "retry_budget_min_per_sec": 0.0, "retry_budget_ratio": 0.0}
+    async with cluster(access_log="/dev/null", **options) as served:
         await serve_everything(served)
         shown = {}
         for family in parse_text(await page(served)):

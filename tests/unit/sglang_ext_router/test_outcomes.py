@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext_router.metrics import ClassMetrics, Outcome
+from sglang_ext_router.metrics import ClassMetrics, RequestOutcome
 from support.raw_client import BrokenReplyError, RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.running_time import pause
@@ -68,7 +68,7 @@ async def sent(served: Cluster, body: dict[str, Any]) -> RawClient:
         (WHOLE, cut(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"), 502, "error_after"),
     ],
 )
-async def test_what_came_of_it(body: dict[str, Any], decode: Script, code: int, outcome: Outcome) -> None:
+async def test_what_came_of_it(body: dict[str, Any], decode: Script, code: int, outcome: RequestOutcome) -> None:
     async with cluster(retry_max_retries=0) as served:
         served.short[0].script = stream(TOKENS[0], DONE) if body is STREAMED else reply()
         served.decode[0].script = decode
@@ -147,7 +147,7 @@ LARGE = {"text": "a" * 200_000, "meta_info": {"input_token_logprobs": [[-0.25, 2
     ("half", "code", "outcome"),
     [(HALF, 200, "ok"), (LARGE, 200, "ok"), ([], 502, "error_before"), ([1] * 200_000, 502, "error_before")],
 )
-async def test_a_joined_reply_is_counted_once_it_is_made(half: Any, code: int, outcome: Outcome) -> None:
+async def test_a_joined_reply_is_counted_once_it_is_made(half: Any, code: int, outcome: RequestOutcome) -> None:
     async with cluster() as served:
         served.short[0].script = reply(HALF)
         served.decode[0].script = reply(half)
