@@ -308,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
     def _write_refusal(self, refusal: RequestRefusal) -> None:
         self._clients.count_refusal(refusal.status)
         if self._clients.access_log is not None:
-            self._clients.access_log.add_refusal(self.transport, self._target, refusal.status, refusal.message)
+            self._clients.access_log.add_refusal(self.transport, self._parser.target, refusal.status, refusal.message)
         body = replies.error_json(refusal.status, refusal.message)
         self.write(replies.complete(refusal.status, body, b"application/json", refusal.extra, False, True))
         # Closing while the client still sends would reset the connection, and the reply be lost with it.

@@ -44,12 +44,12 @@ class RequestParser:
         "_quiet_bytes",
         "_receiver",
         "_reserved_bytes",
-        "_target",
         "arriving",
         "body_bytes",
         "connection",
         "in_message",
         "since_s",
+        "target",
     )
 
     def __init__(self, connection: ClientConnection, clients: Clients, loop: asyncio.AbstractEventLoop) -> None:
@@ -58,7 +58,7 @@ class RequestParser:
         self._limits = clients.limits
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
-        self._target = b""
+        self.target = b""  # of the request that is arriving, or came last
         self._headers: list[tuple[bytes, bytes]] = []
         self.arriving: Request | None = None  # its head is here
         self._body: list[bytes] = []
@@ -143,7 +143,7 @@ class RequestParser:
             self.connection.refuse(RequestRefusal(431, f"trailers larger than {limit} bytes"))
 
     def _head_without_upgrade(self) -> bytes:
-        lines = [b"%b %b HTTP/1.1\r\n" % (self._parser.get_method(), self._target)]
+        lines = [b"%b %b HTTP/1.1\r\n" % (self._parser.get_method(), self.target)]
         lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in _UPGRADE_HEADERS]
         return b"".join(lines) + b"\r\n"
 
@@ -205,7 +205,7 @@ class RequestParser:
     def on_message_begin(self) -> None:
         if self.connection.is_stopped:
             raise _RefusedError
-        self._target = b""
+        self.target = b""
         self._headers = []
         self._body = []
         self.body_bytes = 0
@@ -214,7 +214,7 @@ class RequestParser:
         self.arriving = None
 
     def on_url(self, url: bytes) -> None:
-        self._target += url
+        self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.arriving is not None:  # a trailer: it must not pass for a header
@@ -228,13 +228,13 @@ class RequestParser:
         limits = self._limits
         if self._head_bytes > limits.max_header_bytes:
             # What was read may hold body too; only a head that is really that large is refused.
-            size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+            size = len(self.target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
             if size > limits.max_header_bytes:
                 self._stop(RequestRefusal(431, f"request head larger than {limits.max_header_bytes} bytes"))
         if parser.should_upgrade():
             return  # the parser stops behind the head: see _parse
         is_http_11 = parser.get_http_version() == "1.1"
-        request = Request(parser.get_method(), self._target, self._headers, is_http_11)
+        request = Request(parser.get_method(), self.target, self._headers, is_http_11)
         self.arriving = request
         self._head_bytes = 0
         if self._head_counted_bytes:
