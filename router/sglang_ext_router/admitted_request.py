@@ -97,10 +97,12 @@ class AdmittedRequest:
         self._error_status: int | None = None  # that an instance's stream told within a reply of status 200
 
     @property
-    def online_class(self) -> LengthClass | None:
-        """Its length class, if an online client waits for it."""
+    def online_class(self) -> tuple[str, LengthClass] | None:
+        """Its model and length class, if an online client waits for it."""
         attempt = self._attempt
-        return attempt.route.decision.length_class if attempt is not None and self._request.is_online else None
+        if attempt is None or not self._request.is_online:
+            return None
+        return self._request.model.name, attempt.route.decision.length_class
 
     def online_wait(self, now_s: float) -> tuple[str, float] | None:
         """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""

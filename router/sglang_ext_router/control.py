@@ -21,6 +21,7 @@ from sglang_ext_router.access import TOKENISE_PATHS, Access
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.long_pool import LongPoolMonitor
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
@@ -61,7 +62,7 @@ class ControlTarget(Protocol):
 
     def forget_prefixes(self) -> None: ...
 
-    def describe_load(self) -> dict[str, Any]: ...
+    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]: ...
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]: ...
 
@@ -174,9 +175,15 @@ def build_app(router: ControlTarget) -> FastAPI:
         return Response(body, headers={"content-type": content_type})
 
     @app.get("/load", dependencies=client)
-    async def load() -> dict[str, Any]:
-        """How long online requests wait for their prefill, by length class, and the work that lies before them."""
-        return router.describe_load()
+    async def load(model: str | None = None) -> Response:
+        """How long online requests wait for their prefill, by length class, and the work that lies before them.
+
+        Of one model, or of all: the longest wait of any.
+        """
+        if model is None:
+            return _json(router.describe_load(list(registry.models.values())))
+        found = registry.find_model(model)
+        return _unknown_model(registry, model) if found is None else _json(router.describe_load([found]))
 
     @app.get("/v1/models", dependencies=client)
     async def models() -> dict[str, Any]:

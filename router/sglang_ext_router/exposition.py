@@ -97,21 +97,26 @@ def worker_families(registry: WorkerRegistry, now_s: float, siblings: Sequence[M
 
 def pool_families(registry: WorkerRegistry, controller: PoolController) -> Iterator[Metric]:
     """Gauges at this moment, and counters of this process. A pool whose pressure is unknown has no pressure."""
-    sizes = GaugeMetricFamily(PREFIX + "pool_instances", "Instances of a pool, ready or not", labels=("pool",))
-    for role in Role:
-        sizes.add_metric((role.value,), sum(worker.role is role for worker in registry))
-    yield sizes
-    pressures = GaugeMetricFamily(PREFIX + "pool_pressure", "P90 of its instances' pressures", labels=("pool",))
+    labels = ("model", "pool")
+    sizes = GaugeMetricFamily(PREFIX + "pool_instances", "Instances of a pool, ready or not", labels=labels)
+    pressures = GaugeMetricFamily(PREFIX + "pool_pressure", "P90 of its instances' pressures", labels=labels)
     offered = GaugeMetricFamily(
-        PREFIX + "pool_offered_instances", "Load offered to a pool, in instances' worth of work", labels=("pool",)
+        PREFIX + "pool_offered_instances", "Load offered to a pool, in instances' worth of work", labels=labels
     )
-    decision = controller.decision
-    if decision is not None:
+    for model in sorted({worker.model for worker in registry}):
+        for role in Role:
+            sizes.add_metric(
+                (model, role.value), sum(worker.role is role and worker.model == model for worker in registry)
+            )
+        decision = controller.control(model).decision
+        if decision is None:
+            continue
         for pool, view in ((LengthClass.SHORT, decision.short), (LengthClass.LONG, decision.long)):
             if view.pressure is not None:
-                pressures.add_metric((pool.value,), view.pressure)
+                pressures.add_metric((model, pool.value), view.pressure)
             if view.offered_instances is not None:
-                offered.add_metric((pool.value,), view.offered_instances)
+                offered.add_metric((model, pool.value), view.offered_instances)
+    yield sizes
     yield from (pressures, offered)
     moves = CounterMetricFamily(
         PREFIX + "pool_moves", "Moves between pools that have ended", labels=("source", "target", "outcome")

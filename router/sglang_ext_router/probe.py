@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from sglang_ext.policy.routing.served_models import PairingFacts, why_refused
+from sglang_ext.policy.routing.served_models import AUTO, PairingFacts, why_refused
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.workers import Worker, WorkerRegistry
@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
-EXTENSION_KEY = "sglang_ext"  # of what only an instance of `sglang-ext worker` tells
+EXTENSION_KEY = "sglang_ext"
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
 ABORT_FAMILY_HOOK = "abort-family"
+_ELEMENT_TYPES = {"half": "float16", "float": "float32"}  # SGLang's other names of them
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
 # What a broken answer of an instance can raise while it is read.
 _ANSWER_ERRORS = (
@@ -285,10 +286,11 @@ class Prober:
             if port is None:
                 raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
             worker.set_bootstrap_port(port)
-        extension = info.get(EXTENSION_KEY)
-        hooks = extension.get("hooks") if isinstance(extension, dict) else None
+        own = _extension(info)
+        hooks = own.get("hooks")
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
+        worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
         worker.has_info = True
         self._registry.refresh()
         self._on_info(worker)
@@ -329,17 +331,31 @@ def _unallocated_tokens(rank: dict[str, Any]) -> int:
 
 def read_facts(url: str, info: Mapping[str, Any]) -> PairingFacts:
     """What an instance's `/server_info` says of what those that serve one model must agree in."""
-    extension = info.get(EXTENSION_KEY)
-    own: Mapping[str, Any] = extension if isinstance(extension, dict) else {}
+    own = _extension(info)
     return PairingFacts(
         url,
         str(info.get("served_model_name") or info.get("model_path") or ""),
         kv_cache_dtype=_text(info.get("kv_cache_dtype")),
         resolved_kv_cache_dtype=_text(own.get("kv_cache_dtype")),
+        kv_element_type=_text(own.get("kv_element_type")) or _element_type(info),
         page_size_tokens=_positive(info.get("page_size")),
         transfer_backend=_text(info.get("disaggregation_transfer_backend")),
         architecture=_text(own.get("architecture")),
     )
+
+
+def _extension(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What only an instance of `sglang-ext worker` tells."""
+    told = info.get(EXTENSION_KEY)
+    return told if isinstance(told, dict) else {}
+
+
+def _element_type(info: Mapping[str, Any]) -> str | None:
+    """What an instance that does not tell it keeps in its KV cache; None where that is for its model to say."""
+    given = _text(info.get("dtype"))
+    if info.get("kv_cache_dtype") != AUTO or given == AUTO:
+        return None
+    return None if given is None else _ELEMENT_TYPES.get(given, given)
 
 
 def _text(value: object) -> str | None:

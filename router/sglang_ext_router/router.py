@@ -10,6 +10,7 @@ import secrets
 import socket
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -39,6 +40,7 @@ from sglang_ext_router.exposition import (
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
@@ -153,6 +155,7 @@ class Router:
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
         self._tokenisers = Tokenisers(loop)
+        self._told_boundaries: set[int] = set()  # other ones than the router's that instances have
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -305,8 +308,8 @@ class Router:
 
     # -- reports ---------------------------------------------------------------------------------------
 
-    def describe_load(self) -> dict[str, Any]:
-        """What `GET /load` tells of this process, and of all where the instances tell it."""
+    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]:
+        """What `GET /load` tells of these models, in this process, and in all where the instances tell it."""
         now_s = self.loop.time()
         waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
@@ -314,7 +317,7 @@ class Router:
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
-                one.value: describe_class(self.registry, one, waits, under_way, siblings, now_s) for one in LengthClass
+                one.value: describe_class(models, one, waits, under_way, siblings, now_s) for one in LengthClass
             },
         }
 
@@ -405,8 +408,22 @@ class Router:
         if worker.role.is_prefill:
             self.planner.index.clear(worker.id)
 
+    def _compare_boundary(self, worker: Worker) -> None:
+        """Say it once where an instance takes for long what the router sends as short, or the other way round."""
+        own, others = self.config.length_boundary_tokens, worker.length_boundary_tokens
+        if others is None or others == own or others in self._told_boundaries:
+            return
+        self._told_boundaries.add(others)
+        logger.warning(
+            "worker %s (%s) counts prefills of up to %d new tokens as short, the router those of up to %d: prompts "
+            "between are routed as one class and scheduled as the other (--length-boundary-tokens of the router, "
+            "--laps-boundary-tokens of `sglang-ext worker`)",
+            *(worker.url, worker.role, others, own),
+        )
+
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
+        self._compare_boundary(worker)
         model = self.registry.models.get(worker.model)
         if model is not None and model.tokeniser is None:
             model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)

@@ -49,8 +49,8 @@ class Runnable(Protocol):
     def __hash__(self) -> int: ...
 
     @property
-    def online_class(self) -> LengthClass | None:
-        """Its length class if an online client waits for it: neither of low priority nor without an instance."""
+    def online_class(self) -> tuple[str, LengthClass] | None:
+        """Its model and length class if an online client waits for it: not of low priority, nor without instance."""
 
     def online_wait(self, now_s: float) -> tuple[str, float] | None:
         """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""

@@ -88,6 +88,7 @@ class Worker:
         self.model = ""  # the name under which it is served
         self.facts: PairingFacts | None = None  # what those that serve one model must agree in
         self.tokenizer_path = ""
+        self.length_boundary_tokens: int | None = None  # of its own scheduler
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
         self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
         self.serves_parallel_samples = False

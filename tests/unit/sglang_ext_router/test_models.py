@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.policy.pools.instance_pressure import DecisionReason
+from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
+from sglang_ext_router.prompt import measure
 from support.event_loops import Complaints
+from support.laps_engine import CONTROLLED, LapsEngine, laps
 from support.raw_client import Reply
 from support.router_process import FAST, RunningRouter, cluster, running_router
 from support.scripted_engine import MODEL, ScriptedEngine, reply
@@ -275,6 +279,12 @@ MISMATCHES = [
         ("mooncake", "nixl"),
     ),
     (
+        "KV cache element type",
+        {"kv_cache_dtype": "auto", "dtype": "half"},
+        {"kv_cache_dtype": "auto", "sglang_ext": {"kv_element_type": "bfloat16"}},
+        ("float16", "bfloat16"),
+    ),
+    (
         "model architecture",
         {"sglang_ext": {"architecture": "LlamaForCausalLM of 2 layers"}},
         {"sglang_ext": {"architecture": "LlamaForCausalLM of 4 layers"}},
@@ -388,6 +398,121 @@ async def test_what_does_not_answer_yet_is_added() -> None:
         await served.until(lambda: served.worker(engine.url).model == MODEL)
 
 
+# -- pools --------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def controlled_models(**options: Any) -> AsyncIterator[Models]:
+    """Two models, each with two short instances that can be moved, a long one, and one for decode."""
+    engines: dict[str, dict[Role, ScriptedEngine]] = {"llama": {}, "qwen": {}}
+    all_engines: list[ScriptedEngine] = []
+    for model, by_role in engines.items():
+        for role in (SHORT, SHORT, LONG, DECODE):
+            engine = engine_of(model, role) if role is DECODE else LapsEngine(role)
+            assert isinstance(engine.info, dict)
+            engine.info = {**engine.info, "served_model_name": model}
+            await engine.start()
+            by_role[role] = engine
+            all_engines.append(engine)
+    config = replace(CONTROLLED, workers=tuple(address_of(engine) for engine in all_engines), **options)
+    try:
+        async with running_router(config) as running:
+            served = Models(running, engines)
+            await served.until_ready()
+            yield served
+            await served.until_idle()
+    finally:
+        for engine in all_engines:
+            await engine.stop()
+
+
+async def test_an_instance_moves_between_the_pools_of_its_own_model_alone() -> None:
+    async with controlled_models() as served:
+        laps(served.engines["qwen"][LONG]).tell(backlog_s=60.0, utilisation=1.0)
+        controller = served.router.controller
+        await served.until(lambda: len(controller.moves) == 1)
+        (move,) = controller.moves
+        assert (move.outcome, move.model) == (MoveOutcome.MOVED, "qwen")
+        shown = (await served.ask("GET", "/pools")).json
+        sizes = {
+            model: [pools["pools"][role.value]["instances"] for role in POOLS]
+            for model, pools in shown["models"].items()
+        }
+        assert sizes == {"llama": [2, 1, 1], "qwen": [1, 2, 1]}
+        assert shown["models"]["llama"]["decision"]["reason"] == "balanced"
+        assert shown["models"]["llama"]["cooldown_left_s"] == 0.0
+        assert shown["pools"]["short"]["instances"] == 3
+        assert shown["controller"]["decision"] is None
+        page = (await served.ask("GET", "/metrics")).body.decode()
+        assert 'sglang_ext_router_pool_instances{model="qwen",pool="long"} 2.0' in page
+        assert 'sglang_ext_router_pool_instances{model="llama",pool="long"} 1.0' in page
+
+
+async def test_each_model_is_judged_by_its_own_instances() -> None:
+    """What one model lacks the other cannot give, and one that reports nonsense does not stop the other."""
+    async with controlled_models() as served:
+        for role in (SHORT, LONG):
+            laps(served.engines["llama"][role]).report = {"mode": "nonsense"}  # type: ignore[assignment]
+        laps(served.engines["qwen"][LONG]).tell(backlog_s=60.0, utilisation=1.0)
+        controller = served.router.controller
+        await served.until(lambda: len(controller.moves) == 1)
+        assert controller.moves[0].model == "qwen"
+        decision = controller.control("llama").decision
+        assert decision is not None
+        assert decision.reason is DecisionReason.SIGNALS_MISSING
+
+
+async def test_the_load_of_one_model() -> None:
+    async with serving("llama", "qwen") as served:
+        waits, now_s = served.router.services.online_waits, served.router.loop.time()
+        waits.note(served.engines["qwen"][SHORT].url, 0.5, now_s)
+        waiting = served.worker(served.engines["qwen"][SHORT].url)
+        waiting.pending_tokens += 100_000
+        try:
+            told = {}
+            for query in ("", "?model=llama", "?model=qwen"):
+                answer = await served.ask("GET", f"/load{query}")
+                assert answer.status == 200
+                told[query] = answer.json["classes"]["short"]
+        finally:
+            waiting.pending_tokens -= 100_000
+        assert [one["online_wait_s"] for one in told.values()] == [0.5, None, 0.5]
+        assert [one["instances"] for one in told.values()] == [2, 1, 1]
+        assert told["?model=llama"]["backlog_s"] == 0.0
+        assert told[""]["backlog_s"] == told["?model=qwen"]["backlog_s"] > 1.0
+        assert_unknown(await served.ask("GET", "/load?model=z"), "z")
+
+
+async def test_bytes_per_token_are_learned_for_each_model() -> None:
+    async with serving("llama", "qwen") as served:
+        registry = served.router.registry
+        for engine in (served.engines["qwen"][SHORT], served.engines["qwen"][LONG]):
+            engine.script = reply({"text": "ok", "usage": {"prompt_tokens": 700}})
+        for _ in range(20):
+            body = {"prompt": "x" * 700, "model": "qwen"}
+            assert (await served.ask("POST", "/v1/completions", body)).status == 200
+        await served.until_idle()
+        estimates = [registry.models[name].estimator.estimate(700) for name in ("llama", "qwen")]
+        assert estimates[0] == 175
+        assert estimates[1] > 500
+
+
+async def test_what_one_model_has_cached_does_not_count_for_another() -> None:
+    async with serving("llama", "qwen", length_boundary_tokens=512) as served:
+        prompt = "".join(f"{i:07d} " for i in range(1000))
+        for _ in range(2):
+            for model in ("llama", "qwen"):
+                answer = await served.ask("POST", "/v1/completions", {"prompt": prompt, "model": model})
+                assert answer.status == 200
+        # The first of each is long, the second a turn that the long instance has cached.
+        assert [len(served.engines["qwen"][role].requests) for role in POOLS] == [0, 2, 2]
+        planner, qwen = served.router.planner, served.router.registry.models["qwen"]
+        measured = measure(b"/v1/completions", {"prompt": prompt})
+        assert planner.route(qwen, measured, 2000, set(), set(), 0.0).decision.cached_tokens > 1900
+        planner.index.clear(served.worker(served.engines["qwen"][LONG].url).id)
+        assert planner.route(qwen, measured, 2000, set(), set(), 0.0).decision.cached_tokens == 0
+
+
 # -- options ------------------------------------------------------------------------------------------------
 
 
@@ -395,3 +520,23 @@ async def test_what_does_not_answer_yet_is_added() -> None:
 def test_aliases_that_cannot_be_used(aliases: tuple[str, ...]) -> None:
     with pytest.raises(RouterConfigError, match="--model-alias: "):
         RouterConfig(model_alias=aliases)
+
+
+async def test_an_instance_with_another_boundary_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [
+        engine_of("llama", role, sglang_ext={"length_boundary_tokens": tokens})
+        for role, tokens in ((SHORT, 256), (LONG, 256), (SHORT, 512), (DECODE, None))
+    ]
+    for engine in engines:
+        await engine.start()
+    try:
+        config = replace(FAST, workers=tuple(map(address_of, engines)), length_boundary_tokens=512)
+        async with running_router(config) as served:
+            await served.until_ready()
+    finally:
+        for engine in engines:
+            await engine.stop()
+    (warning,) = [record for record in caplog.records if "new tokens as short" in record.getMessage()]
+    assert warning.levelname == "WARNING"
+    assert "256" in warning.getMessage()
+    assert "512" in warning.getMessage()

@@ -83,7 +83,7 @@ async def test_a_change_made_at_one_is_made_at_all(tmp_path: Path) -> None:
 
 def told_by(one: RunningRouter) -> dict[str, Any]:
     """What `GET /load` of this process tells a batch run of short prompts."""
-    told: dict[str, Any] = one.router.describe_load()["classes"]["short"]
+    told: dict[str, Any] = one.router.describe_load([one.model])["classes"]["short"]
     return told
 
 

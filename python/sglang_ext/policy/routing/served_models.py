@@ -23,7 +23,8 @@ class PairingFacts(NamedTuple):
     url: str
     model: str  # the name under which it is served
     kv_cache_dtype: str | None = None  # as it was started with, `auto` included
-    resolved_kv_cache_dtype: str | None = None  # what it came to
+    resolved_kv_cache_dtype: str | None = None  # what it came to, `auto` where that is the model's own
+    kv_element_type: str | None = None  # of the numbers in it
     page_size_tokens: int | None = None
     transfer_backend: str | None = None
     architecture: str | None = None  # of the model: class, layers, sizes
@@ -55,6 +56,7 @@ def why_refused(candidate: PairingFacts, serving: Iterable[PairingFacts]) -> str
         for what, own, others in (
             ("model architecture", candidate.architecture, other.architecture),
             ("KV cache dtype", *_kv_cache_dtypes(candidate, other)),
+            ("KV cache element type", candidate.kv_element_type, other.kv_element_type),
             ("page size", candidate.page_size_tokens, other.page_size_tokens),
             ("transfer backend", candidate.transfer_backend, other.transfer_backend),
         ):

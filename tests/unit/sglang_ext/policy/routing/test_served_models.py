@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +47,14 @@ def test_the_longest_served_name_before_a_colon_wins(names: set[str], asked: str
 
 
 def facts(url: str, **fields: object) -> PairingFacts:
-    return PairingFacts(url, "m", "auto", None, 16, "mooncake", "Llama")._replace(**fields)
+    told: dict[str, Any] = {
+        "model": "m",
+        "kv_cache_dtype": "auto",
+        "page_size_tokens": 16,
+        "transfer_backend": "mooncake",
+        "architecture": "Llama",
+    }
+    return PairingFacts(url, **{**told, **fields})
 
 
 @pytest.mark.parametrize(
@@ -54,6 +63,11 @@ def facts(url: str, **fields: object) -> PairingFacts:
         ({"kv_cache_dtype": "fp8_e4m3"}, {}, ["KV cache dtype", "fp8_e4m3", "auto"]),
         ({"page_size_tokens": 1}, {}, ["page size", "1", "16"]),
         ({}, {"transfer_backend": "nixl"}, ["transfer backend", "mooncake", "nixl"]),
+        (
+            {"kv_element_type": "float16"},
+            {"kv_element_type": "bfloat16"},
+            ["KV cache element type", "float16", "bfloat16"],
+        ),
         ({}, {"architecture": "Qwen"}, ["model architecture", "Llama", "Qwen"]),
         (
             {"kv_cache_dtype": "auto", "resolved_kv_cache_dtype": "bfloat16"},
