@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, versions
-from support.soak_faults import Fault, Faults, Sample, ServedCluster
+from support.soak_faults import FAULTS, Fault, Faults, Sample, ServedCluster
 from support.soak_load import Ended, Traffic, count_outcomes
 from support.text_model import build_text_model
 
@@ -84,7 +84,8 @@ def main() -> None:
     try:
         with _scratch(arguments.keep) as scratch, _cluster(scratch) as cluster:
             progress(f"the cluster is up after {time.monotonic() - began_s:.0f} s; {duration_s:.0f} s of traffic")
-            run = asyncio.run(_soak(cluster, duration_s, arguments.users, arguments.limit_s, arguments.calm_s))
+            faults = Faults(cluster, arguments.calm_s, arguments.faults)
+            run = asyncio.run(_soak(cluster, faults, duration_s, arguments.users, arguments.limit_s))
     except SoakError as error:
         give_up(str(error))
     result = _result(run)
@@ -158,8 +159,7 @@ def _cluster(scratch: Path) -> Iterator[ServedCluster]:
             process.wait()
 
 
-async def _soak(cluster: ServedCluster, duration_s: float, users: int, limit_s: float, calm_s: float) -> Run:
-    faults = Faults(cluster, calm_s)
+async def _soak(cluster: ServedCluster, faults: Faults, duration_s: float, users: int, limit_s: float) -> Run:
     samples: list[Sample] = []
     url = cluster.state()["url"]
     began_s = time.monotonic()
@@ -305,6 +305,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hours", type=float, default=0.0, help="the same in hours")
     parser.add_argument("--users", type=int, default=8, help="clients that send at a time")
     parser.add_argument("--calm-s", type=float, default=8.0, help="mean time between a recovery and the next fault")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, help="which ones")
     parser.add_argument("--limit-s", type=float, default=60.0, help="when a request counts as hung")
     parser.add_argument("--keep", type=Path, help="folder for model and logs, which stay; default: a temporary one")
     parser.add_argument("--out", type=Path, default=here / "out", help="folder for picture and JSON")

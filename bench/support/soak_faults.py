@@ -9,6 +9,7 @@ import random
 import signal
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ RECOVERY_LIMIT_S = 180.0
 # After an instance is back: streams that it had are cut by then, and decode's last echoes are over.
 AFTERMATH_S = 5.0
 _MIB = 1 << 20
+FAULTS = tuple(f"{kind}-{role}" for kind in ("kill", "freeze") for role in ("short", "long", "decode"))
 
 
 class Fault(NamedTuple):
@@ -109,9 +111,10 @@ class ServedCluster:
 class Faults:
     """Kills and freezes one instance after the other, each role in turn; the supervisor brings them back."""
 
-    def __init__(self, cluster: ServedCluster, calm_s: float) -> None:
+    def __init__(self, cluster: ServedCluster, calm_s: float, faults: Sequence[str] = FAULTS) -> None:
         self._cluster = cluster
         self._calm_s = calm_s
+        self._faults = frozenset(faults)
         self.done: list[Fault] = []
 
     def was_active(self, start_s: float, end_s: float) -> bool:
@@ -131,7 +134,12 @@ class Faults:
             if time.monotonic() >= until_s:
                 return
             if not plan:
-                plan = [(name, kind) for name in names for kind in ("kill", "freeze")]
+                plan = [
+                    (name, kind)
+                    for name in names
+                    for kind in ("kill", "freeze")
+                    if f"{kind}-{name.partition('-')[0]}" in self._faults
+                ]
                 draw.shuffle(plan)
             await self._one(*plan.pop())
 
