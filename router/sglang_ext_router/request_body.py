@@ -19,12 +19,12 @@ MIN_SLO_MS = 1.0  # of a request that is late already
 class CleanBody(NamedTuple):
     """A body without the fields that the router sets itself."""
 
-    raw: bytes
+    raw: bytes | bytearray
     is_empty: bool
     request_ids: str | list[str] | None  # the client's own, under which it finds its reply
 
 
-def clean_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
+def clean_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
     """Take out a client's bootstrap fields and request id; where there are none the text stays as it came.
 
     BadRequestError for an id that is not a string or a list of strings.
