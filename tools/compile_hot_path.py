@@ -32,8 +32,8 @@ HOT_MODULES = (
     )),
     *(f"sglang_ext_router/{name}.py" for name in (
         *("aborting", "access", "admitted_request", "attempt", "client_requests", "http1", "metrics"),
-        *("prepared_request", "prompt", "relay", "replies", "request_body", "request_ids", "routing", "services"),
-        *("unread_replies", "upstream", "waiting_request", "workers"),
+        *("prepared_request", "prompt", "relay", "replies", "request_body", "request_fields", "request_ids", "routing"),
+        *("services", "unread_replies", "upstream", "waiting_request", "workers"),
     )),
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"

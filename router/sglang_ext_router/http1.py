@@ -168,7 +168,7 @@ class ClientConnection(asyncio.Protocol):
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
                 if self._parser.get_method() == b"CONNECT":
-                    self.refuse(RequestRefusal(405, "CONNECT is not served"))
+                    self.refuse(RequestRefusal(405, "CONNECT is not served", b"allow: GET, HEAD, POST, DELETE\r\n"))
                     return
                 # The head again, without the wish for another protocol, and then what is behind it.
                 head, rest = self._head_without_upgrade(), data[upgrade.args[0] :]
@@ -322,9 +322,9 @@ class ClientConnection(asyncio.Protocol):
         """Refuse a body of that size, or so much more to buffer."""
         if body_bytes > request.max_body_bytes:
             limit = request.max_body_bytes
-            self._stop(
-                RequestRefusal(413, f"request body larger than {limit} bytes" if limit else "no body is taken here")
-            )
+            if not limit:
+                self._stop(self._clients.gate.refuse_body(request))
+            self._stop(RequestRefusal(413, f"request body larger than {limit} bytes"))
         if self._clients.buffered_bytes + more_bytes > self._limits.max_buffered_bytes:
             self._stop(_OVERLOADED)
 

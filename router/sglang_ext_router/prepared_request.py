@@ -15,8 +15,11 @@ from sglang_ext_router.request_body import (
     RequestHints,
     body_end,
     clean_body,
+    clean_response_body,
     hint_field,
 )
+from sglang_ext_router.request_fields import check_field_types
+from sglang_ext_router.request_ids import room_id
 from sglang_ext_router.scores import NO_SCORES, ScorePlan, plan_scores
 
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
@@ -76,6 +79,7 @@ def read_body(path: bytes, raw: bytes, is_http_11: bool, has_hints: bool) -> Rea
     BadRequestError where the client asks for something that cannot be served.
     """
     body = parse_body(raw)
+    check_field_types(path, body)
     prompt = measure(path, body)
     if prompt.is_stream and not is_http_11:
         raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
@@ -86,6 +90,8 @@ def read_body(path: bytes, raw: bytes, is_http_11: bool, has_hints: bool) -> Rea
         body, raw, path = asked, dump(asked), b"/generate"
         target = path
         scores = scores._replace(body=None)
+    if path == b"/v1/responses":  # which has no place for hints
+        return ReadBody(prompt, scores, clean_response_body(raw, body), target, None)
     clean = clean_body(raw, body)
     return ReadBody(prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
 
@@ -119,6 +125,11 @@ class PreparedRequest:
         self._hints: RequestHints | None = None  # for requests with a deadline or a priority
         if body.hint_field is not None:
             self._hints = RequestHints(body.hint_field, headers.ttft_slo_s, headers.priority)
+
+    def made_id(self, room: int) -> bytes:
+        """The request id made of a room; that of a response is the response's id, too."""
+        made = room_id(room)
+        return made if self._clean.id_field == b"rid" else b"resp_" + made
 
     @property
     def own_ids(self) -> str | list[str] | None:
