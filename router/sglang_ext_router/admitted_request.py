@@ -30,9 +30,11 @@ from sglang_ext.policy.routing.pd_actions import (
 )
 from sglang_ext.policy.routing.pd_protocol import PDProtocol, RequestPhase
 from sglang_ext.types import LengthClass, RequestState
+from sglang_ext_router.access_log import AccessEntry
 from sglang_ext_router.attempt import Attempt
+from sglang_ext_router.metrics import RequestOutcome
 from sglang_ext_router.prepared_request import PreparedRequest
-from sglang_ext_router.relay import REASON_TEXT, Relay, begins_unclear, find_int, stream_error_status
+from sglang_ext_router.relay import REASON_TEXT, Relay, begins_unclear, end_error_status, find_int, stream_error_status
 from sglang_ext_router.routing import NoInstanceError
 from sglang_ext_router.services import Services
 from sglang_ext_router.upstream import UpstreamConnection
@@ -40,6 +42,9 @@ from sglang_ext_router.upstream import UpstreamConnection
 logger = logging.getLogger(__name__)
 
 _DECODE = Leg.DECODE
+_OWN_FAULT = frozenset({400, 404, 413, 422})  # statuses of requests that cannot be served
+# Chunks of a stream that bring no token: `[DONE]`, the end of the body, a chat's role and finish reason.
+_OTHER_CHUNKS = {b"/v1/chat/completions": 4}
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
 
 
@@ -48,10 +53,17 @@ class AdmittedRequest:
 
     __slots__ = (
         "_attempt",
+        "_error_status",
         "_excluded",
+        "_first_byte_s",
+        "_first_token_s",
+        "_known_prompt_tokens",
+        "_output_tokens",
+        "_prefill_s",
         "_protocol",
         "_relay",
         "_relayed",
+        "_reply_end_s",
         "_request",
         "_services",
         "_timer",
@@ -75,12 +87,22 @@ class AdmittedRequest:
         self._attempt: Attempt | None = None  # the latest
         self._excluded: tuple[set[int], set[int]] | None = None  # prefill and decode that have failed this request
         self._timer: asyncio.TimerHandle | None = None
+        # Times of the loop, of the latest attempt
+        self._prefill_s: float | None = None  # prefill's reply was whole
+        self._first_byte_s: float | None = None  # the client was sent the first byte of a reply's body
+        self._first_token_s: float | None = None  # known of streams only, and roughly of others: prefill's end
+        self._reply_end_s: float | None = None  # the last byte of the relayed reply came
+        self._output_tokens: int | None = None
+        self._known_prompt_tokens: int | None = None  # as the instance told; read for the access log only
+        self._error_status: int | None = None  # that an instance's stream told within a reply of status 200
 
     @property
-    def online_class(self) -> LengthClass | None:
-        """Its length class, if an online client waits for it."""
+    def online_class(self) -> tuple[str, LengthClass] | None:
+        """Its model and length class, if an online client waits for it."""
         attempt = self._attempt
-        return attempt.route.decision.length_class if attempt is not None and self._request.is_online else None
+        if attempt is None or not self._request.is_online:
+            return None
+        return self._request.model.name, attempt.route.decision.length_class
 
     def online_wait(self, now_s: float) -> tuple[str, float] | None:
         """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""
@@ -111,6 +133,7 @@ class AdmittedRequest:
         excluded = self._excluded or _NONE_EXCLUDED
         try:
             route = services.planner.route(
+                request.model,
                 prompt,
                 request.prompt_tokens,
                 excluded[0],
@@ -124,6 +147,7 @@ class AdmittedRequest:
             self._act(self._protocol.on_no_instance(number))
             return
         decode = route.decode
+        self._error_status = self._prefill_s = self._first_token_s = None
         if prompt.samples_per_prompt > 1 and not (
             route.prefill.serves_parallel_samples and decode is not None and decode.serves_parallel_samples
         ):
@@ -154,6 +178,8 @@ class AdmittedRequest:
                 return
             status = stream_error_status(leg)
             if status is not None:
+                if self._first_byte_s is None or leg.kind is self._relayed:
+                    self._error_status = status
                 self._act(self._protocol.on_error_event(leg.kind, leg.attempt, status))
                 return
         if leg.kind is self._relayed:
@@ -163,15 +189,11 @@ class AdmittedRequest:
     def on_leg_complete(self, leg: UpstreamConnection) -> None:
         attempt = self._attempt
         assert attempt is not None
-        planner = self._services.planner
-        if leg.kind is not _DECODE and leg.status == 200 and planner.wants_token_count():
-            # Its reply says how many tokens the prompt had.
-            tokens = find_int(leg.raw, b'"prompt_tokens":')
-            if tokens:
-                planner.learn_tokens(self._request.prompt, tokens)
-        if leg.kind is not _DECODE and leg.status == 200 and self._request.is_online:
-            now_s = self._services.loop.time()
-            self._services.online_waits.note(attempt.route.prefill.url, self._waited_s(attempt, now_s), now_s)
+        if leg.status == 200:
+            if leg.kind is not _DECODE:
+                self._note_prefilled(attempt, leg)
+            if leg.kind is self._relayed:
+                self._note_reply(attempt, leg)
         actions = self._protocol.on_leg_complete(leg.kind, leg.attempt)
         self._relay.take_complete(leg)
         self._act(actions)
@@ -279,7 +301,7 @@ class AdmittedRequest:
                 case EmitErrorEvent():
                     self._relay.emit_error_event(action.reason)
                 case CloseClient():
-                    self._relay.cut()
+                    self._relay.cut(action.reason)
 
     def _relay_head(self, kind: Leg) -> None:
         attempt = self._attempt
@@ -291,16 +313,55 @@ class AdmittedRequest:
     def _note_first_byte(self) -> None:
         attempt = self._attempt
         assert attempt is not None
-        elapsed_s = self._services.loop.time() - self.started_s
-        one = self._services.metrics.of(attempt.route.decision.length_class)
-        one.ttft_s.observe(elapsed_s)
-        slo_s = self._request.headers.ttft_slo_s
-        if slo_s is not None:
-            if elapsed_s <= slo_s:
-                one.slo_met += 1
-            else:
-                one.slo_missed += 1
+        self._first_byte_s = now_s = self._services.loop.time()
+        self._error_status = None  # prefill's, which is outweighed
+        if self._request.prompt.is_stream:
+            self._first_token_s = now_s
+            self._services.metrics.of(attempt.route.decision.length_class).ttft_s.observe(now_s - self.started_s)
         attempt.note_first_byte()
+
+    def _note_prefilled(self, attempt: Attempt, leg: UpstreamConnection) -> None:
+        """Prefill's reply is whole: learn what it tells, and how long it took."""
+        services, request = self._services, self._request
+        now_s = leg.received_s
+        self._prefill_s = now_s
+        if not request.prompt.is_stream:
+            self._first_token_s = now_s
+        decision = attempt.route.decision
+        services.metrics.of(decision.length_class).note_prefill(now_s - attempt.started_s, attempt.predicted_s)
+        if services.planner.wants_token_count():
+            # Its reply says how many tokens the prompt had.
+            tokens = find_int(leg.raw, b'"prompt_tokens":')
+            if tokens:
+                services.planner.learn_tokens(request.model, request.prompt, tokens)
+        if request.is_online:
+            services.online_waits.note(attempt.route.prefill.url, self._waited_s(attempt, now_s), now_s)
+
+    def _note_reply(self, attempt: Attempt, leg: UpstreamConnection) -> None:
+        """The reply that the client gets has come whole."""
+        prompt = self._request.prompt
+        self._reply_end_s = leg.received_s
+        end = leg.end_of_body()
+        if self._services.access_log is not None and prompt.sequence_count == 1:
+            self._known_prompt_tokens = find_int(end, b'"prompt_tokens":')
+        one = self._services.metrics.of(attempt.route.decision.length_class)
+        if not prompt.is_stream:
+            tokens = None
+            if prompt.sequence_count == 1 or self._request.path != b"/generate":  # which tells it of each sequence
+                tokens = find_int(end, b'"completion_tokens":')
+        elif self._error_status is None:
+            self._error_status = end_error_status(end)
+            tokens = find_int(end, b'"completion_tokens":') if prompt.sequence_count == 1 else None
+            if tokens is None:
+                tokens = leg.chunks - _OTHER_CHUNKS.get(self._request.path, 2)
+            one.stall_s.observe(leg.longest_gap_s)
+            if tokens > 1 and prompt.sequence_count == 1 and self._first_byte_s is not None:
+                one.tpot_s.observe((leg.received_s - self._first_byte_s) / (tokens - 1))
+        else:
+            return
+        self._output_tokens = tokens
+        if tokens is not None:
+            one.output_tokens.observe(tokens)
 
     def _exclude(self, kind: Leg, attempt: Attempt) -> None:
         if self._excluded is None:
@@ -326,12 +387,88 @@ class AdmittedRequest:
         # Relayed nothing, answered nothing: prefill's half of a joined reply failed.
         if relay.is_open and not relay.is_building:
             relay.answer_error(502, REASON_TEXT[FailureReason.LEG_FAILED])
+        if relay.is_building:
+            relay.when_built = self._count
+        else:
+            self._count()
+        services.on_ended(self, services.loop.time())
+
+    def _count(self) -> None:
+        """The client has its whole reply, or will not get it: count what came of the request."""
+        services, relay, request = self._services, self._relay, self._request
+        attempt = self._attempt
+        outcome: RequestOutcome = "ok"
+        status = relay.status
+        if relay.has_left:
+            outcome, status = "client_left", 499
+        elif relay.is_broken or self._error_status is not None:
+            outcome = "error_before" if self._first_byte_s is None else "error_after"
+            if not relay.is_broken and self._error_status is not None:
+                status = self._error_status
+        elif not 200 <= status < 400:
+            outcome = "error_before"
         now_s = services.loop.time()
+        ended_s = now_s if self._reply_end_s is None or outcome != "ok" else self._reply_end_s
+        decision = None if attempt is None else attempt.route.decision
         services.metrics.count_end(
-            self._request.path.decode(),
-            self._attempt.route.decision if self._attempt is not None else None,
-            499 if state is RequestState.ABORTED else relay.status,
-            now_s - self.started_s,
+            request.path.decode(),
+            decision,
+            status,
+            outcome,
+            ended_s - self.started_s,
             relay.queue_s,
+            request.prompt_tokens,
         )
-        services.on_ended(self, now_s)
+        if services.access_log is not None:
+            services.access_log.add(self._access_entry(status, outcome, ended_s))
+        if request.headers.ttft_slo_s is not None:
+            self._count_slo(request.headers.ttft_slo_s, outcome, status, now_s)
+
+    def _access_entry(self, status: int, outcome: RequestOutcome, ended_s: float) -> AccessEntry:
+        relay, request, attempt, started_s = self._relay, self._request, self._attempt, self.started_s
+        route = None if attempt is None else attempt.route
+        return AccessEntry(
+            request.path.decode(),
+            status,
+            outcome,
+            ended_s - started_s,
+            relay.request_id.decode("latin-1"),
+            relay.peer,
+            model=request.model.name,
+            length_class=None if route is None else route.decision.length_class.value,
+            stream=request.prompt.is_stream,
+            sequences=request.prompt.sequence_count,
+            prompt_tokens_estimated=request.prompt_tokens,
+            cached_tokens_estimated=None if route is None else route.decision.cached_tokens,
+            prompt_tokens=self._known_prompt_tokens,
+            output_tokens=self._output_tokens,
+            prefill=None if route is None else route.prefill.url,
+            decode=None if route is None or route.decode is None else route.decode.url,
+            attempts=self._protocol.attempt + 1,
+            queued_s=relay.queue_s,
+            prefilled_s=None if self._prefill_s is None else self._prefill_s - started_s,
+            first_byte_s=None if self._first_byte_s is None else self._first_byte_s - started_s,
+            error=relay.error,
+        )
+
+    def _count_slo(self, slo_s: float, outcome: RequestOutcome, status: int, now_s: float) -> None:
+        """Count whether the first token came in time: a request that never had one has missed its deadline.
+
+        One that is at fault itself, or whose client left before the deadline, tells nothing.
+        """
+        metrics, attempt = self._services.metrics, self._attempt
+        has_token = outcome != "error_before" and self._first_token_s is not None
+        first_s = self._first_token_s if has_token and self._first_token_s is not None else now_s
+        is_late = first_s - self.started_s > slo_s
+        if not has_token:
+            if (outcome == "client_left" and not is_late) or (outcome == "error_before" and status in _OWN_FAULT):
+                return
+            is_late = True
+        if attempt is None:
+            metrics.unclassified_slo_missed += 1
+            return
+        one = metrics.of(attempt.route.decision.length_class)
+        if is_late:
+            one.slo_missed += 1
+        else:
+            one.slo_met += 1

@@ -50,13 +50,13 @@ WORKER_URL_PATTERN = r"^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?:[1-9][0-9]{0
 _EVERYWHERE = {
     400: "the request cannot be read, or asks for what cannot be served",
     401: "a key is missing or wrong",
+    404: "no such model, instance or path",
     408: "the request did not arrive in time",
     413: "the body is too large",
     431: "the head is too large",
     503: "too much is going on, or nothing can serve it now; try again later",
 }
 _GENERATION_ERRORS = {
-    404: "no such model",
     408: "the request did not arrive, or was not served, in time",
     429: "too many requests are waiting",
     500: "an instance failed",

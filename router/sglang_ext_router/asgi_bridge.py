@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from sglang_ext_router import replies
+from sglang_ext_router.access_log import AccessEntry, AccessLog, peer_of
 from sglang_ext_router.client_requests import Request
 from sglang_ext_router.http1 import ClientConnection
 
@@ -24,8 +25,12 @@ AsgiApp = Callable[
 class AsgiCall:
     """One request through an ASGI application; the body is whole already, the reply is sent whole."""
 
-    def __init__(self, app: AsgiApp, connection: ClientConnection, request: Request) -> None:
+    def __init__(
+        self, app: AsgiApp, connection: ClientConnection, request: Request, access_log: AccessLog | None = None
+    ) -> None:
         self._connection = connection
+        self._access_log = access_log
+        self._started_s = asyncio.get_running_loop().time()
         self._request = request
         self._status = 500
         self._headers: list[tuple[bytes, bytes]] = []
@@ -68,8 +73,19 @@ class AsgiCall:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             self._status, self._headers = 500, [(b"content-type", b"application/json")]
             self._body = [replies.error_json(500, "internal error of the router")]
+        self._log(499 if self._is_gone.is_set() else self._status)
         if not self._is_gone.is_set():
             self._reply()
+
+    def _log(self, status: int) -> None:
+        if self._access_log is None:
+            return
+        request = self._request
+        outcome = "client_left" if status == 499 else "ok" if status < 400 else "error_before"
+        total_s = asyncio.get_running_loop().time() - self._started_s
+        path, method = request.path.decode("latin-1"), request.method.decode("latin-1")
+        client = peer_of(self._connection.transport)
+        self._access_log.add(AccessEntry(path, status, outcome, total_s, client=client, method=method))
 
     async def _receive(self) -> Message:
         if not self._received:

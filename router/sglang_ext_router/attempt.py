@@ -28,6 +28,7 @@ class Attempt:
         "_new_tokens",
         "_request",
         "_services",
+        "predicted_s",
         "request_id",
         "route",
         "started_s",
@@ -44,6 +45,8 @@ class Attempt:
         prompt, prompt_tokens = request.prompt, request.prompt_tokens
         self._new_tokens = new_tokens = route.decision.new_tokens * prompt.sequence_count
         prefill, decode = route.prefill, route.decode
+        # Until the prefill has ended, from now on.
+        self.predicted_s = route.decision.predicted_wait_s + new_tokens / prefill.rate.tokens_per_s
         prefill.in_flight += 1
         prefill.pending_tokens += new_tokens
         if decode is not None:
@@ -155,7 +158,7 @@ class Attempt:
         worker.breaker.record_failure(self.started_s, self._services.loop.time())
         if registry.contains(worker):
             registry.suspects.add(worker.id)
-        self._services.metrics.count(self._services.metrics.worker_failures, worker.url)
+        worker.failed_legs += 1
         self._release(leg, worker)
         self._learn_not_prefilled(leg, worker)
 

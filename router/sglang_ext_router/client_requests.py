@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from sglang_ext_router.access_log import AccessLog
     from sglang_ext_router.http1 import ClientConnection
 
 
@@ -83,11 +84,18 @@ class Gate(Protocol):
 class Clients:
     """The open connections of one router process, and what they have buffered."""
 
-    __slots__ = ("buffered_bytes", "gate", "limits", "open", "refused")
+    __slots__ = ("access_log", "buffered_bytes", "gate", "limits", "open", "refusals", "refused")
 
-    def __init__(self, gate: Gate, limits: ConnectionLimits) -> None:
+    def __init__(self, gate: Gate, limits: ConnectionLimits, access_log: AccessLog | None = None) -> None:
+        self.access_log = access_log
         self.gate = gate
         self.limits = limits
         self.open: set[ClientConnection] = set()
         self.buffered_bytes = 0
         self.refused = 0  # connections beyond `max_connections`
+        self.refusals: dict[str, int] = {}  # status → requests that were refused by their head, or not whole
+
+    def count_refusal(self, status: int) -> None:
+        """A connection was refused, or a request on one, which ends it."""
+        key = str(status)
+        self.refusals[key] = self.refusals.get(key, 0) + 1

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
+from sglang_ext.policy.routing.served_models import parse_alias
 from sglang_ext.types import Role
 from sglang_ext_router.api_keys import ApiKeyFileError, read_api_keys
 
@@ -56,7 +57,16 @@ class RouterConfig:
     )
     prefix_index_blocks: int = _option(65536, "prefix-cache blocks remembered per prefill instance")
     coordinator_url: str = _option("", "HTTP address of the long pool's coordinator, whose state GET /pools then shows")
-    tokenizer_path: str = _option("", "folder with tokenizer.json; default: where the workers' model lies, if local")
+    tokenizer_path: str = _option(
+        "", "folder with tokenizer.json, of all models; default: where the workers of each have theirs, if local"
+    )
+    # Models
+    model_alias: tuple[str, ...] = _option(
+        (), "a further name NAME of the served model MODEL; repeat for more", metavar="NAME=MODEL"
+    )
+    accept_any_model: bool = _option(
+        False, "while a single model is served, serve it whatever model a request names; else unknown ones get 404"
+    )
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
     max_sequences_per_request: int = _option(
@@ -165,6 +175,9 @@ class RouterConfig:
         "port of their own for /metrics, /docs and /openapi.json, without a key; 0: at --port, with a client's key",
     )
     metrics_host: str = _option("127.0.0.1", "address for --metrics-port")
+    access_log: str = _option(
+        "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
+    )
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = _option(False, "log JSON lines")
@@ -203,11 +216,22 @@ class RouterConfig:
             raise RouterConfigError("--max-buffered-size must not be less than --max-payload-size")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
             raise RouterConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
+        self._check_aliases()
         self._check_controller()
         urls = [worker.url for worker in self.workers]
         for url in urls:
             if urls.count(url) > 1:
                 raise RouterConfigError(f"the worker {url} is given twice")
+
+    def _check_aliases(self) -> None:
+        try:
+            aliases = self.aliases
+        except ValueError as error:
+            raise RouterConfigError(f"--model-alias: {error}") from None
+        models = dict(aliases)
+        for name, model in aliases:
+            if models[name] != model:
+                raise RouterConfigError(f"--model-alias: {name} cannot stand for both {model} and {models[name]}")
 
     def _check_access(self) -> None:
         if self.metrics_port == self.port:
@@ -222,6 +246,11 @@ class RouterConfig:
                 raise RouterConfigError(f"--cors-allow-origins: {origin!r} is neither * nor of the form https://HOST")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise RouterConfigError("--ssl-keyfile needs --ssl-certfile")
+
+    @property
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        """Alias and model of every `--model-alias`."""
+        return tuple(parse_alias(text) for text in self.model_alias)
 
     @property
     def needs_client_key(self) -> bool:
@@ -356,6 +385,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         options: dict[str, Any] = {"default": default, "help": entry.metadata["help"]}
         if isinstance(default, bool):
             options["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        elif isinstance(default, tuple):
+            options |= {"action": "append", "default": [], "metavar": entry.metadata["metavar"]}
         else:
             options["type"] = type(default)
             options["choices"] = entry.metadata.get("choices")
@@ -386,6 +417,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         if not getattr(arguments, name):
             setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())
     values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
+    values["model_alias"] = tuple(values["model_alias"])
     return RouterConfig(workers=tuple(workers), **values)
 
 

@@ -31,6 +31,7 @@ from sglang_ext_router.api_document import (
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.long_pool import LongPoolMonitor
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.prompt import BadRequestError, parse_body
@@ -80,9 +81,9 @@ class ControlTarget(Protocol):
 
     def forget_prefixes(self) -> None: ...
 
-    def describe_load(self) -> dict[str, Any]: ...
+    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]: ...
 
-    def render_metrics(self) -> bytes: ...
+    def render_metrics(self, accept: str) -> tuple[bytes, str]: ...
 
 
 class NewWorker(BaseModel):
@@ -120,6 +121,9 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "state": worker_state(worker),
         "circuit": worker.breaker.state(now_s).value,
         "model": worker.model or None,
+        "kv_cache_dtype": None if worker.facts is None else worker.facts.kv_cache_dtype,
+        "page_size": None if worker.facts is None else worker.facts.page_size_tokens,
+        "transfer_backend": None if worker.facts is None else worker.facts.transfer_backend,
         "in_flight": worker.in_flight,
         "running": worker.reported_running,
         "max_prompt_tokens": worker.max_prompt_tokens if worker.has_info else None,
@@ -153,7 +157,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         if not router.access.is_admin((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong admin API key")
 
-    config = router.config
+    config, registry = router.config, router.registry
     own_keys = tuple(key for key in (config.api_key, config.admin_api_key, config.key_for_workers) if key)
     client = [Depends(check_client)]
     admin = [Depends(check_admin)]
@@ -188,46 +192,54 @@ def build_app(router: ControlTarget) -> FastAPI:
     @app.head("/readiness", include_in_schema=False)
     @app.get("/readiness", openapi_extra=NO_KEY)
     async def ready() -> Response:
-        """200 while every needed role has a ready instance and the router is not shutting down."""
-        missing = router.registry.missing_roles()
+        """200 while a model has a ready instance of every needed role and the router is not shutting down."""
+        missing = registry.missing_roles()
         if router.is_draining:
             return _json_error(503, "shutting down")
-        if missing:
-            return _json_error(503, f"no ready instance for: {', '.join(missing)}")
+        if missing is not None:
+            return _json_error(503, f"no ready instance for: {missing}")
         return Response(b'{"status":"ready"}', media_type="application/json")
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Prometheus metrics of all processes of this router."""
-        return Response(router.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
+        """Prometheus metrics of all processes of this router, as OpenMetrics where Accept asks for it."""
+        body, content_type = router.render_metrics(accept)
+        return Response(body, headers={"content-type": content_type})
 
     @app.get("/load", dependencies=client)
-    async def load() -> dict[str, Any]:
-        """How long online requests wait for their prefill, by length class, and the work that lies before them."""
-        return router.describe_load()
+    async def load(model: str | None = None) -> Response:
+        """How long online requests wait for their prefill, by length class, and the work that lies before them.
+
+        Of one model, or of all: the longest wait of any.
+        """
+        if model is None:
+            return _json(router.describe_load(list(registry.models.values())))
+        found = registry.find_model(model)
+        return _unknown_model(registry, model) if found is None else _json(router.describe_load([found]))
 
     @app.get("/v1/models", dependencies=client)
     async def models() -> dict[str, Any]:
-        """The models that the instances serve."""
-        listed = []
-        for name in router.registry.models():
-            lengths = [
-                worker.max_prompt_tokens for worker in router.registry if worker.model == name and worker.has_info
-            ]
-            listed.append(
-                {
-                    "id": name,
-                    "object": "model",
-                    "created": 0,
-                    "owned_by": "sglang",
-                    "root": name,
-                    "max_model_len": min(lengths) if lengths else None,
-                }
-            )
+        """The models that the instances serve, and their aliases."""
+        names = {name: name for name in registry.models} | {alias: one.name for alias, one in registry.aliases.items()}
+        listed = [_describe_model(registry, name, model) for name, model in names.items() if model]
         return {"object": "list", "data": listed}
 
-    async def ask_any(path: str, body: bytes | None) -> Response:
-        for worker in (*router.registry.ready_prefill, *router.registry.ready_decode):
+    @app.get("/v1/models/{name:path}", dependencies=client)
+    async def one_model(name: str) -> Response:
+        """One of them, by its name or an alias."""
+        found = registry.models.get(name) or registry.aliases.get(name)
+        if found is None:
+            return _unknown_model(registry, name)
+        return _json(_describe_model(registry, name, found.name))
+
+    async def ask_any(path: str, body: bytes | None, model: str | None) -> Response:
+        workers = (*registry.ready_prefill, *registry.ready_decode)
+        if model:
+            found = registry.find_model(model)
+            if found is None:
+                return _unknown_model(registry, model)
+            workers = (*found.ready_prefill, *found.ready_decode)
+        for worker in workers:
             try:
                 if body is None:
                     return _json(await router.prober.get_json(worker, path))
@@ -238,14 +250,14 @@ def build_app(router: ControlTarget) -> FastAPI:
         return _json_error(503, "no instance can answer")
 
     async def tokenise(request: Request) -> Response:
-        """Tokenise or detokenise as an instance does."""
+        """Tokenise or detokenise as an instance of the model does that the body names."""
         body = await request.body()
         if len(body) <= CHECKED_BYTES:
             try:
                 (check_detokenise if request.url.path.endswith("/detokenize") else check_tokenise)(parse_body(body))
             except BadRequestError as error:
                 return _json_error(400, str(error), error.param)
-        return await ask_any(request.url.path, body)
+        return await ask_any(request.url.path, body, _model_named_in(body))
 
     for tokenise_path, described in TOKENISE_BODIES.items():
         app.add_api_route(
@@ -272,16 +284,16 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     @app.get("/model_info", dependencies=client)
     @app.get("/get_model_info", dependencies=client)
-    async def model_info() -> Response:
+    async def model_info(model: str | None = None) -> Response:
         """An instance's description of the model."""
-        return await ask_any("/model_info", None)
+        return await ask_any("/model_info", None, model)
 
     @app.get("/server_info", dependencies=client)
     @app.get("/get_server_info", dependencies=client)
     async def server_info() -> Response:
         """Every ready instance's own description, by kind."""
         described: dict[str, list[Any]] = {"prefill": [], "decode": []}
-        for worker in (*router.registry.ready_prefill, *router.registry.ready_decode):
+        for worker in (*registry.ready_prefill, *registry.ready_decode):
             try:
                 info = await router.prober.get_json(worker, "/server_info")
             except (aiohttp.ClientError, TimeoutError, ValueError):
@@ -299,7 +311,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         """Empty every instance's prefix cache and the router's picture of it."""
         failed: dict[str, str] = {}
         flushed: list[str] = []
-        for worker in router.registry:
+        for worker in registry:
             try:
                 status, answer = await router.prober.post(worker, "/flush_cache", b"")
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -315,7 +327,7 @@ def build_app(router: ControlTarget) -> FastAPI:
     @app.get("/workers", dependencies=client)
     async def workers() -> dict[str, Any]:
         """All instances and their state."""
-        return {"workers": [describe_worker(worker, now()) for worker in router.registry]}
+        return {"workers": [describe_worker(worker, now()) for worker in registry]}
 
     @app.post(
         "/workers",
@@ -332,12 +344,18 @@ def build_app(router: ControlTarget) -> FastAPI:
             raise HTTPException(400, str(error)) from None
         if new.role is Role.DECODE and new.bootstrap_port is not None:
             raise HTTPException(400, "bootstrap_port: a decode instance has none")
-        if router.registry.find(url) is not None:
+        if registry.find(url) is not None:
             raise HTTPException(409, f"{url} is a worker already")
-        return describe_worker(router.add_worker(WorkerAddress(url, new.role, new.bootstrap_port)), now())
+        address = WorkerAddress(url, new.role, new.bootstrap_port)
+        refusal = await router.prober.why_refused(address)
+        if refusal is not None:
+            raise HTTPException(409, f"{url}: {refusal}")
+        if registry.find(url) is not None:  # meanwhile
+            raise HTTPException(409, f"{url} is a worker already")
+        return describe_worker(router.add_worker(address), now())
 
     def find(name: str) -> Worker:
-        for worker in router.registry:
+        for worker in registry:
             if worker_id(worker) == name:
                 return worker
         raise HTTPException(404, f"no worker {name}")
@@ -365,6 +383,34 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     add_pool_routes(app, router, client, admin)
     return app
+
+
+def _describe_model(registry: WorkerRegistry, name: str, model: str) -> dict[str, Any]:
+    lengths = [worker.max_prompt_tokens for worker in registry if worker.model == model and worker.has_info]
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "sglang",
+        "root": model,
+        "max_model_len": min(lengths) if lengths else None,
+    }
+
+
+def _unknown_model(registry: WorkerRegistry, name: str) -> Response:
+    names = registry.served_names()
+    if not names or not registry.is_complete:
+        return _json_error(503, "no instance that is ready serves this model yet; try again later")
+    return _json_error(404, replies.unknown_model(name, names), "model", code=replies.MODEL_NOT_FOUND)
+
+
+def _model_named_in(body: bytes) -> str | None:
+    """What JSON names as its model; what is no such JSON is an instance's business."""
+    try:
+        named = orjson.loads(body).get("model")
+    except (ValueError, AttributeError):
+        return None
+    return named if isinstance(named, str) else None
 
 
 def without_secrets(value: Any, keys: Sequence[str]) -> Any:
@@ -401,12 +447,18 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
-def _json_error(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> Response:
+def _json_error(
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+    code: str | None = None,
+) -> Response:
     headers = headers or {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(
-        replies.error_json(status, message, param),
+        replies.error_json(status, message, param, code),
         status_code=status,
         headers=headers,
         media_type="application/json",

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 
 import aiohttp
 import orjson
@@ -69,9 +69,19 @@ class MoveRecord:
     source: LengthClass
     target: LengthClass
     reason: str  # a DecisionReason, or OPERATOR
+    model: str
     outcome: MoveOutcome | None = None
     detail: str = ""
     duration_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ModelControl:
+    """What is remembered of the pools of one model."""
+
+    state: ControllerState = field(default_factory=ControllerState)
+    decision: Decision | None = None  # the latest
+    reported: tuple[DecisionReason, LengthClass | None] | None = None  # what was logged last
 
 
 def pool_of(worker: Worker) -> LengthClass | None:
@@ -81,7 +91,10 @@ def pool_of(worker: Worker) -> LengthClass | None:
 
 
 class PoolController:
-    """Runs Algorithm 2 of LAPS every control period, and moves that an operator asks for in every mode."""
+    """Runs Algorithm 2 of LAPS every control period, and moves that an operator asks for in every mode.
+
+    Each model has pools of its own, and decisions; an instance moves between those of its model. One moves at a time.
+    """
 
     def __init__(
         self, config: RouterConfig, loop: asyncio.AbstractEventLoop, registry: WorkerRegistry, prober: Prober
@@ -93,15 +106,13 @@ class PoolController:
         timeout_s = min(config.controller_interval_secs, config.health_check_timeout_secs)
         self.monitor = LapsMonitor(registry, prober, loop.time, timeout_s)
         self.settings = config.pressure_settings
-        self.state = ControllerState()
-        self.decision: Decision | None = None
+        self._controls: dict[str, ModelControl] = {}  # by model
         self.current: MoveRecord | None = None
         self.moves: deque[MoveRecord] = deque(maxlen=KEPT_MOVES)  # the latest last
         self.move_counts: dict[tuple[str, str, str], int] = {}  # (from, to, outcome) → count
         self.decision_counts: dict[tuple[str, str], int] = {}  # (result, reason) → count
         self._joined_s: dict[int, float] = {}
         self._failures: dict[int, tuple[int, float]] = {}  # worker id → failed moves in a row, left alone until
-        self._reported: tuple[DecisionReason, LengthClass | None] | None = None
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -109,9 +120,20 @@ class PoolController:
     def is_on(self) -> bool:
         return self._config.controller == "on"
 
-    @property
-    def cooldown_left_s(self) -> float:
-        return self.state.cooldown_left_s(self.settings, self._loop.time())
+    def control(self, model: str) -> ModelControl:
+        """What is remembered of the pools of a model."""
+        return self._controls.setdefault(model, ModelControl())
+
+    def cooldown_left_s(self, model: str) -> float:
+        return self.control(model).state.cooldown_left_s(self.settings, self._loop.time())
+
+    def _models(self) -> list[str]:
+        """Those with instances that can be moved; where there is no choice of models the only one in any case."""
+        names = list(self._registry.models)
+        if len(names) < 2:
+            return names or [""]
+        split = {worker.model for worker in self._registry if pool_of(worker) is not None}
+        return [name for name in names if name in split]
 
     def start(self) -> None:
         if self._config.controller != "off":
@@ -149,27 +171,36 @@ class PoolController:
             return
         if self.is_on:
             self._adopt_modes()
-        decision = decide(self._instances(), self.settings, self.state, self._loop.time())
-        self.decision, self.state = decision, decision.state
+        instances = self._instances()
+        models = self._models()
+        self._controls = {name: control for name, control in self._controls.items() if name in models}
+        for model in models:
+            self._decide(model, instances.get(model, ()))
+
+    def _decide(self, model: str, instances: Sequence[PoolInstance]) -> None:
+        """Decide for one model, and begin the move, if any."""
+        control = self.control(model)
+        decision = decide(instances, self.settings, control.state, self._loop.time())
+        control.decision, control.state = decision, decision.state
         proposal = decision.proposal
         worker = None
-        if proposal is not None:
+        if proposal is not None and self.current is None:  # one that is wanted now is wanted in the next round, too
             worker = next((one for one in self._registry if one.id == proposal.worker_id), None)
         result = "hold" if proposal is None or worker is None else "move" if self.is_on else "advise"
         key = (result, decision.reason.value)
         self.decision_counts[key] = self.decision_counts.get(key, 0) + 1
-        self._say(decision, worker)
+        self._say(model, control, worker)
         if self.is_on and worker is not None and proposal is not None:
             self.current = self._record(worker, proposal.source, proposal.target, decision.reason.value)
             self._spawn(self._move(worker, self.current))
 
-    def _instances(self) -> list[PoolInstance]:
-        """The members of both pools that take requests."""
+    def _instances(self) -> dict[str, list[PoolInstance]]:
+        """The members of both pools that take requests, by model."""
         now_s = self._loop.time()
         registered = {worker.id for worker in self._registry}
         self._joined_s = {key: value for key, value in self._joined_s.items() if key in registered}
         self._failures = {key: value for key, value in self._failures.items() if key in registered}
-        found = []
+        found: dict[str, list[PoolInstance]] = {}
         for worker in self._registry:
             pool = pool_of(worker)
             if pool is None or not worker.is_ready:
@@ -177,7 +208,7 @@ class PoolController:
             report = self.monitor.reports.get(worker.id)
             is_stock = worker.id in self.monitor.stock
             _, alone_until_s = self._failures.get(worker.id, (0, now_s))
-            found.append(
+            found.setdefault(worker.model, []).append(
                 PoolInstance(
                     worker.id,
                     pool,
@@ -202,21 +233,24 @@ class PoolController:
             )
             self._relabel(worker, LengthClass(report.mode.value))
 
-    def _say(self, decision: Decision, worker: Worker | None) -> None:
+    def _say(self, model: str, control: ModelControl, worker: Worker | None) -> None:
         """Log a decision: as news if it is another one than before."""
+        decision = control.decision
+        assert decision is not None
         reported = (decision.reason, decision.wanted)
-        is_news = reported != self._reported and decision.reason is not DecisionReason.UNCONFIRMED
+        is_news = reported != control.reported and decision.reason is not DecisionReason.UNCONFIRMED
         if is_news:
-            self._reported = reported
+            control.reported = reported
         if worker is not None and decision.proposal is not None:
             verb = "moves" if self.is_on else "would move"
             what = f"{verb} {worker.url} from {decision.proposal.source} to {decision.proposal.target}"
         else:
             what = "moves nothing" if decision.wanted is None else f"gives the {decision.wanted} pool nothing"
+        of_model = f" of {model}" if len(self._registry.models) > 1 else ""
         logger.log(
             logging.INFO if is_news else logging.DEBUG,
-            "the controller %s (%s): %s, %s",
-            *(what, decision.reason, _describe("short", decision.short), _describe("long", decision.long)),
+            "the controller %s (%s)%s: %s, %s",
+            *(what, decision.reason, of_model, _describe("short", decision.short), _describe("long", decision.long)),
         )
 
     # -- moving -----------------------------------------------------------------------------------------
@@ -251,7 +285,7 @@ class PoolController:
         return record
 
     def _record(self, worker: Worker, source: LengthClass, target: LengthClass, reason: str) -> MoveRecord:
-        return MoveRecord(time.time(), worker.url, source, target, reason)
+        return MoveRecord(time.time(), worker.url, source, target, reason, worker.model)
 
     async def _move(self, worker: Worker, record: MoveRecord) -> None:
         """Carry a move out to its end, and note how it ended."""
@@ -261,7 +295,11 @@ class PoolController:
             record.source,
             record.target,
             can_drain=any(
-                other is not worker and other.is_ready and other.role.serves(record.source) for other in self._registry
+                other is not worker
+                and other.model == worker.model
+                and other.is_ready
+                and other.role.serves(record.source)
+                for other in self._registry
             ),
             verify_timeout_s=self._config.controller_drain_timeout_secs,
         )
@@ -282,13 +320,14 @@ class PoolController:
 
     def _learn(self, worker: Worker, record: MoveRecord, finished: MoveFinished) -> None:
         now_s = self._loop.time()
-        self._reported = None  # what is decided after a move is news
+        control = self.control(record.model)
+        control.reported = None  # what is decided after a move is news
         if finished.outcome is MoveOutcome.MOVED:
-            self.state = self.state.after_move(record.target, now_s)
+            control.state = control.state.after_move(record.target, now_s)
             self._failures.pop(worker.id, None)
             logger.info("%s is in the %s pool now (%.1f s)", record.url, record.target, record.duration_s)
             return
-        self.state = self.state.after_failed_move(now_s)
+        control.state = control.state.after_failed_move(now_s)
         failures = self._failures.get(worker.id, (0, 0.0))[0] + 1
         alone_s = self.settings.cooldown_s * 2.0 ** min(failures, MAX_BACKOFF_DOUBLINGS)
         self._failures[worker.id] = (failures, now_s + alone_s)

@@ -96,6 +96,7 @@ class ClientConnection(asyncio.Protocol):
         clients = self._clients
         if len(clients.open) >= self._limits.max_connections:
             clients.refused += 1
+            clients.count_refusal(503)
             self._stopped = True
             body = replies.error_json(503, "too many connections; try again later")
             self.write(replies.complete(503, body, b"application/json", b"retry-after: 1\r\n", False, True))
@@ -394,8 +395,10 @@ class ClientConnection(asyncio.Protocol):
         self.write(replies.complete(status, body, content_type, extra, keep_alive, send_body))
         self.finish(keep_alive)
 
-    def respond_error(self, status: int, message: str, param: str | None = None, extra: bytes = b"") -> None:
-        self.respond(status, replies.error_json(status, message, param), extra=extra)
+    def respond_error(
+        self, status: int, message: str, param: str | None = None, extra: bytes = b"", code: str | None = None
+    ) -> None:
+        self.respond(status, replies.error_json(status, message, param, code), extra=extra)
 
     def _end_request(self) -> None:
         request, self.request = self.request, None
@@ -459,6 +462,9 @@ class ClientConnection(asyncio.Protocol):
             self._write_refusal(refusal)
 
     def _write_refusal(self, refusal: RequestRefusal) -> None:
+        self._clients.count_refusal(refusal.status)
+        if self._clients.access_log is not None:
+            self._clients.access_log.add_refusal(self.transport, self._target, refusal.status, refusal.message)
         body = replies.error_json(refusal.status, refusal.message)
         self.write(replies.complete(refusal.status, body, b"application/json", refusal.extra, False, True))
         # Closing while the client still sends would reset the connection, and the reply be lost with it.

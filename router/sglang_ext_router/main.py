@@ -19,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.compiled import describe_compiled
 from sglang_ext_router.config import RouterConfig, RouterConfigError, add_arguments, config_from_arguments
 from sglang_ext_router.router import Router
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             sockets = listen(config, reuse_port=is_child())
         tls = client_context(config)
         worker_context(config)
+        if config.access_log:
+            check_access_log(config.access_log)
     except RouterConfigError as error:
         print(f"sglang-ext router: {error}", file=sys.stderr)
         return 2
@@ -98,6 +101,14 @@ def _listen(host: str, port: int, prefix: str, reuse_port: bool) -> socket.socke
     return sock
 
 
+def check_access_log(target: str) -> None:
+    """RouterConfigError if the access log cannot be opened."""
+    try:
+        AccessLog(target).close()
+    except OSError as error:
+        raise RouterConfigError(f"--access-log {target}: {error.strerror or error}") from None
+
+
 def _warn_of_open_ports(config: RouterConfig) -> None:
     if not config.needs_client_key and not _is_loopback(config.host):
         logger.warning("anyone who reaches %s may send requests: set --api-key or --api-keys-file", config.host)
@@ -134,12 +145,14 @@ async def serve(
 ) -> int:
     """Serve on listening sockets (see `listen`) until SIGTERM or SIGINT, or the end of standard input, then drain."""
     loop = asyncio.get_running_loop()
+    router = Router(config, loop, process_index, siblings)
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
+    if router.access_log is not None:
+        loop.add_signal_handler(signal.SIGHUP, router.access_log.reopen)
     if ends_with_stdin:
         loop.add_reader(sys.stdin.fileno(), stop.set)
-    router = Router(config, loop, process_index, siblings)
     await router.start()
     server = await router.listen(sockets[0], LISTEN_BACKLOG, tls)
     for sock in sockets[1:]:

@@ -1,99 +1,119 @@
-"""Counters and histograms cheap enough for every request, shown to Prometheus by a collector.
+"""What one router process counts, cheap enough for every request; `exposition.py` shows it to Prometheus.
 
-prometheus_client renders them; its own instruments take a lock and several microseconds an observation,
-which the data path does not have.
+prometheus_client's own instruments take a lock and several microseconds an observation, which the data path does not
+have.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-
-from sglang_ext.policy.routing.circuit_breaker import CircuitState
-from sglang_ext.types import LengthClass, Role, RouteDecision
+from sglang_ext.types import LengthClass, RouteDecision
+from sglang_ext_router.histograms import (
+    LOOP_LAG_BUCKETS_S,
+    TOKEN_BUCKETS,
+    TOKEN_TIME_BUCKETS_S,
+    Histogram,
+    duration_bounds_s,
+    queue_bounds_s,
+    ttft_bounds_s,
+)
 
 if TYPE_CHECKING:
-    from sglang_ext_router.controller import PoolController
     from sglang_ext_router.routing import Route
-    from sglang_ext_router.workers import WorkerRegistry
 
-LATENCY_BUCKETS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
-)
-TOKEN_BUCKETS = (
-    16.0,
-    32.0,
-    64.0,
-    128.0,
-    256.0,
-    512.0,
-    1024.0,
-    2048.0,
-    4096.0,
-    8192.0,
-    16384.0,
-    65536.0,
-    262144.0,
-)
-PREFIX = "sglang_ext_router_"
+# What came of a request: a whole reply; the client left; an error, before anything of a reply was sent or after.
+RequestOutcome: TypeAlias = Literal["ok", "client_left", "error_before", "error_after"]
+Labels: TypeAlias = tuple[str, ...]
 
 
-class Histogram:
-    """Counts per bucket (upper bounds inclusive), their sum, as plain lists."""
+class MetricsSnapshot(NamedTuple):
+    """What one process tells the others; plain JSON types once it has been through `orjson`."""
 
-    __slots__ = ("bounds", "counts", "total")
+    counters: dict[str, list[tuple[Labels, float]]]
+    histograms: list[tuple[str, str, list[int], float]]  # name, length class or "", counts, total
+    worker_legs: dict[str, tuple[int, int]]  # url → sent, failed
+    gauges: dict[str, float]
+    process: dict[str, float]  # prometheus_client's `process_*`
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Buckets as Prometheus wants them: (le, number of observations up to it)."""
-        running = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            running += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), running))
-        return buckets
+    def with_counts_of(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
+        """What both have counted; gauges are this one's. ValueError if buckets differ."""
+        counters: dict[str, list[tuple[Labels, float]]] = {}
+        for name in self.counters.keys() | earlier.counters.keys():
+            totals: dict[Labels, float] = {}
+            for key, value in (*self.counters.get(name, ()), *earlier.counters.get(name, ())):
+                totals[tuple(key)] = totals.get(tuple(key), 0) + value
+            counters[name] = list(totals.items())
+        before = {(name, cls): (counts, total) for name, cls, counts, total in earlier.histograms}
+        histograms = []
+        for name, cls, counts, total in self.histograms:
+            more, more_total = before.get((name, cls), ([0] * len(counts), 0.0))
+            added = [a + b for a, b in zip(counts, more, strict=True)]
+            histograms.append((name, cls, added, total + more_total))
+        legs = dict(self.worker_legs)
+        for url, (sent, failed) in earlier.worker_legs.items():
+            own_sent, own_failed = legs.get(url, (0, 0))
+            legs[url] = (own_sent + sent, own_failed + failed)
+        return self._replace(counters=counters, histograms=histograms, worker_legs=legs)
 
 
 class ClassMetrics:
     """What is measured per length class."""
 
-    __slots__ = ("duration_s", "new_tokens", "queue_s", "slo_met", "slo_missed", "ttft_s")
+    __slots__ = (
+        "duration_s",
+        "new_tokens",
+        "output_tokens",
+        "predicted_early_s",
+        "predicted_late_s",
+        "prompt_tokens",
+        "queue_s",
+        "slo_met",
+        "slo_missed",
+        "stall_s",
+        "tpot_s",
+        "ttft_s",
+    )
 
-    def __init__(self) -> None:
-        self.ttft_s = Histogram(LATENCY_BUCKETS_S)
-        self.duration_s = Histogram(LATENCY_BUCKETS_S)
-        self.queue_s = Histogram(LATENCY_BUCKETS_S)
+    def __init__(self, limit_s: float) -> None:
+        self.ttft_s = Histogram(ttft_bounds_s(limit_s))
+        self.duration_s = Histogram(duration_bounds_s(limit_s))
+        self.queue_s = Histogram(queue_bounds_s(limit_s))
+        self.tpot_s = Histogram(TOKEN_TIME_BUCKETS_S)
+        self.stall_s = Histogram(TOKEN_TIME_BUCKETS_S)
+        self.predicted_early_s = Histogram(ttft_bounds_s(limit_s))
+        self.predicted_late_s = Histogram(ttft_bounds_s(limit_s))
+        self.prompt_tokens = Histogram(TOKEN_BUCKETS)
         self.new_tokens = Histogram(TOKEN_BUCKETS)
+        self.output_tokens = Histogram(TOKEN_BUCKETS)
         self.slo_met = 0
         self.slo_missed = 0
+
+    def note_prefill(self, actual_s: float, predicted_s: float) -> None:
+        """A prefill took `actual_s` from when it was sent, waiting included, and was expected to take `predicted_s`."""
+        if actual_s >= predicted_s:
+            self.predicted_late_s.observe(actual_s - predicted_s)
+        else:
+            self.predicted_early_s.observe(predicted_s - actual_s)
 
 
 class RouterMetrics:
     """All instruments of one router process. Increment the attributes directly."""
 
-    def __init__(self) -> None:
-        self.requests: dict[tuple[str, str, int], int] = {}  # (path, class, status) → count
-        self.short = ClassMetrics()
-        self.long = ClassMetrics()
+    def __init__(self, limit_s: float = 1800.0) -> None:
+        """`limit_s`: how long a request may take at most."""
+        self.requests: dict[tuple[str, str, int, str], int] = {}  # (path, class, status, outcome) → count
+        self.short = ClassMetrics(limit_s)
+        self.long = ClassMetrics(limit_s)
+        self.unclassified_slo_missed = 0  # refused before the class was known
         self.refused: dict[str, int] = {}  # reason → count
         self.retries: dict[str, int] = {}  # leg that failed → count
         self.retries_refused: dict[str, int] = {}  # reason → count
         self.aborts: dict[str, int] = {}  # reason → count
-        self.worker_failures: dict[str, int] = {}  # url → count
-        self.worker_requests: dict[str, int] = {}
+        self.access_log_lines: dict[str, int] = {}  # what came of them → count
+        self.refusals: dict[str, int] = {}  # status → count; that of the client connections
+        self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
         self.tokenised = 0
         self.spilled = 0
         self.cached_tokens = 0
@@ -102,11 +122,12 @@ class RouterMetrics:
     def of(self, length_class: LengthClass) -> ClassMetrics:
         return self.short if length_class is LengthClass.SHORT else self.long
 
-    def _classes(self) -> tuple[tuple[LengthClass, ClassMetrics], ...]:
+    def classes(self) -> tuple[tuple[LengthClass, ClassMetrics], ...]:
+        """The length classes and what was measured of each."""
         return (LengthClass.SHORT, self.short), (LengthClass.LONG, self.long)
 
-    def count_request(self, path: str, length_class: str, status: int) -> None:
-        key = (path, length_class, status)
+    def count_request(self, path: str, length_class: str, status: int, outcome: RequestOutcome) -> None:
+        key = (path, length_class, status, outcome)
         self.requests[key] = self.requests.get(key, 0) + 1
 
     def count(self, counts: dict[str, int], key: str) -> None:
@@ -117,61 +138,75 @@ class RouterMetrics:
         """A request is sent to its instances."""
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += route.decision.cached_tokens
-        sent = self.worker_requests
-        prefill_url = route.prefill.url
-        sent[prefill_url] = sent.get(prefill_url, 0) + 1
+        route.prefill.sent_legs += 1
         if route.decode is not None:
-            decode_url = route.decode.url
-            sent[decode_url] = sent.get(decode_url, 0) + 1
+            route.decode.sent_legs += 1
         if route.is_spilled:
             self.spilled += 1
 
     def count_end(
-        self, path: str, decision: RouteDecision | None, status: int, duration_s: float, queue_s: float
+        self,
+        path: str,
+        decision: RouteDecision | None,
+        status: int,
+        outcome: RequestOutcome,
+        duration_s: float,
+        queue_s: float,
+        prompt_tokens: int,
     ) -> None:
         """An admitted request is over; without a decision no instance could take it."""
         if decision is None:
-            self.count_request(path, "none", status)
+            self.count_request(path, "none", status, outcome)
             return
         one = self.of(decision.length_class)
         one.duration_s.observe(duration_s)
         one.queue_s.observe(queue_s)
+        one.prompt_tokens.observe(prompt_tokens)
         one.new_tokens.observe(decision.new_tokens)
-        self.count_request(path, str.__str__(decision.length_class), status)
+        self.count_request(path, str.__str__(decision.length_class), status, outcome)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything that adds up over processes, as JSON types."""
-        return {
-            "counters": {name: list(map(list, samples)) for name, _, _, samples in self._counters()},
-            "histograms": [
-                [name, length_class.value, instrument.counts, instrument.total]
-                for name, _, length_class, instrument in self._histograms()
-            ],
-        }
+    # -- reading them -----------------------------------------------------------------------------------
 
-    def _counters(self) -> Iterator[tuple[str, str, tuple[str, ...], list[tuple[tuple[str, ...], float]]]]:
+    def snapshot(
+        self, worker_legs: dict[str, tuple[int, int]], gauges: dict[str, float], process: dict[str, float]
+    ) -> MetricsSnapshot:
+        """Everything that adds up over processes; what this object does not count itself is given."""
+        return MetricsSnapshot(
+            {name: samples for name, _, _, samples in self.counters()},
+            [(name, cls, one.counts, one.total) for name, _, cls, one in self.histograms()],
+            worker_legs,
+            gauges,
+            process,
+        )
+
+    def counters(self) -> Iterator[tuple[str, str, Labels, list[tuple[Labels, float]]]]:
+        """Name, help, label names, and the samples, of each counter."""
         yield (
             "requests",
-            "Requests answered, by path, length class and HTTP status",
-            ("path", "length_class", "status"),
-            [((path, cls, str(status)), count) for (path, cls, status), count in self.requests.items()],
+            "Requests answered, by path, length class, HTTP status and outcome",
+            ("path", "length_class", "status", "outcome"),
+            [((path, cls, str(status), outcome), count) for (path, cls, status, outcome), count in self._requests()],
         )
         yield "refused", "Requests refused before an instance was chosen", ("reason",), _flat(self.refused)
         yield "retries", "Attempts repeated, by the leg that failed", ("leg",), _flat(self.retries)
         yield "retries_refused", "Attempts that were not repeated", ("reason",), _flat(self.retries_refused)
         yield "aborts", "Requests aborted on the instances, by reason", ("reason",), _flat(self.aborts)
-        yield "worker_requests", "Legs sent to an instance", ("worker",), _flat(self.worker_requests)
-        yield "worker_failures", "Legs that an instance failed", ("worker",), _flat(self.worker_failures)
         yield (
-            "ttft_slo",
-            "Requests with a TTFT deadline, by whether it was met",
-            ("length_class", "met"),
-            [
-                ((cls.value, met), count)
-                for cls, one in self._classes()
-                for met, count in (("true", one.slo_met), ("false", one.slo_missed))
-            ],
+            "connection_refusals",
+            "Requests and connections refused with the connection",
+            ("status",),
+            _flat(self.refusals),
         )
+        yield (
+            "access_log_lines",
+            "Lines of the access log, by what came of them",
+            ("result",),
+            _flat(self.access_log_lines),
+        )
+        slo: list[tuple[Labels, float]] = [(("none", "false"), self.unclassified_slo_missed)]
+        for cls, one in self.classes():
+            slo += [((cls.value, "true"), one.slo_met), ((cls.value, "false"), one.slo_missed)]
+        yield "ttft_slo", "Requests with a TTFT deadline, by whether it was met", ("length_class", "met"), slo
         yield (
             "events",
             "Prompts tokenised because their class was in doubt; requests served in the other pool",
@@ -185,111 +220,40 @@ class RouterMetrics:
             [(("true",), self.cached_tokens), (("false",), self.prompt_tokens - self.cached_tokens)],
         )
 
-    def _histograms(self) -> Iterator[tuple[str, str, LengthClass, Histogram]]:
-        for length_class, one in self._classes():
-            yield "ttft_seconds", "Time to the first byte of the reply's body", length_class, one.ttft_s
-            yield "request_duration_seconds", "Time to the end of the reply", length_class, one.duration_s
-            yield "queue_wait_seconds", "Time in the router's own queue", length_class, one.queue_s
-            yield "new_tokens", "Prompt tokens that were not cached (estimated)", length_class, one.new_tokens
+    def _requests(self) -> list[tuple[tuple[str, str, int, str], int]]:
+        return list(self.requests.items())
 
-    def families(self, siblings: Iterable[Mapping[str, Any]] = ()) -> Iterator[Metric]:
-        """Metric families of this process with its siblings' snapshots added."""
-        others = list(siblings)
-        for name, text, labels, samples in self._counters():
-            totals: dict[tuple[str, ...], float] = {}
-            for key, value in samples:
-                totals[key] = totals.get(key, 0) + value
-            for other in others:
-                for key_list, value in other["counters"].get(name, ()):
-                    key = tuple(key_list)
-                    totals[key] = totals.get(key, 0) + value
-            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            for key, value in totals.items():
-                counter.add_metric(key, value)
-            yield counter
-        merged: dict[str, HistogramMetricFamily] = {}
-        remote: dict[tuple[str, str], list[tuple[list[int], float]]] = {}
-        for other in others:
-            for name, cls, counts, total in other["histograms"]:
-                remote.setdefault((name, cls), []).append((counts, total))
-        for name, text, length_class, instrument in self._histograms():
-            family = merged.setdefault(name, HistogramMetricFamily(PREFIX + name, text, labels=("length_class",)))
-            joint = Histogram(instrument.bounds)
-            joint.counts = list(instrument.counts)
-            joint.total = instrument.total
-            for counts, total in remote.get((name, length_class.value), ()):
-                joint.counts = [a + b for a, b in zip(joint.counts, counts, strict=True)]
-                joint.total += total
-            family.add_metric((length_class.value,), joint.cumulative(), joint.total)
-        yield from merged.values()
+    def histograms(self) -> Iterator[tuple[str, str, str, Histogram]]:
+        """Name, help, length class (or another label's value, or nothing), and the counts, of each histogram."""
+        for length_class, one in self.classes():
+            cls = length_class.value
+            yield "ttft_seconds", "Time from a stream's arrival to the first byte of its reply's body", cls, one.ttft_s
+            yield "tpot_seconds", "Time per output token after the first, of streams of one sequence", cls, one.tpot_s
+            yield "stream_stall_seconds", "The longest time between two pieces of a stream", cls, one.stall_s
+            yield "request_duration_seconds", "Time from arrival to the end of the reply", cls, one.duration_s
+            yield "queue_wait_seconds", "Time in the router's own queue", cls, one.queue_s
+            yield (
+                "prefill_longer_than_predicted_seconds",
+                "By how much prefills (wait and computation) took longer than predicted when they were sent",
+                cls,
+                one.predicted_late_s,
+            )
+            yield (
+                "prefill_shorter_than_predicted_seconds",
+                "By how much prefills took less than predicted",
+                cls,
+                one.predicted_early_s,
+            )
+            yield (
+                "request_prompt_tokens",
+                "Tokens of the longest prompt of a request (estimated)",
+                cls,
+                one.prompt_tokens,
+            )
+            yield "new_tokens", "Prompt tokens that were not cached (estimated)", cls, one.new_tokens
+            yield "request_output_tokens", "Tokens that the instances made for a request", cls, one.output_tokens
+        yield "event_loop_lag_seconds", "How late a timer of the event loop was served", "", self.loop_lag_s
 
 
-def _flat(counts: Mapping[str, int]) -> list[tuple[tuple[str, ...], float]]:
+def _flat(counts: dict[str, int]) -> list[tuple[Labels, float]]:
     return [((key,), value) for key, value in counts.items()]
-
-
-def worker_families(registry: WorkerRegistry, in_flight: int, queued: int, now_s: float) -> Iterator[Metric]:
-    """Gauges of the pools at this moment."""
-    yield GaugeMetricFamily(PREFIX + "requests_in_flight", "Requests being served", value=in_flight)
-    yield GaugeMetricFamily(PREFIX + "requests_queued", "Requests in the router's queue", value=queued)
-    labels = ("worker", "role")
-    up = GaugeMetricFamily(PREFIX + "worker_up", "1 while an instance takes requests", labels=labels)
-    load = GaugeMetricFamily(PREFIX + "worker_in_flight", "Legs under way", labels=labels)
-    tokens = GaugeMetricFamily(PREFIX + "worker_pending_tokens", "Prompt tokens sent, not yet prefilled", labels=labels)
-    rate = GaugeMetricFamily(PREFIX + "worker_prefill_tokens_per_second", "Prefill rate observed", labels=labels)
-    circuit = GaugeMetricFamily(PREFIX + "worker_circuit_open", "1 while the breaker is not closed", labels=labels)
-    for worker in registry:
-        key = (worker.url, worker.role.value)
-        up.add_metric(key, float(worker.is_ready))
-        load.add_metric(key, worker.in_flight)
-        circuit.add_metric(key, float(worker.breaker.state(now_s) is not CircuitState.CLOSED))
-        if worker.role.is_prefill:
-            tokens.add_metric(key, worker.pending_tokens)
-            rate.add_metric(key, worker.rate.tokens_per_s)
-    yield from (up, load, tokens, rate, circuit)
-
-
-class _Collector:
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-def render(families: Iterable[Metric]) -> bytes:
-    """Prometheus text format."""
-    registry = CollectorRegistry()
-    registry.register(_Collector(list(families)))
-    return generate_latest(registry)
-
-
-def pool_families(registry: WorkerRegistry, controller: PoolController) -> Iterator[Metric]:
-    """Gauges at this moment, and counters of this process. A pool whose pressure is unknown has no pressure."""
-    sizes = GaugeMetricFamily(PREFIX + "pool_instances", "Instances of a pool, ready or not", labels=("pool",))
-    for role in Role:
-        sizes.add_metric((role.value,), sum(worker.role is role for worker in registry))
-    yield sizes
-    pressures = GaugeMetricFamily(PREFIX + "pool_pressure", "P90 of its instances' pressures", labels=("pool",))
-    offered = GaugeMetricFamily(
-        PREFIX + "pool_offered_instances", "Load offered to a pool, in instances' worth of work", labels=("pool",)
-    )
-    decision = controller.decision
-    if decision is not None:
-        for pool, view in ((LengthClass.SHORT, decision.short), (LengthClass.LONG, decision.long)):
-            if view.pressure is not None:
-                pressures.add_metric((pool.value,), view.pressure)
-            if view.offered_instances is not None:
-                offered.add_metric((pool.value,), view.offered_instances)
-    yield from (pressures, offered)
-    moves = CounterMetricFamily(
-        PREFIX + "pool_moves", "Moves between pools that have ended", labels=("source", "target", "outcome")
-    )
-    for move_key, count in controller.move_counts.items():
-        moves.add_metric(move_key, count)
-    decisions = CounterMetricFamily(
-        PREFIX + "controller_decisions", "The controller's decisions, by what came of them", labels=("result", "reason")
-    )
-    for decision_key, count in controller.decision_counts.items():
-        decisions.add_metric(decision_key, count)
-    yield from (moves, decisions)

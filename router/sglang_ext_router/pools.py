@@ -58,7 +58,7 @@ def worker_state(worker: Worker) -> str:
     if worker.is_draining:
         return "draining"
     if not worker.is_healthy:
-        return "unhealthy"
+        return "refused" if worker.is_refused else "unhealthy"
     return "moving" if worker.is_moving else "ready"
 
 
@@ -75,7 +75,8 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
             "requests_in_flight": router.requests_in_flight,
             "requests_queued": router.requests_queued,
             "pools": {role.value: describe_pool(router, role) for role in Role},
-            "controller": describe_controller(router.controller, router.config),
+            "models": {name: describe_model(router, name) for name in router.registry.models},
+            "controller": describe_controller(router.controller, router.config, router.registry),
             "long_pool": None if router.long_pool is None else router.long_pool.describe(),
         }
 
@@ -97,9 +98,15 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
         return describe_move(record)
 
 
-def describe_pool(router: PoolsTarget, role: Role) -> dict[str, Any]:
-    """One pool as JSON."""
-    members = [worker for worker in router.registry if worker.role is role]
+def describe_model(router: PoolsTarget, model: str) -> dict[str, Any]:
+    """The pools of one model as JSON, and what is decided for them."""
+    pools = {role.value: describe_pool(router, role, model) for role in Role}
+    return {"pools": pools, **_describe_control(router.controller, model)}
+
+
+def describe_pool(router: PoolsTarget, role: Role, model: str | None = None) -> dict[str, Any]:
+    """One pool as JSON, of one model or of all together; only that of a single model has a pressure."""
+    members = [worker for worker in router.registry if worker.role is role and (model is None or worker.model == model)]
     described: dict[str, Any] = {
         "instances": len(members),
         "ready": sum(worker.is_ready for worker in members),
@@ -109,7 +116,8 @@ def describe_pool(router: PoolsTarget, role: Role) -> dict[str, Any]:
     }
     if role.is_prefill:
         described["members"] = [_describe_member(router.controller, worker) for worker in members]
-    decision = router.controller.decision
+    model = _only_model(router.registry) if model is None else model
+    decision = None if model is None else router.controller.control(model).decision
     if role in (Role.SHORT, Role.LONG):
         view = None if decision is None else decision.short if role is Role.SHORT else decision.long
         described["pressure"] = None if view is None else _rounded(view.pressure)
@@ -124,6 +132,7 @@ def _describe_member(controller: PoolController, worker: Worker) -> dict[str, An
         "id": worker_id(worker),
         "url": worker.url,
         "role": worker.role.value,
+        "model": worker.model or None,
         "state": worker_state(worker),
         "mode": None if report is None else report.mode.value,
         "generation": None if report is None else report.generation,
@@ -142,18 +151,31 @@ def _describe_member(controller: PoolController, worker: Worker) -> dict[str, An
     }
 
 
-def describe_controller(controller: PoolController, config: RouterConfig) -> dict[str, Any]:
-    """The controller as JSON; moves with the latest first."""
-    decision = controller.decision
+def describe_controller(controller: PoolController, config: RouterConfig, registry: WorkerRegistry) -> dict[str, Any]:
+    """The controller as JSON; moves with the latest first. Cool-down and decision are those of a single model."""
+    model = _only_model(registry)
+    control = {"cooldown_left_s": None, "decision": None} if model is None else _describe_control(controller, model)
     return {
         "mode": config.controller,
-        "cooldown_left_s": round(controller.cooldown_left_s, 1),
-        "decision": None
-        if decision is None
-        else {"reason": decision.reason.value, "wanted": decision.wanted, "moves": decision.proposal is not None},
+        **control,
         "under_way": None if controller.current is None else describe_move(controller.current),
         "moves": [describe_move(record) for record in reversed(controller.moves)],
     }
+
+
+def _describe_control(controller: PoolController, model: str) -> dict[str, Any]:
+    decision = controller.control(model).decision
+    return {
+        "cooldown_left_s": round(controller.cooldown_left_s(model), 1),
+        "decision": None
+        if decision is None
+        else {"reason": decision.reason.value, "wanted": decision.wanted, "moves": decision.proposal is not None},
+    }
+
+
+def _only_model(registry: WorkerRegistry) -> str | None:
+    """The model, where there is one or none is known; None where there are several."""
+    return next(iter(registry.models), "") if len(registry.models) < 2 else None
 
 
 def describe_move(record: MoveRecord) -> dict[str, Any]:
@@ -161,6 +183,7 @@ def describe_move(record: MoveRecord) -> dict[str, Any]:
     return {
         "started_at": datetime.fromtimestamp(record.started_at_s, UTC).isoformat(timespec="milliseconds"),
         "url": record.url,
+        "model": record.model or None,
         "from": record.source.value,
         "to": record.target.value,
         "reason": record.reason,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_ext_router.client_requests import Request
 from sglang_ext_router.online_load import OFFLINE_PRIORITY
@@ -21,6 +21,9 @@ from sglang_ext_router.request_body import (
 from sglang_ext_router.request_fields import check_field_types
 from sglang_ext_router.request_ids import room_id
 from sglang_ext_router.scores import NO_SCORES, ScorePlan, plan_scores
+
+if TYPE_CHECKING:
+    from sglang_ext_router.model_pools import ModelPools
 
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"
@@ -66,6 +69,7 @@ def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, r
 class ReadBody(NamedTuple):
     """What a body says, and what the instances get of it; it can be passed between processes."""
 
+    model: str | None  # as the client names it; None or empty: it does not
     prompt: Prompt
     scores: ScorePlan
     clean: CleanBody
@@ -80,6 +84,9 @@ def read_body(path: bytes, raw: bytes, is_http_11: bool, has_hints: bool) -> Rea
     """
     body = parse_body(raw)
     check_field_types(path, body)
+    model = body.get("model")
+    if model is not None and type(model) is not str:
+        raise BadRequestError("model must be a string", "model")
     prompt = measure(path, body)
     if prompt.is_stream and not is_http_11:
         raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
@@ -91,9 +98,9 @@ def read_body(path: bytes, raw: bytes, is_http_11: bool, has_hints: bool) -> Rea
         target = path
         scores = scores._replace(body=None)
     if path == b"/v1/responses":  # which has no place for hints
-        return ReadBody(prompt, scores, clean_response_body(raw, body), target, None)
+        return ReadBody(model, prompt, scores, clean_response_body(raw, body), target, None)
     clean = clean_body(raw, body)
-    return ReadBody(prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
+    return ReadBody(model, prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
 
 
 class PreparedRequest:
@@ -104,6 +111,7 @@ class PreparedRequest:
         "_hints",
         "headers",
         "is_online",
+        "model",
         "path",
         "prompt",
         "prompt_tokens",
@@ -112,8 +120,11 @@ class PreparedRequest:
         "target",
     )
 
-    def __init__(self, request: Request, headers: ClientHeaders, body: ReadBody, started_s: float) -> None:
+    def __init__(
+        self, request: Request, headers: ClientHeaders, body: ReadBody, model: ModelPools, started_s: float
+    ) -> None:
         self.headers = headers
+        self.model = model
         self.is_online = headers.priority != OFFLINE_PRIORITY
         self.path = request.path
         self.target = body.target or request.target

@@ -11,21 +11,25 @@ import asyncio
 import errno
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
 
+from sglang_ext.policy.routing.served_models import AUTO, PairingFacts, why_refused
 from sglang_ext.types import Role
-from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
+REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
+EXTENSION_KEY = "sglang_ext"
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
 ABORT_FAMILY_HOOK = "abort-family"
+_ELEMENT_TYPES = {"half": "float16", "float": "float32"}  # SGLang's other names of them
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
 # What a broken answer of an instance can raise while it is read.
 _ANSWER_ERRORS = (
@@ -38,6 +42,10 @@ _ANSWER_ERRORS = (
     IndexError,
     AttributeError,
 )
+
+
+class _MisfitError(ValueError):
+    """The instance does not fit; the message says why."""
 
 
 class Prober:
@@ -157,14 +165,40 @@ class Prober:
             if not worker.has_info:
                 self._take_info(worker, await self.get_json(worker, "/server_info"))
         except _ANSWER_ERRORS as error:
+            is_refused = isinstance(error, _MisfitError)
+            if is_refused and worker.last_error != str(error):
+                logger.warning("worker %s (%s) is refused: %s", worker.url, worker.role, error)
+            worker.is_refused = is_refused
             self._failed(worker, str(error) or type(error).__name__, isinstance(error, TimeoutError))
             return
+        worker.is_refused = False
         worker.failed_checks = 0
         worker.last_error = ""
         if not worker.is_healthy:
             worker.is_healthy = True
             self._registry.refresh()
             logger.info("worker %s (%s) is healthy", worker.url, worker.role)
+
+    async def why_refused(self, address: WorkerAddress) -> str | None:
+        """Why an instance must not be added; None if it may, or does not answer yet: its checks judge it then."""
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(min(REGISTRATION_TIMEOUT_S, self._config.health_check_timeout_secs)):
+                async with self._session.get(address.url + "/server_info") as reply:
+                    reply.raise_for_status()
+                    info = await reply.json(content_type=None)
+            return self._why_refused(address.role, read_facts(address.url, info), info)
+        except _ANSWER_ERRORS:
+            return None
+
+    def _why_refused(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
+        """Why an instance does not fit its role, or those that have been accepted and are not out."""
+        mode = info.get("disaggregation_mode")
+        wanted = "decode" if role is Role.DECODE else "prefill"
+        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
+            return f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}"
+        serving = (one.facts for one in self._registry if one.has_info and one.facts is not None)
+        return why_refused(facts, serving)
 
     def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
         worker.failed_checks += 1
@@ -236,11 +270,11 @@ class Prober:
             return True
 
     def _take_info(self, worker: Worker, info: dict[str, Any]) -> None:
-        mode = info.get("disaggregation_mode")
-        wanted = "decode" if worker.role is Role.DECODE else "prefill"
-        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
-            raise ValueError(f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}")
-        worker.model = str(info.get("served_model_name") or info.get("model_path") or "")
+        worker.facts = facts = read_facts(worker.url, info)
+        worker.model = facts.model
+        refusal = self._why_refused(worker.role, facts, info)
+        if refusal is not None:
+            raise _MisfitError(refusal)
         worker.tokenizer_path = str(info.get("tokenizer_path") or info.get("model_path") or "")
         capacity = _positive(info.get("max_total_num_tokens"))
         longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
@@ -252,10 +286,11 @@ class Prober:
             if port is None:
                 raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
             worker.set_bootstrap_port(port)
-        extension = info.get("sglang_ext")
-        hooks = extension.get("hooks") if isinstance(extension, dict) else None
+        own = _extension(info)
+        hooks = own.get("hooks")
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
+        worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
         worker.has_info = True
         self._registry.refresh()
         self._on_info(worker)
@@ -292,6 +327,39 @@ def _awaiting_tokens(rank: dict[str, Any]) -> int:
 def _unallocated_tokens(rank: dict[str, Any]) -> int:
     """Tokens of requests that a decode rank knows and that have no slots yet; 0 for an engine that does not say."""
     return max(0, int(rank["num_total_tokens"]) - int(rank["num_used_tokens"])) if "num_active_tokens" in rank else 0
+
+
+def read_facts(url: str, info: Mapping[str, Any]) -> PairingFacts:
+    """What an instance's `/server_info` says of what those that serve one model must agree in."""
+    own = _extension(info)
+    return PairingFacts(
+        url,
+        str(info.get("served_model_name") or info.get("model_path") or ""),
+        kv_cache_dtype=_text(info.get("kv_cache_dtype")),
+        resolved_kv_cache_dtype=_text(own.get("kv_cache_dtype")),
+        kv_element_type=_text(own.get("kv_element_type")) or _element_type(info),
+        page_size_tokens=_positive(info.get("page_size")),
+        transfer_backend=_text(info.get("disaggregation_transfer_backend")),
+        architecture=_text(own.get("architecture")),
+    )
+
+
+def _extension(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What only an instance of `sglang-ext worker` tells."""
+    told = info.get(EXTENSION_KEY)
+    return told if isinstance(told, dict) else {}
+
+
+def _element_type(info: Mapping[str, Any]) -> str | None:
+    """What an instance that does not tell it keeps in its KV cache; None where that is for its model to say."""
+    given = _text(info.get("dtype"))
+    if info.get("kv_cache_dtype") != AUTO or given == AUTO:
+        return None
+    return None if given is None else _ELEMENT_TYPES.get(given, given)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _positive(value: object) -> int | None:

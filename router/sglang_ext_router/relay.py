@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_ext.policy.routing.pd_actions import FailureReason
@@ -24,6 +25,7 @@ REASON_TEXT = {
     FailureReason.RETRY_BUDGET: "an instance failed, and too many requests are tried again already",
     FailureReason.TIMEOUT: "the request took longer than the router allows",
 }
+BROKEN_STATUS = 502  # of a reply that its instance did not end
 _ERROR_EVENT = b'data: {"error"'
 # What /v1/responses sends before there is a token, and in place of one.
 _RESPONSE_CREATED = b"event: response.created"
@@ -47,11 +49,16 @@ class Relay:
         "_joined",
         "_scores",
         "_source",
+        "error",
+        "has_left",
+        "is_broken",
         "is_building",
+        "peer",
         "queue_s",
         "request_id",
         "route",
         "status",
+        "when_built",
     )
 
     def __init__(self, client: ClientConnection, is_http_11: bool, builder: ReplyBuilder) -> None:
@@ -62,6 +69,11 @@ class Relay:
         self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
         self._scores: ScorePlan = NO_SCORES
         self.is_building = False  # the client's reply is being made, and will be written
+        self.when_built: Callable[[], None] | None = None  # called when it is written, or the client has left
+        self.has_left = False  # the client, before it had its whole reply
+        self.is_broken = False  # the reply ended otherwise than its beginning promised
+        self.error = ""  # what the client was told, if the router itself told it of an error
+        self.peer = ""  # the client's address, where it is logged
         self.request_id = b""
         self.route: Route | None = None  # None: the client is not told
         self.queue_s = 0.0
@@ -82,7 +94,10 @@ class Relay:
 
     def lose_client(self) -> None:
         """The client has left."""
+        if self._client is not None:
+            self.has_left = True
         self._client = None
+        self._note_built()
 
     # -- an instance's reply ----------------------------------------------------------------------------
 
@@ -152,10 +167,17 @@ class Relay:
         self.is_building = False
         if isinstance(body, BuildFailure):
             self.answer_error(503 if body is BuildFailure.OVERLOAD else 502, body.value)
+            self._note_built()
             return
         client, self._client = self._client, None
         if client is not None:
             client.respond(200, body, extra=self._own_headers())
+        self._note_built()
+
+    def _note_built(self) -> None:
+        told, self.when_built = self.when_built, None
+        if told is not None:
+            told()
 
     def _finish(self) -> None:
         """The whole reply is written: the connection is free, the request may still have a prefill leg."""
@@ -168,16 +190,17 @@ class Relay:
 
     # -- the router's own ends of a reply ---------------------------------------------------------------
 
-    def answer_error(self, status: int, message: str, param: str | None = None) -> None:
+    def answer_error(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         """Reply with an error of the router's own, unless the client has left."""
         client, self._client = self._client, None
         if client is None:
             return
         self.status = status
+        self.error = message
         headers = b"retry-after: 1\r\n" if status in (429, 503) else b""
         if self.request_id:
             headers += b"x-request-id: %b\r\n" % self.request_id
-        client.respond_error(status, message, param, headers)
+        client.respond_error(status, message, param, headers, code)
 
     def emit_error_event(self, reason: FailureReason) -> None:
         """End a stream whose instance failed by an error event, or cut it where no event fits behind what was sent."""
@@ -186,21 +209,28 @@ class Relay:
         if client is None:
             return
         if leg is None or not leg.tail_ends_an_event():
-            self.cut()
+            self.cut(reason)
             return
-        event = replies.sse_error_event(502, REASON_TEXT[reason])
+        self._break(reason)
+        event = replies.sse_error_event(BROKEN_STATUS, REASON_TEXT[reason])
         client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
         self._finish()
 
-    def cut(self) -> None:
+    def cut(self, reason: FailureReason) -> None:
         """Close the client's connection, so that a half-sent reply does not look like a whole one."""
         if self._joined is not None and self._source is None:
-            self.answer_error(502, REASON_TEXT[FailureReason.LEG_FAILED])  # nothing has been relayed
+            self.answer_error(BROKEN_STATUS, REASON_TEXT[FailureReason.LEG_FAILED])  # nothing has been relayed
             return
         client, self._client = self._client, None
         self._source = None
         if client is not None:
+            self._break(reason)
             client.abort()
+
+    def _break(self, reason: FailureReason) -> None:
+        self.is_broken = True
+        self.status = BROKEN_STATUS
+        self.error = REASON_TEXT[reason]
 
 
 # -- reading an instance's reply --------------------------------------------------------------------------
@@ -246,6 +276,15 @@ def stream_error_status(leg: UpstreamConnection) -> int | None:
         return 400 if b'"usage":null' in event else 500
     if _ABORTED_OUTPUT in leg.raw:
         return find_int(leg.raw, b'"status_code":') or 500
+    return None
+
+
+def end_error_status(end: bytes) -> int | None:
+    """Status of the failure that a stream ended with, by its last events; None if it ended as it should."""
+    if _ERROR_EVENT in end:
+        return find_int(end, b'"code":') or 500
+    if _ABORTED_OUTPUT in end:
+        return find_int(end, b'"status_code":')  # without one the output was aborted on demand
     return None
 
 

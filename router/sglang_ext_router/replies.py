@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import orjson
@@ -23,10 +24,29 @@ _ERROR_TYPES = {
 }
 
 
-def error_json(status: int, message: str, param: str | None = None) -> bytes:
-    """An error in OpenAI's shape."""
+MODEL_NOT_FOUND = "model_not_found"
+SHOWN_NAME_CHARACTERS = 100
+SHOWN_NAMES = 20
+
+
+def error_json(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
+    """An error in OpenAI's shape; `code` is the status where it has no name."""
     kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    if code == MODEL_NOT_FOUND:
+        kind = "invalid_request_error"  # as OpenAI
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code or status}})
+
+
+def unknown_model(name: str, served: Sequence[str]) -> str:
+    """That there is no model of this name, and which there are."""
+    shown = name if len(name) <= SHOWN_NAME_CHARACTERS else f"{name[:SHOWN_NAME_CHARACTERS]}..."
+    return f"the model {shown!r} does not exist; served: {shown_names(served)}"
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """The names of the models that are served, in a message."""
+    others = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"{', '.join(names[:SHOWN_NAMES])}{others}"
 
 
 def head(status: int, headers: bytes) -> bytes:

@@ -10,6 +10,7 @@ import secrets
 import socket
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -20,15 +21,26 @@ from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
 from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
+from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app, methods_of
 from sglang_ext_router.controller import PoolController
+from sglang_ext_router.exposition import (
+    gauge_families,
+    pool_families,
+    process_families,
+    process_figures,
+    render,
+    request_families,
+    worker_families,
+)
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.long_pool import LongPoolMonitor
-from sglang_ext_router.metrics import RouterMetrics, pool_families, render, worker_families
+from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
@@ -37,7 +49,7 @@ from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.tls import worker_context
-from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
+from sglang_ext_router.tokenising import Tokenisers
 from sglang_ext_router.unread_replies import SHUTDOWN_TIMEOUT_S
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -62,7 +74,11 @@ class Router:
     ) -> None:
         self.config = config
         self.loop = loop
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(config.request_timeout_secs)
+        self.access_log = AccessLog(config.access_log) if config.access_log else None
+        if self.access_log is not None:
+            self.metrics.access_log_lines = self.access_log.counts
+        self._process_index = process_index
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
         worker_tls = worker_context(config)
@@ -111,6 +127,7 @@ class Router:
             siblings=self.siblings,
             running=self.running,
             on_ended=self._on_ended,
+            access_log=self.access_log,
             authorization=authorization,
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
@@ -129,16 +146,17 @@ class Router:
             keep_alive_timeout_s=config.keep_alive_timeout_secs,
             write_timeout_s=config.client_write_timeout_secs,
         )
-        self.clients = Clients(self.access, limits)
+        self.clients = Clients(self.access, limits, self.access_log)
         self._connections = self.clients.open
-        self.reports = Clients(ReportGate(), limits)
+        self.metrics.refusals = self.clients.refusals
+        self.reports = Clients(ReportGate(), limits, self.access_log)
         self._sweeper: asyncio.TimerHandle | None = None
+        self._sweep_due_s = math.inf
         limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
-        self._tokenizer_file = ""
-        if config.tokenizer_path:
-            self._load_tokenizer(config.tokenizer_path)
+        self._tokenisers = Tokenisers(loop)
+        self._told_boundaries: set[int] = set()  # other ones than the router's that instances have
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -200,8 +218,9 @@ class Router:
         await self.services.reply_builder.stop()
         await self.services.body_reader.stop()
         self.services.pools.close()
-        if self.services.tokeniser is not None:
-            self.services.tokeniser.close()
+        self._tokenisers.close()
+        if self.access_log is not None:
+            await asyncio.to_thread(self.access_log.close)
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -227,13 +246,13 @@ class Router:
         elif self.config.metrics_port and request.path in REPORT_PATHS:
             connection.respond_error(404, "reports are served at a port of their own")
         else:
-            connection.call = AsgiCall(self.app, connection, request)
+            connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def _methods_of(self, path: bytes) -> list[str]:
         return ["POST"] if path in GENERATION_PATHS else methods_of(self.app, path.decode("latin-1"))
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
-        connection.call = AsgiCall(self.app, connection, request)
+        connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
@@ -270,6 +289,9 @@ class Router:
         """Enforce time limits of connections, queue and requests."""
         self._sweeper = self.loop.call_later(SWEEP_INTERVAL_S, self._sweep)
         now_s = self.loop.time()
+        if now_s >= self._sweep_due_s:
+            self.metrics.loop_lag_s.observe(now_s - self._sweep_due_s)
+        self._sweep_due_s = now_s + SWEEP_INTERVAL_S
         for waiting in self.admission.expire(now_s):
             waiting.on_queue_timeout()
         limit_s = self.config.request_timeout_secs
@@ -290,8 +312,8 @@ class Router:
 
     # -- reports ---------------------------------------------------------------------------------------
 
-    def describe_load(self) -> dict[str, Any]:
-        """What `GET /load` tells of this process, and of all where the instances tell it."""
+    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]:
+        """What `GET /load` tells of these models, in this process, and in all where the instances tell it."""
         now_s = self.loop.time()
         waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
@@ -299,7 +321,7 @@ class Router:
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
-                one.value: describe_class(self.registry, one, waits, under_way, siblings, now_s) for one in LengthClass
+                one.value: describe_class(models, one, waits, under_way, siblings, now_s) for one in LengthClass
             },
         }
 
@@ -317,11 +339,30 @@ class Router:
             [one for one in queued_s if one is not None],
         )
 
-    def render_metrics(self) -> bytes:
-        families: list[Metric] = list(self.metrics.families(self.siblings.metric_snapshots()))
-        families += worker_families(self.registry, self.requests_in_flight, self.requests_queued, self.loop.time())
+    def metrics_snapshot(self) -> MetricsSnapshot:
+        """What the other processes get to know of the counts here."""
+        legs = {worker.url: (worker.sent_legs, worker.failed_legs) for worker in self.registry}
+        return self.metrics.snapshot(legs, self._gauges(), process_figures())
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "requests_in_flight": self.requests_in_flight,
+            "requests_queued": self.requests_queued,
+            "client_connections": len(self.clients.open) + len(self.reports.open),
+            "instance_connections": self.services.pools.open_connections,
+            "buffered_bytes": self.clients.buffered_bytes + self.reports.buffered_bytes,
+        }
+
+    def render_metrics(self, accept: str) -> tuple[bytes, str]:
+        """What `/metrics` answers to a client with this Accept header, and its content type."""
+        snapshots = self.siblings.metric_snapshots()
+        others = [snapshot for _, snapshot in snapshots]
+        families: list[Metric] = list(request_families(self.metrics, others))
+        families += gauge_families(self._gauges(), others)
+        families += worker_families(self.registry, self.loop.time(), others)
         families += pool_families(self.registry, self.controller)
-        return render(families)
+        families += process_families(self._process_index, snapshots)
+        return render(families, accept)
 
     # -- membership -------------------------------------------------------------------------------------
 
@@ -371,20 +412,25 @@ class Router:
         if worker.role.is_prefill:
             self.planner.index.clear(worker.id)
 
+    def _compare_boundary(self, worker: Worker) -> None:
+        """Say it once where an instance takes for long what the router sends as short, or the other way round."""
+        own, others = self.config.length_boundary_tokens, worker.length_boundary_tokens
+        if others is None or others == own or others in self._told_boundaries:
+            return
+        self._told_boundaries.add(others)
+        logger.warning(
+            "worker %s (%s) counts prefills of up to %d new tokens as short, the router those of up to %d: prompts "
+            "between are routed as one class and scheduled as the other (--length-boundary-tokens of the router, "
+            "--laps-boundary-tokens of `sglang-ext worker`)",
+            *(worker.url, worker.role, others, own),
+        )
+
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
-        if self.services.tokeniser is None:
-            self._load_tokenizer(worker.tokenizer_path)
-
-    def _load_tokenizer(self, folder: str) -> None:
-        file = find_tokenizer_file(folder)
-        if file is None or str(file) == self._tokenizer_file:
-            return
-        self._tokenizer_file = str(file)  # tried once, whatever comes of it
-        try:
-            self.services.tokeniser = PromptTokeniser(file, self.loop)
-        except Exception as error:  # the library raises bare Exception
-            logger.warning("%s cannot be used, token counts stay estimates: %s", file, error)
+        self._compare_boundary(worker)
+        model = self.registry.models.get(worker.model)
+        if model is not None and model.tokeniser is None:
+            model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)
 
 
 def _long_pool_monitor(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LongPoolMonitor | None:

@@ -1,4 +1,4 @@
-"""From a measured prompt to the two instances that serve it."""
+"""From a measured prompt for one model to the two instances that serve it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sglang_ext.policy.routing.decode_choice import decode_policy, fits
 from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
 from sglang_ext.policy.routing.prefill_choice import predicted_wait_s, prefill_policy
 from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, PrefixIndex
-from sglang_ext.policy.routing.token_estimate import TokenEstimator
 from sglang_ext.types import Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.prompt import Prompt
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
@@ -32,7 +32,7 @@ class NoInstanceError(Exception):
 
 
 class RoutePlanner:
-    """Holds what routing learns (prefixes, bytes per token) and asks the policies."""
+    """Holds what routing learns of the instances' prefix caches and asks the policies."""
 
     def __init__(self, config: RouterConfig, registry: WorkerRegistry, draw: Callable[[], float]) -> None:
         self._registry = registry
@@ -42,7 +42,6 @@ class RoutePlanner:
         self._decode_policy = decode_policy(config.decode_policy)
         self._allow_spill = config.pool_spill
         self._use_breakers = not config.disable_circuit_breaker
-        self.estimator = TokenEstimator()
         self._tokens_told = 0
         self.index = PrefixIndex(capacity_blocks=config.prefix_index_blocks)
         for worker in registry:
@@ -51,30 +50,32 @@ class RoutePlanner:
 
     # -- size of the prompt -----------------------------------------------------------------------------
 
-    def estimate_tokens(self, prompt: Prompt) -> int:
+    def estimate_tokens(self, model: ModelPools, prompt: Prompt) -> int:
         """Tokens of the longest single prompt: what decides class and fit."""
         known = prompt.longest_known_tokens or 0
-        return max(known, self.estimator.estimate(prompt.longest_bytes)) if prompt.longest_bytes else max(1, known)
+        return max(known, model.estimator.estimate(prompt.longest_bytes)) if prompt.longest_bytes else max(1, known)
 
-    def needs_exact_count(self, prompt: Prompt) -> bool:
+    def needs_exact_count(self, model: ModelPools, prompt: Prompt) -> bool:
         """Whether estimate errors could change the class, or whether the prompt fits an instance."""
         size_bytes = prompt.longest_bytes
         if not size_bytes:
             return False
-        low, high = self.estimator.interval(size_bytes)
-        limit = self._registry.longest_prompt_tokens
+        low, high = model.estimator.interval(size_bytes)
+        limit = model.longest_prompt_tokens
         if limit is not None and low <= limit < high:
             return True
         matched = self.index.matched_blocks(prompt.hashes)
         cached = 0
         if matched:
-            cached = int(max(matched.values()) * _tokens_per_block(prompt, (low + high) // 2))
+            most_blocks = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
+            cached = int(most_blocks * _tokens_per_block(prompt, (low + high) // 2))
         return is_in_doubt(low, high, cached, self._boundary)
 
     # -- choice -----------------------------------------------------------------------------------------
 
     def route(
         self,
+        model: ModelPools,
         prompt: Prompt,
         prompt_tokens: int,
         prefill_excluded: Set[int],
@@ -86,16 +87,15 @@ class RoutePlanner:
 
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
         """
-        registry = self._registry
-        prefills: Sequence[Worker] = registry.ready_prefill
-        decodes: Sequence[Worker] = registry.ready_decode
-        roles: Sequence[Role] = registry.prefill_roles
-        if registry.suspects or prefill_excluded or decode_excluded:
+        prefills: Sequence[Worker] = model.ready_prefill
+        decodes: Sequence[Worker] = model.ready_decode
+        roles: Sequence[Role] = model.prefill_roles
+        if self._registry.suspects or prefill_excluded or decode_excluded:
             prefills = self._usable(prefills, prefill_excluded, now_s)
             decodes = self._usable(decodes, decode_excluded, now_s)
             roles = [worker.role for worker in prefills]
         if not prefills or (needs_decode and not decodes):
-            raise NoInstanceError("no prefill instance is ready" if not prefills else "no decode instance is ready")
+            raise NoInstanceError(model.lacks("prefill" if not prefills else "decode"))
 
         cached = self._cached_tokens(prompt, prompt_tokens, prefills)
         pool = choose_pool(prompt_tokens, roles, cached, self._boundary, self._allow_spill)
@@ -109,7 +109,7 @@ class RoutePlanner:
         decode: Worker | None = None
         if needs_decode:
             decode_loads = [worker.decode_load() for worker in decodes]
-            if prompt_tokens > registry.shortest_limit_tokens:
+            if prompt_tokens > model.shortest_limit_tokens:
                 able = [i for i, one in enumerate(decode_loads) if fits(one, prompt_tokens)]
                 if not able:
                     raise NoInstanceError("no decode instance that could hold the prompt is ready")
@@ -171,15 +171,16 @@ class RoutePlanner:
         self._tokens_told += 1
         return self._tokens_told < 256 or self._tokens_told % 8 == 0
 
-    def learn_tokens(self, prompt: Prompt, prompt_tokens: int) -> None:
+    def learn_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> None:
         """An instance told how many tokens the prompt had."""
         if prompt.sequence_count == 1 and prompt.text_bytes:
-            self.estimator.observe(prompt.text_bytes, prompt_tokens)
+            model.estimator.observe(prompt.text_bytes, prompt_tokens)
 
     def learn_capacity(self, prefill: Worker) -> None:
         """An instance told the size of its KV cache: it cannot hold more prefixes than that."""
-        if prefill.role.is_prefill:
-            size_bytes = prefill.kv_capacity_tokens * self.estimator.bytes_per_token
+        model = self._registry.models.get(prefill.model)
+        if prefill.role.is_prefill and model is not None:
+            size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
             self.index.set_capacity(prefill.id, max(1, int(size_bytes / BLOCK_BYTES)))
 
 

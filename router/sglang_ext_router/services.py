@@ -12,6 +12,7 @@ from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
+from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
@@ -21,7 +22,6 @@ from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.siblings import SiblingLink
-from sglang_ext_router.tokenising import PromptTokeniser
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.workers import WorkerRegistry
 
@@ -49,8 +49,8 @@ class Runnable(Protocol):
     def __hash__(self) -> int: ...
 
     @property
-    def online_class(self) -> LengthClass | None:
-        """Its length class if an online client waits for it: neither of low priority nor without an instance."""
+    def online_class(self) -> tuple[str, LengthClass] | None:
+        """Its model and length class if an online client waits for it: not of low priority, nor without instance."""
 
     def online_wait(self, now_s: float) -> tuple[str, float] | None:
         """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""
@@ -64,7 +64,7 @@ class Runnable(Protocol):
 
 @dataclass(slots=True)
 class Services:
-    """One of each per process. `tokeniser` comes once a tokenizer is known."""
+    """One of each per process."""
 
     config: RouterConfig
     loop: asyncio.AbstractEventLoop
@@ -88,4 +88,4 @@ class Services:
     on_ended: Callable[[Runnable, float], None]
     authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
     relays_authorization: bool  # without any key the client's own header is for the instances
-    tokeniser: PromptTokeniser | None = None
+    access_log: AccessLog | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,10 +17,10 @@ import orjson
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.metrics import MetricsSnapshot
 from sglang_ext_router.online_load import SiblingLoad
 
 if TYPE_CHECKING:
-    from sglang_ext_router.metrics import RouterMetrics
     from sglang_ext_router.routing import RoutePlanner
     from sglang_ext_router.workers import Worker, WorkerRegistry
 
@@ -97,7 +97,6 @@ class LinkedRouter(Protocol):
     """What a link reads and changes of its own process."""
 
     loop: asyncio.AbstractEventLoop
-    metrics: RouterMetrics
     registry: WorkerRegistry
     planner: RoutePlanner
 
@@ -108,6 +107,8 @@ class LinkedRouter(Protocol):
     def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
 
     def online_load(self) -> SiblingLoad: ...
+
+    def metrics_snapshot(self) -> MetricsSnapshot: ...
 
 
 class SiblingLink(Protocol):
@@ -127,7 +128,9 @@ class SiblingLink(Protocol):
 
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None: ...
 
-    def metric_snapshots(self) -> Iterable[Mapping[str, Any]]: ...
+    def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
+        """What the other processes have counted, by their number, and what this one's predecessors had."""
+        ...
 
     def online_loads(self) -> Sequence[SiblingLoad]: ...
 
@@ -155,7 +158,7 @@ class NoSiblings:
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
         """There is no other process."""
 
-    def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
+    def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
         return ()
 
     def online_loads(self) -> Sequence[SiblingLoad]:
@@ -165,7 +168,7 @@ class NoSiblings:
 class _SiblingState(NamedTuple):
     received_s: float
     loads: dict[str, tuple[int, int]]  # url → requests under way, tokens promised
-    metrics: dict[str, Any] | None
+    metrics: MetricsSnapshot | None
     online: SiblingLoad
 
 
@@ -183,6 +186,8 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         self._prefixes: list[tuple[str, list[int]]] = []
         self._prefix_blocks = 0
         self._ticks = 0
+        self._counts_file = folder / f"{index}.counts"
+        self._inherited = self._inherit()
         self._router: LinkedRouter
         self._transport: asyncio.BaseTransport
         self._socket: socket.socket
@@ -196,6 +201,11 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         self._socket.setblocking(False)
         self._socket.bind(str(path))
         await router.loop.create_datagram_endpoint(lambda: self, sock=self._socket)
+        if self._inherited is not None:
+            try:
+                router.metrics_snapshot().with_counts_of(self._inherited)
+            except (ValueError, TypeError):  # of another version of this program
+                self._inherited = None
         self._tick()
 
     async def stop(self) -> None:
@@ -246,7 +256,7 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         }
         self._prefixes, self._prefix_blocks = [], 0
         if self._ticks % METRICS_EVERY == 1:
-            state["metrics"] = router.metrics.snapshot()
+            state["metrics"] = self._own_metrics()
         message = orjson.dumps(state)
         if len(message) > MAX_DATAGRAM_BYTES:
             state["prefixes"] = []
@@ -266,7 +276,7 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         self._states[state["index"]] = _SiblingState(
             router.loop.time(),
             {url: (load[0], load[1]) for url, load in state["loads"].items()},
-            state.get("metrics") or (known.metrics if known else None),
+            MetricsSnapshot(*state["metrics"]) if "metrics" in state else known.metrics if known else None,
             SiblingLoad(*state["online"]),
         )
         for url, entry in self._table.merge(tuple(item) for item in state["members"]):
@@ -291,14 +301,36 @@ class DatagramSiblings(asyncio.DatagramProtocol):
         for index, state in tuple(self._states.items()):
             if now_s - state.received_s > FORGET_AFTER_S:
                 # Its counters stay in the metrics; its requests are gone.
-                self._states[index] = state._replace(loads={}, online=SiblingLoad({}, {}))
+                counted = None if state.metrics is None else state.metrics._replace(gauges={}, process={})
+                self._states[index] = state._replace(loads={}, metrics=counted, online=SiblingLoad({}, {}))
         for worker in self._router.registry:
             loads = [state.loads.get(worker.url, (0, 0)) for state in self._states.values()]
             worker.sibling_in_flight = sum(load[0] for load in loads)
             worker.sibling_tokens = sum(load[1] for load in loads)
 
-    def metric_snapshots(self) -> Iterable[Mapping[str, Any]]:
-        return [state.metrics for state in self._states.values() if state.metrics is not None]
+    def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
+        others = [(index, state.metrics) for index, state in self._states.items() if state.metrics is not None]
+        return others if self._inherited is None else [*others, (self._index, self._inherited)]
+
+    def _own_metrics(self) -> tuple[Any, ...]:
+        """What the processes of this number have counted; should this one be killed, the next finds it in a file."""
+        snapshot = self._router.metrics_snapshot()
+        if self._inherited is not None:
+            snapshot = snapshot.with_counts_of(self._inherited)
+        wire = tuple(snapshot)
+        try:
+            self._counts_file.write_bytes(orjson.dumps(wire))
+        except OSError as error:
+            logger.warning("counters will be lost should this process be killed: %s", error)
+        return wire
+
+    def _inherit(self) -> MetricsSnapshot | None:
+        """What earlier processes of this number had counted."""
+        try:
+            left = MetricsSnapshot(*orjson.loads(self._counts_file.read_bytes()))
+        except (OSError, ValueError, TypeError):  # the first one, or one that was killed while it wrote
+            return None
+        return left._replace(gauges={}, process={})
 
     def online_loads(self) -> Sequence[SiblingLoad]:
         return [state.online for state in self._states.values()]

@@ -47,6 +47,8 @@ def supervise(config: RouterConfig, arguments: Sequence[str]) -> int:
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, stop)
+    if config.access_log:  # its processes see for themselves that the file was renamed
+        signal.signal(signal.SIGHUP, lambda signal_number, frame: None)
     with tempfile.TemporaryDirectory(prefix="sglang-ext-router-") as folder:
         children = [_start(index, folder, arguments) for index in range(config.processes)]
         while not is_stopping:

@@ -41,9 +41,27 @@ class PromptTokeniser:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def find_tokenizer_file(*folders: str) -> Path | None:
-    """The first tokenizer.json among local model folders."""
-    for folder in folders:
-        if folder and (file := Path(folder) / "tokenizer.json").is_file():
-            return file
-    return None
+class Tokenisers:
+    """One for each tokenizer file, whichever models share it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._by_file: dict[Path, PromptTokeniser | None] = {}
+
+    def of(self, folder: str) -> PromptTokeniser | None:
+        """That of a local model folder; None where there is none that can be used."""
+        file = Path(folder) / "tokenizer.json"
+        if not folder or not file.is_file():
+            return None
+        if file not in self._by_file:
+            self._by_file[file] = None  # tried once, whatever comes of it
+            try:
+                self._by_file[file] = PromptTokeniser(file, self._loop)
+            except Exception as error:  # the library raises bare Exception
+                logger.warning("%s cannot be used, token counts stay estimates: %s", file, error)
+        return self._by_file[file]
+
+    def close(self) -> None:
+        for tokeniser in self._by_file.values():
+            if tokeniser is not None:
+                tokeniser.close()

@@ -52,6 +52,7 @@ class UpstreamConnection(asyncio.Protocol):
     """One connection to one instance."""
 
     __slots__ = (
+        "_body_before",
         "_head_told",
         "_is_between_chunks",
         "_is_fresh",
@@ -64,12 +65,14 @@ class UpstreamConnection(asyncio.Protocol):
         "attempt",
         "body_started",
         "body_told",
+        "chunks",
         "has_connected",
         "idle_since_s",
         "is_complete",
         "is_paused",
         "keeps_reply",
         "kind",
+        "longest_gap_s",
         "owner",
         "raw",
         "received_s",
@@ -101,7 +104,10 @@ class UpstreamConnection(asyncio.Protocol):
     def reset(self) -> None:
         self.status = 0
         self.raw = b""  # the reply so far, until it is relayed
+        self._body_before = b""  # what came of the body before its end
         self._last_body = b""  # end of what came of the body
+        self.chunks = 0  # of a chunked body, whole ones
+        self.longest_gap_s = 0.0  # between two pieces of a reply that is relayed
         self._is_between_chunks = False
         self._tail = b""  # end of what was relayed after `raw`
         self.body_started = False
@@ -172,7 +178,7 @@ class UpstreamConnection(asyncio.Protocol):
             owner.on_leg_lost(self)
 
     def data_received(self, data: bytes) -> None:
-        self.received_s = self._pool.loop.time()
+        now_s = self._pool.loop.time()
         owner = self.owner
         if owner is None:  # an instance spoke without being asked
             assert self.transport is not None
@@ -181,6 +187,10 @@ class UpstreamConnection(asyncio.Protocol):
         relay = self.relay
         if relay is not None:
             relay.write(data)
+            gap_s = now_s - self.received_s
+            if gap_s > self.longest_gap_s:
+                self.longest_gap_s = gap_s
+            self.received_s = now_s
             self._tail = data if len(data) >= 3 else (self._tail + data)[-3:]
             try:
                 self._parser.feed_data(data)
@@ -190,6 +200,7 @@ class UpstreamConnection(asyncio.Protocol):
             if self.is_complete:
                 self._end(owner)
             return
+        self.received_s = now_s
         if self.keeps_reply and self.status == 200:
             self._kept.append(data)
         else:
@@ -231,10 +242,12 @@ class UpstreamConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self.body_started = True
         self._is_between_chunks = False
+        self._body_before = self._last_body
         self._last_body = body if len(body) > 1 else self._last_body[-1:] + body
 
     def on_chunk_complete(self) -> None:
         self._is_between_chunks = True
+        self.chunks += 1
 
     def on_message_complete(self) -> None:
         self.is_complete = True
@@ -259,6 +272,10 @@ class UpstreamConnection(asyncio.Protocol):
         size_line = raw.find(b"\r\n\r\n") + 4
         start = raw.find(b"\r\n", size_line)
         return b"" if start < 0 else raw[start + 2 : start + 66]
+
+    def end_of_body(self) -> bytes:
+        """The last two pieces that came of the body: of a stream most likely its last event, and `[DONE]`."""
+        return self._body_before + self._last_body if self._body_before else self._last_body
 
     def tail_ends_an_event(self) -> bool:
         """Whether what was relayed so far ends at a chunk border behind a whole event, so that one more fits."""
@@ -332,7 +349,7 @@ class UpstreamPool:
             return
         transport.resume_reading()
         connection.is_paused = False
-        connection.raw = connection._last_body = b""
+        connection.raw = connection._last_body = connection._body_before = b""
         connection._request = b""
         connection.relay = None
         connection.idle_since_s = self.loop.time()
@@ -348,6 +365,11 @@ class UpstreamPool:
     def last_received_s(self) -> float:
         """When any of its open connections brought something."""
         return max((one.received_s for one in (*self.active, *self._idle)), default=_NEVER_S)
+
+    @property
+    def open_connections(self) -> int:
+        """With a request under way, or kept."""
+        return len(self.active) + len(self._idle)
 
     def lose_all(self) -> None:
         """The instance does not answer: every request that it has is lost, and no connection is kept."""
@@ -405,6 +427,11 @@ class UpstreamPools:
         """When a connection to the instance last brought something; minus infinity if none has."""
         pool = self._pools.get(worker.id)
         return _NEVER_S if pool is None else pool.last_received_s
+
+    @property
+    def open_connections(self) -> int:
+        """Connections to instances, with a request under way or kept."""
+        return sum(pool.open_connections for pool in self._pools.values())
 
     def lose_all(self, worker: Worker) -> None:
         """The instance does not answer: its legs are lost, all at once."""

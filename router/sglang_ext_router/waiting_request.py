@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.policy.routing.admission import AdmissionOutcome
 from sglang_ext.policy.routing.pd_actions import FailureReason
+from sglang_ext_router.access_log import AccessEntry, peer_of
 from sglang_ext_router.admitted_request import AdmittedRequest
 from sglang_ext_router.body_reader import SMALL_BYTES, Outcome, is_read_at_once
+from sglang_ext_router.metrics import RequestOutcome
 from sglang_ext_router.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
 from sglang_ext_router.prompt import BadRequestError
 from sglang_ext_router.relay import REASON_TEXT, Relay
+from sglang_ext_router.replies import MODEL_NOT_FOUND, shown_names, unknown_model
 from sglang_ext_router.services import Services
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class WaitingRequest:
         self._unread = request
         self._started_s = now_s
         self._relay = Relay(client, request.is_http_11, services.reply_builder)
+        if services.access_log is not None:
+            self._relay.peer = peer_of(client.transport)
         self._request: PreparedRequest
         self._is_queued = False
         self._headers: ClientHeaders
@@ -85,7 +90,11 @@ class WaitingRequest:
     def _take(self, body: ReadBody) -> None:
         """What the request asks for is known: count its tokens where they are in doubt."""
         services = self._services
-        request = PreparedRequest(self._unread, self._headers, body, self._started_s)
+        model = services.registry.find_model(body.model)
+        if model is None:
+            self._refuse_model(body.model or "")
+            return
+        request = PreparedRequest(self._unread, self._headers, body, model, self._started_s)
         self._request = request
         self._unread.body = b""  # the prepared request has what is needed of it
         sequences, most = request.prompt.sequence_count, services.config.max_sequences_per_request
@@ -95,28 +104,29 @@ class WaitingRequest:
             self._refuse(400, message, "too_many_sequences", field)
             return
         planner = services.planner
-        if services.tokeniser is not None and request.prompt.texts and planner.needs_exact_count(request.prompt):
+        tokeniser = model.tokeniser
+        if tokeniser is not None and request.prompt.texts and planner.needs_exact_count(model, request.prompt):
             services.metrics.tokenised += 1
-            services.tokeniser.count(request.prompt.texts, self._on_counted)
+            tokeniser.count(request.prompt.texts, self._on_counted)
         else:
-            self._offer(planner.estimate_tokens(request.prompt))
+            self._offer(planner.estimate_tokens(model, request.prompt))
 
     def _on_counted(self, counts: list[int] | None) -> None:
         if not self._relay.is_open:  # left in the meantime
             return
-        planner = self._services.planner
+        model = self._request.model
         if counts:
             # The chat template's own tokens are what the estimator adds to an empty prompt.
-            self._offer(max(counts) + int(planner.estimator.overhead_tokens))
+            self._offer(max(counts) + int(model.estimator.overhead_tokens))
         else:
-            self._offer(planner.estimate_tokens(self._request.prompt))
+            self._offer(self._services.planner.estimate_tokens(model, self._request.prompt))
 
     def _offer(self, tokens: int) -> None:
         """Refuse what cannot fit anywhere, then wait for a place."""
         services, request = self._services, self._request
         request.prompt_tokens = max(1, tokens)
-        registry, is_alone = services.registry, request.scores.is_prefill_only
-        limit = registry.longest_prefill_tokens if is_alone else registry.longest_prompt_tokens
+        model, is_alone = request.model, request.scores.is_prefill_only
+        limit = model.longest_prefill_tokens if is_alone else model.longest_prompt_tokens
         if limit is not None and tokens > limit:
             kind = "prefill" if is_alone else "decode"
             message = f"the prompt has about {tokens} tokens, more than the {limit} that a {kind} instance can hold"
@@ -152,6 +162,8 @@ class WaitingRequest:
     def on_queue_timeout(self) -> None:
         """It waited in the queue until its deadline or the queue's limit."""
         self._is_queued = False
+        if self._headers.ttft_slo_s is not None:
+            self._services.metrics.unclassified_slo_missed += 1
         self._refuse(408, REASON_TEXT[FailureReason.QUEUE_TIMEOUT], "queue_timeout")
 
     def on_client_gone(self) -> None:
@@ -164,7 +176,8 @@ class WaitingRequest:
             self._services.admission.remove(self)
             self._is_queued = False
         metrics.count(metrics.aborts, "client_gone")
-        metrics.count_request(self._unread.path.decode(), "none", 499)
+        metrics.count_request(self._unread.path.decode(), "none", 499, "client_left")
+        self._log(499, "client_left")
 
     def pause(self) -> None:
         """Nothing is being relayed."""
@@ -172,9 +185,40 @@ class WaitingRequest:
     def resume(self) -> None:
         """See pause."""
 
-    def _refuse(self, status: int, message: str, reason: str, param: str | None = None) -> None:
+    def _refuse_model(self, name: str) -> None:
+        """No model is meant for certain: name is empty where the client gave none."""
+        names = self._services.registry.served_names()
+        if not names or (name and not self._services.registry.is_complete):
+            self._refuse(503, "no instance that is ready serves this model yet; try again later", "no_instance")
+        elif name:
+            self._refuse(404, unknown_model(name, names), "model_not_found", "model", MODEL_NOT_FOUND)
+        else:
+            self._refuse(400, f"name a model in `model`: {shown_names(names)}", "no_model", "model")
+
+    def _refuse(
+        self, status: int, message: str, reason: str, param: str | None = None, code: str | None = None
+    ) -> None:
         """Answer a request that is not admitted."""
         metrics = self._services.metrics
         metrics.count(metrics.refused, reason)
-        metrics.count_request(self._unread.path.decode(), "none", status)
-        self._relay.answer_error(status, message, param)
+        metrics.count_request(self._unread.path.decode(), "none", status, "error_before")
+        self._relay.answer_error(status, message, param, code)
+        self._log(status, "error_before")
+
+    def _log(self, status: int, outcome: RequestOutcome) -> None:
+        """Tell the access log what came of a request that was not admitted."""
+        services, relay = self._services, self._relay
+        if services.access_log is None:
+            return
+        waited_s = services.loop.time() - self._started_s
+        services.access_log.add(
+            AccessEntry(
+                self._unread.path.decode(),
+                status,
+                outcome,
+                waited_s,
+                relay.request_id.decode("latin-1"),
+                relay.peer,
+                error=relay.error,
+            )
+        )

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
+from sglang_ext.policy.routing.served_models import PairingFacts, find_model
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.model_pools import ModelPools
 
 PRIOR_TOKENS_PER_S = 2000.0
 PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this much busy time of its own
@@ -83,8 +85,10 @@ class Worker:
         # Told by the instance
         self.bootstrap_port = address.bootstrap_port
         self.has_given_bootstrap_port = address.bootstrap_port is not None
-        self.model = ""
+        self.model = ""  # the name under which it is served
+        self.facts: PairingFacts | None = None  # what those that serve one model must agree in
         self.tokenizer_path = ""
+        self.length_boundary_tokens: int | None = None  # of its own scheduler
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
         self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
         self.serves_parallel_samples = False
@@ -94,6 +98,7 @@ class Worker:
         self.is_healthy = False
         self.is_draining = False
         self.is_moving = False  # between two pools: takes nothing new
+        self.is_refused = False  # it does not fit those that serve its model
         self.failed_checks = 0
         self.last_error = "not checked yet"
         # Load: the router's own view, exact for what it sent, and the instance's last report
@@ -101,6 +106,8 @@ class Worker:
         self.pending_tokens = 0
         self.foreign_tokens = 0  # waiting there, sent by another client of the instance
         self.reported_running = 0
+        self.sent_legs = 0  # by this process, all ever
+        self.failed_legs = 0
         self.reported_free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
         self.reserved_tokens = 0  # decode: KV of prompts that were sent there and whose first token has not come
         self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, wherever it comes from
@@ -139,6 +146,11 @@ class Worker:
     def is_ready(self) -> bool:
         """Whether new requests may go there, circuit breaker aside."""
         return self.is_healthy and not self.is_draining and not self.is_moving
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its first health check has ended, either way."""
+        return self.has_info or self.failed_checks > 0
 
     def prefill_load(self, cached_tokens: int) -> PrefillLoad:
         return _new(
@@ -179,21 +191,20 @@ class Worker:
 
 
 class WorkerRegistry:
-    """All known instances, and the ready ones by kind; rebuilt only when something changes."""
+    """All known instances, and the ready ones by model and kind; rebuilt only when something changes."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._by_id: dict[int, Worker] = {}
         self._next_id = 0
-        self.ready_prefill: tuple[Worker, ...] = ()
+        self.ready_prefill: tuple[Worker, ...] = ()  # of all models
         self.ready_decode: tuple[Worker, ...] = ()
-        self.prefill_roles: tuple[Role, ...] = ()
-        # Prompts up to the first fit every ready decode instance, beyond the second none.
-        self.shortest_limit_tokens = 0
-        self.longest_prompt_tokens: int | None = None
-        self.longest_prefill_tokens: int | None = None  # for prompts that prefill serves alone
-        # Tokens and busy seconds that each pool has shown lately, and when they were added up
-        self._shown: dict[Role, tuple[float, float]] = {}
+        self.models: dict[str, ModelPools] = {}  # by the names under which instances serve them
+        self._by_name: dict[str, ModelPools] = {}  # these, and their aliases
+        self._for_any_name: ModelPools | None = None  # where there is no choice
+        self._for_no_name: ModelPools | None = None
+        # Tokens and busy seconds that each pool of each model has shown lately, and when they were added up
+        self._shown: dict[tuple[str, Role], tuple[float, float]] = {}
         self._shown_s = float("-inf")
         self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
         for address in config.workers:
@@ -235,33 +246,70 @@ class WorkerRegistry:
         ready = [worker for worker in self._by_id.values() if worker.is_ready]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
-        self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
-        self.longest_prefill_tokens = max((worker.max_prompt_tokens for worker in self.ready_prefill), default=None)
-        limits = [worker.max_prompt_tokens for worker in self.ready_decode]
-        self.longest_prompt_tokens = max(limits, default=None)
-        self.shortest_limit_tokens = min(limits, default=0)
+        by_model: dict[str, list[Worker]] = {worker.model: [] for worker in self._by_id.values() if worker.model}
+        for worker in ready:
+            by_model.setdefault(worker.model, []).append(worker)
+        for name, pools in self.models.items():
+            if name not in by_model:
+                pools.set_ready(())  # requests may still hold it
+        self.models = {name: self.models.get(name) or ModelPools(name) for name in sorted(by_model)}
+        for name, pools in self.models.items():
+            pools.set_ready(by_model[name])
+        aliases = {alias: self.models[model] for alias, model in self._config.aliases if model in self.models}
+        self._by_name = {**aliases, **self.models}
+        sole = next(iter(self.models.values())) if len(self.models) == 1 else None
+        self._for_no_name = sole
+        # An instance that tells no name may be meant by any.
+        takes_any = self._config.accept_any_model or (sole is not None and not sole.name)
+        self._for_any_name = sole if takes_any else None
+
+    def find_model(self, name: str | None) -> ModelPools | None:
+        """The model that a request names, by its name, an alias, or as `NAME:ADAPTER`; without a name the only one."""
+        if not name:
+            return self._for_no_name
+        found = self._by_name.get(name)
+        if found is None:
+            return find_model(name, self._by_name) or self._for_any_name
+        return found
+
+    def served_names(self) -> list[str]:
+        """Models and aliases that a client may name."""
+        return [name for name in self._by_name if name]
+
+    @property
+    def aliases(self) -> dict[str, ModelPools]:
+        """Those of models that are served."""
+        return {name: pools for name, pools in self._by_name.items() if name not in self.models}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every instance has been asked once: until then any model may turn out to be served."""
+        return all(worker.is_checked for worker in self._by_id.values())
 
     def expected_tokens_per_s(self, worker: Worker, now_s: float) -> float:
         """Prefill rate of the other instances of its pool together; the prior where they have shown nothing."""
         if now_s - self._shown_s >= SHOWN_FOR_S:  # not for every report: a pool has hundreds of instances
             self._shown_s = now_s
-            self._shown = dict.fromkeys(Role, (0.0, 0.0))
+            self._shown = {}
             for other in self._by_id.values():
-                tokens, busy_s = self._shown[other.role]
-                self._shown[other.role] = (tokens + other.rate.tokens, busy_s + other.rate.busy_s)
-        tokens, busy_s = self._shown[worker.role]
+                key = (other.model, other.role)
+                tokens, busy_s = self._shown.get(key, (0.0, 0.0))
+                self._shown[key] = (tokens + other.rate.tokens, busy_s + other.rate.busy_s)
+        tokens, busy_s = self._shown.get((worker.model, worker.role), (0.0, 0.0))
         return blended_rate(
             max(0.0, tokens - worker.rate.tokens), max(0.0, busy_s - worker.rate.busy_s), PRIOR_TOKENS_PER_S
         )
 
-    def missing_roles(self) -> list[str]:
-        """What keeps the router from serving: `prefill`, `decode`, both, or nothing."""
-        missing = [] if self.ready_prefill else ["prefill"]
-        return missing if self.ready_decode else [*missing, "decode"]
-
-    def models(self) -> list[str]:
-        names = {worker.model for worker in self._by_id.values() if worker.model}
-        return sorted(names)
+    def missing_roles(self) -> str | None:
+        """What keeps the router from serving any model, in words; None while it can serve one."""
+        missing = {name: pools.missing_roles() for name, pools in self.models.items()}
+        if not all(missing.values()):
+            return None
+        if len(missing) == 1:
+            return ", ".join(*missing.values())
+        if missing:
+            return "; ".join(f"{', '.join(roles)} of {name}" for name, roles in missing.items())
+        return "prefill, decode"
 
 
 def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:

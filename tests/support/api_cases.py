@@ -25,6 +25,7 @@ LENGTHS = {
     "/v1/responses": "max_output_tokens",
     "/generate": "max_new_tokens",
 }
+MODEL = "SGLANG_EXT_TEST_MODEL"  # what a request that names one asks for
 MOST_TOKENS = 4
 MOST_PROMPTS = 8
 MOST = {"max_completion_tokens": MOST_TOKENS, "n": 2, "logprobs": 2}
@@ -52,6 +53,7 @@ def check_api(router: RunningRouter, folder: Path, seed: int, examples: int, *op
     ]
     command += ["--header", f"Authorization: Bearer {ADMIN_KEY}", "--request-timeout", "30", *options]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "SCHEMATHESIS_HOOKS": "support.api_cases"}
+    environment[MODEL] = router.call("GET", "/v1/models")[0].body["data"][0]["id"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=900, check=False)
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-4000:]
     return ran.stdout
@@ -75,6 +77,8 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
     path = case.operation.path
     if not isinstance(body, dict) or path not in LENGTHS:
         return
+    if isinstance(body.get("model"), str):
+        body["model"] = os.environ[MODEL]
     asked = body
     if path == "/generate":
         asked = body.setdefault("sampling_params", {})

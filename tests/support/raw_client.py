@@ -37,7 +37,7 @@ class Reply(NamedTuple):
         assert set(content) == {"error"}, content
         error = content["error"]
         assert set(error) == {"message", "type", "param", "code"}, error
-        assert error["code"] == self.status
+        assert error["code"] in (self.status, "model_not_found"), error
         assert isinstance(error["message"], str)
         assert error["message"]
         assert "\n" not in error["message"]

@@ -94,11 +94,13 @@ class RunningRouter:
 
 
 @contextmanager
-def running_router(engines: Sequence[Engine], *options: str) -> Iterator[RunningRouter]:
+def running_router(engines: Sequence[Engine], *options: str, strict_models: bool = False) -> Iterator[RunningRouter]:
     """A router over these engines, all of them ready; ended with SIGTERM."""
     port = free_port()
     command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port), "--admin-api-key", ADMIN_KEY]
     command += ["--health-check-interval-secs", "0.5", "--load-poll-interval-secs", "0.2"]
+    if not strict_models:  # the engines' model has the name of a temporary folder
+        command.append("--accept-any-model")
     for engine in engines:
         command += [_OPTION[engine.spec.role], engine.url]
         if engine.spec.role.is_prefill:

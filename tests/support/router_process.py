@@ -18,6 +18,7 @@ from typing import Any
 from sglang_ext.types import Role
 from sglang_ext_router import router as router_module
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.router import Router
 from sglang_ext_router.siblings import SiblingLink
 from sglang_ext_router.tls import client_context
@@ -78,6 +79,13 @@ class RunningRouter:
         worker = self.router.registry.find(url)
         assert worker is not None
         return worker
+
+    @property
+    def model(self) -> ModelPools:
+        """The only model that is served."""
+        model = self.router.registry.find_model(None)
+        assert model is not None
+        return model
 
     def under_way(self) -> dict[str, int]:
         """Every count that must be zero while nothing is being served; those that are not."""

@@ -22,6 +22,7 @@ from sglang_ext.types import Role
 from support.running_time import pause, running_s
 
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+MODEL = "m"
 CONTEXT_TOKENS = 8192
 BOOTSTRAP_PORT = 8998
 
@@ -252,7 +253,7 @@ class ScriptedEngine:
         self.liveness_checks = 0
         self.info: object = {
             "disaggregation_mode": "decode" if role is Role.DECODE else "prefill",
-            "served_model_name": "scripted",
+            "served_model_name": MODEL,
             "max_total_num_tokens": 1 << 20,
             "context_length": CONTEXT_TOKENS,
             "disaggregation_bootstrap_port": BOOTSTRAP_PORT,

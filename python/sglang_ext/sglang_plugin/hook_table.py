@@ -114,7 +114,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         name="token-id-guard",
         why="a token id beyond the vocabulary, in the prompt or a stop, ends the engine; refuses the request",
         kind=HookKind.AROUND,
-        implementation=f"{_HOOKS}.token_ids:validate_one_request",
+        implementation=f"{_HOOKS}.bootstrap_rooms:validate_one_request",
         targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"),
     ),
     Hook(

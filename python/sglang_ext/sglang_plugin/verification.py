@@ -158,8 +158,34 @@ def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         "hooks": verify_hooks(),
         "start_method": os.environ.get(START_METHOD_VARIABLE, StartMethod.SPAWN),
         "context_tokens": scheduler.model_config.context_len,
+        "length_boundary_tokens": None if options.laps is None else options.laps.fixed_boundary_tokens,
+        "architecture": _architecture(scheduler.model_config.hf_config),
+        **_kv_cache(scheduler.tp_worker.model_runner),
     }
     return {**init_info, STATEMENT_KEY: statement}
+
+
+def _architecture(model: Any) -> str | None:
+    """The model's class and sizes: two that differ in these cannot have the same weights."""
+    names = getattr(model, "architectures", None)
+    if not names:
+        return None
+    text = getattr(model, "text_config", model)
+    sizes = (
+        ("layers", getattr(text, "num_hidden_layers", None)),
+        ("hidden size", getattr(text, "hidden_size", None)),
+        ("vocabulary", getattr(text, "vocab_size", None)),
+    )
+    return ", ".join((str(names[0]), *(f"{name} {value}" for name, value in sizes if value is not None)))
+
+
+def _kv_cache(model_runner: Any) -> dict[str, str | None]:
+    """The KV cache's dtype by SGLang's name (0.5.17 has none), and the type of its numbers."""
+    element_type = getattr(model_runner, "kv_cache_dtype", None)
+    return {
+        "kv_cache_dtype": getattr(model_runner, "kv_cache_dtype_str", None),
+        "kv_element_type": None if element_type is None else str(element_type).removeprefix("torch."),
+    }
 
 
 def check_statements(init_infos: list[dict[str, Any]], *args: Any) -> list[dict[str, Any]]:

@@ -14,9 +14,10 @@ import pytest
 from support.raw_client import RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.running_time import running_s
-from support.scripted_engine import CONTEXT_TOKENS, hang, reply
+from support.scripted_engine import CONTEXT_TOKENS, DONE, event, hang, reply, status, stream
 
 PROMPT = {"text": "x"}
+SLO = "x-sgl-ttft-slo-ms"
 
 
 @asynccontextmanager
@@ -147,12 +148,37 @@ async def test_a_bad_deadline_gives_400(slo: str) -> None:
         assert served.upstream_requests() == 0
 
 
-async def test_met_and_missed_deadlines_are_counted() -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_met_and_missed_deadlines_are_counted(is_stream: bool) -> None:
+    """What counts is a stream's first byte; of another reply, the end of its prefill."""
     async with cluster() as served:
-        served.decode[0].script = reply(delay_s=0.1)
+        slow, other = (served.decode, served.short) if is_stream else (served.short, served.decode)
+        slow[0].script = stream(event({}), DONE, delay_s=0.1) if is_stream else reply(delay_s=0.1)
+        if is_stream:
+            other[0].script = stream(event({}), DONE)
         for slo_ms in ("10000", "20", "10000"):
-            assert (await served.ask("POST", "/generate", PROMPT, {"x-sgl-ttft-slo-ms": slo_ms})).status == 200
+            answer = await served.ask("POST", "/generate", {"text": "x", "stream": is_stream}, {SLO: slo_ms})
+            assert answer.status == 200
+        await served.until_idle()
         assert (served.router.metrics.short.slo_met, served.router.metrics.short.slo_missed) == (2, 1)
+
+
+async def test_deadlines_of_requests_without_a_token_are_missed_unless_they_are_at_fault() -> None:
+    async with cluster(retry_max_retries=0) as served:
+        metrics = served.router.metrics
+        served.decode[0].plan(status(503), status(400))
+        for code in (503, 400):
+            assert (await served.ask("POST", "/generate", PROMPT, {SLO: "10000"})).status == code
+        await served.until_idle()
+        assert (metrics.short.slo_met, metrics.short.slo_missed) == (0, 1)
+    async with cluster(max_concurrent_requests=1) as served:
+        served.decode[0].script = hang()
+        client = await served.connect()
+        await client.send(request_bytes("POST", "/generate", b'{"text": "x"}'))
+        await served.decode[0].received(1)
+        assert (await served.ask("POST", "/generate", PROMPT, {SLO: "50"})).status == 408
+        assert served.router.metrics.unclassified_slo_missed == 1
+        client.close()
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ async def test_in_the_middle_of_a_stream(how: str) -> None:
             await engine.abort_of(engine.requests[0].rid, 1.0)
         assert running_s() - left_s < 1.0
         await served.until_idle()
-        assert served.router.metrics.requests == {("/generate", "short", 499): 1}
+        assert served.router.metrics.requests == {("/generate", "short", 499, "client_left"): 1}
 
 
 async def test_in_the_queue() -> None:
@@ -127,7 +127,7 @@ async def test_while_its_prompt_is_being_tokenised() -> None:
 
     async with cluster(length_boundary_tokens=300) as served:
         held: Any = Held()
-        served.router.services.tokeniser = held
+        served.model.tokeniser = held
         client = await sent(served, {"text": "x" * 1200})
         await served.until(lambda: len(held.waiting) == 1)
         await leave(client, "close")
@@ -153,7 +153,7 @@ async def test_while_a_slow_tokeniser_thread_counts() -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         tokeniser._threads = ThreadPoolExecutor(1)
-        served.router.services.tokeniser = tokeniser
+        served.model.tokeniser = tokeniser
         client = await sent(served, {"text": "x" * 1200})
         await served.until(lambda: served.router.metrics.tokenised == 1)
         await leave(client, "close")

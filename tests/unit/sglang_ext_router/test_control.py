@@ -13,7 +13,7 @@ from sglang_ext.types import Role
 from support.event_loops import Complaints
 from support.raw_client import Reply
 from support.router_process import FAST, Cluster, cluster, running_router
-from support.scripted_engine import BOOTSTRAP_PORT, CONTEXT_TOKENS, ScriptedEngine, hang, response, status
+from support.scripted_engine import BOOTSTRAP_PORT, CONTEXT_TOKENS, MODEL, ScriptedEngine, hang, response, status
 
 PROMPT = {"text": "x"}
 CLIENT = {"Authorization": "Bearer client"}
@@ -58,7 +58,7 @@ async def test_the_models() -> None:
         answer = await served.ask("GET", "/v1/models")
         assert answer.status == 200
         (model,) = answer.json["data"]
-        assert (model["id"], model["object"], model["max_model_len"]) == ("scripted", "model", CONTEXT_TOKENS)
+        assert (model["id"], model["object"], model["max_model_len"]) == (MODEL, "model", CONTEXT_TOKENS)
         assert answer.json["object"] == "list"
 
 
@@ -357,7 +357,7 @@ async def test_a_wrong_method_gives_405(method: str, path: str, allowed: str) ->
 async def test_a_failing_handler_gives_500_and_a_log_line(complaints: Complaints) -> None:
     async with cluster() as served:
 
-        def broken() -> bytes:
+        def broken(_: str) -> tuple[bytes, str]:
             raise RuntimeError("no metrics today")
 
         served.router.render_metrics = broken  # type: ignore[method-assign]

@@ -73,9 +73,9 @@ async def test_what_is_shown(caplog: pytest.LogCaptureFixture) -> None:
         assert "members" not in shown["pools"]["decode"]
         metrics = (await served.ask("GET", "/metrics")).body.decode()
         for line in (
-            'sglang_ext_router_pool_pressure{pool="short"} 0.05',
-            'sglang_ext_router_pool_instances{pool="short"} 2.0',
-            'sglang_ext_router_pool_instances{pool="decode"} 1.0',
+            'sglang_ext_router_pool_pressure{model="m",pool="short"} 0.05',
+            'sglang_ext_router_pool_instances{model="m",pool="short"} 2.0',
+            'sglang_ext_router_pool_instances{model="m",pool="decode"} 1.0',
         ):
             assert line in metrics
         assert 'controller_decisions_total{reason="balanced",result="hold"}' in metrics

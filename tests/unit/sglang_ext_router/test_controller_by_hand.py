@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.laps_engine import ADMIN, SLOW, controlled, ended, laps, move, press_long
+from support.scripted_engine import MODEL
 
 
 async def test_moves_that_are_refused() -> None:
@@ -103,7 +104,7 @@ async def test_without_a_controller_no_instance_is_asked_until_pools_are_read() 
         assert served.router.controller.monitor.refreshed_s is None
         member = (await served.pools())["pools"]["short"]["members"][0]
         assert member["mode"] == "both"
-        assert served.router.controller.decision is None
+        assert served.router.controller.control(MODEL).decision is None
 
 
 async def test_several_processes_do_not_move() -> None:

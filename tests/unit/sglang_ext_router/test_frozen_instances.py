@@ -276,9 +276,8 @@ async def test_a_late_first_byte_is_a_failure_of_prefill_while_it_has_not_answer
         for engine in served.short:
             engine.script = hang()
         assert (await (await sent(served, STREAMED)).reply()).status == 502
-        failed = served.router.metrics.worker_failures
-        assert set(failed) <= {engine.url for engine in served.short}
-        assert sum(failed.values()) == 1
+        assert sum(served.worker(engine.url).failed_legs for engine in served.short) == 1
+        assert served.worker(served.decode[0].url).failed_legs == 0
 
 
 async def test_the_kernel_ends_connections_whose_peer_acknowledges_nothing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,9 +11,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_ext.types import LengthClass
-from sglang_ext_router.metrics import LATENCY_BUCKETS_S, PREFIX, Histogram, RouterMetrics, render
+from sglang_ext_router.exposition import PREFIX, render, request_families
+from sglang_ext_router.histograms import Histogram, ttft_bounds_s
+from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
 from support.router_process import Cluster, cluster
-from support.scripted_engine import cut, reply, status
+from support.scripted_engine import DONE, cut, event, reply, status, stream
 
 PROMPT = {"text": "x"}
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -49,11 +50,12 @@ async def test_a_request_is_counted_once_everywhere() -> None:
         found = await scrape(served)
         short, long = ("length_class", "short"), ("length_class", "long")
         path = ("path", "/generate")
-        assert found["requests_total", (short, path, ("status", "200"))] == 3
-        assert found["requests_total", (long, path, ("status", "200"))] == 1
-        assert found["requests_total", (("length_class", "none"), path, ("status", "400"))] == 1
+        ok, failed = ("outcome", "ok"), ("outcome", "error_before")
+        assert found["requests_total", (short, ok, path, ("status", "200"))] == 3
+        assert found["requests_total", (long, ok, path, ("status", "200"))] == 1
+        assert found["requests_total", (("length_class", "none"), failed, path, ("status", "400"))] == 1
         assert found["refused_total", (("reason", "bad_request"),)] == 1
-        for name in ("ttft_seconds", "request_duration_seconds", "queue_wait_seconds", "new_tokens"):
+        for name in ("request_duration_seconds", "queue_wait_seconds", "new_tokens", "request_prompt_tokens"):
             assert found[f"{name}_count", (short,)] == 3
             assert found[f"{name}_count", (long,)] == 1
         assert found["worker_requests_total", (("worker", served.decode[0].url),)] == 4
@@ -76,7 +78,8 @@ async def test_failures_and_retries_are_counted() -> None:
 
 async def test_histograms_add_up() -> None:
     async with cluster() as served:
-        await asyncio.gather(*(served.ask("POST", "/generate", PROMPT) for _ in range(20)))
+        served.short[0].script = served.decode[0].script = stream(event({"text": "a"}), DONE)
+        await asyncio.gather(*(served.ask("POST", "/generate", {**PROMPT, "stream": True}) for _ in range(20)))
         await served.until_idle()
         found = await scrape(served)
         for length_class, count in (("short", 20), ("long", 0)):
@@ -88,7 +91,7 @@ async def test_histograms_add_up() -> None:
             ]
             values = [value for _, value in sorted(buckets)]
             assert values == sorted(values)
-            assert len(values) == len(LATENCY_BUCKETS_S) + 1
+            assert len(values) == len(ttft_bounds_s(1800.0)) + 1
             assert values[-1] == found["ttft_seconds_count", (labels,)] == count
 
 
@@ -108,15 +111,14 @@ def test_a_histogram_puts_every_value_in_its_bucket(values: list[float], bounds:
     for value in values:
         histogram.observe(value)
     for bound, count in histogram.cumulative():
-        assert count == sum(value <= float(bound) for value in values)
+        assert count == sum(value <= bound for value in values)
     assert histogram.total == pytest.approx(sum(values))
 
 
 def used(seed: int) -> RouterMetrics:
     metrics = RouterMetrics()
-    metrics.count_request("/generate", "short", 200 + seed % 2)
+    metrics.count_request("/generate", "short", 200 + seed % 2, "ok")
     metrics.refused["queue_full"] = seed
-    metrics.worker_requests[f"http://w{seed % 3}:1"] = seed + 1
     metrics.prompt_tokens, metrics.cached_tokens = 100 * seed, 10 * seed
     metrics.tokenised, metrics.spilled = seed, 2 * seed
     one = metrics.of(LengthClass.SHORT if seed % 2 else LengthClass.LONG)
@@ -135,21 +137,39 @@ def added(parts: list[Samples]) -> Samples:
     return total
 
 
+def told(metrics: RouterMetrics) -> MetricsSnapshot:
+    """As it arrives at another process: through JSON."""
+    return MetricsSnapshot(*json.loads(json.dumps(metrics.snapshot({}, {}, {}))))
+
+
+def shown(metrics: RouterMetrics, *others: MetricsSnapshot) -> Samples:
+    return samples_of(render(request_families(metrics, others))[0].decode())
+
+
 @given(seeds=st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_processes_are_added_up(seeds: list[int]) -> None:
-    """The snapshots travel as JSON."""
     all_metrics = [used(seed) for seed in seeds]
-    snapshots: list[dict[str, Any]] = [json.loads(json.dumps(one.snapshot())) for one in all_metrics]
-    joint = samples_of(render(all_metrics[0].families(snapshots[1:])).decode())
-    alone = [samples_of(render(one.families()).decode()) for one in all_metrics]
-    expected = added(alone)
+    joint = shown(all_metrics[0], *map(told, all_metrics[1:]))
+    expected = added([shown(one) for one in all_metrics])
     assert {key: value for key, value in joint.items() if value} == pytest.approx(
         {key: value for key, value in expected.items() if value}
     )
 
 
+@given(seeds=st.lists(st.integers(0, 9), min_size=2, max_size=2))
+def test_what_an_earlier_process_counted_is_added_to_a_snapshot(seeds: list[int]) -> None:
+    one, earlier = map(used, seeds)
+    legs = MetricsSnapshot({}, [], {"a": (1, 2), "b": (3, 4)}, {}, {})
+    joint = one.snapshot({"a": (10, 20)}, {"requests_queued": 1}, {}).with_counts_of(told(earlier)).with_counts_of(legs)
+    empty = RouterMetrics()
+    assert shown(empty, joint) == pytest.approx(shown(one, told(earlier)))
+    assert joint.worker_legs == {"a": (11, 22), "b": (3, 4)}
+    assert joint.gauges == {"requests_queued": 1}
+
+
 def test_merging_changes_nothing() -> None:
     metrics, other = used(3), used(5)
-    before = render(metrics.families())
-    list(metrics.families([other.snapshot()]))
-    assert render(metrics.families()) == before
+    before = shown(metrics)
+    shown(metrics, told(other))
+    metrics.snapshot({}, {}, {}).with_counts_of(told(other))
+    assert shown(metrics) == before

@@ -47,12 +47,12 @@ async def test_waits_at_an_instance_hold_for_every_class_that_it_serves() -> Non
     async with cluster(short=1, long=1) as served:
         waits, now_s = served.router.services.online_waits, served.router.loop.time()
         waits.note(served.short[0].url, 0.5, now_s)
-        told = served.router.describe_load()["classes"]
+        told = served.router.describe_load([served.model])["classes"]
         assert (told["short"]["online_wait_s"], told["long"]["online_wait_s"]) == (0.5, None)
         for engine in (*served.short, *served.long):
             worker = served.worker(engine.url)
             worker.role = Role.BOTH
-        told = served.router.describe_load()["classes"]
+        told = served.router.describe_load([served.model])["classes"]
         assert (told["short"]["online_wait_s"], told["long"]["online_wait_s"]) == (0.5, 0.5)
 
 
@@ -64,12 +64,12 @@ async def test_a_request_is_told_of_while_it_waits_for_prefill_or_for_admission(
         await first.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         await served.short[0].received(1)
         await asyncio.sleep(0.2)
-        told = served.router.describe_load()["classes"]["short"]
+        told = served.router.describe_load([served.model])["classes"]["short"]
         assert (told["online_in_flight"], told["online_wait_s"] > 0.1) == (1, True)
         await second.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         await served.until(lambda: served.router.requests_queued == 1)
         await asyncio.sleep(0.3)
-        assert served.router.describe_load()["classes"]["long"]["online_wait_s"] >= 0.25
+        assert served.router.describe_load([served.model])["classes"]["long"]["online_wait_s"] >= 0.25
         second.close()
         first.close()
 

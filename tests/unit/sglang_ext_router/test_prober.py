@@ -82,10 +82,10 @@ async def test_a_restarted_instance_is_asked_again_who_it_is() -> None:
         assert worker.bootstrap_port == BOOTSTRAP_PORT
         await short.stop()
         await served.until(lambda: not worker.is_healthy)
-        short.info = with_info(short, disaggregation_bootstrap_port=9999, served_model_name="newer")
+        short.info = with_info(short, disaggregation_bootstrap_port=9999, context_length=4096)
         await short.start()
         await served.until(lambda: worker.is_healthy)
-        assert (worker.bootstrap_port, worker.model) == (9999, "newer")
+        assert (worker.bootstrap_port, worker.max_prompt_tokens) == (9999, 4096)
         assert (await served.ask("POST", "/generate", PROMPT)).status == 200
         assert short.requests[-1].json["bootstrap_port"] == 9999
 
@@ -102,7 +102,7 @@ async def test_an_instance_in_the_wrong_mode_is_refused(role: Role, mode: str) -
         assert not worker.is_healthy
         assert mode in worker.last_error
         shown = (await served.ask("GET", f"/workers/127.0.0.1:{engine.port}")).json
-        assert (shown["state"], shown["last_error"]) == ("unhealthy", worker.last_error)
+        assert (shown["state"], shown["last_error"]) == ("refused", worker.last_error)
         assert engine.requests == []
 
 

@@ -33,12 +33,15 @@ class Pools:
             worker.reported_free_kv_tokens = 100_000
         self.draw = draw
         self.registry.refresh()
+        model = self.registry.find_model(None)
+        assert model is not None
+        self.model = model
         self.planner = RoutePlanner(self.config, self.registry, lambda: self.draw)
 
     def route(
         self, prompt: Prompt, tokens: int, without: set[int] | None = None, without_decode: set[int] | None = None
     ) -> Route:
-        return self.planner.route(prompt, tokens, without or NONE, without_decode or NONE, 100.0)
+        return self.planner.route(self.model, prompt, tokens, without or NONE, without_decode or NONE, 100.0)
 
     def prefill_of(self, tokens: int, text: str = "", without: set[int] | None = None) -> Worker:
         return self.route(measure(b"/generate", {"text": text or "x"}), tokens, without).prefill
@@ -184,7 +187,7 @@ def test_decode_instances_that_are_too_small_are_passed_over() -> None:
     pools.workers[1].max_prompt_tokens = 1000
     pools.registry.refresh()
     prompt = measure(b"/generate", {"text": "x"})
-    assert pools.registry.longest_prompt_tokens == CONTEXT_TOKENS
+    assert pools.model.longest_prompt_tokens == CONTEXT_TOKENS
     for pools.draw in (0.0, 0.99):
         assert pools.route(prompt, 2000).decode is pools.workers[2]
     pools.workers[2].is_draining = True
@@ -219,7 +222,7 @@ def test_prompts_of_token_ids_share_prefixes_too() -> None:
     prompt = measure(b"/generate", {"input_ids": ids})
     pools.planner.learn_route(prompt, pools.workers[1])
     longer = measure(b"/generate", {"input_ids": [*ids, *range(5000, 6000)]})
-    assert pools.planner.estimate_tokens(longer) == 2000
+    assert pools.planner.estimate_tokens(pools.model, longer) == 2000
     route = pools.route(longer, 2000)
     assert route.prefill is pools.workers[1]
     assert 1000 - BLOCK_BYTES // 8 <= route.decision.cached_tokens <= 1000
@@ -228,10 +231,10 @@ def test_prompts_of_token_ids_share_prefixes_too() -> None:
 def test_the_ratio_of_bytes_and_tokens_is_learned() -> None:
     pools = Pools(SHORT, DECODE)
     prompt = measure(b"/generate", {"text": "x" * 2000})
-    assert pools.planner.estimate_tokens(prompt) == 500
+    assert pools.planner.estimate_tokens(pools.model, prompt) == 500
     for size in [500, 1000, 2000, 3000] * 100:
-        pools.planner.learn_tokens(measure(b"/generate", {"text": "x" * size}), size // 2)
-    assert pools.planner.estimate_tokens(prompt) == pytest.approx(1000, rel=0.05)
+        pools.planner.learn_tokens(pools.model, measure(b"/generate", {"text": "x" * size}), size // 2)
+    assert pools.planner.estimate_tokens(pools.model, prompt) == pytest.approx(1000, rel=0.05)
 
 
 async def test_a_conversation_stays_where_its_prefix_is() -> None:

@@ -83,7 +83,7 @@ async def test_a_change_made_at_one_is_made_at_all(tmp_path: Path) -> None:
 
 def told_by(one: RunningRouter) -> dict[str, Any]:
     """What `GET /load` of this process tells a batch run of short prompts."""
-    told: dict[str, Any] = one.router.describe_load()["classes"]["short"]
+    told: dict[str, Any] = one.router.describe_load([one.model])["classes"]["short"]
     return told
 
 
@@ -141,7 +141,7 @@ async def test_counters_of_all_are_shown_by_each(tmp_path: Path) -> None:
         for one, count in zip(running, (2, 3), strict=True):
             for _ in range(count):
                 assert (await one.ask("POST", "/generate", PROMPT)).status == 200
-        line = b'sglang_ext_router_requests_total{length_class="short",path="/generate",status="200"} 5.0'
+        line = b'sglang_ext_router_requests_total{length_class="short",outcome="ok",path="/generate",status="200"} 5.0'
         for one in running:
             async with asyncio.timeout(5.0):
                 while line not in (await one.ask("GET", "/metrics")).body:  # noqa: ASYNC110

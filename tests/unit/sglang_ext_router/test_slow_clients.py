@@ -175,7 +175,7 @@ async def test_a_client_that_neither_reads_nor_leaves_is_freed_with_its_request(
 
 async def ask_and_never_read(served: Cluster, client: RawClient) -> None:
     """A whole reply lies in the router's buffer, as the sockets' own are small."""
-    served.router.render_metrics = lambda: b"x" * 150_000  # type: ignore[method-assign]
+    served.router.render_metrics = lambda _: (b"x" * 150_000, "text/plain")  # type: ignore[method-assign]
     client.stop_reading()
     await served.until(lambda: len(served.router.clients.open) == 1)
     (connection,) = served.router.clients.open

@@ -147,7 +147,7 @@ ON_BOTH_LOOPS = pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 @asynccontextmanager
 async def large_reply_over_tls(folder: Path, **options: object) -> AsyncIterator[Cluster]:
     async with cluster(ssl_certfile=str(folder / "both.pem"), **options) as served:
-        served.router.render_metrics = Mock(return_value=b"x" * LARGE_BYTES)  # type: ignore[method-assign]
+        served.router.render_metrics = Mock(return_value=(b"x" * LARGE_BYTES, "text/plain"))  # type: ignore[method-assign]
         yield served
 
 

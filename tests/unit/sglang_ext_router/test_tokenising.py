@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext_router.tokenising import PromptTokeniser, find_tokenizer_file
+from sglang_ext_router.tokenising import PromptTokeniser, Tokenisers
 from support.router_process import Cluster, cluster
 from support.scripted_engine import CONTEXT_TOKENS, reply
 
@@ -39,9 +39,8 @@ async def counts_of(tokeniser: PromptTokeniser, *texts: str) -> list[int] | None
 
 
 async def test_counts(folder: Path) -> None:
-    file = find_tokenizer_file(str(folder))
-    assert file is not None
-    tokeniser = PromptTokeniser(file, asyncio.get_running_loop())
+    tokeniser = Tokenisers(asyncio.get_running_loop()).of(str(folder))
+    assert tokeniser is not None
     assert await counts_of(tokeniser, "a b c", "", "d") == [3, 0, 1]
     tokeniser.close()
 
@@ -65,9 +64,11 @@ async def test_a_count_that_fails_is_no_count(folder: Path) -> None:
     tokeniser.close()
 
 
-def test_the_file_is_found_in_the_first_folder_that_has_it(folder: Path, tmp_path: Path) -> None:
-    assert find_tokenizer_file("", str(tmp_path), str(folder)) == folder / "tokenizer.json"
-    assert find_tokenizer_file("", str(tmp_path), "org/model") is None
+async def test_a_folder_has_one_tokeniser(folder: Path, tmp_path: Path) -> None:
+    tokenisers = Tokenisers(asyncio.get_running_loop())
+    assert tokenisers.of("") is tokenisers.of("org/model") is tokenisers.of(str(tmp_path)) is None
+    assert tokenisers.of(str(folder)) is tokenisers.of(str(folder)) is not None
+    tokenisers.close()
 
 
 # -- within the router ----------------------------------------------------------------------------------------
@@ -116,14 +117,14 @@ async def test_the_instances_tokenizer_is_used_where_it_can_be_read(folder: Path
         assert isinstance(engine.info, dict)
         engine.info = {**engine.info, "tokenizer_path": str(folder)}
         served.worker(engine.url).has_info = False
-        await served.until(lambda: served.router.services.tokeniser is not None)
+        await served.until(lambda: served.model.tokeniser is not None)
         assert await ask(served, words(290, 6)) == (200, "short")
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": "nonsense"}')
     async with cluster(tokenizer_path=str(tmp_path)) as served:
-        assert served.router.services.tokeniser is None
+        assert served.model.tokeniser is None
         assert await ask(served, "x") == (200, "short")
 
 

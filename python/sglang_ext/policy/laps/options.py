@@ -10,6 +10,8 @@ from math import isfinite
 
 from sglang_ext.policy.laps.round_plan import LapsMode
 
+DEFAULT_BOUNDARY_TOKENS = 256  # until the cost model says more
+
 
 class Batching(StrEnum):
     """What a short batch waits for."""
@@ -149,6 +151,13 @@ class LapsOptions:
             if self.kv_bytes_per_token is None:
                 given, missing = missing, given
             raise ValueError(f"{option_name(given)} needs {option_name(missing)} too")
+
+    @property
+    def fixed_boundary_tokens(self) -> int | None:
+        """Most new tokens of a short prefill; None where that follows from the cost model as it is measured."""
+        if self.boundary_tokens is not None:
+            return self.boundary_tokens
+        return DEFAULT_BOUNDARY_TOKENS if self.write_s is None else None
 
     @property
     def write_s(self) -> float | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.long_prefill import LongChoice, choose_chunk, choose_long
-from sglang_ext.policy.laps.options import Batching, LapsOptions
+from sglang_ext.policy.laps.options import DEFAULT_BOUNDARY_TOKENS, Batching, LapsOptions
 from sglang_ext.policy.laps.round_plan import (
     ClassReport,
     DispatchReason,
@@ -47,7 +47,6 @@ from sglang_ext.policy.laps.wait_depth import (
 )
 from sglang_ext.types import LengthClass
 
-_DEFAULT_BOUNDARY_TOKENS = 256
 _ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of so many rounds
 _YIELD_OF_SLO = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
@@ -406,7 +405,7 @@ class Laps:
         if options.boundary_tokens is not None:
             return options.boundary_tokens
         fitted_tokens = self._fit.boundary_tokens(options.write_s, cached_tokens)
-        return _DEFAULT_BOUNDARY_TOKENS if fitted_tokens is None else int(fitted_tokens)
+        return DEFAULT_BOUNDARY_TOKENS if fitted_tokens is None else int(fitted_tokens)
 
     def _round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
         """Time budget of a round while so much long work waits and the next chunk follows `cached_tokens`."""

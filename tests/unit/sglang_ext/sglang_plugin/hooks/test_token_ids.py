@@ -7,22 +7,29 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.sglang_plugin.hooks.token_ids import validate_one_request
+pytestmark = pytest.mark.usefixtures("sglang_imported")
 
 MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
 
 
 def passed_on(ids: Any, given: Any, **sampling: Any) -> bool:
     """Whether SGLang's own validation is asked; `given` are the ids of the request, `ids` what they have become."""
+    from sglang_ext.sglang_plugin.hooks.bootstrap_rooms import validate_one_request
+
     seen: list[object] = []
     request = SimpleNamespace(input_ids=given, sampling_params=sampling)
     validate_one_request(lambda manager, one, ids: seen.append(one), MANAGER, request, ids)
     return seen == [request]
 
 
-@pytest.mark.parametrize("ids", [[], [0, 99]])
-def test_ids_of_the_vocabulary(ids: list[int]) -> None:
-    assert passed_on(ids, ids, stop_token_ids=ids)
+def test_ids_of_the_vocabulary() -> None:
+    assert passed_on([0, 99], [0, 99], stop_token_ids=[0, 99])
+    assert passed_on([5], [5], stop_token_ids=[])
+
+
+def test_no_ids_at_all() -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        passed_on([], [])
 
 
 @pytest.mark.parametrize(("ids", "wrong"), [([5, 100], 100), ([-1, 5], -1), ([1 << 40], 1 << 40)])

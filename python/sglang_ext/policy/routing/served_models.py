@@ -1,0 +1,93 @@
+"""Which of the served models a request names, and which instances of one model may serve it together.
+
+A prefill instance hands its KV cache to a decode instance page by page, as bytes. Two instances that differ in what
+these bytes mean, or that speak different transfer protocols, fail or hang once they meet; so those of one model must
+agree before any of them gets a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+M = TypeVar("M")
+
+ADAPTER_SEPARATOR = ":"  # SGLang's `model:adapter`
+MAX_NAME_CHARACTERS = 512  # of what a client may give; no model has such a name
+AUTO = "auto"  # KV dtype: the one that the model's checkpoint asks for
+
+
+class PairingFacts(NamedTuple):
+    """What one instance tells of itself. None where it does not: what is unknown is taken to agree."""
+
+    url: str
+    model: str  # the name under which it is served
+    kv_cache_dtype: str | None = None  # as it was started with, `auto` included
+    resolved_kv_cache_dtype: str | None = None  # what it came to, `auto` where that is the model's own
+    kv_element_type: str | None = None  # of the numbers in it
+    page_size_tokens: int | None = None
+    transfer_backend: str | None = None
+    architecture: str | None = None  # of the model: class, layers, sizes
+
+
+def find_model(name: str, served: Mapping[str, M]) -> M | None:
+    """The served model that a client names; None if there is none.
+
+    `served` holds all names and aliases. `NAME:ADAPTER` is a LoRA adapter of NAME; the longest name that is served
+    wins, as names may hold colons themselves.
+    """
+    found = served.get(name)
+    if found is not None or len(name) > MAX_NAME_CHARACTERS:
+        return found
+    while found is None and ADAPTER_SEPARATOR in name:
+        name = name.rpartition(ADAPTER_SEPARATOR)[0]
+        found = served.get(name)
+    return found
+
+
+def why_refused(candidate: PairingFacts, serving: Iterable[PairingFacts]) -> str | None:
+    """Why the candidate must not serve beside those that serve already; None if it may.
+
+    Only instances of the candidate's own model count. The line names both instances and both values.
+    """
+    for other in serving:
+        if other.model != candidate.model or other.url == candidate.url:
+            continue
+        for what, own, others in (
+            ("model architecture", candidate.architecture, other.architecture),
+            ("KV cache dtype", *_kv_cache_dtypes(candidate, other)),
+            ("KV cache element type", candidate.kv_element_type, other.kv_element_type),
+            ("page size", candidate.page_size_tokens, other.page_size_tokens),
+            ("transfer backend", candidate.transfer_backend, other.transfer_backend),
+        ):
+            if own is not None and others is not None and own != others:
+                return (
+                    f"it cannot serve {candidate.model} together with {other.url}: "
+                    f"{what} {own} at {candidate.url}, {others} at {other.url}"
+                )
+    return None
+
+
+def _kv_cache_dtypes(one: PairingFacts, other: PairingFacts) -> tuple[str | None, str | None]:
+    """The two values to compare: what both were given, or what both came to where only that can tell.
+
+    The same checkpoint makes the same of `auto`, so equal options agree. Different ones may still come to the same.
+    """
+    if one.kv_cache_dtype == other.kv_cache_dtype:
+        return None, None
+    if one.resolved_kv_cache_dtype is not None and other.resolved_kv_cache_dtype is not None:
+        return one.resolved_kv_cache_dtype, other.resolved_kv_cache_dtype
+    return one.kv_cache_dtype, other.kv_cache_dtype
+
+
+def parse_alias(text: str) -> tuple[str, str]:
+    """Read `NAME=MODEL`; ValueError says what is wrong.
+
+    An alias holds no colon: instances get it as the client sent it, and would take what follows for an adapter.
+    """
+    name, equals, model = text.partition("=")
+    if not equals or not name.strip() or not model.strip():
+        raise ValueError(f"{text!r} is not of the form NAME=MODEL")
+    if ADAPTER_SEPARATOR in name:
+        raise ValueError(f"{text!r}: an alias must not hold a colon, which stands before an adapter's name")
+    return name.strip(), model.strip()
