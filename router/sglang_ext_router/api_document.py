@@ -81,6 +81,11 @@ _USAGE: Schema = {
 }
 
 
+def _one_of(given: str, other: str) -> Schema:
+    """`given` is there and `other` is not; null is not there."""
+    return {"required": [given], "properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}}}
+
+
 def _body(fields: dict[str, Schema], further: Schema) -> dict[str, Any]:
     schema = {
         "type": "object",
@@ -172,7 +177,7 @@ _GENERATION: tuple[tuple[str, str, dict[str, Schema], Schema, Schema], ...] = (
         "/generate",
         "SGLang's own generation request.",
         GENERATE_FIELDS,
-        {"oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}]},
+        {"anyOf": [_one_of("text", "input_ids"), _one_of("input_ids", "text")]},
         {"anyOf": [_OUTPUT, {"type": "array", "items": _OUTPUT}]},
     ),
     (

@@ -121,8 +121,8 @@ def _items(value: Any, name: str) -> list[str | list[int]]:
     for item in value:
         if type(item) is not str and type(item) is not list:
             raise BadRequestError(f"{name} holds an item that is neither a string nor a list of token ids", name)
-        if type(item) is list and not item:  # an instance ends at a prompt without tokens
-            raise BadRequestError(f"{name} holds an empty list", name)
+        if type(item) is list and (not item or type(item[0]) is not int):  # an instance ends at one without tokens
+            raise BadRequestError(f"{name} holds a list that does not begin with a token id", name)
     return list(value)
 
 

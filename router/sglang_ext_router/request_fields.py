@@ -15,6 +15,7 @@ from sglang_ext_router.scores import MAX_TOP_LOGPROBS
 
 Schema = dict[str, Any]
 
+MAX_INT32 = 2**31 - 1
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
 _TEXT: Schema = {"type": "string"}
@@ -24,7 +25,7 @@ _TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0
 _STOP: Schema = {"type": ["string", "array", "null"], "items": _TEXT}
 _SEED: Schema = {"type": ["integer", "null"], "minimum": MIN_INT64, "maximum": MAX_INT64}
 _PENALTY: Schema = {"type": "number", "minimum": -2, "maximum": 2}
-_COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
+_COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_INT32}
 
 
 def _or_null(schema: Schema) -> Schema:
@@ -34,7 +35,7 @@ def _or_null(schema: Schema) -> Schema:
 _TEMPERATURE: Schema = {"type": "number", "minimum": 0, "description": "0 is greedy"}
 _TOP_P: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 _MIN_P: Schema = {"type": "number", "minimum": 0, "maximum": 1}
-_TOP_K: Schema = {"type": "integer", "minimum": -1, "maximum": 2**31 - 1, "not": {"const": 0}, "description": "-1: all"}
+_TOP_K: Schema = {"type": "integer", "minimum": -1, "maximum": MAX_INT32, "not": {"const": 0}, "description": "-1: all"}
 _REPETITION: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 2}
 _STREAM_OPTIONS: Schema = {"type": ["object", "null"], "properties": {"include_usage": _FLAG}}
 _MODEL: Schema = {"type": "string", "description": "one of those of /v1/models; default: what the instances serve"}
@@ -63,12 +64,17 @@ _MESSAGE: Schema = {
 }
 _INPUT_MESSAGE: Schema = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "type": {"const": "message"},
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": _TEXT,
-    },
+    "properties": {"type": {"const": "message"}},
+    "anyOf": [
+        {"required": ["role", "content"], "properties": {"role": {"const": "user"}, "content": _TEXT}},
+        {
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "assistant"]},
+                "content": {"type": ["string", "null"]},
+            },
+        },
+    ],
 }
 
 CHAT_FIELDS: dict[str, Schema] = {
@@ -126,7 +132,7 @@ COMPLETION_FIELDS: dict[str, Schema] = {
     "user": _or_null(_TEXT),
 }
 SAMPLING_FIELDS: dict[str, Schema] = {
-    "max_new_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**31 - 1},
+    "max_new_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_INT32},
     "temperature": _or_null(_TEMPERATURE),
     "top_p": _or_null(_TOP_P),
     "top_k": _or_null(_TOP_K),
@@ -141,9 +147,13 @@ SAMPLING_FIELDS: dict[str, Schema] = {
 }
 GENERATE_FIELDS: dict[str, Schema] = {
     "text": {
-        "anyOf": [{**_TEXT, "minLength": 1}, {"type": "array", "items": {**_TEXT, "minLength": 1}, "minItems": 1}]
+        "anyOf": [
+            {**_TEXT, "minLength": 1},
+            {"type": "array", "items": {**_TEXT, "minLength": 1}, "minItems": 1},
+            {"type": "null"},
+        ]
     },
-    "input_ids": {"anyOf": [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS, "minItems": 1}]},
+    "input_ids": {"anyOf": [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS, "minItems": 1}, {"type": "null"}]},
     "sampling_params": {
         "type": ["object", "null"],
         "properties": SAMPLING_FIELDS,
@@ -155,7 +165,12 @@ RESPONSES_FIELDS: dict[str, Schema] = {
     "model": _MODEL,
     "input": {"anyOf": [_TEXT, {"type": "array", "items": _INPUT_MESSAGE, "minItems": 1}]},
     "instructions": _or_null(_TEXT),
-    "max_output_tokens": _or_null(_COUNT),
+    "max_output_tokens": {
+        "type": ["integer", "null"],
+        "minimum": 3,
+        "maximum": MAX_INT32,
+        "description": "SGLang generates two fewer",
+    },
     "temperature": _or_null(_TEMPERATURE),
     "top_p": _or_null(_TOP_P),
     "top_k": _or_null(_TOP_K),
@@ -164,7 +179,7 @@ RESPONSES_FIELDS: dict[str, Schema] = {
     "presence_penalty": _PENALTY,
     "repetition_penalty": _or_null(_REPETITION),
     "stop": _STOP,
-    "stream": _or_null(_FLAG),
+    "stream": _FLAG,
     "store": {**_or_null(_FLAG), "description": "replies are never kept, whatever it says"},
     "user": _or_null(_TEXT),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,30 +25,36 @@ def engines() -> list[Engine]:
     return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def router(engines: list[Engine]) -> Iterator[RunningRouter]:
     with running_router(engines, "--length-boundary-tokens", "256") as running:
         yield running
 
 
-def check_all(router: RunningRouter, engines: list[Engine], folder: Path, seed: int, examples: int) -> None:
-    check_api(router, folder, seed, examples, "--exclude-path-regex", MEMBERSHIP)
+def check_served(router: RunningRouter, engines: list[Engine], folder: Path, seed: int, *options: str) -> None:
+    check_api(router, folder, seed, "--exclude-path-regex", MEMBERSHIP, *options)
     for engine in engines:
         assert engine.is_alive
         engine.wait_idle()
     assert router.is_idle()
-    # What changes the members comes last. An instance that was added and does not exist is no error of the router's.
-    check_api(router, folder, seed, examples, "--include-path-regex", MEMBERSHIP, "--exclude-path", "/flush_cache")
+
+
+def check_membership(engines: list[Engine], folder: Path, seed: int, *options: str) -> None:
+    """What changes the members, on a router of its own: an instance that does not exist is no error of the router's."""
+    with running_router(engines) as router:
+        check_api(router, folder, seed, "--include-path-regex", MEMBERSHIP, "--exclude-path", "/flush_cache", *options)
 
 
 def test_every_answer_is_documented(router: RunningRouter, engines: list[Engine], tmp_path: Path) -> None:
-    check_all(router, engines, tmp_path, seed=1, examples=3)
+    check_served(router, engines, tmp_path, 1, "-n", "5", "--phases", "fuzzing")
+    check_membership(engines, tmp_path, 1, "-n", "5", "--phases", "fuzzing")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [2, 3])
 def test_many_answers_are_documented(router: RunningRouter, engines: list[Engine], tmp_path: Path, seed: int) -> None:
-    check_all(router, engines, tmp_path, seed, examples=100)
+    check_served(router, engines, tmp_path, seed, "-n", "40")
+    check_membership(engines, tmp_path, seed, "-n", "40")
 
 
 def test_every_path_is_in_the_document(router: RunningRouter) -> None:
@@ -59,3 +66,25 @@ def test_every_path_is_in_the_document(router: RunningRouter) -> None:
     for methods in paths.values():
         for operation in methods.values():
             assert "422" not in operation["responses"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [5, 1 << 20]},
+        {"input_ids": [5, -1]},
+        {"input_ids": [[]]},
+        {"text": [""]},
+        {"text": "x", "sampling_params": {"top_k": 1 << 31}},
+        {"text": "x", "sampling_params": {"stop_token_ids": [1 << 20], "min_new_tokens": 2}},
+        {"text": "x", "sampling_params": {"n": None}},
+        {"text": "x", "stream": 1},
+    ],
+    ids=str,
+)
+def test_what_ends_a_stock_instance_is_refused(
+    router: RunningRouter, engines: list[Engine], body: dict[str, Any]
+) -> None:
+    assert router.post("/generate", body).status == 400
+    for engine in engines:
+        assert engine.get("/health").status == 200

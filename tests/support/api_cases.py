@@ -15,6 +15,7 @@ from typing import Any
 
 import schemathesis
 
+from sglang_ext_router.request_fields import MAX_INT32
 from sglang_ext_router.scores import MAX_TOP_LOGPROBS
 from support.router_cli import ADMIN_KEY, RunningRouter
 
@@ -26,15 +27,14 @@ LENGTHS = {
     "/generate": "max_new_tokens",
 }
 MODEL = "SGLANG_EXT_TEST_MODEL"  # what a request that names one asks for
-MOST_TOKENS = 4
+MOST_TOKENS = 4  # of /v1/responses two fewer
 MOST_PROMPTS = 8
 MOST = {"max_completion_tokens": MOST_TOKENS, "n": 2, "logprobs": 2}
-MAX_INT32 = 2**31 - 1
 DOCUMENTED = {"logprobs": MAX_TOP_LOGPROBS}  # what is beyond the document's own limit stays
 MEMBERSHIP = "^/(workers|pools|flush_cache)"  # paths that change what the router serves with
 
 
-def check_api(router: RunningRouter, folder: Path, seed: int, examples: int, *options: str) -> str:
+def check_api(router: RunningRouter, folder: Path, seed: int, *options: str) -> str:
     """Run schemathesis with all of its checks and return its report; AssertionError with it if there is a finding."""
     reply, _ = router.call("GET", "/openapi.json")
     document = folder / "openapi.json"
@@ -84,14 +84,21 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
         asked = body.setdefault("sampling_params", {})
         if not isinstance(asked, dict):
             return  # 128 tokens
-    for name in ("prompt", "text"):
+    for name in ("prompt", "text", "input_ids"):
         if isinstance(body.get(name), list):
-            body[name] = body[name][:MOST_PROMPTS]
+            body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]
     asked.setdefault(LENGTHS[path], MOST_TOKENS)
     for name, most in {**dict.fromkeys(LENGTHS.values(), MOST_TOKENS), **MOST}.items():
         value = asked.get(name)
         if type(value) is int and most < value <= DOCUMENTED.get(name, MAX_INT32):
             asked[name] = most
+
+
+def _of_vocabulary(value: Any) -> Any:
+    """Token ids that the tests' model has and that stand for text; other ids are one test's own."""
+    if isinstance(value, list):
+        return [_of_vocabulary(item) for item in value]
+    return 100 + value % 1000 if type(value) is int and value >= 0 else value
 
 
 def _whole(value: Any) -> Any:

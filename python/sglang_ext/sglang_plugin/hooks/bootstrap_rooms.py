@@ -122,13 +122,13 @@ def live_requests(scheduler: Any) -> Iterator[Any]:
 def validate_one_request(stock: Callable[..., None], manager: Any, request: Any, input_ids: Any) -> None:
     """AROUND `TokenizerManager._validate_one_request(obj, input_ids)`: ValueError (400) for ids that are not.
 
-    A prompt given as ids has some, all of the vocabulary, as have stop tokens. At another the stock engine ends: it is an
-    error of the forward pass, or of the sampler beside `min_new_tokens`, on a GPU one that nothing recovers from.
+    A prompt has tokens; token ids, those of stops too, are of the vocabulary. At others the stock engine ends: they are
+    errors of the forward pass, or of the sampler beside `min_new_tokens`, on a GPU such that nothing recovers from.
     """
     size = manager.model_config.vocab_size
+    if input_ids is not None and not len(input_ids) and getattr(request, "input_embeds", None) is None:
+        raise ValueError("the prompt has no tokens")
     if getattr(request, "input_ids", None) is not None:
-        if not len(input_ids):
-            raise ValueError("the prompt has no tokens")
         check_token_ids(input_ids, size, "the prompt")
     parameters = getattr(request, "sampling_params", None)
     stop_ids = parameters.get("stop_token_ids") if isinstance(parameters, dict) else None

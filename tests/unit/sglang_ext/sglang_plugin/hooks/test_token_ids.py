@@ -30,6 +30,8 @@ def test_ids_of_the_vocabulary() -> None:
 def test_no_ids_at_all() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         passed_on([], [])
+    with pytest.raises(ValueError, match="no tokens"):
+        passed_on([], None)  # of an empty text
 
 
 @pytest.mark.parametrize(("ids", "wrong"), [([5, 100], 100), ([-1, 5], -1), ([1 << 40], 1 << 40)])
