@@ -23,7 +23,7 @@ from sglang_ext.policy.routing.pd_actions import Leg
 from sglang_ext.policy.routing.pd_protocol import PDProtocol
 from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES, prefill_policy
-from sglang_ext.policy.routing.prefix_index import PrefixIndex, block_hashes
+from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
 from sglang_ext.policy.routing.token_estimate import TokenEstimator
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 
@@ -99,7 +99,7 @@ def decisions(workers: int) -> dict[str, Decision]:
     boundary = FixedBoundary(512)
     breakers = [CircuitBreaker() for _ in range(workers)]
     chosen = breakers[0]
-    index = PrefixIndex(16_384)
+    index = PrefixIndex(16_384 * BLOCK_BYTES, BLOCK_ENDS)
     system_prompt = random.randbytes(SYSTEM_PROMPT_BYTES)
     for worker in range(workers):
         index.add_worker(worker)
@@ -115,9 +115,9 @@ def decisions(workers: int) -> dict[str, Decision]:
         chosen.record_success(2.0)
 
     named: dict[str, Decision] = {
-        "match prefixes": lambda: index.matched_blocks(new),
-        "match a shared system prompt": lambda: index.matched_blocks(shared),
-        "match 100 KiB": lambda: index.matched_blocks(document),
+        "match prefixes": lambda: index.matched(new),
+        "match a shared system prompt": lambda: index.matched(shared),
+        "match 100 KiB": lambda: index.matched(document),
         "record prefix": lambda: index.record(0, new),
         "record 100 KiB": lambda: index.record(0, document),
         "breakers": ask_and_tell_breakers,

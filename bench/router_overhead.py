@@ -7,6 +7,7 @@ for ours, the same four and two for the peers. Upstreams and load generator (Deb
 are not counted. The routers take turns in every repeat; each number is a median over the repeats.
 
 - processor time per request, all processes of the router, and latency, at concurrency 1, 16 and 64
+- processor time per request with prompts of 32 KB, 120 KB, 400 KB and 4 MB, all different, at concurrency 4
 - processor time per streamed event, requests' own cost included (64 events of 200 bytes each)
 
 A run fails when an answer is outside 2xx, when a stream is not whole, or when a leg of a request did not
@@ -40,6 +41,8 @@ from support.wrk import WrkError, run_wrk
 
 CONCURRENCIES = (1, 16, 64)
 STREAM_CONCURRENCY = 32
+BODIES = {"32k": 32_000, "120k": 120_000, "400k": 400_000, "4m": 4_000_000}  # bytes of their prompts
+BODY_CONCURRENCY = 4
 WARM_UP_S = 1.0
 QUIET_CORES = 0.1
 WARM_UP_CONCURRENCY = 8
@@ -100,9 +103,27 @@ class Bench:
                     f"  {name:14s} concurrency {concurrency:2d}: {cpu_us:6.1f} us of CPU per request, "
                     f"p50 {load.p50_ms:.3f} ms, p99 {load.p99_ms:.3f} ms, {load.requests_per_s:.0f} requests/s"
                 )
+            for size, prompt_bytes in BODIES.items():
+                used_s = router.processor_time_s
+                load = run_wrk(
+                    router.port,
+                    concurrency=BODY_CONCURRENCY,
+                    duration_s=self.seconds,
+                    stream=False,
+                    prompt_bytes=prompt_bytes,
+                )
+                used_s = router.processor_time_s - used_s
+                sent += load.requests
+                body_us = used_s / load.requests * 1e6
+                self._note(name, f"cpu_us_body_{size}", body_us)
+                self._note(name, f"p50_ms_body_{size}", load.p50_ms)
+                progress(
+                    f"  {name:14s} prompts of {size:4s}: {body_us:6.0f} us of CPU per request, "
+                    f"p50 {load.p50_ms:.2f} ms, {load.requests_per_s:.0f} requests/s"
+                )
             served = static.served() - before
         # Requests under way when wrk stops are served but not in its count.
-        most = sent + sum(CONCURRENCIES) + WARM_UP_CONCURRENCY
+        most = sent + sum(CONCURRENCIES) + WARM_UP_CONCURRENCY + BODY_CONCURRENCY * len(BODIES)
         for leg, ports in (("prefill", self.whole.prefill), ("decode", self.whole.decode)):
             reached = sum(served[port] for port in ports)
             if not sent <= reached <= most:
@@ -179,6 +200,7 @@ def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, obje
     peers = [medians[name] for name in medians if name != OURS]
     if OURS in medians and peers:
         quantities = {f"cpu_ratio_c{c}": f"cpu_us_c{c}" for c in CONCURRENCIES}
+        quantities |= {f"body_ratio_{size}": f"cpu_us_body_{size}" for size in BODIES}
         quantities |= {"p50_ratio_c1": "p50_ms_c1", "chunk_ratio": "cpu_us_chunk"}
         for ratio, quantity in quantities.items():
             result[ratio] = round(medians[OURS][quantity] / min(peer[quantity] for peer in peers), 3)

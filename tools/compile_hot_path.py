@@ -31,8 +31,8 @@ HOT_MODULES = (
         *("pool_choice", "prefill_choice", "prefix_index", "retry_budget", "token_estimate"),
     )),
     *(f"sglang_ext_router/{name}.py" for name in (
-        *("aborting", "access", "admitted_request", "attempt", "client_requests", "histograms", "http1"),
-        *("metrics", "model_pools"),
+        *("aborting", "access", "admitted_request", "attempt", "client_requests", "histograms"),
+        *("http1", "metrics", "model_pools", "request_parser"),
         *("prepared_request", "prompt", "relay", "replies", "request_body", "request_fields", "request_ids", "routing"),
         *("services", "unread_replies", "upstream", "waiting_request", "workers"),
     )),

@@ -1,13 +1,37 @@
--- Chat requests of about 480 bytes. Every prompt differs from its neighbours, as prompts do.
--- Arguments after "--": "stream" or "whole".
+-- Chat requests, as many bytes as asked for. Every prompt differs from its neighbours from its start, as prompts do,
+-- and has line breaks and quotes, which JSON writes with an escape.
+-- Arguments after "--": "stream" or "whole", and the size of a body in bytes.
 local prepared = {}
 local next_one = 0
+local WORDS = {"the", "of", "and", "prefill", "decode", "instance", "length", "that", "was", "for", "on", "are", "with",
+  "as", "his", "they", "at", "be", "this", "from", "have", "or", "by", "one", "had", "not", "but", "what", "all", "were"}
+local MOST_BYTES = 64 * 1024 * 1024 -- of all that is prepared
+
+local function text(size)
+  local parts, length, line = {}, 0, 0
+  while length < size do
+    local word = WORDS[math.random(#WORDS)] .. " "
+    line = line + #word
+    if line > 72 then
+      word, line = word .. "\\n", 0
+    elseif math.random(60) == 1 then
+      word = '\\"' .. word .. '\\" '
+    end
+    parts[#parts + 1] = word
+    length = length + #word
+  end
+  return table.concat(parts)
+end
 
 function init(args)
   local stream = args[1] == "stream" and ',"stream":true' or ""
-  for i = 1, 1024 do
-    local text = string.format("Request %06d: ", i) .. string.rep("hello world ", 31)
-    local body = '{"model":"m","messages":[{"role":"user","content":"' .. text .. '"}],"max_tokens":1' .. stream .. '}'
+  local size = tonumber(args[2])
+  local count = math.max(8, math.min(1024, math.floor(MOST_BYTES / size)))
+  math.randomseed(size)
+  local rest = text(size)
+  for i = 1, count do
+    local prompt = string.format("Request %06d: ", i) .. rest
+    local body = '{"model":"m","messages":[{"role":"user","content":"' .. prompt .. '"}],"max_tokens":1' .. stream .. '}'
     prepared[i] = wrk.format("POST", nil, {["Content-Type"] = "application/json"}, body)
   end
 end

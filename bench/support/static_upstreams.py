@@ -14,7 +14,7 @@ from types import TracebackType
 from sglang_ext.cluster.process import answers_ok
 
 _TEMPLATE = Path(__file__).with_name("nginx.conf.template")
-CAPACITY_TOKENS = 1 << 20
+CAPACITY_TOKENS = 1 << 23
 
 CHAT_REPLY = {
     "id": "chatcmpl-1",
@@ -40,8 +40,8 @@ def identity(mode: str, bootstrap_port: int | None) -> dict[str, object]:
         "dp_size": 1,
         "disaggregation_mode": mode,
         "max_total_num_tokens": CAPACITY_TOKENS,
-        "max_req_input_len": 32768,
-        "context_length": 32768,
+        "max_req_input_len": CAPACITY_TOKENS,
+        "context_length": CAPACITY_TOKENS,
         "is_generation": True,
         "version": "0.5.23",
     }

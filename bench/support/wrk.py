@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+PROMPT_BYTES = 372
 _SCRIPT = Path(__file__).with_name("chat.lua")
 
 
@@ -23,14 +24,14 @@ class Load(NamedTuple):
     p99_ms: float
 
 
-def run_wrk(port: int, *, concurrency: int, duration_s: float, stream: bool) -> Load:
-    """Send chat requests to 127.0.0.1:`port` for `duration_s`.
+def run_wrk(port: int, *, concurrency: int, duration_s: float, stream: bool, prompt_bytes: int = PROMPT_BYTES) -> Load:
+    """Send chat requests with prompts of `prompt_bytes` to 127.0.0.1:`port` for `duration_s`.
 
     Raises WrkError on any answer outside 2xx and on any connection error.
     """
     command = ["wrk", "-t1", f"-c{concurrency}", f"-d{duration_s:g}s", "--timeout", "20s"]
     command += ["-s", str(_SCRIPT), f"http://127.0.0.1:{port}/v1/chat/completions"]
-    command += ["--", "stream" if stream else "whole"]
+    command += ["--", "stream" if stream else "whole", str(prompt_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
     if done.returncode or not lines:

@@ -1,5 +1,7 @@
 """`sglang-ext COMMAND`: each command is a module with `add_arguments(parser)` and `run(args) -> int`.
 
+One that takes words for other programs has `arrange_arguments(parser, words)`, too: what the parser is given to read.
+
 Only the chosen command's module is imported, so that the router starts without an engine installed.
 """
 
@@ -8,8 +10,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import NamedTuple
 
 from sglang_ext import __version__
@@ -90,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"sglang-ext: unknown command {name!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    arrange: Callable[[argparse.ArgumentParser, Sequence[str]], list[str]] | None = None
     parser = argparse.ArgumentParser(
         prog=f"sglang-ext {name}", description=_description(command), formatter_class=_HelpFormatter
     )
@@ -102,15 +105,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if kind in rest[:1]:
                 _fill(one, its)
     else:
-        _fill(parser, command)
-    parsed = parser.parse_args(rest)
+        arrange = getattr(_fill(parser, command), "arrange_arguments", None)
+    parsed = parser.parse_args(rest if arrange is None else arrange(parser, rest))
     return int(parsed.run_command(parsed) or 0)
 
 
-def _fill(parser: argparse.ArgumentParser, command: Command) -> None:
+def _fill(parser: argparse.ArgumentParser, command: Command) -> ModuleType:
     module = importlib.import_module(command.module)
     module.add_arguments(parser)
     parser.set_defaults(run_command=module.run)
+    return module
 
 
 def _description(command: Command) -> str:

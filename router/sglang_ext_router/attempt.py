@@ -70,18 +70,18 @@ class Attempt:
         self.request_id = made_id = request.made_id(room)
         decode_worker = route.decode
         bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json
-        message = request.message(bootstrap_json, room, made_id, self.started_s)
+        head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s)
         target = request.target
         start = services.pools.start
-        prefill_request = route.prefill.request_head(target) + message
-        prefill = start(route.prefill, owner, _PREFILL, number, prefill_request, on_new_connections)
+        prefill_head = route.prefill.request_head(target) + head
+        prefill = start(route.prefill, owner, _PREFILL, number, prefill_head, on_new_connections, body, tail)
         if request.prompt.is_stream or decode_worker is None:
             prefill.tells_body = True  # which may be an error
         prefill.keeps_reply = is_joined = request.scores.is_joined
         self._legs = [prefill, None]
         if decode_worker is not None:
-            decode_request = decode_worker.request_head(target) + message
-            decode = start(decode_worker, owner, _DECODE, number, decode_request, on_new_connections)
+            decode_head = decode_worker.request_head(target) + head
+            decode = start(decode_worker, owner, _DECODE, number, decode_head, on_new_connections, body, tail)
             decode.keeps_reply = is_joined
             self._legs[_DECODE] = decode
 

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from sglang_ext_router.http1 import ClientConnection
 
 
+HEADER_COST_BYTES = 200  # of the objects that hold one header line, beside its text
+
+
 class Request:
     """One parsed request. Header names are lower case."""
 
@@ -33,7 +36,7 @@ class Request:
         self.path = target if end < 0 else target[:end]
         self.headers = headers
         self.is_http_11 = is_http_11
-        self.body = b""
+        self.body: bytes | bytearray = b""
         self.keep_alive = False
         self.max_body_bytes = 0  # set by the gate
         self.reply_headers = b""  # further lines for the head of its reply, each ended by CRLF; set by the gate
@@ -69,6 +72,9 @@ class RequestRefusal(NamedTuple):
     status: int
     message: str
     extra: bytes = b""
+
+
+OVERLOADED = RequestRefusal(503, "too much is buffered for other requests; try again later", b"retry-after: 1\r\n")
 
 
 class Gate(Protocol):

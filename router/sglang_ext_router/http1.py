@@ -1,8 +1,7 @@
-"""A client's connection: HTTP/1.1 in (httptools), one request served at a time, replies out.
+"""A client's connection: requests in (`RequestParser`), one served at a time, replies out.
 
-Pipelined requests wait their turn. Limits and deadlines are checked here, so that nothing behind this
-module sees a request that is malformed, too large or too slow; whether a request is allowed at all is asked
-once its head is here, before any of its body.
+Pipelined requests wait their turn. Deadlines are checked here, so that nothing behind this module sees a request that
+comes too slowly.
 """
 
 from __future__ import annotations
@@ -12,17 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
-import httptools
-
 from sglang_ext_router import replies
-from sglang_ext_router.client_requests import Clients, Request, RequestRefusal
+from sglang_ext_router.client_requests import HEADER_COST_BYTES, OVERLOADED, Clients, Request, RequestRefusal
+from sglang_ext_router.request_parser import PARSED_AT_ONCE_BYTES, RequestParser
 from sglang_ext_router.unread_replies import ReadingWatch
 
 MAX_PIPELINED = 32
-PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen whether the pipeline is full
-MAX_HEADERS = 1000
-HEADER_COST_BYTES = 200  # of the objects that hold one, beside its text
-_UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 LINGER_S = 5.0  # for a refused client that still sends to read why
 
 
@@ -34,13 +28,6 @@ class Call(Protocol):
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
-
-
-_OVERLOADED = RequestRefusal(503, "too much is buffered for other requests; try again later", b"retry-after: 1\r\n")
-
-
-class _RefusedError(Exception):
-    """Raised inside a parser callback to stop parsing; the reply is already written."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -59,27 +46,16 @@ class ClientConnection(asyncio.Protocol):
         self._clients = clients
         self._limits = clients.limits
         self._loop = loop
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser = RequestParser(self, clients, loop)
         self._pending: deque[Request | RequestRefusal] = deque()
         self._pending_bytes = 0
         self._held = b""  # came while the pipeline was full, not parsed yet
         self._buffered_bytes = 0  # of this connection: the request being served, those that wait, what is arriving
-        self._target = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._arriving: Request | None = None  # its head is here
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._body_length = 0  # as announced; 0 for a body in chunks
-        self._head_bytes = 0
-        self._head_counted_bytes = 0  # of a head that has not arrived whole, among what is buffered
-        self._in_message = False
-        self._since_s = 0.0  # start of a message that has not arrived whole; 0 when there is none
         self._idle_since_s = loop.time()
-        self._quiet_bytes = 0  # since the last piece of a body: chunk sizes and trailers
         self._linger_until_s = 0.0
         self._is_reading = True
         self._is_write_paused = False
-        self._stopped = False  # nothing more is parsed from this client
+        self.is_stopped = False  # nothing more is parsed from this client
         self._is_draining = False
         self.call: Call | None = None
         self.request: Request | None = None
@@ -97,7 +73,7 @@ class ClientConnection(asyncio.Protocol):
         if len(clients.open) >= self._limits.max_connections:
             clients.refused += 1
             clients.count_refusal(503)
-            self._stopped = True
+            self.is_stopped = True
             body = replies.error_json(503, "too many connections; try again later")
             self.write(replies.complete(503, body, b"application/json", b"retry-after: 1\r\n", False, True))
             self.transport.close()
@@ -107,10 +83,10 @@ class ClientConnection(asyncio.Protocol):
         clients.open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stopped = True
+        self.is_stopped = True
         self._clients.open.discard(self)
         self._forget_received()
-        self._count_buffered(-self._buffered_bytes)  # the request being served
+        self.count_buffered(-self._buffered_bytes)  # the request being served
         self.request = None
         call, self.call = self.call, None
         if call is not None:
@@ -129,207 +105,79 @@ class ClientConnection(asyncio.Protocol):
             self._next()
 
     def data_received(self, data: bytes) -> None:
-        if self._stopped:
+        if self.is_stopped:
             return
+        parser = self._parser
         if self._held:
             self._hold(data)
         elif len(data) <= PARSED_AT_ONCE_BYTES:
-            self._parse(data)
+            parser.feed(data)
+            if parser.arriving is not None and self._is_next_to_serve():
+                parser.receive_if_long()
         else:
             self._parse_slowly(data)
+        if parser.arriving is not None and self.request is not None and self._is_pipeline_full:
+            self._pause_reading()
 
     def _parse_slowly(self, data: bytes) -> None:
-        """Parse piece by piece: a small piece of what may hold many requests, all that is known to be body."""
+        """Parse piece by piece, until enough waits."""
         view = memoryview(data)
         start = 0
-        while start < len(data) and not self._stopped:
+        while start < len(data) and not self.is_stopped:
             if self._is_pipeline_full:
                 self._hold(data[start:])
                 return
-            size = PARSED_AT_ONCE_BYTES
-            if self._arriving is not None:
-                size = max(size, self._body_length - self._body_bytes)
-            self._parse(bytes(view[start : start + size]))
-            start += size
+            start += self._parser.feed_piece(view[start:], self._is_next_to_serve())
 
-    def _hold(self, data: bytes) -> None:
-        """Keep what may not be parsed yet; little, as reading is paused."""
-        if self._clients.buffered_bytes + len(data) > self._limits.max_buffered_bytes:
-            self.refuse(_OVERLOADED)
+    def _is_next_to_serve(self) -> bool:
+        """Whether what arrives will be served once it is whole."""
+        return self.request is None and not self._pending and not self.is_stopped
+
+    def receive_by(self, receiver: asyncio.BufferedProtocol | None) -> None:
+        """Let a receiver have what comes from the transport; None: no more."""
+        transport = self.transport
+        if transport.is_closing():
             return
-        self._held += data
-        self._count_buffered(len(data))
+        if self._is_reading:  # uvloop looks at the protocol when reading starts
+            transport.pause_reading()
+        transport.set_protocol(self if receiver is None else receiver)
+        if self._is_reading:
+            transport.resume_reading()
 
-    def _parse(self, data: bytes) -> None:
-        while True:
-            if self._arriving is None:
-                self._head_bytes += len(data)
-            body_bytes = self._body_bytes
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                if self._parser.get_method() == b"CONNECT":
-                    self.refuse(RequestRefusal(405, "CONNECT is not served", b"allow: GET, HEAD, POST, DELETE\r\n"))
-                    return
-                # The head again, without the wish for another protocol, and then what is behind it.
-                head, rest = self._head_without_upgrade(), data[upgrade.args[0] :]
-                self._parser = httptools.HttpRequestParser(self)
-                self._head_bytes = 0
-                self._parse(head)
-                if self._stopped or not rest:
-                    return
-                data = rest
-                continue
-            except httptools.HttpParserCallbackError as error:
-                if not isinstance(error.__context__, _RefusedError):
-                    raise
-                return
-            except httptools.HttpParserError:
-                self.refuse(RequestRefusal(400, "malformed HTTP request"))
-                return
-            break
-        if not self._in_message:
-            return
-        limit = self._limits.max_header_bytes
-        if not self._since_s:
-            self._since_s = self._loop.time()
-        if self._arriving is None:
-            if self._head_bytes > limit:
-                self.refuse(RequestRefusal(431, f"request head larger than {limit} bytes"))
-                return
-            counted = self._head_bytes + HEADER_COST_BYTES * len(self._headers)
-            self._count_buffered(counted - self._head_counted_bytes)
-            self._head_counted_bytes = counted
-            if self._clients.buffered_bytes > self._limits.max_buffered_bytes:
-                self.refuse(_OVERLOADED)
-            return
-        self._quiet_bytes = 0 if self._body_bytes != body_bytes else self._quiet_bytes + len(data)
-        if self._quiet_bytes > limit:
-            self.refuse(RequestRefusal(431, f"trailers larger than {limit} bytes"))
-        elif self.request is not None and self._is_pipeline_full:
-            self._pause_reading()
-
-    def _head_without_upgrade(self) -> bytes:
-        lines = [b"%b %b HTTP/1.1\r\n" % (self._parser.get_method(), self._target)]
-        lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in _UPGRADE_HEADERS]
-        return b"".join(lines) + b"\r\n"
-
-    # -- parser callbacks -------------------------------------------------------------------------------
-
-    def on_message_begin(self) -> None:
-        if self._stopped:
-            raise _RefusedError
-        self._target = b""
-        self._headers = []
-        self._body = []
-        self._body_bytes = 0
-        self._quiet_bytes = 0
-        self._in_message = True
-        self._arriving = None
-
-    def on_url(self, url: bytes) -> None:
-        self._target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._arriving is not None:  # a trailer: it must not pass for a header
-            return
-        if len(self._headers) >= MAX_HEADERS:
-            self._stop(RequestRefusal(431, f"more than {MAX_HEADERS} headers"))
-        self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        parser = self._parser
-        limits = self._limits
-        if self._head_bytes > limits.max_header_bytes:
-            # What was read may hold body too; only a head that is really that large is refused.
-            size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-            if size > limits.max_header_bytes:
-                self._stop(RequestRefusal(431, f"request head larger than {limits.max_header_bytes} bytes"))
-        if parser.should_upgrade():
-            return  # the parser stops behind the head: see _parse
-        is_http_11 = parser.get_http_version() == "1.1"
-        request = Request(parser.get_method(), self._target, self._headers, is_http_11)
-        self._arriving = request
-        self._head_bytes = 0
-        if self._head_counted_bytes:
-            self._count_buffered(-self._head_counted_bytes)
-            self._head_counted_bytes = 0
-        length = 0
-        expects = False
-        hosts = 0
-        for name, value in self._headers:
-            if name == b"content-length":
-                if len(value) > 20:
-                    self._stop(RequestRefusal(400, "malformed Content-Length"))
-                length = int(value)
-            elif name == b"expect" and value.lower() == b"100-continue":
-                expects = True
-            elif name == b"host":
-                hosts += 1
-        if hosts > 1:
-            self._stop(RequestRefusal(400, "more than one Host header"))
-        refusal = self._clients.gate.check_head(request)
-        if refusal is not None:
-            self._stop(refusal)
-        self._body_length = length
-        self._check_size(request, length, length)
-        if expects and self.call is None and not self._pending:
+    def on_continue_expected(self) -> None:
+        """A client waits for leave to send its body."""
+        if self.call is None and not self._pending:
             self.write(replies.CONTINUE)
 
-    def on_body(self, body: bytes) -> None:
-        size = len(body)
-        arriving = self._arriving
-        assert arriving is not None
-        self._check_size(arriving, self._body_bytes + size, size)
-        self._body_bytes += size
-        self._count_buffered(size)
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        parser = self._parser
-        request = self._arriving
-        if request is None:
-            return  # to be upgraded
-        self._arriving = None
-        self._in_message = False
-        self._head_bytes = 0
-        self._since_s = 0.0
-        body = self._body
-        request.body = body[0] if len(body) == 1 else b"".join(body)
-        request.keep_alive = request.is_http_11 and parser.should_keep_alive()
-        request.size_bytes = self._body_bytes
-        self._body = []
-        self._body_bytes = 0
+    def on_request(self, request: Request) -> None:
+        """A request is whole: serve it, or let it wait its turn."""
         if self.request is None and not self._pending and not self._is_write_paused:
             self._serve(request)
             return
         # One that waits keeps its head too, in many small objects.
         head_bytes = len(request.target) + HEADER_COST_BYTES * len(request.headers)
         head_bytes += sum(len(name) + len(value) for name, value in request.headers)
-        self._count_buffered(head_bytes)
+        self.count_buffered(head_bytes)
         request.size_bytes += head_bytes
         self._pending.append(request)
         self._pending_bytes += request.size_bytes
         if self._is_pipeline_full:
             self._pause_reading()
 
-    def _stop(self, refusal: RequestRefusal) -> None:
-        self.refuse(refusal)
-        raise _RefusedError
+    # -- what is buffered -------------------------------------------------------------------------------
+
+    def _hold(self, data: bytes) -> None:
+        """Keep what may not be parsed yet; little, as reading is paused."""
+        if self._clients.buffered_bytes + len(data) > self._limits.max_buffered_bytes:
+            self.refuse(OVERLOADED)
+            return
+        self._held += data
+        self.count_buffered(len(data))
 
     # -- what is buffered -------------------------------------------------------------------------------
 
-    def _check_size(self, request: Request, body_bytes: int, more_bytes: int) -> None:
-        """Refuse a body of that size, or so much more to buffer."""
-        if body_bytes > request.max_body_bytes:
-            limit = request.max_body_bytes
-            if not limit:
-                self._stop(self._clients.gate.refuse_body(request))
-            self._stop(RequestRefusal(413, f"request body larger than {limit} bytes"))
-        if self._clients.buffered_bytes + more_bytes > self._limits.max_buffered_bytes:
-            self._stop(_OVERLOADED)
-
-    def _count_buffered(self, size_bytes: int) -> None:
+    def count_buffered(self, size_bytes: int) -> None:
+        """Of this connection so much more, or less, is kept in memory."""
         self._buffered_bytes += size_bytes
         self._clients.buffered_bytes += size_bytes
 
@@ -339,7 +187,7 @@ class ClientConnection(asyncio.Protocol):
         if self.request is None and not self._pending:
             return False
         return len(self._pending) >= MAX_PIPELINED or (
-            self._pending_bytes + self._body_bytes > self._limits.max_pipelined_bytes
+            self._pending_bytes + self._parser.body_bytes > self._limits.max_pipelined_bytes
         )
 
     def _pause_reading(self) -> None:
@@ -349,33 +197,29 @@ class ClientConnection(asyncio.Protocol):
 
     def _read_on(self) -> None:
         """Parse what was held, and read again, unless the pipeline is still full."""
-        if self._stopped or self._is_pipeline_full:
+        if self.is_stopped or self._is_pipeline_full:
             return
         held, self._held = self._held, b""
         if held:
-            self._count_buffered(-len(held))
+            self.count_buffered(-len(held))
             self._parse_slowly(held)
-        if not self._is_reading and not self._held and not self._stopped and not self._is_pipeline_full:
+        if not self._is_reading and not self._held and not self.is_stopped and not self._is_pipeline_full:
             self._is_reading = True
-            if self._since_s:
-                self._since_s = self._loop.time()  # it could not be sent until now
+            if self._parser.since_s:
+                self._parser.since_s = self._loop.time()  # it could not be sent until now
             self.transport.resume_reading()
 
     def _forget_arriving(self) -> None:
         """Drop what has arrived and is no whole request."""
-        self._count_buffered(-(self._body_bytes + len(self._held) + self._head_counted_bytes))
-        self._arriving = None
-        self._body = []
+        self._parser.forget()
+        self.count_buffered(-len(self._held))
         self._held = b""
-        self._body_bytes = self._head_counted_bytes = 0
-        self._in_message = False
-        self._since_s = 0.0
 
     def _forget_received(self) -> None:
         """Drop everything but the request being served."""
         self._forget_arriving()
         self._pending.clear()
-        self._count_buffered(-self._pending_bytes)
+        self.count_buffered(-self._pending_bytes)
         self._pending_bytes = 0
 
     # -- serving ----------------------------------------------------------------------------------------
@@ -405,7 +249,7 @@ class ClientConnection(asyncio.Protocol):
         self.call = None
         self._reading.note_reply()
         if request is not None:
-            self._count_buffered(-request.size_bytes)
+            self.count_buffered(-request.size_bytes)
 
     def finish(self, keep_alive: bool) -> None:
         """The reply to the current request is written; serve the next one or close."""
@@ -414,7 +258,7 @@ class ClientConnection(asyncio.Protocol):
             self.close()
         elif self._pending or not self._is_reading:
             self._loop.call_soon(self._next)  # not from here: a long pipeline must not grow the stack
-        elif self._stopped or (self._is_draining and not self._in_message):
+        elif self.is_stopped or (self._is_draining and not self._parser.in_message):
             self.close()
         else:
             self._idle_since_s = self._loop.time()
@@ -430,7 +274,7 @@ class ClientConnection(asyncio.Protocol):
             self._pending_bytes -= request.size_bytes
             self._serve(request)
         self._read_on()
-        if self._is_draining and not self._in_message and not self._pending and not self._is_serving():
+        if self._is_draining and not self._parser.in_message and not self._pending and not self._is_serving():
             self.close()
 
     def _is_serving(self) -> bool:
@@ -443,7 +287,7 @@ class ClientConnection(asyncio.Protocol):
         request = self.request
         if request is None or not request.keep_alive:
             return False
-        return bool(self._pending) or bool(self._held) or not (self._is_draining or self._stopped)
+        return bool(self._pending) or bool(self._held) or not (self._is_draining or self.is_stopped)
 
     @property
     def reply_headers(self) -> bytes:
@@ -454,7 +298,7 @@ class ClientConnection(asyncio.Protocol):
 
     def refuse(self, refusal: RequestRefusal) -> None:
         """Answer what is not served, behind whatever is still being served, and close."""
-        self._stopped = True
+        self.is_stopped = True
         self._forget_arriving()
         if self.request is not None or self._pending:
             self._pending.append(refusal)
@@ -464,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
     def _write_refusal(self, refusal: RequestRefusal) -> None:
         self._clients.count_refusal(refusal.status)
         if self._clients.access_log is not None:
-            self._clients.access_log.add_refusal(self.transport, self._target, refusal.status, refusal.message)
+            self._clients.access_log.add_refusal(self.transport, self._parser.target, refusal.status, refusal.message)
         body = replies.error_json(refusal.status, refusal.message)
         self.write(replies.complete(refusal.status, body, b"application/json", refusal.extra, False, True))
         # Closing while the client still sends would reset the connection, and the reply be lost with it.
@@ -476,7 +320,7 @@ class ClientConnection(asyncio.Protocol):
         self._linger_until_s = self._loop.time() + LINGER_S
 
     def close(self) -> None:
-        self._stopped = True
+        self.is_stopped = True
         self._forget_received()
         if not self.transport.is_closing():  # asyncio's TLS does not bear a second time
             self.transport.close()
@@ -484,28 +328,28 @@ class ClientConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Cut the connection so that the client sees the reply as incomplete."""
         self._end_request()
-        self._stopped = True
+        self.is_stopped = True
         self._forget_received()
         self.transport.abort()
 
     def drain(self) -> None:
         """Serve what has been received, then close."""
         self._is_draining = True
-        if self.request is None and not self._in_message and not self._pending:
+        if self.request is None and not self._parser.in_message and not self._pending:
             self.close()
 
     def sweep(self, now_s: float) -> None:
         """Enforce the deadlines; called about once a second."""
         limits = self._limits
         if self._reading.is_stalled(now_s, self._is_serving(), self._is_draining):
-            self._stopped = True
+            self.is_stopped = True
             self.transport.abort()  # a request that is being served learns of it when the connection is lost
         elif self._linger_until_s:
             if now_s > self._linger_until_s:
                 self.close()
-        elif self._since_s and self._is_reading:
-            limit_s = limits.header_timeout_s if self._arriving is None else limits.body_timeout_s
-            if now_s - self._since_s > limit_s:
+        elif self._parser.since_s and self._is_reading:
+            limit_s = limits.header_timeout_s if self._parser.arriving is None else limits.body_timeout_s
+            if now_s - self._parser.since_s > limit_s:
                 self.refuse(RequestRefusal(408, f"request not complete after {limit_s:g} s"))
         elif self.request is None and not self._pending and now_s - self._idle_since_s > limits.keep_alive_timeout_s:
             self.close()

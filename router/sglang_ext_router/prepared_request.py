@@ -20,7 +20,7 @@ from sglang_ext_router.request_body import (
 )
 from sglang_ext_router.request_fields import check_field_types
 from sglang_ext_router.request_ids import room_id
-from sglang_ext_router.scores import NO_SCORES, ScorePlan, plan_scores
+from sglang_ext_router.scores import NO_SCORES, SCORE_FIELDS, ScorePlan, plan_scores
 
 if TYPE_CHECKING:
     from sglang_ext_router.model_pools import ModelPools
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"
 MAX_REQUEST_ID_BYTES = 256
-COPIED_BYTES = 4096  # beyond it a view costs less than one more copy
-_LOGPROBS = b"logprob"  # what every field of log-probabilities has in its name
+COPIED_BYTES = 16384  # beyond it a system call with several parts costs less than one more copy
 _FORWARDED = frozenset((b"traceparent", b"tracestate", b"baggage", SLO_HEADER, b"x-sgl-tps-slo", b"x-smg-routing-key"))
 
 
@@ -77,7 +76,7 @@ class ReadBody(NamedTuple):
     hint_field: HintField | None
 
 
-def read_body(path: bytes, raw: bytes, is_http_11: bool, has_hints: bool) -> ReadBody:
+def read_body(path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool) -> ReadBody:
     """Read a request's body; `has_hints`: a deadline or a priority will be put into it.
 
     BadRequestError where the client asks for something that cannot be served.
@@ -91,7 +90,7 @@ def read_body(path: bytes, raw: bytes, is_http_11: bool, has_hints: bool) -> Rea
     if prompt.is_stream and not is_http_11:
         raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
     target: bytes | None = None
-    scores: ScorePlan = NO_SCORES if _LOGPROBS not in raw else plan_scores(path, body)
+    scores: ScorePlan = NO_SCORES if SCORE_FIELDS.isdisjoint(body) else plan_scores(path, body)
     asked = scores.body
     if asked is not None:  # SGLang is asked in its own words
         body, raw, path = asked, dump(asked), b"/generate"
@@ -147,8 +146,13 @@ class PreparedRequest:
         """The client's own ids of its sequences, under which it finds its reply."""
         return self._clean.request_ids
 
-    def message(self, bootstrap_json: bytes, room: int, made_id: bytes, now_s: float) -> bytes:
-        """What both instances get behind their own request heads: the last headers, and the body."""
+    def message(
+        self, bootstrap_json: bytes, room: int, made_id: bytes, now_s: float
+    ) -> tuple[bytes, memoryview | None, bytes]:
+        """What both instances get behind their own request heads: the last headers, then the body.
+
+        The middle one of the three parts is most of a large body, which is not copied; of a small one it is None.
+        """
         hints, headers = self._hints, self.headers
         clean = self._clean
         own = b""
@@ -156,13 +160,14 @@ class PreparedRequest:
             clean, own = hints.clean, hints.member(now_s - self.started_s)
         end = clean.raw.rindex(b"}")
         tail = body_end(clean, own, bootstrap_json, room, made_id)
-        raw: bytes | memoryview = clean.raw[:end] if end <= COPIED_BYTES else memoryview(clean.raw)[:end]
         head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             headers.forwarded,
             headers.request_id or made_id,
             end + len(tail),
         )
-        return b"".join((head, raw, tail))
+        if end <= COPIED_BYTES:
+            return b"".join((head, clean.raw[:end], tail)), None, b""
+        return head, memoryview(clean.raw)[:end], tail
 
 
 def _slo_seconds(value: bytes) -> float:

@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
     texts: tuple[str, ...]  # for exact tokenisation, should the class be in doubt
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """The body as a JSON object; BadRequestError says what is wrong."""
     try:
         body = orjson.loads(raw)

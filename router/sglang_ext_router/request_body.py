@@ -21,13 +21,13 @@ MIN_SLO_MS = 1.0  # of a request that is late already
 class CleanBody(NamedTuple):
     """A body without the fields that the router sets itself."""
 
-    raw: bytes
+    raw: bytes | bytearray
     is_empty: bool
     request_ids: str | list[str] | None  # the client's own, under which it finds its reply
     id_field: bytes = b"rid"
 
 
-def clean_response_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
+def clean_response_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
     """As `clean_body`, for /v1/responses."""
     given = body.get("request_id")
     if given is not None and type(given) is not str:
@@ -41,7 +41,7 @@ def clean_response_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
     return CleanBody(dump(kept), not kept, given, b"request_id")
 
 
-def clean_body(raw: bytes, body: dict[str, Any]) -> CleanBody:
+def clean_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
     """Take out a client's bootstrap fields and request id; where there are none the text stays as it came.
 
     BadRequestError for an id that is not a string or a list of strings.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sglang_ext.policy.routing.decode_choice import decode_policy, fits
 from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
 from sglang_ext.policy.routing.prefill_choice import predicted_wait_s, prefill_policy
-from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, PrefixIndex
+from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
 from sglang_ext.types import Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.model_pools import ModelPools
@@ -43,7 +43,7 @@ class RoutePlanner:
         self._allow_spill = config.pool_spill
         self._use_breakers = not config.disable_circuit_breaker
         self._tokens_told = 0
-        self.index = PrefixIndex(capacity_blocks=config.prefix_index_blocks)
+        self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
         for worker in registry:
             if worker.role.is_prefill:
                 self.index.add_worker(worker.id)
@@ -64,11 +64,11 @@ class RoutePlanner:
         limit = model.longest_prompt_tokens
         if limit is not None and low <= limit < high:
             return True
-        matched = self.index.matched_blocks(prompt.hashes)
+        matched = self.index.matched(prompt.hashes)
         cached = 0
         if matched:
-            most_blocks = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
-            cached = int(most_blocks * _tokens_per_block(prompt, (low + high) // 2))
+            most_bytes = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
+            cached = int(most_bytes * _tokens_per_byte(prompt, (low + high) // 2))
         return is_in_doubt(low, high, cached, self._boundary)
 
     # -- choice -----------------------------------------------------------------------------------------
@@ -128,18 +128,18 @@ class RoutePlanner:
 
     def _cached_tokens(self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker]) -> list[int]:
         """Tokens of the prompt that each instance is believed to hold."""
-        matched = self.index.matched_blocks(prompt.hashes)
+        matched = self.index.matched(prompt.hashes)
         if not matched:
             return [0] * len(prefills)
-        per_block = _tokens_per_block(prompt, prompt_tokens)
+        per_byte = _tokens_per_byte(prompt, prompt_tokens)
         most = prompt_tokens - 1  # the last token is always computed anew
         cached = []
         for worker in prefills:
-            blocks = matched.get(worker.id)
-            if blocks is None:
+            size_bytes = matched.get(worker.id)
+            if size_bytes is None:
                 cached.append(0)
             else:
-                tokens = int(blocks * per_block)
+                tokens = int(size_bytes * per_byte)
                 cached.append(tokens if tokens < most else most)
         return cached
 
@@ -163,8 +163,8 @@ class RoutePlanner:
     def learn_not_prefilled(self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int) -> None:
         """The prefill did not end: what the instance did not hold before, it may not hold now."""
         if prompt.hashes and self._registry.contains(prefill):
-            held_blocks = len(prompt.hashes) * held_tokens // max(1, prompt_tokens)
-            self.index.forget(prefill.id, prompt.hashes, held_blocks)
+            held_bytes = (held_tokens + 1) / _tokens_per_byte(prompt, max(1, prompt_tokens))  # tokens were rounded down
+            self.index.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
 
     def wants_token_count(self) -> bool:
         """Whether to read a reply's token count: every one at first, then a sample of them."""
@@ -181,9 +181,9 @@ class RoutePlanner:
         model = self._registry.models.get(prefill.model)
         if prefill.role.is_prefill and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
-            self.index.set_capacity(prefill.id, max(1, int(size_bytes / BLOCK_BYTES)))
+            self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
 
 
-def _tokens_per_block(prompt: Prompt, prompt_tokens: int) -> float:
+def _tokens_per_byte(prompt: Prompt, prompt_tokens: int) -> float:
     size_bytes = prompt.longest_bytes or (prompt.longest_known_tokens or 1) * TOKEN_ID_BYTES
-    return BLOCK_BYTES * prompt_tokens / size_bytes
+    return prompt_tokens / size_bytes

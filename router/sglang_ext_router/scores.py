@@ -71,6 +71,8 @@ class ScorePlan(NamedTuple):
             )
 
 
+# Without any of these a request asks for no log-probabilities.
+SCORE_FIELDS = frozenset({"return_logprob", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_logprob_token_ids"})
 NO_SCORES = ScorePlan(False, False, None, None, 0)
 
 

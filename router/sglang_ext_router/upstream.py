@@ -61,6 +61,8 @@ class UpstreamConnection(asyncio.Protocol):
         "_parser",
         "_pool",
         "_request",
+        "_request_body",
+        "_request_end",
         "_tail",
         "attempt",
         "body_started",
@@ -87,7 +89,8 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
-        self._request = b""
+        self._request = self._request_end = b""
+        self._request_body: memoryview | None = None
         self._is_fresh = True  # has not answered a request yet
         self.transport: asyncio.Transport | None = None
         self.owner: LegOwner | None = None
@@ -123,10 +126,18 @@ class UpstreamConnection(asyncio.Protocol):
     def worker(self) -> Worker:
         return self._pool.worker
 
-    def send(self, request: bytes) -> None:
-        self._request = request
+    def send(self, request: bytes, body: memoryview | None, end: bytes) -> None:
+        """Send a request now or once connected: one text, or with a long body its head, the body, and what ends it."""
+        self._request, self._request_body, self._request_end = request, body, end
         if self.transport is not None:
-            self.transport.write(request)
+            self._write(self.transport)
+
+    def _write(self, transport: asyncio.Transport) -> None:
+        if self._request_body is None:
+            transport.write(self._request)
+        else:
+            transport.writelines((self._request, self._request_body, self._request_end))
+            self._request_body = None
 
     def abort(self) -> None:
         """Give the leg up: nothing more is told to its owner."""
@@ -158,7 +169,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.abort()
         else:
             watch_peer(transport.get_extra_info("socket"))
-            self.transport.write(self._request)
+            self._write(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         owner = self.owner
@@ -297,7 +308,14 @@ class UpstreamPool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(
-        self, owner: LegOwner, kind: Leg, attempt: int, request: bytes, on_new_connection: bool
+        self,
+        owner: LegOwner,
+        kind: Leg,
+        attempt: int,
+        request: bytes,
+        on_new_connection: bool,
+        body: memoryview | None,
+        end: bytes,
     ) -> UpstreamConnection:
         """Send a request; what comes back is told to `owner`."""
         idle = self._idle
@@ -322,7 +340,7 @@ class UpstreamPool:
         connection.attempt = attempt
         connection.sent_s = self.loop.time()
         self.active.add(connection)
-        connection.send(request)
+        connection.send(request, body, end)
         return connection
 
     def _connect(self, connection: UpstreamConnection) -> None:
@@ -350,7 +368,7 @@ class UpstreamPool:
         transport.resume_reading()
         connection.is_paused = False
         connection.raw = connection._last_body = connection._body_before = b""
-        connection._request = b""
+        connection._request = connection._request_end = b""
         connection.relay = None
         connection.idle_since_s = self.loop.time()
         self._idle.append(connection)
@@ -416,12 +434,14 @@ class UpstreamPools:
         attempt: int,
         request: bytes,
         on_new_connection: bool = False,
+        body: memoryview | None = None,
+        end: bytes = b"",
     ) -> UpstreamConnection:
-        """Send a request to an instance; what comes back is told to `owner`."""
+        """Send a request to an instance; what comes back is told to `owner`. See `UpstreamConnection.send`."""
         pool = self._pools.get(worker.id)
         if pool is None:
             pool = self._pools[worker.id] = UpstreamPool(worker, self._loop, self._tls)
-        return pool.start(owner, kind, attempt, request, on_new_connection)
+        return pool.start(owner, kind, attempt, request, on_new_connection, body, end)
 
     def last_received_s(self, worker: Worker) -> float:
         """When a connection to the instance last brought something; minus infinity if none has."""

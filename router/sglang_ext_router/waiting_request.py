@@ -63,7 +63,7 @@ class WaitingRequest:
             self._relay.request_id = headers.request_id
             has_hints = headers.ttft_slo_s is not None or headers.priority is not None
             self._headers = headers
-            if len(unread.body) <= SMALL_BYTES or is_read_at_once(unread.body):
+            if len(unread.body) <= SMALL_BYTES or is_read_at_once(unread.body, services.draw):
                 self._take(read_body(unread.path, unread.body, unread.is_http_11, has_hints))
                 return
         except BadRequestError as error:

@@ -9,13 +9,15 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from sglang_ext.cluster.process_tree import send_signal, session_processes
 from support.stand_in_cluster import wait_until_gone
-from support.up_process import START_TIMEOUT_S, up
+from support.up_process import START_TIMEOUT_S, Up, up
 
 pytestmark = pytest.mark.integration
 
@@ -79,12 +81,35 @@ def test_a_frozen_instance_is_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_kill_9_of_up_leaves_nothing_running(tmp_path: Path, method: str) -> None:
-    with up(tmp_path, start={"method": method, "timeout_s": START_TIMEOUT_S}) as cluster:
+    router = {"port": 0, "length_boundary_tokens": 64, "api_key": "sesame", "admin_api_key": "simsim"}
+    with up(tmp_path, start={"method": method, "timeout_s": START_TIMEOUT_S}, router=router) as cluster:
         cluster.wait_until_ready()
         processes = cluster.processes()
+        check_keys(cluster, processes)
+        check_boundary(cluster, 64)
         cluster.process.kill()
         cluster.process.wait()
         assert wait_until_gone(processes, 20) == []
+
+
+def check_keys(cluster: Up, processes: list[int]) -> None:
+    """Clients need their key, changes the administrator's, and neither is on a command line."""
+    url = f"{cluster.state.url}/v1/models"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=30)
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": "Bearer sesame"})) as reply:
+        assert [model["id"] for model in json.load(reply)["data"]] == ["tiny"]
+    assert cluster.state.admin_api_key == "simsim"
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes]
+    assert any(b"router" in line for line in lines)
+    assert not [line for line in lines if b"sesame" in line or b"simsim" in line]
+
+
+def check_boundary(cluster: Up, tokens: int) -> None:
+    """Router and instances agree where short ends."""
+    with urllib.request.urlopen(f"{cluster.program('short-0').url}/server_info", timeout=30) as reply:
+        assert json.load(reply)["sglang_ext"]["length_boundary_tokens"] == tokens
+    assert "new tokens as short" not in (cluster.folder / "logs" / "router.log").read_text()
 
 
 def test_an_instance_that_cannot_start_ends_it_with_its_log(tmp_path: Path) -> None:

@@ -43,8 +43,6 @@ def check_api(router: RunningRouter, folder: Path, seed: int, *options: str) -> 
     command += [
         "--seed",
         str(seed),
-        "-n",
-        str(examples),
         "--workers",
         "1",
         "--no-color",

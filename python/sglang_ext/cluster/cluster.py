@@ -51,7 +51,9 @@ def plan_cluster(config: ClusterConfig, model: PreparedModel) -> ClusterPlan:
         model=model,
         machine=planning.find_machine(),
         free_ports=free_ports,
-        admin_key=secrets.token_urlsafe(24),
+        admin_key=planning.admin_key_of(config)
+        or os.environ.get(planning.ADMIN_KEY_VARIABLE)
+        or secrets.token_urlsafe(24),
     )
 
 

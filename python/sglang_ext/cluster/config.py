@@ -187,6 +187,13 @@ class RouterSettings:
     length_boundary_tokens: int = field(
         metadata=_help("a prefill of at most this many new tokens is short, a larger one long"), default=512
     )
+    api_key: str | None = field(metadata=_help("key that clients must send; left out: none is asked for"), default=None)
+    api_keys_file: str | None = field(
+        metadata=_help("file of several clients' keys, lines NAME:SHA256-HEX of the key"), default=None
+    )
+    admin_api_key: str | None = field(
+        metadata=_help("key for changing instances; left out: one is made at every start"), default=None
+    )
     args: tuple[str, ...] = field(metadata=_help("further arguments of the router"), default=())
     env: Mapping[str, str] = field(
         metadata=_help("further environment variables of the router"), default_factory=_no_variables
@@ -195,6 +202,11 @@ class RouterSettings:
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host", "must not be empty")
+        for name in ("api_key", "api_keys_file", "admin_api_key"):
+            if getattr(self, name) == "":
+                raise ConfigError(name, "must not be empty")
+        if self.api_keys_file is not None and not Path(self.api_keys_file).is_file():
+            raise ConfigError("api_keys_file", f"{self.api_keys_file} is not a file")
         check_port("port", self.port)
         check_at_least("length_boundary_tokens", self.length_boundary_tokens, 1)
 

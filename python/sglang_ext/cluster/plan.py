@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, parse_id_set
@@ -18,6 +18,13 @@ from sglang_ext.types import Role
 ROUTER_NAME = "router"
 COORDINATOR_NAME = "coordinator"
 HIDDEN = "[hidden]"
+ADMIN_KEY_VARIABLE = "SGLANG_EXT_ADMIN_API_KEY"
+# The router's options that hold a key: other users of the machine can read a command line, but no environment.
+_KEY_OPTIONS = {
+    "--api-key": "SGLANG_EXT_API_KEY",
+    "--worker-api-key": "SGLANG_EXT_WORKER_API_KEY",
+    "--admin-api-key": ADMIN_KEY_VARIABLE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +68,24 @@ class ClusterPlan:
         return self.instances if self.coordinator is None else (self.coordinator, *self.instances)
 
     def shell_lines(self) -> Iterator[str]:
-        """Yield each program as a line for a shell, the admin key hidden."""
+        """Yield each program as a line for a shell, keys hidden."""
         for program in (*self.backends, self.router):
-            words = [f"{name}={HIDDEN if value == self.admin_key else value}" for name, value in program.env.items()]
+            words = [f"{name}={HIDDEN if is_secret(name) else value}" for name, value in program.env.items()]
             if program.cores is not None:
                 words += ["taskset", "-c", ",".join(map(str, sorted(program.cores)))]
             words += program.command
             yield shlex.join(words)
+
+
+def is_secret(variable: str) -> bool:
+    """Whether an environment variable holds a key."""
+    return variable.endswith("API_KEY")
+
+
+def admin_key_of(config: ClusterConfig) -> str | None:
+    """The administrator's key that the configuration names; None where it names none."""
+    _, keys = _take_keys(config.router.args)
+    return keys.get(ADMIN_KEY_VARIABLE) or config.router.admin_api_key or config.router.env.get(ADMIN_KEY_VARIABLE)
 
 
 def find_machine() -> Host:
@@ -215,11 +233,33 @@ def _worker_command(
         command += ["--threads", str(threads)]
         if config.start.method == "spawn":
             command += ["--start-method", "spawn"]
-    command += [*pool_options, *config.worker_args, *pool.worker_args]
+    given = (*config.worker_args, *pool.worker_args)
+    if role.is_prefill and not _decides_boundary((*given, *config.args, *pool.args)):
+        # The router's own arguments win over the setting.
+        asked = _last_value("--length-boundary-tokens", config.router.args)
+        command += ["--laps-boundary-tokens", asked or str(config.router.length_boundary_tokens)]
+    command += [*pool_options, *given]
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:
         command += ["--tp-size", str(pool.tp)]
     return (*command, *config.args, *pool.args)
+
+
+def _decides_boundary(arguments: Sequence[str]) -> bool:
+    """Whether these arguments of an instance say where short ends, or that its scheduler does not ask."""
+    if _last_value("--laps-mode", arguments) == "off":
+        return True
+    return any(argument.startswith(("--laps-boundary-tokens", "--laps-kv-")) for argument in arguments)
+
+
+def _last_value(option: str, arguments: Sequence[str]) -> str | None:
+    """What the last `OPTION VALUE` or `OPTION=VALUE` gives; None where there is none."""
+    found = None
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            found = value if equals else "".join(arguments[position + 1 : position + 2])
+    return found
 
 
 _PREFILL_OPTIONS = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", Role.BOTH: "--prefill"}
@@ -257,16 +297,34 @@ def _router(
         command += ["--coordinator-url", coordinator.url]
     command += ["--length-boundary-tokens", str(config.router.length_boundary_tokens)]
     command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}"]
+    if config.router.api_keys_file is not None:
+        command += ["--api-keys-file", config.router.api_keys_file]
+    arguments, given_keys = _take_keys(config.router.args)
+    keys = {} if config.router.api_key is None else {_KEY_OPTIONS["--api-key"]: config.router.api_key}
     return Program(
         name=ROUTER_NAME,
-        command=(*command, *config.router.args),
-        env={**config.router.env, "SGLANG_EXT_ADMIN_API_KEY": admin_key},
+        command=(*command, *arguments),
+        env={**config.router.env, **keys, **given_keys, ADMIN_KEY_VARIABLE: admin_key},
         cores=None,
         url=f"http://{_url_host(_reachable(config.router.host))}:{port}",
         ready_path="/readyz",
         role=None,
         bootstrap_port=None,
     )
+
+
+def _take_keys(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The router's arguments without keys, and these as environment variables."""
+    left: list[str] = []
+    keys: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option in _KEY_OPTIONS:
+            keys[_KEY_OPTIONS[option]] = value if equals else next(words, "")
+        else:
+            left.append(word)
+    return tuple(left), keys
 
 
 def _gpus(pool: PoolConfig, index: int, next_gpu: int, machine: Host, path: str) -> tuple[list[str], int]:

@@ -6,6 +6,8 @@ import argparse
 import shlex
 import signal
 import sys
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +23,7 @@ from sglang_ext.models.smollm2 import ModelError
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 ROLES = ("short", "long", "both", "decode")
+ROUTER_ARGS, SGLANG_ARGS = "--router-args", "--sglang-args"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", default=absent, help="cluster in YAML")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument(
+        "positional_model", metavar="MODEL", nargs="?", default=absent, help="model folder or name, as --model"
+    )
+    parser.add_argument(
         "--model", metavar="M", default=absent, help="model folder or name; smollm2: demonstration model"
     )
     for role in ROLES:
         kind = "decode" if role == "decode" else f"prefill ({role})"
-        parser.add_argument(f"--{role}", type=int, metavar="N", default=absent, help=f"{kind} instances")
+        otherwise = "; 1 where only prefill instances are given" if role == "decode" else ""
+        parser.add_argument(f"--{role}", type=int, metavar="N", default=absent, help=f"{kind} instances{otherwise}")
     for role in ROLES:
         parser.add_argument(
             f"--{role}-tp",
@@ -56,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--host", str, "address that the router listens on"),
         ("--port", int, "port that the router listens on; 0 picks a free one"),
         ("--length-boundary-tokens", int, "longest short prefill, in new tokens"),
-        ("--router-args", str, "further router arguments, as one quoted string"),
         ("--start-timeout-s", float, "longest wait for an instance to become healthy"),
         ("--start-method", str, "fork or spawn: how CPU instances start"),
         ("--restart", str, "never or on-failure: start an instance again that dies while serving"),
@@ -64,18 +70,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, value_type, text in value_options:
         parser.add_argument(option, type=value_type, default=absent, help=text, metavar=_METAVARS[value_type])
     parser.add_argument(
-        "engine_args",
-        nargs="*",
-        metavar="-- SGLANG_ARGS",
+        ROUTER_ARGS,
+        action="append",
+        metavar="ARGS",
         default=absent,
-        help="SGLang server arguments of every instance",
+        help="further router arguments: a quoted string, or words up to the next option of this command",
     )
+    parser.add_argument(
+        SGLANG_ARGS,
+        action="append",
+        metavar="ARGS",
+        default=absent,
+        help="SGLang server arguments of every instance, a quoted string; or plain words after --",
+    )
+
+
+def arrange_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """The words as `parser` can read them: those for the router and for SGLang, which look like options, as values.
+
+    The model comes first, as argparse misses one that stands behind an option.
+    """
+    cut = words.index("--") if "--" in words else len(words)
+    own = {option: action for action in parser._actions for option in action.option_strings}
+    models: list[str] = []
+    arranged: list[str] = []
+    rest = deque(words[:cut])
+    while rest:
+        word = rest.popleft()
+        if word == ROUTER_ARGS and rest:
+            taken: list[str] = []
+            if not rest[0].startswith("-") or any(map(str.isspace, rest[0])):
+                arranged.append(f"{ROUTER_ARGS}={rest.popleft()}")
+                continue
+            while rest and rest[0].partition("=")[0] not in own:
+                taken.append(rest.popleft())
+            arranged.append(f"{ROUTER_ARGS}={shlex.join(taken)}" if taken else ROUTER_ARGS)
+        elif word.startswith("-"):
+            arranged.append(word)
+            if word in own and own[word].nargs != 0 and rest:
+                arranged.append(rest.popleft())
+        else:
+            models.append(word)
+    if cut < len(words) - 1:
+        arranged.append(f"{SGLANG_ARGS}={shlex.join(words[cut + 1 :])}")
+    return [*models, *arranged]
 
 
 def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
     """Resolve the file and the options into one configuration. Raises ConfigError."""
     given = vars(args)
     settings = load_settings(given["config"]) if "config" in given else {}
+    has_pools_in_file = "pools" in settings
     for option, path in (
         ("model", ("model",)),
         ("name", ("name",)),
@@ -94,16 +139,21 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
     ):
         if option in given:
             _put(settings, path, given[option])
-    if "router_args" in given:
-        _put(
-            settings,
-            ("router", "args"),
-            [*_list_at(settings, ("router", "args")), *_split(given["router_args"])],
-        )
-    if "engine_args" in given:
-        settings["args"] = [*_list_at(settings, ("args",)), *given["engine_args"]]
+    if "positional_model" in given:
+        if "model" in given:
+            raise ConfigError("--model", f"{given['model']!r} was given, and {given['positional_model']!r} as MODEL")
+        settings["model"] = given["positional_model"]
+    for option, path in ((ROUTER_ARGS, ("router", "args")), (SGLANG_ARGS, ("args",))):
+        texts = given.get(option[2:].replace("-", "_"), [])
+        if texts:
+            more = [word for text in texts for word in _split(option, text)]
+            _put(settings, path, [*_list_at(settings, path), *more])
     if "pools" not in settings:
         settings["pools"] = {role: {"count": 1} for role in ("short", "long", "decode")}
+    elif not has_pools_in_file:
+        pools = settings["pools"]
+        assert isinstance(pools, dict)
+        pools.setdefault("decode", {"count": 1})
     settings.setdefault("model", DEMONSTRATION_MODEL)
     return read_record(ClusterConfig, settings)
 
@@ -185,11 +235,11 @@ def _list_at(settings: dict[str, object], path: tuple[str, ...]) -> list[object]
     return value if isinstance(value, list) else []
 
 
-def _split(text: str) -> list[str]:
+def _split(option: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError("--router-args", f"{text!r} cannot be split into words: {error}") from None
+        raise ConfigError(option, f"{text!r} cannot be split into words: {error}") from None
 
 
 def _fail(message: str, status: int) -> int:

@@ -168,7 +168,7 @@ class InstancePool:
         prefix = request.prefix
         if prefix is None:
             return [request.cached_tokens] * len(alive)
-        matched = self._cache(prefix.block_tokens).matched_blocks(prefix.blocks)
+        matched = self._cache(prefix.block_tokens).matched(prefix.blocks)
         most = request.prompt_tokens - 1  # the last token is always computed
         return [min(matched.get(one.number, 0) * prefix.block_tokens, most) for one in alive]
 

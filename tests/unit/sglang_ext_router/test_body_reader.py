@@ -10,6 +10,8 @@ from concurrent.futures import Future
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_ext_router import body_reader
 from sglang_ext_router.body_reader import BodyReader, Outcome, count_values, is_read_at_once
@@ -70,11 +72,27 @@ async def test_the_outcome_is_that_of_reading_at_once() -> None:
         await reader.stop()
 
 
-def test_what_is_worth_a_process() -> None:
-    assert is_read_at_once(b"," * body_reader.SMALL_BYTES)
-    assert not is_read_at_once(b"," * (body_reader.SMALL_BYTES + 1))
-    assert is_read_at_once(b"x" * body_reader.SIMPLE_BYTES)
-    assert not is_read_at_once(b"x" * (body_reader.SIMPLE_BYTES + 1))
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 0.999])
+def test_what_is_worth_a_process(drawn: float) -> None:
+    def at_once(raw: bytes) -> bool:
+        return is_read_at_once(raw, lambda: drawn)
+
+    assert at_once(b"," * body_reader.SMALL_BYTES)
+    assert not at_once(b"," * (body_reader.SMALL_BYTES + 1))
+    assert at_once(b"x" * body_reader.SIMPLE_BYTES)
+    assert not at_once(b"x" * (body_reader.SIMPLE_BYTES + 1))
+
+
+@given(st.integers(0, 1 << 20), st.floats(0, 1, exclude_max=True))
+def test_values_in_one_place_of_a_long_text_are_seen(start: int, drawn: float) -> None:
+    """As many as would hold others up: half a megabyte of them."""
+    raw = b"x" * start + b"1," * (1 << 18) + b"x" * (3 * 1024 * 1024 - start)
+    assert not is_read_at_once(raw, lambda: drawn)
+
+
+@given(st.floats(0, 1, exclude_max=True))
+def test_a_long_text_with_its_commas_is_read_at_once(drawn: float) -> None:
+    assert is_read_at_once(b"some words and, after a while, a comma " * 35_000, lambda: drawn)
 
 
 @pytest.mark.parametrize("raw", [b"[1,2,3]", b'{"a":1,"b":{}}', b"[[[[1]]],[[]]]", b'["a","b"]', b'[{"a":1},{"b":2}]'])
@@ -134,7 +152,7 @@ async def test_a_large_body_holds_no_other_request_up(raw: bytes) -> None:
     """Its parsing takes a second and more."""
     async with cluster(client_write_timeout_secs=60.0) as served, await served.connect() as client:
         await client.send(request_bytes("POST", "/generate", raw)[:-1])
-        await served.until(lambda: served.router.clients.buffered_bytes == len(raw) - 1, 20.0)
+        await served.until(lambda: served.router.clients.buffered_bytes == len(raw), 20.0)
         longest_s = 0.0
         await client.send(raw[-1:])
         answering = asyncio.create_task(client.reply())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 import socket
 import ssl
@@ -129,6 +130,10 @@ async def test_clients_are_served_over_tls(folder: Path) -> None:
         key = {"Authorization": "Bearer k"}
         assert (await client.ask("POST", "/generate", BODY, key)).status == 200
         assert (await client.ask("POST", "/generate", b'{"text":"' + b"y" * 3000 + b'"}', key)).status == 200
+        for size in (20_000, 300_000, 3_000_000):
+            padding = random.Random(size).randbytes(size // 2).hex()
+            assert (await client.ask("POST", "/generate", {"text": "x", "padding": padding}, key)).status == 200
+            assert served.decode[0].requests[-1].json["padding"] == padding
         await client.send(request_bytes("POST", "/generate", b"x" * 5_000_000))
         answer = await client.reply()
         assert (answer.status, answer.headers["connection"]) == (401, "close")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from sglang_ext.cluster.config import (
     RouterSettings,
 )
 from sglang_ext.cluster.model import PreparedModel, prepare_model
-from sglang_ext.cluster.plan import ClusterPlan, Host, Program, count_ports, given_ports, make_plan
+from sglang_ext.cluster.plan import ClusterPlan, Host, Program, admin_key_of, count_ports, given_ports, make_plan
 
 CPU = Host(core_ids=frozenset(range(8)), gpu_count=0)
 MODEL = PreparedModel("/models/m", "m")
@@ -65,6 +66,8 @@ def test_a_small_cluster_word_by_word() -> None:
             "20001",
             "--threads",
             "1",
+            "--laps-boundary-tokens",
+            "512",
             "--",
             "--served-model-name",
             "m",
@@ -149,6 +152,69 @@ def test_addresses_can_be_ipv6_and_wildcards_are_reached_by_loopback() -> None:
     assert plan.instances[0].url == "http://[::1]:20000"
     assert plan.router.url == "http://127.0.0.1:20003"
     assert option(plan.router, "--host") == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("router", "boundary"),
+    [
+        ({}, "512"),
+        ({"length_boundary_tokens": 64}, "64"),
+        ({"length_boundary_tokens": 64, "args": ("--length-boundary-tokens", "99")}, "99"),
+        ({"args": ("--length-boundary-tokens=7", "--length-boundary-tokens=8")}, "8"),
+    ],
+)
+def test_prefill_instances_are_given_the_boundary_of_the_router(router: dict[str, Any], boundary: str) -> None:
+    pools = {name: PoolConfig() for name in ("short", "long", "both", "decode")}
+    *prefills, decode = plan_of(cluster(RouterSettings(port=0, **router), **pools)).instances
+    assert {option(program, "--laps-boundary-tokens") for program in prefills} == {boundary}
+    assert "--laps-boundary-tokens" not in decode.command
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"worker_args": ("--laps-mode", "off")},
+        {"worker_args": ("--laps-mode=off",)},
+        {"args": ("--laps-boundary-tokens=99",)},
+        {"args": ("--laps-kv-bytes-per-token", "8", "--laps-kv-bandwidth-gb-per-s", "1")},
+    ],
+)
+def test_instances_that_are_told_otherwise_are_not_given_it(given: dict[str, tuple[str, ...]]) -> None:
+    short = plan_of(cluster(short=PoolConfig(**given), decode=PoolConfig())).instances[0]  # type: ignore[arg-type]
+    assert "512" not in short.command
+    config = ClusterConfig(
+        model="m",
+        pools=PoolsConfig(short=PoolConfig(), decode=PoolConfig()),
+        router=RouterSettings(port=0),
+        **given,  # type: ignore[arg-type]
+    )
+    assert "512" not in plan_of(config).instances[0].command
+
+
+def test_keys_are_in_the_environment_alone() -> None:
+    settings = RouterSettings(
+        port=0,
+        api_key="sesame",
+        admin_api_key="simsim",
+        args=("--worker-api-key=abra", "--queue-size", "5", "--api-key", "later", "--admin-api-key", "kadabra"),
+    )
+    config = cluster(settings, short=PoolConfig(), decode=PoolConfig())
+    assert admin_key_of(config) == "kadabra"
+    assert admin_key_of(cluster(RouterSettings(admin_api_key="a"), short=PoolConfig(), decode=PoolConfig())) == "a"
+    assert admin_key_of(cluster(short=PoolConfig(), decode=PoolConfig())) is None
+    plan = make_plan(
+        config, model=MODEL, machine=CPU, free_ports=list(range(20000, 20010)), admin_key=admin_key_of(config) or ""
+    )
+    assert plan.router.command[-2:] == ("--queue-size", "5")
+    assert plan.router.env == {
+        "SGLANG_EXT_API_KEY": "later",  # arguments win over settings
+        "SGLANG_EXT_WORKER_API_KEY": "abra",
+        "SGLANG_EXT_ADMIN_API_KEY": "kadabra",
+    }
+    words = " ".join(word for program in (*plan.instances, plan.router) for word in program.command)
+    for key in ("sesame", "simsim", "abra", "later"):
+        assert key not in words
+        assert key not in "\n".join(plan.shell_lines())
 
 
 def test_shell_lines_hide_the_key() -> None:

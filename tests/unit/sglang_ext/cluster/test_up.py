@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.cluster.config import ClusterConfig
-from sglang_ext.cluster.up import add_arguments, config_from_arguments, run
+from sglang_ext.cluster.config import ClusterConfig, ConfigError
+from sglang_ext.cluster.up import add_arguments, arrange_arguments, config_from_arguments, run
 
 FILE = """
 model: m
@@ -27,7 +27,7 @@ args: [--b]
 def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args(words)
+    return parser.parse_args(arrange_arguments(parser, words))
 
 
 def config_of(*words: str) -> ClusterConfig:
@@ -49,6 +49,76 @@ def test_options_alone() -> None:
     assert counts(config) == {"short": 0, "long": 0, "both": 2, "decode": 1}
     assert config.pools.decode.tp == 3
     assert config.args == ("--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    "words", [("m", "--short", "2"), ("--short", "2", "m"), ("--model", "m", "--short", "2"), ("--short=2", "m")]
+)
+def test_prefill_instances_alone_get_one_for_decode(words: tuple[str, ...]) -> None:
+    config = config_of(*words)
+    assert config.model == "m"
+    assert counts(config) == {"short": 2, "long": 0, "both": 0, "decode": 1}
+    assert config_of(*words, "--decode-tp", "2").pools.decode.count == 1
+    assert config_of("m", "--short", "2", "--decode", "3").pools.decode.count == 3
+    assert config_of(*words, "--", "--dtype", "float32").args == ("--dtype", "float32")
+
+
+def test_a_file_says_itself_what_it_decodes_with(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: m\npools: {short: {}}")
+    with pytest.raises(ConfigError, match=r"pools\.decode\.count"):
+        config_of("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        (["--router-args", "--queue-size 5"], ["--queue-size", "5"]),
+        (["--router-args=--queue-size 5"], ["--queue-size", "5"]),
+        (["--router-args", "--queue-size", "5"], ["--queue-size", "5"]),
+        (["--router-args", "--log-json"], ["--log-json"]),
+        (["--router-args=--log-json"], ["--log-json"]),
+        (["--router-args", "--port=5 --log-json"], ["--port=5", "--log-json"]),
+        (["--router-args", "--cors-allow-origins", "a b", "--log-json"], ["--cors-allow-origins", "a b", "--log-json"]),
+        (["--router-args", "--log-json", "--router-args", "--queue-size 5"], ["--log-json", "--queue-size", "5"]),
+        (["--router-args", ""], []),
+    ],
+)
+def test_arguments_for_the_router(words: list[str], args: list[str]) -> None:
+    for before, after in (([], []), (["--short", "2"], ["--name", "n", "--", "--dtype", "float32"])):
+        config = config_of("m", *before, *words, *after)
+        assert config.router.args == tuple(args)
+        assert config.router.port == 30000
+        if after:
+            assert (config.name, config.args) == ("n", ("--dtype", "float32"))
+
+
+@pytest.mark.parametrize(
+    "words", [["--router-args"], ["--router-args", "--name", "n"], ["a", "b"], ["m", "--router-args", "--", "--x"]]
+)
+def test_words_that_mean_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of(*words)
+    assert "error" in capsys.readouterr().err
+
+
+def test_two_models() -> None:
+    with pytest.raises(ConfigError, match="--model: 'a' was given, and 'b' as MODEL"):
+        config_of("b", "--model", "a")
+
+
+def test_keys_of_the_file_are_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, keys = tmp_path / "c.yaml", tmp_path / "keys"
+    keys.write_text("alice:" + "0" * 64)
+    path.write_text(
+        f"model: {model_folder(tmp_path)}\npools: {{short: {{}}, decode: {{}}}}\nrouter: {{port: 0, api_key: sesame, "
+        f"admin_api_key: simsim, api_keys_file: {keys}, args: [--worker-api-key, abra]}}"
+    )
+    assert run(parse("--config", str(path), "--dry-run", "--run-dir", str(tmp_path / "run"))) == 0
+    router = capsys.readouterr().out.splitlines()[-1]
+    assert f"--api-keys-file {keys}" in router
+    assert not [key for key in ("sesame", "simsim", "abra") if key in router]
+    assert router.count("[hidden]") == 3
 
 
 def test_long_instances_share_their_prompts_where_that_is_asked_for() -> None:
@@ -76,6 +146,7 @@ def test_options_replace_the_file(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--decode", "0"], "pools.decode.count: a cluster needs at least one decode instance"),
+        (["--config", "KEYS"], "router.api_keys_file: /nowhere is not a file"),
         (["--port", "99999"], "router.port: 99999 is not a port (0 to 65535)"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
         (["--router-args", "'"], '--router-args: "\'" cannot be split into words: No closing quotation'),
@@ -85,6 +156,9 @@ def test_options_replace_the_file(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("router: {api_keys_file: /nowhere}")
+    words = [str(path) if word == "KEYS" else word for word in words]
     assert run(parse("--run-dir", str(tmp_path), *words)) == 2
     captured = capsys.readouterr()
     assert captured.err == f"sglang-ext up: error: {message}\n"
@@ -145,7 +219,7 @@ def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
         "'stand_in_cli' if w == 'sglang_ext.cli' else w for w in p.command));"
         "plan_with_stand_ins = lambda p: dataclasses.replace("
         "p, instances=tuple(map(swap, p.instances)), router=swap(p.router));"
-        "sys.exit(up.run(parser.parse_args(sys.argv[1:])))"
+        "sys.exit(up.run(parser.parse_args(up.arrange_arguments(parser, sys.argv[1:]))))"
     )
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{tmp_path}"}
     command = [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run"), "--name", "t", "--port", "0"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang_ext.policy.routing.prefix_index import MAX_BLOCKS, PrefixIndex, block_hashes
+from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
 
 CAPACITY_BLOCKS = 7
 
@@ -24,25 +25,31 @@ class TestBlockHashes:
         assert len(block_hashes(b"x" * 512)) == 2
         assert block_hashes(b"") == []
 
-    @given(st.binary(max_size=64), st.binary(max_size=64), st.integers(1, 8))
-    def test_equal_hashes_mean_equal_prefixes(self, one: bytes, other: bytes, block_bytes: int) -> None:
-        pairs = zip(block_hashes(one, block_bytes), block_hashes(other, block_bytes), strict=False)
-        for position, (left, right) in enumerate(pairs):
-            end = (position + 1) * block_bytes
+    @given(st.binary(max_size=64), st.binary(max_size=64), st.sets(st.integers(1, 60), min_size=1))
+    def test_equal_hashes_mean_equal_prefixes(self, one: bytes, other: bytes, given_ends: set[int]) -> None:
+        ends = sorted(given_ends)
+        pairs = zip(block_hashes(one, ends), block_hashes(other, ends), ends, strict=False)
+        for left, right, end in pairs:
             assert (left == right) == (one[:end] == other[:end])
 
     def test_a_block_is_known_by_what_comes_before_it(self) -> None:
-        same_block_later = block_hashes(b"ab" * 4, 2)
+        same_block_later = block_hashes(b"ab" * 4, [2, 4, 6, 8])
         assert len(set(same_block_later)) == 4
 
     @given(st.binary(max_size=200), st.binary(max_size=50))
     def test_a_longer_prompt_starts_with_the_hashes_of_a_shorter_one(self, prompt: bytes, more: bytes) -> None:
-        hashes = block_hashes(prompt, 16)
-        assert block_hashes(prompt + more, 16)[: len(hashes)] == hashes
+        ends = range(16, 400, 16)
+        hashes = block_hashes(prompt, ends)
+        assert block_hashes(prompt + more, ends)[: len(hashes)] == hashes
 
-    def test_long_prompts_are_cut(self) -> None:
-        assert len(block_hashes(b"x" * 4096, 16, max_blocks=10)) == 10
-        assert len(block_hashes(bytes(256 * (MAX_BLOCKS + 5)))) == MAX_BLOCKS
+    def test_long_prompts_have_few_blocks(self) -> None:
+        assert len(block_hashes(bytes(400_000))) < 320
+        assert len(block_hashes(bytes(BLOCK_ENDS[-1] + 5))) == len(BLOCK_ENDS)
+
+    def test_no_block_is_long_against_what_it_ends(self) -> None:
+        starts = (0, *BLOCK_ENDS)
+        for start, end in zip(starts, BLOCK_ENDS, strict=False):
+            assert end - start <= max(BLOCK_BYTES, end / 32)
 
 
 def test_depths_of_all_workers_in_one_walk() -> None:
@@ -53,9 +60,9 @@ def test_depths_of_all_workers_in_one_walk() -> None:
     index.record(10, [1, 2, 3, 4, 5])
     index.record(20, [1, 2, 9])
     index.record(30, [8])
-    assert index.matched_blocks(prompt) == {10: 4, 20: 2}
-    assert index.matched_blocks([7]) == {}
-    assert index.matched_blocks([]) == {}
+    assert index.matched(prompt) == {10: 4, 20: 2}
+    assert index.matched([7]) == {}
+    assert index.matched([]) == {}
 
 
 def test_what_others_build_on_is_dropped_last() -> None:
@@ -63,8 +70,8 @@ def test_what_others_build_on_is_dropped_last() -> None:
     index.add_worker(0)
     index.record(0, [1, 2, 3, 4])
     index.record(0, [1, 2, 5])
-    assert index.matched_blocks([1, 2, 3, 4]) == {0: 3}
-    assert index.matched_blocks([1, 2, 5]) == {0: 3}
+    assert index.matched([1, 2, 3, 4]) == {0: 3}
+    assert index.matched([1, 2, 5]) == {0: 3}
 
 
 def test_what_was_used_least_recently_is_dropped_first() -> None:
@@ -74,8 +81,8 @@ def test_what_was_used_least_recently_is_dropped_first() -> None:
     index.record(0, [3, 4])
     index.record(0, [1, 2])
     index.record(0, [5])
-    assert index.matched_blocks([1, 2]) == {0: 2}
-    assert index.matched_blocks([3, 4]) == {0: 1}
+    assert index.matched([1, 2]) == {0: 2}
+    assert index.matched([3, 4]) == {0: 1}
     assert index.block_count == 4
 
 
@@ -84,10 +91,10 @@ def test_forgetting_corrects_one_worker_downwards() -> None:
     for worker in (0, 1):
         index.add_worker(worker)
         index.record(worker, [1, 2, 3])
-    index.forget(0, [1, 2, 3, 4], from_block=1)
-    assert index.matched_blocks([1, 2, 3]) == {0: 1, 1: 3}
-    index.forget(1, [1, 2, 3], from_block=0)
-    assert index.matched_blocks([1, 2, 3]) == {0: 1}
+    index.forget(0, [1, 2, 3, 4], held=1)
+    assert index.matched([1, 2, 3]) == {0: 1, 1: 3}
+    index.forget(1, [1, 2, 3], held=0)
+    assert index.matched([1, 2, 3]) == {0: 1}
     assert index.block_count == 1
 
 
@@ -96,12 +103,12 @@ def test_a_workers_own_capacity_bounds_it_at_once() -> None:
     index.add_worker(0)
     index.record(0, [1, 2, 3, 4, 5])
     index.set_capacity(0, 2)
-    assert index.matched_blocks([1, 2, 3]) == {0: 2}
+    assert index.matched([1, 2, 3]) == {0: 2}
     index.set_capacity(0, 100)
     index.record(0, list(range(1, 9)))
     assert index.worker_block_count(0) == 5
     index.set_capacity(7, 1)  # no worker's
-    with pytest.raises(ValueError, match="capacity_blocks must be at least 1"):
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
         index.set_capacity(0, 0)
 
 
@@ -109,7 +116,7 @@ def test_a_prompt_longer_than_the_capacity_keeps_its_start() -> None:
     index = PrefixIndex(3)
     index.add_worker(0)
     index.record(0, [1, 2, 3, 4, 5])
-    assert index.matched_blocks([1, 2, 3, 4, 5]) == {0: 3}
+    assert index.matched([1, 2, 3, 4, 5]) == {0: 3}
 
 
 def test_a_removed_worker_leaves_nothing_to_its_successor() -> None:
@@ -120,7 +127,7 @@ def test_a_removed_worker_leaves_nothing_to_its_successor() -> None:
     index.record(1, [1])
     index.remove_worker(0)
     index.add_worker(2)
-    assert index.matched_blocks([1, 2]) == {1: 1}
+    assert index.matched([1, 2]) == {1: 1}
     index.remove_worker(1)
     assert index.block_count == 0
 
@@ -135,7 +142,7 @@ def test_unknown_workers_are_ignored() -> None:
 
 
 def test_capacity_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="capacity_blocks must be at least 1"):
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
         PrefixIndex(0)
 
 
@@ -154,7 +161,7 @@ def test_memory_per_block() -> None:
     finally:
         tracemalloc.stop()
     assert index.worker_block_count(0) == index.block_count == 20_000
-    assert used_bytes / 20_000 < 320
+    assert used_bytes / 20_000 < 100
 
 
 # Prompts over a tiny alphabet, so that they share prefixes; a block is known by the path to it.
@@ -171,19 +178,36 @@ def hash_of(path: str) -> int:
 class AgainstNaiveModel(RuleBasedStateMachine):
     """Any sequence of operations; the model recomputes everything from lists."""
 
+    ends: Sequence[int] | None = None
+    capacity_size = CAPACITY_BLOCKS
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(CAPACITY_BLOCKS)
+        self.index = PrefixIndex(self.capacity_size, self.ends)
         self.model: dict[int, list[int]] = {}  # worker → blocks, oldest use first
         self.capacity: dict[int, int] = {}
         for worker in (0, 1):
             self.add(worker)
 
+    def size_of(self, block: int) -> int:
+        position = block.bit_length() - 2  # in its prompt
+        return self.prefix_size(position + 1) - self.prefix_size(position)
+
+    def prefix_size(self, blocks: int) -> int:
+        if self.ends is None:
+            return blocks
+        return self.ends[blocks - 1] if blocks else 0
+
+    def cut(self, worker: int) -> None:
+        blocks = self.model[worker]
+        while sum(map(self.size_of, blocks)) > self.capacity[worker]:
+            blocks.pop(0)
+
     @rule(worker=WORKERS)
     def add(self, worker: int) -> None:
         self.index.add_worker(worker)
         self.model.setdefault(worker, [])
-        self.capacity.setdefault(worker, CAPACITY_BLOCKS)
+        self.capacity.setdefault(worker, self.capacity_size)
 
     @rule(worker=WORKERS)
     def remove(self, worker: int) -> None:
@@ -191,12 +215,13 @@ class AgainstNaiveModel(RuleBasedStateMachine):
         self.model.pop(worker, None)
         self.capacity.pop(worker, None)
 
-    @rule(worker=WORKERS, capacity=st.integers(3, CAPACITY_BLOCKS + 1))
-    def set_capacity(self, worker: int, capacity: int) -> None:
+    @rule(worker=WORKERS, share=st.floats(0.4, 1.2))
+    def set_capacity(self, worker: int, share: float) -> None:
+        capacity = int(self.capacity_size * share)
         self.index.set_capacity(worker, capacity)
         if worker in self.model:
-            self.capacity[worker] = min(capacity, CAPACITY_BLOCKS)
-            self.model[worker] = self.model[worker][-self.capacity[worker] :]
+            self.capacity[worker] = min(capacity, self.capacity_size)
+            self.cut(worker)
 
     @rule(worker=WORKERS)
     def clear(self, worker: int) -> None:
@@ -208,15 +233,17 @@ class AgainstNaiveModel(RuleBasedStateMachine):
     def record(self, worker: int, prompt: list[int]) -> None:
         self.index.record(worker, prompt)
         if worker in self.model:
-            kept = prompt[: self.capacity[worker]]
+            kept = [block for end, block in enumerate(prompt, 1) if self.prefix_size(end) <= self.capacity[worker]]
             untouched = [block for block in self.model[worker] if block not in kept]
-            self.model[worker] = (untouched + kept[::-1])[-self.capacity[worker] :]
+            self.model[worker] = untouched + kept[::-1]
+            self.cut(worker)
 
-    @rule(worker=WORKERS, prompt=PROMPTS, from_block=st.integers(0, CAPACITY_BLOCKS))
-    def forget(self, worker: int, prompt: list[int], from_block: int) -> None:
-        self.index.forget(worker, prompt, from_block)
+    @rule(worker=WORKERS, prompt=PROMPTS, share=st.floats(0, 1))
+    def forget(self, worker: int, prompt: list[int], share: float) -> None:
+        held = int(self.capacity_size * share)
+        self.index.forget(worker, prompt, held)
         if worker in self.model:
-            gone = prompt[from_block:]
+            gone = [block for end, block in enumerate(prompt, 1) if self.prefix_size(end) > held]
             self.model[worker] = [block for block in self.model[worker] if block not in gone]
 
     @rule(prompt=PROMPTS)
@@ -227,15 +254,23 @@ class AgainstNaiveModel(RuleBasedStateMachine):
             while depth < len(prompt) and prompt[depth] in blocks:
                 depth += 1
             if depth:
-                expected[worker] = depth
-        assert self.index.matched_blocks(prompt) == expected
+                expected[worker] = self.prefix_size(depth)
+        assert self.index.matched(prompt) == expected
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:
         for worker, blocks in self.model.items():
-            assert self.index.worker_block_count(worker) == len(blocks) <= self.capacity[worker]
+            assert self.index.worker_block_count(worker) == len(blocks)
+            assert sum(map(self.size_of, blocks)) <= self.capacity[worker]
         assert self.index.block_count == len({block for blocks in self.model.values() for block in blocks})
+
+
+class GrowingBlocksAgainstNaiveModel(AgainstNaiveModel):
+    ends = (2, 4, 6, 10, 14, 18, 26, 34, 42)
+    capacity_size = 30
 
 
 AgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestAgainstNaiveModel = AgainstNaiveModel.TestCase
+GrowingBlocksAgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestGrowingBlocksAgainstNaiveModel = GrowingBlocksAgainstNaiveModel.TestCase
