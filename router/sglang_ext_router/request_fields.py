@@ -235,7 +235,7 @@ class FieldTypes:
             if "properties" in schema:
                 self._nested[name] = FieldTypes(schema["properties"])
             given = schema.get("type")
-            if given is None:  # what the prompt may be is checked where it is measured
+            if given is None or name == "model":  # the prompt and the model are checked where they are read
                 continue
             names = [given] if isinstance(given, str) else list(given)
             self._named[name] = names
