@@ -142,6 +142,16 @@ async def test_adapters_and_aliases() -> None:
         assert_unknown(await served.ask("POST", "/v1/completions", {"prompt": "x", "model": "nothing"}), "nothing")
 
 
+async def test_scores_of_a_prompt_by_an_adapter() -> None:
+    """`/generate`, which is asked for these, knows adapters as `lora_path` alone."""
+    async with serving("llama") as served:
+        body = {"prompt": [[5, 6]], "max_tokens": 1, "prompt_logprobs": 1}
+        answer = await served.ask("POST", "/v1/completions", {**body, "model": "llama:poems"})
+        assert (answer.status, answer.error["param"]) == (400, "model")
+        assert "lora_path" in answer.error["message"]
+        assert served.requests_of("llama") == 0
+
+
 async def test_any_name_will_do_if_asked_for() -> None:
     async with serving("llama", accept_any_model=True) as served:
         assert (await served.ask("POST", "/v1/completions", {"prompt": "x", "model": "gpt-4"})).status == 200
@@ -167,6 +177,8 @@ async def test_the_list_of_models() -> None:
         for one in listed:
             answer = await served.ask("GET", f"/v1/models/{one['id']}")
             assert (answer.status, answer.json) == (200, one)
+            quoted = await served.ask("GET", f"/v1/models/{one['id'].replace('/', '%2F')}")
+            assert (quoted.status, quoted.json) == (200, one)
         assert_unknown(await served.ask("GET", "/v1/models/mistral"), "mistral")
 
 
