@@ -178,6 +178,19 @@ class RouterConfig:
     access_log: str = _option(
         "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
     )
+    service_discovery: bool = _option(False, "find instances by the EndpointSlices of their Services in Kubernetes")
+    service_discovery_namespace: str = _option("", "namespace of those Services; default: the router's own")
+    service_discovery_port: int = _option(0, "port of instances whose Service names none http; 0: its only one")
+    prefill_short_selector: str = _option(
+        "", "labels KEY=VALUE[,...] of the EndpointSlices for short prompts; default: sglang-ext.io/role=prefill-short"
+    )
+    prefill_long_selector: str = _option("", "the same for long prompts; default: sglang-ext.io/role=prefill-long")
+    prefill_selector: str = _option("", "the same for both; default: sglang-ext.io/role=prefill")
+    decode_selector: str = _option("", "the same for decode; default: sglang-ext.io/role=decode")
+    kubernetes_url: str = _option("", "address of the API server; default: what a pod is told")
+    kubernetes_token_file: str = _option("", "bearer token for it; default: the pod's own")
+    kubernetes_ca_file: str = _option("", "its CA certificate in PEM; default: the pod's own")
+
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = _option(False, "log JSON lines")
@@ -314,7 +327,7 @@ _KEYS = ("api_key", "admin_api_key", "worker_api_key")
 _MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs", "drain_delay_secs")  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
-    "metrics_port",
+    *("metrics_port", "service_discovery_port"),
     *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),

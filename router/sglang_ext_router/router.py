@@ -28,6 +28,7 @@ from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app
 from sglang_ext_router.controller import PoolController
+from sglang_ext_router.discovery import Discovery
 from sglang_ext_router.exposition import (
     gauge_families,
     pool_families,
@@ -38,6 +39,7 @@ from sglang_ext_router.exposition import (
     worker_families,
 )
 from sglang_ext_router.http1 import ClientConnection
+from sglang_ext_router.kubernetes_api import connect_kubernetes
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
 from sglang_ext_router.model_pools import ModelPools
@@ -94,6 +96,7 @@ class Router:
         )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
+        self.discovery = Discovery(config, self, connect_kubernetes(config)) if config.service_discovery else None
         self.siblings: SiblingLink = siblings or NoSiblings()
         self.running: dict[Runnable, None] = {}
         self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
@@ -166,6 +169,8 @@ class Router:
         self.controller.start()
         if self.long_pool is not None:
             self.long_pool.start()
+        if self.discovery is not None:
+            self.discovery.start()
         self._sweep()
 
     async def listen(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
@@ -209,6 +214,8 @@ class Router:
             self._sweeper.cancel()
         for connection in (*self._connections, *self.reports.open):
             connection.close()
+        if self.discovery is not None:
+            await self.discovery.stop()
         await self.siblings.stop()
         await self.controller.stop()
         if self.long_pool is not None:
