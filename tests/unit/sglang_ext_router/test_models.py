@@ -50,7 +50,7 @@ class Models(RunningRouter):
 def engine_of(model: str, role: Role, **facts: Any) -> ScriptedEngine:
     engine = ScriptedEngine(role, reply({"text": f"by {model} {role}", "usage": {"prompt_tokens": 7}}))
     assert isinstance(engine.info, dict)
-    engine.info = {**engine.info, "served_model_name": model, **facts}
+    engine.info = {**engine.info, "served_model_name": model, "page_size": 1, **facts}
     return engine
 
 
@@ -385,10 +385,6 @@ async def test_an_instance_that_comes_back_different_is_refused() -> None:
         await engine.stop()
         await served.until(lambda: not worker.is_healthy)
         assert isinstance(engine.info, dict)
-        for role in (SHORT, LONG):
-            served.worker(served.engines["llama"][role].url).facts = served.worker(
-                served.engines["llama"][role].url
-            ).facts._replace(page_size_tokens=1)  # type: ignore[union-attr]
         engine.info = {**engine.info, "page_size": 16}
         await engine.start()
         await served.until(lambda: worker.is_refused)
