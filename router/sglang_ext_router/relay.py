@@ -27,6 +27,11 @@ REASON_TEXT = {
 }
 BROKEN_STATUS = 502  # of a reply that its instance did not end
 _ERROR_EVENT = b'data: {"error"'
+# What /v1/responses sends before there is a token, and in place of one.
+_RESPONSE_CREATED = b"event: response.created"
+_RESPONSE_FAILED = b"\nevent: response.failed\n"
+_EVENT = b"\nevent: "
+_EVENTS_BEFORE_TOKENS = 2
 _ABORTED_OUTPUT = b'"finish_reason":{"type":"abort"'
 _HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
 
@@ -234,7 +239,25 @@ class Relay:
 def begins_unclear(leg: UpstreamConnection) -> bool:
     """Whether too little of a stream is here to tell a token from an error."""
     body = leg.body_so_far()
+    if body.startswith(_RESPONSE_CREATED):
+        return _first_of_response(leg.raw) is None
+    if len(body) < len(_RESPONSE_CREATED) and _RESPONSE_CREATED.startswith(body):
+        return True
     return len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body)
+
+
+def _first_of_response(raw: bytes) -> bytes | None:
+    """The event of a response's stream that follows those which announce it; None if it is not here whole yet.
+
+    An event's JSON holds no line feed.
+    """
+    start = raw.find(b"\r\n\r\n")
+    for _ in range(_EVENTS_BEFORE_TOKENS + 1):
+        start = raw.find(_EVENT, start + 1)
+        if start < 0:
+            return None
+    end = raw.find(b"\n\n", start)
+    return None if end < 0 else raw[start:end]
 
 
 def stream_error_status(leg: UpstreamConnection) -> int | None:
@@ -242,8 +265,15 @@ def stream_error_status(leg: UpstreamConnection) -> int | None:
 
     The OpenAI endpoints say it as `{"error": ...}`, `/generate` as an output whose finish reason is abort.
     """
-    if leg.body_so_far().startswith(_ERROR_EVENT):
+    body = leg.body_so_far()
+    if body.startswith(_ERROR_EVENT):
         return find_int(leg.raw, b'"code":') or 500
+    if body.startswith(_RESPONSE_CREATED):
+        event = _first_of_response(leg.raw) or b""
+        if not event.startswith(_RESPONSE_FAILED):
+            return None
+        # SGLang calls everything a server_error. What it refuses before it is queued has no usage.
+        return 400 if b'"usage":null' in event else 500
     if _ABORTED_OUTPUT in leg.raw:
         return find_int(leg.raw, b'"status_code":') or 500
     return None

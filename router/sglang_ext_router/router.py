@@ -26,7 +26,7 @@ from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
-from sglang_ext_router.control import build_app
+from sglang_ext_router.control import build_app, methods_of
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.discovery import Discovery
 from sglang_ext_router.exposition import (
@@ -136,6 +136,7 @@ class Router:
         )
         self.is_draining = False
         self.app = build_app(self)
+        self.access.methods_of = self._methods_of
         self._admitted: deque[Admissible] = deque()
         self._is_starting = False
         limits = ConnectionLimits(
@@ -253,6 +254,9 @@ class Router:
             connection.respond_error(404, "reports are served at a port of their own")
         else:
             connection.call = AsgiCall(self.app, connection, request, self.access_log)
+
+    def _methods_of(self, path: bytes) -> list[str]:
+        return ["POST"] if path in GENERATION_PATHS else methods_of(self.app, path.decode("latin-1"))
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
         connection.call = AsgiCall(self.app, connection, request, self.access_log)

@@ -94,6 +94,13 @@ class WaitingRequest:
         if model is None:
             self._refuse_model(body.model or "")
             return
+        if body.target is not None and body.model and services.registry.names_adapter(body.model):
+            # SGLang's own way of scoring knows no such names.
+            message = (
+                f"log-probabilities of the prompt by an adapter: name it in lora_path, not in model {body.model!r}"
+            )
+            self._refuse(400, message, "bad_request", "model")
+            return
         request = PreparedRequest(self._unread, self._headers, body, model, self._started_s)
         self._request = request
         self._unread.body = b""  # the prepared request has what is needed of it
