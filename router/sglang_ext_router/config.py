@@ -147,6 +147,9 @@ class RouterConfig:
     client_write_timeout_secs: float = _option(
         30.0, "time a client may take nothing of what is written for it; then its connection is cut"
     )
+    sse_keep_alive_secs: float = _option(
+        15.0, "time after which a stream that brings nothing is sent an empty line, so that no proxy ends it; 0: never"
+    )
     keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
     drain_delay_secs: float = _option(
         0.0, "time after SIGTERM in which /readyz answers 503 and requests are still taken; then the port closes"
@@ -349,7 +352,12 @@ _POSITIVE = (
     "controller_confirm_rounds",
 )
 _KEYS = ("api_key", "admin_api_key", "worker_api_key", "peer_key")
-_MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs", "drain_delay_secs")  # by 0
+_MAY_BE_OFF = (
+    "sse_keep_alive_secs",
+    "first_byte_timeout_secs",
+    "stream_stall_timeout_secs",
+    "drain_delay_secs",
+)  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
     *("metrics_port", "peer_port", "service_discovery_port"),

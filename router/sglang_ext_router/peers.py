@@ -34,9 +34,9 @@ RESOLVE_S = 5.0
 HANDSHAKE_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 MAX_FRAME_BYTES = 8 << 20
-MAX_UNSENT_BYTES = 1 << 20  # to a peer that does not read: it misses messages, not the others
+MAX_UNSENT_BYTES = 1 << 20  # to a peer that does not read: it misses messages, the others do not
 MAX_INCOMING = 512  # connections
-SILENT_AFTER_S = 15.0  # a peer that is heard of no more: its connection is closed
+SILENT_AFTER_S = 15.0  # without a message its connection is closed
 NONCE_BYTES = 16
 CODE_BYTES = 32
 _LENGTH = struct.Struct("<I")
@@ -49,7 +49,7 @@ class PeerError(Exception):
     """The other side is no peer, or not one that knows the key."""
 
 
-class _Session:
+class _FrameCodes:
     """The codes of one direction of one connection."""
 
     def __init__(self, key: bytes) -> None:
@@ -66,7 +66,7 @@ def _code(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
 
-async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> _Session:
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> _FrameCodes:
     """The handshake of the side that connects and then tells; PeerError if the other one does not know the key."""
     own = secrets.token_bytes(NONCE_BYTES)
     writer.write(HELLO + own)
@@ -76,10 +76,10 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key:
         raise PeerError("it does not have our --peer-key")
     teller = _NUMBER.pack(origin)
     writer.write(teller + _code(key, b"tells", nonces, teller))
-    return _Session(_code(key, b"session", nonces, teller))
+    return _FrameCodes(_code(key, b"session", nonces, teller))
 
 
-async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> tuple[int, _Session]:
+async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> tuple[int, _FrameCodes]:
     """The handshake of the side that hears: the teller's number; PeerError if it does not know the key."""
     first = await reader.readexactly(len(HELLO) + NONCE_BYTES)
     if not first.startswith(HELLO):
@@ -91,7 +91,7 @@ async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ke
     teller = answer[: _NUMBER.size]
     if not hmac.compare_digest(answer[_NUMBER.size :], _code(key, b"tells", nonces, teller)):
         raise PeerError("it does not have our --peer-key")
-    return _NUMBER.unpack(teller)[0], _Session(_code(key, b"session", nonces, teller))
+    return _NUMBER.unpack(teller)[0], _FrameCodes(_code(key, b"session", nonces, teller))
 
 
 class PeerRouters(SharedState):
@@ -109,7 +109,7 @@ class PeerRouters(SharedState):
         self._service_port = config.peer_port
         self._tellers: dict[Address, asyncio.Task[None]] = {}
         self._own_addresses: set[Address] = set()  # which turned out to be this router
-        self._writers: dict[asyncio.StreamWriter, _Session] = {}  # to those that hear us
+        self._writers: dict[asyncio.StreamWriter, _FrameCodes] = {}  # to those that hear us
         self._hearing: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server
@@ -169,7 +169,7 @@ class PeerRouters(SharedState):
                     session = await greet(reader, writer, self._key, self._origin)
                 self._writers[writer] = session
                 backoff_s, complaint = FIRST_BACKOFF_S, ""
-                if await reader.read(1):  # nothing is said here but that this is the router itself
+                if await reader.read(1):  # nothing is sent here but that this is the router itself
                     self._own_addresses.add(address)
                     self._tellers.pop(address, None)
                     return
@@ -241,7 +241,7 @@ class PeerRouters(SharedState):
                 await writer.wait_closed()
 
 
-async def _read_frame(reader: asyncio.StreamReader, session: _Session) -> bytes:
+async def _read_frame(reader: asyncio.StreamReader, session: _FrameCodes) -> bytes:
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if size > MAX_FRAME_BYTES:
         raise PeerError(f"a frame of {size} bytes is too large")

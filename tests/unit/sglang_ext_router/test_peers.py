@@ -1,4 +1,4 @@
-"""Several routers over the same instances know what each of them knows, and only those with the key are heard."""
+"""Several routers over the same instances know what each of them knows; without the key nothing is taken."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_a_conversation_stays_with_its_prefix_whichever_router_it_meets() 
         assert await conversations(routers, 4, 5) >= 0.95
 
 
-async def test_a_router_without_the_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = pair()
     async with group(engines, 3, keys=("secret", "secret", "other")) as routers:
         await until(lambda: link_of(routers[0]).peers == 1)
@@ -228,7 +228,7 @@ async def test_a_peer_that_does_not_read_holds_up_no_other() -> None:
             await until_connected(routers)
             link = link_of(routers[0])
             _, writer = await asyncio.open_connection(*silent.getsockname())
-            link._writers[writer] = peers_module._Session(b"k")
+            link._writers[writer] = peers_module._FrameCodes(b"k")
             hashes = list(range(1 << 62, (1 << 62) + 4000))
             for _ in range(400):
                 link.tell_prefix(engines[0].url, hashes)
