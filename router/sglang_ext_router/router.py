@@ -155,7 +155,11 @@ class Router:
         self.reports = Clients(ReportGate(), limits, self.access_log)
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = math.inf
-        limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
+        limits_s = (
+            config.first_byte_timeout_secs or math.inf,
+            config.stream_stall_timeout_secs or math.inf,
+            config.sse_keep_alive_secs or math.inf,
+        )
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
         self._tokenisers = Tokenisers(loop)
@@ -313,6 +317,9 @@ class Router:
             self._next_progress_s = now_s + self._progress_interval_s
             for request in tuple(self.running):
                 request.check_progress(now_s)
+            if self.config.sse_keep_alive_secs:
+                for waiting in tuple(self.admission.queue):
+                    waiting.keep_alive(now_s)
         for connection in (*self._connections, *self.reports.open):
             connection.sweep(now_s)
         self.access.reload_keys(now_s)

@@ -159,6 +159,11 @@ class WaitingRequest:
         """For how long it has waited, if for an online client."""
         return max(0.0, now_s - self._started_s) if self._request.is_online else None
 
+    def keep_alive(self, now_s: float) -> None:
+        """Keep a stream alive that waits in the queue."""
+        if self._request.prompt.is_stream:
+            self._relay.keep_alive(now_s, self._started_s, self._services.config.sse_keep_alive_secs)
+
     def start(self, now_s: float) -> None:
         """There is a place: send the request."""
         self._is_queued = False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -157,3 +160,38 @@ def test_errors_are_the_sdks(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=model, messages=USER, temperature="hot")  # type: ignore[arg-type]
     assert refused.value.param == "temperature"
+
+
+def test_a_stream_that_is_kept_alive(engines: list[Engine]) -> None:
+    """The instance stands still for a while; neither the SDK nor a client that takes every line for JSON minds."""
+    with running_router(engines, "--sse-keep-alive-secs", "0.2", "--length-boundary-tokens", "256") as router:
+        asked = {"text": "def parse(", "sampling_params": {"temperature": 0, "max_new_tokens": 6}, "stream": True}
+        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="any", max_retries=0) as client:
+            model = client.models.list().data[0].id
+            whole = client.completions.create(model=model, prompt="def parse(", max_tokens=6, temperature=0)
+            with standing_still(engines[0]):
+                stream = client.completions.create(
+                    model=model, prompt="def parse(", max_tokens=6, temperature=0, stream=True
+                )
+                assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
+        with standing_still(engines[0]):
+            reply, _ = router.call("POST", "/generate", asked)
+        lines = reply.body.split("\n")
+        assert lines[0] == ""  # it was kept alive
+        # As sglang.bench_serving reads it.
+        events = [line.removeprefix("data: ") for line in lines if line.strip()]
+        assert events.pop() == "[DONE]"
+        assert json.loads(events[-1])["text"] == whole.choices[0].text
+
+
+@contextmanager
+def standing_still(engine: Engine) -> Iterator[None]:
+    """Stopped for a second, which the router bears."""
+    engine.freeze()
+    timer = threading.Timer(1.0, engine.thaw)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        engine.thaw()
