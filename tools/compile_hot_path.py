@@ -33,8 +33,8 @@ HOT_MODULES = (
     *(f"sglang_ext_router/{name}.py" for name in (
         *("aborting", "access", "admitted_request", "attempt", "client_requests", "histograms"),
         *("http1", "metrics", "model_pools", "request_parser"),
-        *("prepared_request", "prompt", "relay", "replies", "request_body", "request_ids", "routing", "services"),
-        *("unread_replies", "upstream", "waiting_request", "workers"),
+        *("prepared_request", "prompt", "relay", "replies", "request_body", "request_fields", "request_ids", "routing"),
+        *("services", "unread_replies", "upstream", "waiting_request", "workers"),
     )),
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"

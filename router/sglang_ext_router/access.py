@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hmac
 import re
+from collections.abc import Callable, Sequence
 
 from sglang_ext_router.api_keys import ApiKeys
 from sglang_ext_router.client_requests import Request, RequestRefusal
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 
-GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/generate"})
+GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"})
 TOKENISE_PATHS = frozenset({b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize"})
 PROBE_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/readiness"})  # without a key
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
@@ -20,6 +21,13 @@ _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill, x-sglang-ext-decode, " + (
     b"x-sglang-ext-queue-ms"
 )
+
+
+NO_BODY = RequestRefusal(413, "no body is taken here")
+
+
+def _any_method(path: bytes) -> Sequence[str]:
+    return ()
 
 
 class Access:
@@ -34,6 +42,9 @@ class Access:
         self._admin_key = f"Bearer {config.admin_api_key}".encode() if config.admin_api_key else b""
         self._named_keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
         self._needs_key = config.needs_client_key
+        self.methods_of: Callable[[bytes], Sequence[str]] = (
+            _any_method  # those that a path takes, none if it is unknown
+        )
         self._origins = frozenset(origin.encode() for origin in config.cors_origins)
 
     def check_head(self, request: Request) -> RequestRefusal | None:
@@ -52,6 +63,14 @@ class Access:
         self._metrics.count(self._metrics.refused, "unauthorized")
         extra = b"www-authenticate: Bearer\r\n" + request.reply_headers
         return RequestRefusal(401, "missing or wrong API key", extra)
+
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """405 where the path does not take the method either, else 413."""
+        methods = self.methods_of(request.path)
+        if methods and request.method.decode("latin-1") not in methods:
+            allow = f"allow: {', '.join(methods)}\r\n"
+            return RequestRefusal(405, f"use {' or '.join(methods)}", allow.encode() + request.reply_headers)
+        return NO_BODY
 
     # -- keys -------------------------------------------------------------------------------------------
 
@@ -113,3 +132,7 @@ class ReportGate:
         if request.path in REPORT_PATHS or request.path in PROBE_PATHS:
             return None
         return RequestRefusal(404, "only reports are served at this port")
+
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """413: reports are only read."""
+        return NO_BODY

@@ -232,7 +232,7 @@ class AdmittedRequest:
         self._act(self._protocol.on_timeout())
 
     def check_progress(self, now_s: float) -> None:
-        """Give up a leg of a stream whose first byte, or whose next one, is overdue.
+        """Keep a stream alive that brings nothing; give up a leg whose first byte, or whose next one, is overdue.
 
         A late first byte is prefill's failure while it has not answered. The time in which the client does not
         read is not the instance's.
@@ -242,6 +242,10 @@ class AdmittedRequest:
             return
         config, phase = self._services.config, self._protocol.phase
         leg: UpstreamConnection | None
+        if config.sse_keep_alive_secs:
+            leg = attempt.leg(self._relayed) if phase is RequestPhase.RELAYING else None
+            since_s = self.started_s if leg is None else leg.received_s
+            self._relay.keep_alive(now_s, since_s, config.sse_keep_alive_secs)
         if phase is RequestPhase.RELAYING:
             leg = attempt.leg(self._relayed)
             limit_s, reason = config.stream_stall_timeout_secs, "stream_stalled"

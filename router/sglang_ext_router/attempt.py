@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_ext.policy.routing.pd_actions import Leg
 from sglang_ext_router.prepared_request import PreparedRequest
-from sglang_ext_router.request_ids import abort_ids, room_id
+from sglang_ext_router.request_ids import abort_ids
 from sglang_ext_router.routing import Route
 from sglang_ext_router.services import Services
 from sglang_ext_router.upstream import LegOwner, UpstreamConnection
@@ -67,7 +67,7 @@ class Attempt:
         """Send the same body to each instance; what comes back is told to `owner` under this attempt's number."""
         services, request, route = self._services, self._request, self.route
         room = services.rooms.take(request.prompt.sequence_count)
-        self.request_id = made_id = room_id(room)
+        self.request_id = made_id = request.made_id(room)
         decode_worker = route.decode
         bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json
         head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s)

@@ -83,6 +83,9 @@ class Gate(Protocol):
     def check_head(self, request: Request) -> RequestRefusal | None:
         """None lets it in, with its `max_body_bytes` set."""
 
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """The refusal of a body where none is taken."""
+
 
 class Clients:
     """The open connections of one router process, and what they have buffered."""

@@ -147,6 +147,9 @@ class RouterConfig:
     client_write_timeout_secs: float = _option(
         30.0, "time a client may take nothing of what is written for it; then its connection is cut"
     )
+    sse_keep_alive_secs: float = _option(
+        15.0, "time after which a stream that brings nothing is sent an empty line, so that no proxy ends it; 0: never"
+    )
     keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
     drain_delay_secs: float = _option(
         0.0, "time after SIGTERM in which /readyz answers 503 and requests are still taken; then the port closes"
@@ -178,6 +181,24 @@ class RouterConfig:
     access_log: str = _option(
         "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
     )
+    peer_port: int = _option(0, "port for the other routers of a group, which then share what they know; 0: no group")
+    peer_host: str = _option("0.0.0.0", "address for --peer-port")
+    peer: tuple[str, ...] = _option((), "another router's --peer-port; repeat for more", metavar="HOST:PORT")
+    peer_service: str = _option("", "name that resolves to all routers of the group, as a headless Service does")
+    peer_key: str = _option("", "secret that all of them have; also read from SGLANG_EXT_PEER_KEY")
+    service_discovery: bool = _option(False, "find instances by the EndpointSlices of their Services in Kubernetes")
+    service_discovery_namespace: str = _option("", "namespace of those Services; default: the router's own")
+    service_discovery_port: int = _option(0, "port of instances whose Service names none http; 0: its only one")
+    prefill_short_selector: str = _option(
+        "", "labels KEY=VALUE[,...] of the EndpointSlices for short prompts; default: sglang-ext.io/role=prefill-short"
+    )
+    prefill_long_selector: str = _option("", "the same for long prompts; default: sglang-ext.io/role=prefill-long")
+    prefill_selector: str = _option("", "the same for both; default: sglang-ext.io/role=prefill")
+    decode_selector: str = _option("", "the same for decode; default: sglang-ext.io/role=decode")
+    kubernetes_url: str = _option("", "address of the API server; default: what a pod is told")
+    kubernetes_token_file: str = _option("", "bearer token for it; default: the pod's own")
+    kubernetes_ca_file: str = _option("", "its CA certificate in PEM; default: the pod's own")
+
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = _option(False, "log JSON lines")
@@ -206,6 +227,7 @@ class RouterConfig:
             if getattr(self, name) > 65535:
                 raise RouterConfigError(f"{_flag(name)} must be at most 65535, not {getattr(self, name)}")
         self._check_access()
+        self._check_peers()
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
             raise RouterConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
         if self.coordinator_url:
@@ -246,6 +268,25 @@ class RouterConfig:
                 raise RouterConfigError(f"--cors-allow-origins: {origin!r} is neither * nor of the form https://HOST")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise RouterConfigError("--ssl-keyfile needs --ssl-certfile")
+
+    def _check_peers(self) -> None:
+        if not self.peer_port:
+            for name in ("peer", "peer_service"):
+                if getattr(self, name):
+                    raise RouterConfigError(f"{_flag(name)} needs --peer-port")
+            return
+        if not self.peer_key:
+            raise RouterConfigError("--peer-port needs --peer-key, or SGLANG_EXT_PEER_KEY")
+        if self.peer_port in {self.port, self.metrics_port}:
+            raise RouterConfigError(f"--peer-port must be a port of its own, not {self.peer_port}")
+        if self.processes > 1:
+            raise RouterConfigError(
+                f"--peer-port needs --processes 1, not {self.processes}: start more routers instead"
+            )
+        for text in self.peer:
+            host, _, port = text.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise RouterConfigError(f"--peer: {text!r} is not of the form HOST:PORT")
 
     @property
     def aliases(self) -> tuple[tuple[str, str], ...]:
@@ -310,11 +351,16 @@ _POSITIVE = (
     *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",
 )
-_KEYS = ("api_key", "admin_api_key", "worker_api_key")
-_MAY_BE_OFF = ("first_byte_timeout_secs", "stream_stall_timeout_secs", "drain_delay_secs")  # by 0
+_KEYS = ("api_key", "admin_api_key", "worker_api_key", "peer_key")
+_MAY_BE_OFF = (
+    "sse_keep_alive_secs",
+    "first_byte_timeout_secs",
+    "stream_stall_timeout_secs",
+    "drain_delay_secs",
+)  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
-    "metrics_port",
+    *("metrics_port", "peer_port", "service_discovery_port"),
     *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
@@ -417,7 +463,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         if not getattr(arguments, name):
             setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())
     values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
-    values["model_alias"] = tuple(values["model_alias"])
+    values["model_alias"], values["peer"] = tuple(values["model_alias"]), tuple(values["peer"])
     return RouterConfig(workers=tuple(workers), **values)
 
 

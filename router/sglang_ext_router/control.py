@@ -11,22 +11,41 @@ import aiohttp
 import orjson
 from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from sglang_ext import __version__
 from sglang_ext.types import Role
 from sglang_ext_router import replies
-from sglang_ext_router.access import TOKENISE_PATHS, Access
+from sglang_ext_router.access import Access
+from sglang_ext_router.api_document import (
+    ADMIN_ONLY,
+    NO_KEY,
+    TOKENISE_BODIES,
+    WORKER_URL_PATTERN,
+    answers,
+    describe_api,
+)
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.probe import Prober
+from sglang_ext_router.prompt import BadRequestError, parse_body
+from sglang_ext_router.request_fields import check_detokenise, check_tokenise
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
 HIDDEN = "(hidden)"
+CHECKED_BYTES = 4 << 20  # of a body to tokenise: a larger one is an instance's to judge, as parsing it takes too long
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "ranks",
+    "/v1/score": "scores of labels",
+    "/v1/classify": "classifications",
+}
 _SECRET_NAME = re.compile(
     r"(?:^|[_-])(?:(?:api|admin|auth|access|private|secret)?[_-]?keys?|keyfile|secrets?|passw(?:or)?d|pass|tokens?|credentials?)"
     r"(?:$|[_-](?:password|hash|value)$)|password|secret",
@@ -70,11 +89,19 @@ class ControlTarget(Protocol):
 class NewWorker(BaseModel):
     """Body of POST /workers."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"enum": [role.value for role in Role if role.is_prefill]}}},
+                {"properties": {"bootstrap_port": {"type": "null"}}},
+            ]
+        },
+    )
 
-    url: str
+    url: Annotated[str, Field(json_schema_extra={"pattern": WORKER_URL_PATTERN})]
     role: Role
-    bootstrap_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
+    bootstrap_port: Annotated[int, Field(strict=True, gt=0, lt=65536)] | None = None
 
 
 class Drain(BaseModel):
@@ -82,7 +109,7 @@ class Drain(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    drain: bool = True
+    drain: Annotated[bool, Field(strict=True)] = True
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
@@ -120,11 +147,11 @@ def build_app(router: ControlTarget) -> FastAPI:
     now = router.loop.time
 
     # Header values come decoded as Latin-1, whatever bytes they were.
-    def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
+    def check_client(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
         if not router.access.is_client((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong API key")
 
-    def check_admin(authorization: Annotated[str | None, Header()] = None) -> None:
+    def check_admin(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
         if not router.config.admin_api_key:
             raise HTTPException(403, "changes are off: start the router with --admin-api-key to allow them")
         if not router.access.is_admin((authorization or "").encode("latin-1")):
@@ -134,10 +161,15 @@ def build_app(router: ControlTarget) -> FastAPI:
     own_keys = tuple(key for key in (config.api_key, config.admin_api_key, config.key_for_workers) if key)
     client = [Depends(check_client)]
     admin = [Depends(check_admin)]
+    # FastAPI makes the document when it is first asked for, and keeps it.
+    app.openapi = lambda: _documented(app, config)  # type: ignore[method-assign]
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(_: Request, error: HTTPException) -> Response:
-        return _json_error(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+        if error.status_code == 405:
+            headers["allow"] = ", ".join(methods_of(app, request.url.path))
+        return _json_error(error.status_code, str(error.detail), headers=headers)
 
     @app.exception_handler(RequestValidationError)
     async def on_bad_input(_: Request, error: RequestValidationError) -> Response:
@@ -146,19 +178,19 @@ def build_app(router: ControlTarget) -> FastAPI:
         return _json_error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health")
+    @app.get("/health", openapi_extra=NO_KEY)
     @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz")
+    @app.get("/healthz", openapi_extra=NO_KEY)
     @app.head("/liveness", include_in_schema=False)
-    @app.get("/liveness")
+    @app.get("/liveness", openapi_extra=NO_KEY)
     async def health() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz")
+    @app.get("/readyz", openapi_extra=NO_KEY)
     @app.head("/readiness", include_in_schema=False)
-    @app.get("/readiness")
+    @app.get("/readiness", openapi_extra=NO_KEY)
     async def ready() -> Response:
         """200 while a model has a ready instance of every needed role and the router is not shutting down."""
         missing = registry.missing_roles()
@@ -168,8 +200,8 @@ def build_app(router: ControlTarget) -> FastAPI:
             return _json_error(503, f"no ready instance for: {missing}")
         return Response(b'{"status":"ready"}', media_type="application/json")
 
-    @app.get("/metrics")
-    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
         """Prometheus metrics of all processes of this router, as OpenMetrics where Accept asks for it."""
         body, content_type = router.render_metrics(accept)
         return Response(body, headers={"content-type": content_type})
@@ -220,10 +252,35 @@ def build_app(router: ControlTarget) -> FastAPI:
     async def tokenise(request: Request) -> Response:
         """Tokenise or detokenise as an instance of the model does that the body names."""
         body = await request.body()
+        if len(body) <= CHECKED_BYTES:
+            try:
+                (check_detokenise if request.url.path.endswith("/detokenize") else check_tokenise)(parse_body(body))
+            except BadRequestError as error:
+                return _json_error(400, str(error), error.param)
         return await ask_any(request.url.path, body, _model_named_in(body))
 
-    for path in sorted(TOKENISE_PATHS):
-        app.add_api_route(path.decode(), tokenise, methods=["POST"], dependencies=client)
+    for tokenise_path, described in TOKENISE_BODIES.items():
+        app.add_api_route(
+            tokenise_path, tokenise, methods=["POST"], dependencies=client, openapi_extra={"requestBody": described}
+        )
+
+    def add_not_served(path: str, what: str) -> None:
+        async def not_served() -> Response:
+            return _json_error(404, f"{what} are not served here: the instances behind this router generate text")
+
+        app.add_api_route(
+            path, not_served, methods=["POST"], dependencies=client, status_code=404, summary=f"Not served: {what}."
+        )
+
+    for path, what in _NOT_SERVED.items():
+        add_not_served(path, what)
+
+    @app.get("/v1/responses/{name}", dependencies=client, status_code=404)
+    @app.delete("/v1/responses/{name}", dependencies=client, status_code=404)
+    @app.post("/v1/responses/{name}/cancel", dependencies=client, status_code=404)
+    async def kept_response(name: str) -> Response:
+        """Not served: replies are not kept."""
+        return _json_error(404, f"no response {name}: replies are not kept")
 
     @app.get("/model_info", dependencies=client)
     @app.get("/get_model_info", dependencies=client)
@@ -244,7 +301,12 @@ def build_app(router: ControlTarget) -> FastAPI:
             described["prefill" if worker.role.is_prefill else "decode"].append(without_secrets(info, own_keys))
         return _json(described)
 
-    @app.post("/flush_cache", dependencies=admin)
+    @app.post(
+        "/flush_cache",
+        dependencies=admin,
+        openapi_extra=ADMIN_ONLY,
+        responses={502: {"description": "some instances could not be asked", "content": {"application/json": {}}}},
+    )
     async def flush_cache() -> Response:
         """Empty every instance's prefix cache and the router's picture of it."""
         failed: dict[str, str] = {}
@@ -267,7 +329,13 @@ def build_app(router: ControlTarget) -> FastAPI:
         """All instances and their state."""
         return {"workers": [describe_worker(worker, now()) for worker in registry]}
 
-    @app.post("/workers", dependencies=admin, status_code=202)
+    @app.post(
+        "/workers",
+        dependencies=admin,
+        openapi_extra=ADMIN_ONLY,
+        status_code=202,
+        responses=answers(_409="it is one already"),
+    )
     async def add_worker(new: NewWorker) -> dict[str, Any]:
         """Add an instance; it takes requests once it is healthy."""
         try:
@@ -292,19 +360,21 @@ def build_app(router: ControlTarget) -> FastAPI:
                 return worker
         raise HTTPException(404, f"no worker {name}")
 
-    @app.get("/workers/{name}", dependencies=client)
+    unknown = answers(_404="no such instance")
+
+    @app.get("/workers/{name}", dependencies=client, responses=unknown)
     async def one_worker(name: str) -> dict[str, Any]:
         """One instance, named `host:port`."""
         return describe_worker(find(name), now())
 
-    @app.delete("/workers/{name}", dependencies=admin)
+    @app.delete("/workers/{name}", dependencies=admin, openapi_extra=ADMIN_ONLY, responses=unknown)
     async def remove_worker(name: str) -> dict[str, str]:
         """Take an instance out; what it is serving runs to its end."""
         worker = find(name)
         router.remove_worker(worker)
         return {"removed": worker.url}
 
-    @app.post("/workers/{name}/drain", dependencies=admin)
+    @app.post("/workers/{name}/drain", dependencies=admin, openapi_extra=ADMIN_ONLY, responses=unknown)
     async def drain_worker(name: str, drain: Drain) -> dict[str, Any]:
         """Stop (or resume) sending new requests to an instance."""
         worker = find(name)
@@ -356,6 +426,21 @@ def without_secrets(value: Any, keys: Sequence[str]) -> Any:
     if isinstance(value, str) and any(key in value for key in keys):
         return HIDDEN
     return value
+
+
+def _documented(app: FastAPI, config: RouterConfig) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        app.openapi_schema = describe_api(app, config.needs_client_key)
+    return app.openapi_schema
+
+
+def methods_of(app: FastAPI, path: str) -> list[str]:
+    """The methods that a path takes, over all routes that share it; none for an unknown one."""
+    methods: set[str] = set()
+    for route in app.routes:
+        if route.matches({"type": "http", "path": path, "method": "GET", "root_path": ""})[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -259,9 +259,9 @@ class PoolController:
         """Begin a move that an operator wants; MoveRefusedError if it cannot be made."""
         source = pool_of(worker)
         if source is None:
-            raise MoveRefusedError(400, f"{worker.url} is in neither pool: its role is {worker.role}")
+            raise MoveRefusedError(409, f"{worker.url} is in neither pool: its role is {worker.role}")
         if source is target:
-            raise MoveRefusedError(400, f"{worker.url} is in the {target} pool already")
+            raise MoveRefusedError(409, f"{worker.url} is in the {target} pool already")
         if self._config.processes > 1:
             raise MoveRefusedError(409, "instances can be moved only by a router of one process (--processes 1)")
         if self.current is not None:
@@ -274,7 +274,7 @@ class PoolController:
         except NotServedError:
             self.current = None
             raise MoveRefusedError(
-                400, f"{worker.url} cannot be switched: it was not started by `sglang-ext worker`"
+                409, f"{worker.url} cannot be switched: it was not started by `sglang-ext worker`"
             ) from None
         except NoReportError:
             pass  # the move itself will find out, and say so

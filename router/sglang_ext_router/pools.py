@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.params import Depends
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.exceptions import HTTPException
 
 from sglang_ext.policy.pools.instance_pressure import pressure
 from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.api_document import ADMIN_ONLY, WORKER_URL_PATTERN, answers
 from sglang_ext_router.config import RouterConfig, RouterConfigError, parse_worker_url
 from sglang_ext_router.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
 from sglang_ext_router.long_pool import LongPoolMonitor
@@ -37,10 +39,12 @@ class PoolsTarget(Protocol):
 class Move(BaseModel):
     """Body of POST /pools/move: an instance by its URL or as `host:port`, and the pool that it shall be in."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"oneOf": [{"required": ["url"]}, {"required": ["worker_id"]}]}
+    )
 
-    url: str | None = None
-    worker_id: str | None = None
+    url: Annotated[str, Field(json_schema_extra={"pattern": WORKER_URL_PATTERN})] | SkipJsonSchema[None] = None
+    worker_id: str | SkipJsonSchema[None] = None
     to: LengthClass
 
 
@@ -76,7 +80,13 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
             "long_pool": None if router.long_pool is None else router.long_pool.describe(),
         }
 
-    @app.post("/pools/move", dependencies=admin, status_code=202)
+    @app.post(
+        "/pools/move",
+        dependencies=admin,
+        openapi_extra=ADMIN_ONLY,
+        status_code=202,
+        responses=answers(_404="no such instance", _409="another move is under way, or the instance is not ready"),
+    )
     async def move(wanted: Move) -> dict[str, Any]:
         """Begin to move an instance to the other pool; how it ends is told by GET /pools."""
         if (wanted.url is None) == (wanted.worker_id is None):

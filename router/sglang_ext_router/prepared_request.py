@@ -15,8 +15,11 @@ from sglang_ext_router.request_body import (
     RequestHints,
     body_end,
     clean_body,
+    clean_response_body,
     hint_field,
 )
+from sglang_ext_router.request_fields import check_field_types
+from sglang_ext_router.request_ids import room_id
 from sglang_ext_router.scores import NO_SCORES, SCORE_FIELDS, ScorePlan, plan_scores
 
 if TYPE_CHECKING:
@@ -79,6 +82,7 @@ def read_body(path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: 
     BadRequestError where the client asks for something that cannot be served.
     """
     body = parse_body(raw)
+    check_field_types(path, body)
     model = body.get("model")
     if model is not None and type(model) is not str:
         raise BadRequestError("model must be a string", "model")
@@ -92,6 +96,8 @@ def read_body(path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: 
         body, raw, path = asked, dump(asked), b"/generate"
         target = path
         scores = scores._replace(body=None)
+    if path == b"/v1/responses":  # which has no place for hints
+        return ReadBody(model, prompt, scores, clean_response_body(raw, body), target, None)
     clean = clean_body(raw, body)
     return ReadBody(model, prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
 
@@ -129,6 +135,11 @@ class PreparedRequest:
         self._hints: RequestHints | None = None  # for requests with a deadline or a priority
         if body.hint_field is not None:
             self._hints = RequestHints(body.hint_field, headers.ttft_slo_s, headers.priority)
+
+    def made_id(self, room: int) -> bytes:
+        """The request id made of a room; that of a response is the response's id, too."""
+        made = room_id(room)
+        return made if self._clean.id_field == b"rid" else b"resp_" + made
 
     @property
     def own_ids(self) -> str | list[str] | None:

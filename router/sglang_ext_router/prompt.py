@@ -49,7 +49,9 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
 def measure(path: bytes, body: dict[str, Any]) -> Prompt:
     """Read what routing needs; the body's other fields are the instances' business."""
     if path == b"/v1/chat/completions":
-        items: list[str | list[int]] = [_chat_text(body)]
+        items: list[str | list[int]] = [_chat_text(body, "messages")]
+    elif path == b"/v1/responses":
+        items = [_response_text(body)]
     elif path == b"/v1/completions":
         items = _items(body.get("prompt"), "prompt")
     else:
@@ -119,6 +121,8 @@ def _items(value: Any, name: str) -> list[str | list[int]]:
     for item in value:
         if type(item) is not str and type(item) is not list:
             raise BadRequestError(f"{name} holds an item that is neither a string nor a list of token ids", name)
+        if type(item) is list and (not item or type(item[0]) is not int):  # an instance ends at one without tokens
+            raise BadRequestError(f"{name} holds a list that does not begin with a token id", name)
     return list(value)
 
 
@@ -138,18 +142,26 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _chat_text(body: dict[str, Any]) -> str:
-    """Roles and texts of all messages; tools are part of the prompt too."""
-    messages = body.get("messages")
+def _response_text(body: dict[str, Any]) -> str:
+    """What /v1/responses makes a chat of: instructions, then a text or a list of messages and other items."""
+    given, instructions = body.get("input"), body.get("instructions")
+    text = given if type(given) is str else _chat_text(body, "input")
+    return f"{instructions}\n{text}" if type(instructions) is str else text
+
+
+def _chat_text(body: dict[str, Any], field: str) -> str:
+    """Roles and texts of all messages, which are in `field`; tools are part of the prompt too."""
+    messages = body.get(field)
     if type(messages) is not list or not messages:
-        raise BadRequestError("messages must be a non-empty list", "messages")
+        wanted = "a non-empty list" if field == "messages" else "a string or a non-empty list"
+        raise BadRequestError(f"{field} must be {wanted}", field)
     parts: list[str] = []
     tools = body.get("tools")
     if tools:
         parts.append(dump(tools).decode())
     for message in messages:
         if type(message) is not dict:
-            raise BadRequestError("each message must be an object", "messages")
+            raise BadRequestError("each message must be an object", field)
         role = message.get("role")
         parts.append(role if type(role) is str else "")
         content = message.get("content")
@@ -164,6 +176,8 @@ def _chat_text(body: dict[str, Any]) -> str:
 
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:
+    if path == b"/v1/responses":
+        return 1
     if path == b"/generate":
         parameters = body.get("sampling_params")
         if type(parameters) is list and parameters:

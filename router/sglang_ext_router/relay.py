@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import orjson
+
 from sglang_ext.policy.routing.pd_actions import FailureReason
 from sglang_ext_router import replies
 from sglang_ext_router.reply_builder import BuildFailure, ReplyBuilder
@@ -27,7 +29,14 @@ REASON_TEXT = {
 }
 BROKEN_STATUS = 502  # of a reply that its instance did not end
 _ERROR_EVENT = b'data: {"error"'
+# What /v1/responses sends before there is a token, and in place of one.
+_RESPONSE_CREATED = b"event: response.created"
+_RESPONSE_FAILED = b"\nevent: response.failed\n"
+_EVENT = b"\nevent: "
+_EVENTS_BEFORE_TOKENS = 2
 _ABORTED_OUTPUT = b'"finish_reason":{"type":"abort"'
+_STREAM_HEADERS = b"content-type: text/event-stream\r\ncache-control: no-cache\r\ntransfer-encoding: chunked\r\n"
+_KEEP_ALIVE = replies.chunk(b"\n")
 _HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
 
 
@@ -41,7 +50,9 @@ class Relay:
         "_builder",
         "_client",
         "_is_http_11",
+        "_is_own_head",
         "_joined",
+        "_kept_alive_s",
         "_scores",
         "_source",
         "error",
@@ -57,6 +68,8 @@ class Relay:
     )
 
     def __init__(self, client: ClientConnection, is_http_11: bool, builder: ReplyBuilder) -> None:
+        self._is_own_head = False  # the client was sent the head of a stream before there was one
+        self._kept_alive_s = 0.0  # when it was last sent an empty line
         self._builder = builder
         self._client: ClientConnection | None = client  # None once it has its reply, or has left
         self._is_http_11 = is_http_11
@@ -111,6 +124,9 @@ class Relay:
         if not self._is_http_11 and is_chunked(head):
             self.answer_error(400, "a streamed reply needs HTTP/1.1")
             return False
+        if self._is_own_head:
+            self._go_on(leg, head, rest)
+            return True
         leg.relay = self
         self._source = leg
         client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
@@ -130,10 +146,55 @@ class Relay:
         """A leg's reply is here whole: if it was relayed, so is the client's; else it may be a half of a joined one."""
         if leg is self._source:
             self._source = None
-            self._finish()
+            if leg.relay is None and self._is_own_head:
+                self._tell_error(leg.status, as_error(reply_body(leg.raw), leg.status))
+            else:
+                self._finish()
         elif self._joined is not None and leg.status == 200:
             self._joined[leg.kind] = leg.raw
             self._join()
+
+    # -- a stream that is kept alive --------------------------------------------------------------------
+
+    def keep_alive(self, now_s: float, since_s: float, interval_s: float) -> None:
+        """Send a stream's client an empty line if it was sent nothing for `interval_s`; `since_s`: its last bytes.
+
+        Parsers of events skip it. What follows then follows within a reply of status 200, errors as an event.
+        """
+        client = self._client
+        if client is None or self._joined is not None or now_s - max(since_s, self._kept_alive_s) < interval_s:
+            return
+        source = self._source
+        if source is None:
+            if not self._is_own_head:
+                self._is_own_head = True
+                client.write(replies.head(200, _STREAM_HEADERS + self._id_header() + client.reply_headers))
+        elif source.relay is None or source.status != 200 or not source.tail_ends_an_event():
+            return
+        client.write(_KEEP_ALIVE)
+        self._kept_alive_s = now_s
+
+    def _go_on(self, leg: UpstreamConnection, head: bytes, rest: bytes) -> None:
+        """Send an instance's reply behind the head that the client has."""
+        self._source = leg
+        if is_chunked(head) and leg.status == 200:
+            leg.relay = self
+            self.write(rest[2:])  # behind the blank line
+        if leg.is_complete:
+            self.take_complete(leg)
+            leg.relay = None
+
+    def _tell_error(self, status: int, error: bytes) -> None:
+        """End a stream that the client has the head of by an error."""
+        client = self._client
+        if client is not None:
+            self.status, self.is_broken = status, True
+            event = b"data: %b\n\n" % error
+            client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
+            self._finish()
+
+    def _id_header(self) -> bytes:
+        return b"x-request-id: %b\r\n" % self.request_id if self.request_id else b""
 
     def pause(self) -> None:
         """The client reads too slowly: read no more from the instance."""
@@ -187,6 +248,10 @@ class Relay:
 
     def answer_error(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         """Reply with an error of the router's own, unless the client has left."""
+        if self._is_own_head:
+            self.error = message
+            self._tell_error(status, replies.error_json(status, message, param, code))
+            return
         client, self._client = self._client, None
         if client is None:
             return
@@ -234,7 +299,25 @@ class Relay:
 def begins_unclear(leg: UpstreamConnection) -> bool:
     """Whether too little of a stream is here to tell a token from an error."""
     body = leg.body_so_far()
+    if body.startswith(_RESPONSE_CREATED):
+        return _first_of_response(leg.raw) is None
+    if len(body) < len(_RESPONSE_CREATED) and _RESPONSE_CREATED.startswith(body):
+        return True
     return len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body)
+
+
+def _first_of_response(raw: bytes) -> bytes | None:
+    """The event of a response's stream that follows those which announce it; None if it is not here whole yet.
+
+    An event's JSON holds no line feed.
+    """
+    start = raw.find(b"\r\n\r\n")
+    for _ in range(_EVENTS_BEFORE_TOKENS + 1):
+        start = raw.find(_EVENT, start + 1)
+        if start < 0:
+            return None
+    end = raw.find(b"\n\n", start)
+    return None if end < 0 else raw[start:end]
 
 
 def stream_error_status(leg: UpstreamConnection) -> int | None:
@@ -242,8 +325,15 @@ def stream_error_status(leg: UpstreamConnection) -> int | None:
 
     The OpenAI endpoints say it as `{"error": ...}`, `/generate` as an output whose finish reason is abort.
     """
-    if leg.body_so_far().startswith(_ERROR_EVENT):
+    body = leg.body_so_far()
+    if body.startswith(_ERROR_EVENT):
         return find_int(leg.raw, b'"code":') or 500
+    if body.startswith(_RESPONSE_CREATED):
+        event = _first_of_response(leg.raw) or b""
+        if not event.startswith(_RESPONSE_FAILED):
+            return None
+        # SGLang calls everything a server_error. What it refuses before it is queued has no usage.
+        return 400 if b'"usage":null' in event else 500
     if _ABORTED_OUTPUT in leg.raw:
         return find_int(leg.raw, b'"status_code":') or 500
     return None
@@ -298,6 +388,17 @@ def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> byt
         b"" if decode is None else decode.route_header,
         int(queue_s * 1000),
     )
+
+
+def as_error(body: bytes, status: int) -> bytes:
+    """An instance's error as OpenAI's clients read it in a stream, on one line."""
+    try:
+        told = orjson.loads(body)
+    except ValueError:
+        told = None
+    if not isinstance(told, dict):
+        return replies.error_json(status, "an instance refused the request")
+    return orjson.dumps(told if "error" in told else {"error": told})
 
 
 def reply_body(raw: bytes) -> bytes:

@@ -8,6 +8,8 @@ from sglang_ext_router.prompt import BadRequestError, dump
 from sglang_ext_router.request_ids import unique_ids
 
 ROUTER_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"})
+_NEEDS_KEPT = ("previous_response_id", "conversation", "background")
+RESPONSE_FIELDS = ROUTER_FIELDS | {"request_id"}  # as /v1/responses calls an id
 OWN_PREFIX = "sglang_ext_"
 SLO_FIELD = "sglang_ext_ttft_slo_ms"
 PRIORITY_FIELD = "sglang_ext_priority"
@@ -22,6 +24,21 @@ class CleanBody(NamedTuple):
     raw: bytes | bytearray
     is_empty: bool
     request_ids: str | list[str] | None  # the client's own, under which it finds its reply
+    id_field: bytes = b"rid"
+
+
+def clean_response_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
+    """As `clean_body`, for /v1/responses."""
+    given = body.get("request_id")
+    if given is not None and type(given) is not str:
+        raise BadRequestError("request_id must be a string", "request_id")
+    for name in _NEEDS_KEPT:
+        if body.get(name):
+            raise BadRequestError(f"{name} is not served: replies are not kept; send the conversation as input", name)
+    if RESPONSE_FIELDS.isdisjoint(body):
+        return CleanBody(raw, not body, None, b"request_id")
+    kept = {key: value for key, value in body.items() if key not in RESPONSE_FIELDS}
+    return CleanBody(dump(kept), not kept, given, b"request_id")
 
 
 def clean_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
@@ -49,8 +66,8 @@ def body_end(clean: CleanBody, own: bytes, bootstrap_json: bytes, room: int, mad
         start += own + b","
     given = clean.request_ids
     if given is None:
-        return b'%b%b%d,"rid":"%b"}' % (start, bootstrap_json, room, made_id)
-    return b'%b%b%d,"rid":%b}' % (start, bootstrap_json, room, dump(unique_ids(given, made_id)))
+        return b'%b%b%d,"%b":"%b"}' % (start, bootstrap_json, room, clean.id_field, made_id)
+    return b'%b%b%d,"%b":%b}' % (start, bootstrap_json, room, clean.id_field, dump(unique_ids(given, made_id)))
 
 
 class HintField(NamedTuple):

@@ -21,6 +21,7 @@ PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen 
 MAX_HEADERS = 1000
 LONG_BYTES = 16 << 10  # of a body still to come: then the way past the parser is worth while
 FIRST_BUFFER_BYTES = 1 << 20  # it grows with what has come, not with what is announced
+_ALLOW = b"allow: GET, HEAD, POST, DELETE\r\n"
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
 
@@ -104,7 +105,7 @@ class RequestParser:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
                 if self._parser.get_method() == b"CONNECT":
-                    self.connection.refuse(RequestRefusal(405, "CONNECT is not served"))
+                    self.connection.refuse(RequestRefusal(405, "CONNECT is not served", _ALLOW))
                     return
                 # The head again, without the wish for another protocol, and then what is behind it.
                 head, rest = self._head_without_upgrade(), data[upgrade.args[0] :]
@@ -299,9 +300,9 @@ class RequestParser:
         """Refuse a body of that size, or so much more to buffer."""
         if body_bytes > request.max_body_bytes:
             limit = request.max_body_bytes
-            self._stop(
-                RequestRefusal(413, f"request body larger than {limit} bytes" if limit else "no body is taken here")
-            )
+            if not limit:
+                self._stop(self._clients.gate.refuse_body(request))
+            self._stop(RequestRefusal(413, f"request body larger than {limit} bytes"))
         if self._clients.buffered_bytes + more_bytes > self._limits.max_buffered_bytes:
             self._stop(OVERLOADED)
 

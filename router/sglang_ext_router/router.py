@@ -26,8 +26,9 @@ from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
-from sglang_ext_router.control import build_app
+from sglang_ext_router.control import build_app, methods_of
 from sglang_ext_router.controller import PoolController
+from sglang_ext_router.discovery import Discovery
 from sglang_ext_router.exposition import (
     gauge_families,
     pool_families,
@@ -38,6 +39,7 @@ from sglang_ext_router.exposition import (
     worker_families,
 )
 from sglang_ext_router.http1 import ClientConnection
+from sglang_ext_router.kubernetes_api import connect_kubernetes
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
 from sglang_ext_router.model_pools import ModelPools
@@ -94,6 +96,7 @@ class Router:
         )
         self.controller = PoolController(config, loop, self.registry, self.prober)
         self.long_pool = _long_pool_monitor(config, loop)
+        self.discovery = Discovery(config, self, connect_kubernetes(config)) if config.service_discovery else None
         self.siblings: SiblingLink = siblings or NoSiblings()
         self.running: dict[Runnable, None] = {}
         self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
@@ -133,6 +136,7 @@ class Router:
         )
         self.is_draining = False
         self.app = build_app(self)
+        self.access.methods_of = self._methods_of
         self._admitted: deque[Admissible] = deque()
         self._is_starting = False
         limits = ConnectionLimits(
@@ -151,7 +155,11 @@ class Router:
         self.reports = Clients(ReportGate(), limits, self.access_log)
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = math.inf
-        limits_s = (config.first_byte_timeout_secs or math.inf, config.stream_stall_timeout_secs or math.inf)
+        limits_s = (
+            config.first_byte_timeout_secs or math.inf,
+            config.stream_stall_timeout_secs or math.inf,
+            config.sse_keep_alive_secs or math.inf,
+        )
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
         self._next_progress_s = 0.0
         self._tokenisers = Tokenisers(loop)
@@ -166,6 +174,8 @@ class Router:
         self.controller.start()
         if self.long_pool is not None:
             self.long_pool.start()
+        if self.discovery is not None:
+            self.discovery.start()
         self._sweep()
 
     async def listen(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
@@ -209,6 +219,8 @@ class Router:
             self._sweeper.cancel()
         for connection in (*self._connections, *self.reports.open):
             connection.close()
+        if self.discovery is not None:
+            await self.discovery.stop()
         await self.siblings.stop()
         await self.controller.stop()
         if self.long_pool is not None:
@@ -246,6 +258,9 @@ class Router:
             connection.respond_error(404, "reports are served at a port of their own")
         else:
             connection.call = AsgiCall(self.app, connection, request, self.access_log)
+
+    def _methods_of(self, path: bytes) -> list[str]:
+        return ["POST"] if path in GENERATION_PATHS else methods_of(self.app, path.decode("latin-1"))
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
         connection.call = AsgiCall(self.app, connection, request, self.access_log)
@@ -302,6 +317,9 @@ class Router:
             self._next_progress_s = now_s + self._progress_interval_s
             for request in tuple(self.running):
                 request.check_progress(now_s)
+            if self.config.sse_keep_alive_secs:
+                for waiting in tuple(self.admission.queue):
+                    waiting.keep_alive(now_s)
         for connection in (*self._connections, *self.reports.open):
             connection.sweep(now_s)
         self.access.reload_keys(now_s)

@@ -40,6 +40,9 @@ class Admissible(Protocol):
     def online_wait_s(self, now_s: float) -> float | None:
         """For how long it has waited, if for an online client."""
 
+    def keep_alive(self, now_s: float) -> None:
+        """Let its client, and what is between, know that it still waits."""
+
 
 class Runnable(Protocol):
     """A request that was admitted, as time limits see it."""

@@ -94,6 +94,13 @@ class WaitingRequest:
         if model is None:
             self._refuse_model(body.model or "")
             return
+        if body.target is not None and body.model and services.registry.names_adapter(body.model):
+            # SGLang's own way of scoring knows no such names.
+            message = (
+                f"log-probabilities of the prompt by an adapter: name it in lora_path, not in model {body.model!r}"
+            )
+            self._refuse(400, message, "bad_request", "model")
+            return
         request = PreparedRequest(self._unread, self._headers, body, model, self._started_s)
         self._request = request
         self._unread.body = b""  # the prepared request has what is needed of it
@@ -151,6 +158,11 @@ class WaitingRequest:
     def online_wait_s(self, now_s: float) -> float | None:
         """For how long it has waited, if for an online client."""
         return max(0.0, now_s - self._started_s) if self._request.is_online else None
+
+    def keep_alive(self, now_s: float) -> None:
+        """Keep a stream alive that waits in the queue."""
+        if self._request.prompt.is_stream:
+            self._relay.keep_alive(now_s, self._started_s, self._services.config.sse_keep_alive_secs)
 
     def start(self, now_s: float) -> None:
         """There is a place: send the request."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
-from sglang_ext.policy.routing.served_models import PairingFacts, find_model
+from sglang_ext.policy.routing.served_models import ADAPTER_SEPARATOR, PairingFacts, find_model
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.model_pools import ModelPools
@@ -271,6 +271,10 @@ class WorkerRegistry:
         if found is None:
             return find_model(name, self._by_name) or self._for_any_name
         return found
+
+    def names_adapter(self, name: str) -> bool:
+        """Whether this is `NAME:ADAPTER` and not the name of a model."""
+        return ADAPTER_SEPARATOR in name and name not in self._by_name
 
     def served_names(self) -> list[str]:
         """Models and aliases that a client may name."""

@@ -79,6 +79,12 @@ class RunningRouter:
                 raise AssertionError(f"workers: {known}; log:\n{self.log_path.read_text()[-4000:]}")
             time.sleep(0.1)
 
+    def metric(self, name: str) -> float:
+        """Sum of a counter or gauge over its labels; 0 where it has none yet."""
+        reply, _ = self.call("GET", "/metrics")
+        lines = [line for line in str(reply.body).splitlines() if line.partition("{")[0].partition(" ")[0] == name]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
     def is_idle(self) -> bool:
         reply, _ = self.call("GET", "/pools")
         pools = reply.body["pools"].values()

@@ -86,34 +86,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrange_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """The words as `parser` can read them: those for the router and for SGLang, which look like options, as values.
-
-    The model comes first, as argparse misses one that stands behind an option.
-    """
+    """The words as `parser` can read them: those for the router and for SGLang, which look like options, as values."""
     cut = words.index("--") if "--" in words else len(words)
-    own = {option: action for action in parser._actions for option in action.option_strings}
-    models: list[str] = []
+    own = {option for action in parser._actions for option in action.option_strings}
     arranged: list[str] = []
     rest = deque(words[:cut])
     while rest:
         word = rest.popleft()
-        if word == ROUTER_ARGS and rest:
+        if word != ROUTER_ARGS or not rest:
+            arranged.append(word)
+        elif not rest[0].startswith("-") or any(map(str.isspace, rest[0])):
+            arranged.append(f"{ROUTER_ARGS}={rest.popleft()}")
+        else:
             taken: list[str] = []
-            if not rest[0].startswith("-") or any(map(str.isspace, rest[0])):
-                arranged.append(f"{ROUTER_ARGS}={rest.popleft()}")
-                continue
             while rest and rest[0].partition("=")[0] not in own:
                 taken.append(rest.popleft())
             arranged.append(f"{ROUTER_ARGS}={shlex.join(taken)}" if taken else ROUTER_ARGS)
-        elif word.startswith("-"):
-            arranged.append(word)
-            if word in own and own[word].nargs != 0 and rest:
-                arranged.append(rest.popleft())
-        else:
-            models.append(word)
     if cut < len(words) - 1:
         arranged.append(f"{SGLANG_ARGS}={shlex.join(words[cut + 1 :])}")
-    return [*models, *arranged]
+    return arranged
 
 
 def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:

@@ -111,6 +111,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"),
     ),
     Hook(
+        name="token-id-guard",
+        why="a token id beyond the vocabulary, in the prompt or a stop, ends the engine; refuses the request",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.bootstrap_rooms:validate_one_request",
+        targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"),
+    ),
+    Hook(
         name="statement",
         why="each scheduler process verifies its own hooks, and /server_info tells version, role and hooks",
         kind=HookKind.AFTER,

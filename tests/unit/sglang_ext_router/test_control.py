@@ -65,11 +65,65 @@ async def test_the_models() -> None:
 @pytest.mark.parametrize("path", ["/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"])
 async def test_tokenising_is_asked_of_an_instance(path: str) -> None:
     async with cluster() as served:
-        answer = await served.ask("POST", path, {"prompt": "x"})
-        assert (answer.status, answer.json) in [
-            (200, {"path": path, "got": '{"prompt": "x"}'}),
-            (404, {"path": path, "got": '{"prompt": "x"}'}),
-        ]
+        body = {"tokens": [1, 2]} if "detokenize" in path else {"prompt": "x"}
+        answer = await served.ask("POST", path, body)
+        assert answer.status in (200, 404)
+        assert answer.json == {"path": path, "got": json.dumps(body)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/tokenize", {}, "prompt"),
+        ("/v1/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/v1/tokenize", {"prompt": 5}, "prompt"),
+        ("/v1/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/v1/detokenize", {}, "tokens"),
+        ("/v1/detokenize", {"tokens": ["1"]}, "tokens"),
+        ("/v1/detokenize", {"tokens": [1, True]}, "tokens"),
+        ("/v1/detokenize", {"tokens": [[1], 2]}, "tokens"),
+        ("/v1/detokenize", {"tokens": [1 << 32]}, "tokens"),
+        ("/v1/detokenize", {"tokens": [-1]}, "tokens"),
+    ],
+)
+async def test_what_an_instance_would_take_for_something_else_is_refused(
+    path: str, body: dict[str, Any], field: str
+) -> None:
+    async with cluster() as served:
+        answer = await served.ask("POST", path, body)
+        assert (answer.status, answer.error["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"])
+async def test_what_is_not_served_says_so(path: str) -> None:
+    async with running_router(FAST) as running:
+        answer = await running.ask("POST", path, {"model": "m", "input": "x"})
+        assert (answer.status, answer.error["type"]) == (404, "not_found_error")
+        assert "not served here" in answer.error["message"]
+
+
+async def test_responses_are_not_kept() -> None:
+    async with running_router(FAST) as running:
+        for method, path in (("GET", "/v1/responses/r"), ("DELETE", "/v1/responses/r")):
+            assert (await running.ask(method, path)).status == 404
+        answer = await running.ask("POST", "/v1/responses/r/cancel", {})
+        assert (answer.status, "not kept" in answer.error["message"]) == (404, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/workers", "GET, POST"),
+        ("POST", "/workers/x:1", "DELETE, GET"),
+        ("GET", "/v1/responses", "POST"),
+        ("DELETE", "/health", "GET, HEAD"),
+    ],
+)
+async def test_a_method_that_is_not_taken_names_those_that_are(method: str, path: str, allowed: str) -> None:
+    async with running_router(FAST) as running:
+        for body in (None, {"x": 1}):  # with a body the gate answers
+            answer = await running.ask(method, path, body)
+            assert (answer.status, answer.headers["allow"]) == (405, allowed)
 
 
 async def test_an_instances_own_description() -> None:
@@ -83,7 +137,7 @@ async def test_an_instances_own_description() -> None:
 async def test_without_instances_such_questions_get_503() -> None:
     async with running_router(FAST) as running:
         for method, path in (("POST", "/v1/tokenize"), ("GET", "/model_info")):
-            answer = await running.ask(method, path, {} if method == "POST" else None)
+            answer = await running.ask(method, path, {"prompt": "x"} if method == "POST" else None)
             assert answer.status == 503
             assert answer.error["type"] == "server_error"
 

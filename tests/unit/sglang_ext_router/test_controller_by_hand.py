@@ -29,10 +29,10 @@ async def test_moves_that_are_refused() -> None:
             ({"url": urls["short"], "to": "decode"}, 400, "to"),
             ({"url": urls["short"], "to": "medium"}, 400, "to"),
             ({"url": urls["short"], "to": "long", "now": True}, 400, "now"),
-            ({"url": urls["short"], "to": "short"}, 400, "already"),
-            ({"url": urls["both"], "to": "long"}, 400, "neither pool"),
-            ({"url": urls["decode"], "to": "long"}, 400, "neither pool"),
-            ({"url": urls["stock"], "to": "long"}, 400, "cannot be switched"),
+            ({"url": urls["short"], "to": "short"}, 409, "already"),
+            ({"url": urls["both"], "to": "long"}, 409, "neither pool"),
+            ({"url": urls["decode"], "to": "long"}, 409, "neither pool"),
+            ({"url": urls["stock"], "to": "long"}, 409, "cannot be switched"),
         ):
             answer = await served.ask("POST", "/pools/move", body, ADMIN)
             assert (answer.status, text in answer.error["message"]) == (code, True), (body, answer.body)

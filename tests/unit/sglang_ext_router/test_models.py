@@ -16,6 +16,7 @@ from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
 from sglang_ext_router.prompt import measure
+from sglang_ext_router.workers import PRIOR_TOKENS_PER_S, WorkerRegistry
 from support.event_loops import Complaints
 from support.laps_engine import CONTROLLED, LapsEngine, laps
 from support.raw_client import Reply
@@ -49,7 +50,7 @@ class Models(RunningRouter):
 def engine_of(model: str, role: Role, **facts: Any) -> ScriptedEngine:
     engine = ScriptedEngine(role, reply({"text": f"by {model} {role}", "usage": {"prompt_tokens": 7}}))
     assert isinstance(engine.info, dict)
-    engine.info = {**engine.info, "served_model_name": model, **facts}
+    engine.info = {**engine.info, "served_model_name": model, "page_size": 1, **facts}
     return engine
 
 
@@ -100,12 +101,12 @@ async def test_a_request_is_served_by_instances_of_its_model_alone(path: str) ->
             assert engines[DECODE].requests[0].json["model"] == model
 
 
-@pytest.mark.parametrize("path", GENERATION)
+@pytest.mark.parametrize("path", [*GENERATION, "/v1/responses"])
 @pytest.mark.parametrize("models", [("llama",), ("llama", "qwen")])
 async def test_an_unknown_model_gets_404(path: str, models: tuple[str, ...]) -> None:
     async with serving(*models) as served:
         for name in ("mistral", "Llama", "llam", "llama2:x", "x" * 5000):
-            answer = await served.ask("POST", path, {**GENERATION[path], "model": name})
+            answer = await served.ask("POST", path, {**GENERATION.get(path, {"input": "hi"}), "model": name})
             assert_unknown(answer, name[:100])
             assert "llama" in answer.error["message"]
             assert len(answer.body) < 500
@@ -142,6 +143,16 @@ async def test_adapters_and_aliases() -> None:
         assert_unknown(await served.ask("POST", "/v1/completions", {"prompt": "x", "model": "nothing"}), "nothing")
 
 
+async def test_scores_of_a_prompt_by_an_adapter() -> None:
+    """`/generate`, which is asked for these, knows adapters as `lora_path` alone."""
+    async with serving("llama") as served:
+        body = {"prompt": [[5, 6]], "max_tokens": 1, "prompt_logprobs": 1}
+        answer = await served.ask("POST", "/v1/completions", {**body, "model": "llama:poems"})
+        assert (answer.status, answer.error["param"]) == (400, "model")
+        assert "lora_path" in answer.error["message"]
+        assert served.requests_of("llama") == 0
+
+
 async def test_any_name_will_do_if_asked_for() -> None:
     async with serving("llama", accept_any_model=True) as served:
         assert (await served.ask("POST", "/v1/completions", {"prompt": "x", "model": "gpt-4"})).status == 200
@@ -167,6 +178,8 @@ async def test_the_list_of_models() -> None:
         for one in listed:
             answer = await served.ask("GET", f"/v1/models/{one['id']}")
             assert (answer.status, answer.json) == (200, one)
+            quoted = await served.ask("GET", f"/v1/models/{one['id'].replace('/', '%2F')}")
+            assert (quoted.status, quoted.json) == (200, one)
         assert_unknown(await served.ask("GET", "/v1/models/mistral"), "mistral")
 
 
@@ -208,13 +221,15 @@ async def test_a_model_may_still_come_while_an_instance_has_not_answered() -> No
         late = engine_of("qwen", DECODE)
         late.health_status = None
         await late.start()
-        served.router.add_worker(address_of(late))
         body = {"prompt": "x", "model": "qwen"}
-        assert (await served.ask("POST", "/v1/completions", body)).status == 503
-        assert (await served.ask("GET", "/v1/models/qwen")).status == 503
-        assert (await served.ask("POST", "/v1/completions", {"prompt": "x", "model": "llama"})).status == 200
+        try:
+            served.router.add_worker(address_of(late))
+            assert (await served.ask("POST", "/v1/completions", body)).status == 503
+            assert (await served.ask("GET", "/v1/models/qwen")).status == 503
+            assert (await served.ask("POST", "/v1/completions", {"prompt": "x", "model": "llama"})).status == 200
+        finally:
+            await late.stop()
         worker = served.worker(late.url)
-        await late.stop()
         await served.until(lambda: worker.is_checked)
         assert_unknown(await served.ask("POST", "/v1/completions", body), "qwen")
         assert late.requests == []
@@ -302,6 +317,7 @@ async def test_an_instance_that_does_not_fit_is_refused(
     values: tuple[str, str],
     role: Role,
     complaints: Complaints,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill, decode = engine_of("llama", SHORT, **own), engine_of("llama", DECODE, **own)
     misfit = engine_of("llama", role, **others)
@@ -324,7 +340,8 @@ async def test_an_instance_that_does_not_fit_is_refused(
             await served.until(lambda: worker.failed_checks >= 2)
             shown = (await served.ask("GET", f"/workers/127.0.0.1:{misfit.port}")).json
             assert (shown["state"], shown["last_error"]) == ("refused", worker.last_error)
-            for message in (answer.error["message"], worker.last_error):
+            (logged,) = [text for text in caplog.messages if "is refused" in text]  # once, not at every check
+            for message in (answer.error["message"], worker.last_error, logged):
                 assert what in message
                 assert all(value in message for value in values)
                 assert misfit.url in message
@@ -368,15 +385,26 @@ async def test_an_instance_that_comes_back_different_is_refused() -> None:
         await engine.stop()
         await served.until(lambda: not worker.is_healthy)
         assert isinstance(engine.info, dict)
-        for role in (SHORT, LONG):
-            served.worker(served.engines["llama"][role].url).facts = served.worker(
-                served.engines["llama"][role].url
-            ).facts._replace(page_size_tokens=1)  # type: ignore[union-attr]
         engine.info = {**engine.info, "page_size": 16}
         await engine.start()
         await served.until(lambda: worker.is_refused)
         engine.info = {**engine.info, "page_size": 1}
         await served.until(lambda: worker.is_healthy)
+        assert (await served.ask("POST", "/generate", {"text": "x"})).status == 200
+
+
+async def test_all_instances_of_a_model_come_back_different_one_after_the_other() -> None:
+    """The first one back says what the others must agree with; what those told that are out counts no more."""
+    async with serving("llama", roles=(SHORT, DECODE)) as served:
+        engines = served.engines["llama"]
+        for engine in engines.values():
+            await engine.stop()
+        await served.until(lambda: not any(worker.is_healthy for worker in served.router.registry))
+        for engine in engines.values():
+            assert isinstance(engine.info, dict)
+            engine.info = {**engine.info, "page_size": 64}
+            await engine.start()
+            await served.until(lambda e=engine: served.worker(e.url).is_healthy)  # type: ignore[misc]
         assert (await served.ask("POST", "/generate", {"text": "x"})).status == 200
 
 
@@ -448,6 +476,21 @@ async def test_an_instance_moves_between_the_pools_of_its_own_model_alone() -> N
         assert 'sglang_ext_router_pool_instances{model="llama",pool="long"} 1.0' in page
 
 
+async def test_another_model_cannot_take_over_while_an_instance_moves() -> None:
+    """The only short instance of its model goes on serving while it is moved, however many another model has."""
+    async with controlled_models(controller="off", controller_drain_timeout_secs=5.0) as served:
+        engine = laps(served.engines["qwen"][SHORT])
+        for worker in served.router.registry:
+            if worker.model == "qwen" and worker.role is SHORT and worker.url != engine.url:
+                served.router.remove_worker(worker)
+        engine.behaviour = "ignore"  # so that the move does not end soon
+        answer = await served.ask("POST", "/pools/move", {"url": engine.url, "to": "long"}, ADMIN)
+        assert answer.status == 202
+        await served.until(lambda: bool(engine.switches))
+        assert served.router.controller.current is not None
+        assert served.worker(engine.url).is_ready
+
+
 async def test_each_model_is_judged_by_its_own_instances() -> None:
     """What one model lacks the other cannot give, and one that reports nonsense does not stop the other."""
     async with controlled_models() as served:
@@ -460,6 +503,35 @@ async def test_each_model_is_judged_by_its_own_instances() -> None:
         decision = controller.control("llama").decision
         assert decision is not None
         assert decision.reason is DecisionReason.SIGNALS_MISSING
+
+
+async def test_what_is_expected_of_an_instance_is_what_its_own_model_has_shown() -> None:
+    async with serving("llama", "qwen") as served:
+        registry = served.router.registry
+        shown = served.worker(served.engines["qwen"][SHORT].url).rate
+        for second in range(10):
+            shown.observe(second * 100_000, second * 1_000_000, float(second))
+        served.router.registry._shown_s = float("-inf")
+        llama, qwen = (served.worker(served.engines[model][LONG].url) for model in ("llama", "qwen"))
+        short = registry.add(WorkerAddress("http://127.0.0.1:1", SHORT))
+        short.model = "llama"
+        assert registry.expected_tokens_per_s(short, 0.0) == PRIOR_TOKENS_PER_S
+        short.model = "qwen"
+        assert registry.expected_tokens_per_s(short, 0.0) > 10 * PRIOR_TOKENS_PER_S
+        assert registry.expected_tokens_per_s(llama, 0.0) == registry.expected_tokens_per_s(qwen, 0.0)
+        registry.remove(short)
+
+
+def test_a_model_that_is_gone_has_no_instances() -> None:
+    registry = WorkerRegistry(RouterConfig(workers=(WorkerAddress("http://a:1", SHORT),)))
+    (worker,) = registry
+    worker.model, worker.is_healthy = "llama", True
+    registry.refresh()
+    pools = registry.find_model("llama")
+    assert pools is not None
+    assert pools.ready_prefill == (worker,)
+    registry.remove(worker)
+    assert (pools.ready_prefill, registry.find_model("llama"), registry.find_model(None)) == ((), None, None)
 
 
 async def test_the_load_of_one_model() -> None:

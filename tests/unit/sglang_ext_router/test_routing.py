@@ -81,6 +81,17 @@ def test_a_cached_prefix_changes_the_class() -> None:
     assert route.decision.new_tokens == 2000 - route.decision.cached_tokens
 
 
+def test_what_instances_of_other_models_hold_puts_no_class_in_doubt() -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    assert not pools.planner.needs_exact_count(pools.model, prompt)
+    pools.planner.index.add_worker(99)
+    pools.planner.index.record(99, prompt.hashes[: 6000 // BLOCK_BYTES])
+    assert not pools.planner.needs_exact_count(pools.model, prompt)
+    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: 6000 // BLOCK_BYTES])
+    assert pools.planner.needs_exact_count(pools.model, prompt)
+
+
 def test_all_cached_still_leaves_one_token_to_compute() -> None:
     pools = Pools(SHORT, DECODE)
     prompt = measure(b"/generate", {"text": "x" * BLOCK_BYTES * 4})

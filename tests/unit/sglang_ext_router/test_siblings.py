@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from sglang_ext.types import Role
 from sglang_ext_router import siblings as siblings_module
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.siblings import DatagramSiblings, MembershipTable
+from sglang_ext_router.shared_state import MembershipTable
+from sglang_ext_router.siblings import DatagramSiblings
 from support.engines import free_port
 from support.raw_client import RawClient
 from support.router_process import FAST, RunningRouter, running_router, until
@@ -317,3 +318,42 @@ def test_changes_at_the_same_time_are_decided_alike() -> None:
 
 def test_what_the_command_line_gave_is_not_told() -> None:
     assert MembershipTable(0, INITIAL).wire() == []
+
+
+def of_model(engine: ScriptedEngine, model: str, **facts: Any) -> ScriptedEngine:
+    assert isinstance(engine.info, dict)
+    engine.info = {**engine.info, "served_model_name": model, **facts}
+    return engine
+
+
+async def test_every_process_routes_by_model_and_lets_in_what_fits(tmp_path: Path) -> None:
+    engines = [of_model(engine, model, page_size=1) for model in ("llama", "qwen") for engine in pair()]
+    async with processes(tmp_path, engines, model_alias=("gpt-4=qwen",)) as running:
+        misfit = of_model(ScriptedEngine(Role.DECODE), "qwen", page_size=64)
+        await misfit.start()
+        try:
+            running[0].router.add_worker(WorkerAddress(misfit.url, Role.DECODE))
+            for number, one in enumerate(running, 1):
+                await until(lambda one=one: one.router.registry.find(misfit.url) is not None)  # type: ignore[misc]
+                await until(lambda one=one: one.worker(misfit.url).is_refused)  # type: ignore[misc]
+                for model in ("llama", "qwen", "gpt-4"):
+                    assert (await one.ask("POST", "/generate", {**PROMPT, "model": model})).status == 200
+                assert (await one.ask("POST", "/generate", {**PROMPT, "model": "mistral"})).status == 404
+                assert [len(engine.requests) for engine in engines] == [number, number, 2 * number, 2 * number]
+            assert misfit.requests == []
+            # The load of one process is told by the other, for the model that it is of.
+            engines[2].script = engines[3].script = hang()
+            client = await running[0].connect()
+            body = b'{"text": "x", "model": "gpt-4"}'
+            await client.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            models = running[1].router.registry.models
+
+            def told(name: str) -> int:
+                classes = running[1].router.describe_load([models[name]])["classes"]
+                return int(classes["short"]["online_in_flight"])
+
+            await until(lambda: told("qwen") == 1)
+            assert told("llama") == 0
+            client.close()
+        finally:
+            await misfit.stop()

@@ -4,6 +4,8 @@ Stock SGLang expands n samples after it has sent one warm-up request, and every 
 bootstrap room. Here a request with batch size B and n samples becomes a plain batch of B*n requests in
 prompt-major order, with rooms `room`, `room + 1`, … `room + B*n - 1`. Prefill and decode expand alike, so the
 sender of the request reserves a range of rooms and sends its first.
+
+Refused, too, is what ends a stock engine for all: token ids that the model does not have.
 """
 
 from __future__ import annotations
@@ -115,3 +117,31 @@ def live_requests(scheduler: Any) -> Iterator[Any]:
         for held in scheduler.disagg_decode_transfer_queue.queue:
             yield held.req
         yield from scheduler.disagg_decode_prealloc_queue.retracted_queue
+
+
+def validate_one_request(stock: Callable[..., None], manager: Any, request: Any, input_ids: Any) -> None:
+    """AROUND `TokenizerManager._validate_one_request(obj, input_ids)`: ValueError (400) for ids that are not.
+
+    A prompt has tokens; token ids, those of stops too, are of the vocabulary. At others the stock engine ends: they are
+    errors of the forward pass, or of the sampler beside `min_new_tokens`, on a GPU such that nothing recovers from.
+    """
+    size = manager.model_config.vocab_size
+    if input_ids is not None and not len(input_ids) and getattr(request, "input_embeds", None) is None:
+        raise ValueError("the prompt has no tokens")
+    if getattr(request, "input_ids", None) is not None:
+        check_token_ids(input_ids, size, "the prompt")
+    parameters = getattr(request, "sampling_params", None)
+    stop_ids = parameters.get("stop_token_ids") if isinstance(parameters, dict) else None
+    if stop_ids:
+        if not all(type(token) is int for token in stop_ids):
+            raise ValueError("stop_token_ids must be a list of integers")
+        check_token_ids(stop_ids, size, "stop_token_ids")
+    stock(manager, request, input_ids)
+
+
+def check_token_ids(ids: Any, vocabulary_size: int, where: str) -> None:
+    """ValueError for an id outside of `[0, vocabulary_size)`; `ids` is not empty, `where` says what they belong to."""
+    lowest, highest = min(ids), max(ids)
+    if lowest < 0 or highest >= vocabulary_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"the token id {wrong} in {where} is not one of the model's 0 to {vocabulary_size - 1}")

@@ -1,0 +1,135 @@
+"""As much of Kubernetes' API as the router needs: to list and watch objects of one kind."""
+
+from __future__ import annotations
+
+import os
+import random
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_ext_router.config import RouterConfig, RouterConfigError
+
+ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+PAGE_ITEMS = 500
+WATCH_S = 240.0  # then the API server ends a watch, and the next one goes on where it was
+ANSWER_TIMEOUT_S = 30.0
+MAX_LINE_BYTES = 16 << 20  # an event holds a whole slice, of up to 1,000 endpoints
+
+
+class VersionExpiredError(Exception):
+    """The API server does not know any more what came after the version that was seen last."""
+
+
+class ApiAnswerError(Exception):
+    """The API server answers with an error."""
+
+
+class KubernetesApi:
+    """As much of the API as is needed: list and watch one kind of object. Reads the token anew, as it is rotated."""
+
+    def __init__(self, url: str, token_file: Path | None, tls: ssl.SSLContext | None) -> None:
+        self._url = url
+        self._token_file = token_file
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls if tls is not None else True),
+            read_bufsize=MAX_LINE_BYTES // 2,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def list(self, path: str, label_selector: str) -> tuple[list[dict[str, Any]], str]:
+        """All objects, and the version from which to watch."""
+        items: list[dict[str, Any]] = []
+        query = {"labelSelector": label_selector, "limit": str(PAGE_ITEMS)}
+        while True:
+            timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+            async with self._session.get(
+                self._url + path, params=query, headers=self._headers(), timeout=timeout
+            ) as reply:
+                await _check(reply)
+                page = orjson.loads(await reply.read())
+            items += page.get("items") or ()
+            metadata = page.get("metadata") or {}
+            if not metadata.get("continue"):
+                return items, str(metadata.get("resourceVersion") or "")
+            query["continue"] = metadata["continue"]
+
+    async def watch(self, path: str, label_selector: str, version: str) -> AsyncIterator[dict[str, Any]]:
+        """The events after `version` until the API server ends the watch; after a VersionExpiredError list again."""
+        query = {
+            "labelSelector": label_selector,
+            "watch": "1",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(int(WATCH_S * random.uniform(0.8, 1.2))),  # not all routers at once
+        }
+        timeout = aiohttp.ClientTimeout(total=WATCH_S * 1.2 + ANSWER_TIMEOUT_S, sock_connect=ANSWER_TIMEOUT_S)
+        async with self._session.get(self._url + path, params=query, headers=self._headers(), timeout=timeout) as reply:
+            await _check(reply)
+            async for line in reply.content:
+                event = orjson.loads(line)
+                if event.get("type") == "ERROR":
+                    status = event.get("object") or {}
+                    if status.get("code") == 410:
+                        raise VersionExpiredError
+                    raise ApiAnswerError(f"a watch ended with {status.get('code')}: {status.get('message')}")
+                yield event
+
+    def _headers(self) -> dict[str, str]:
+        if self._token_file is None:
+            return {}
+        return {"Authorization": f"Bearer {self._token_file.read_text(encoding='utf-8').strip()}"}
+
+
+async def _check(reply: aiohttp.ClientResponse) -> None:
+    if reply.status == 410:
+        raise VersionExpiredError
+    if reply.status == 200:
+        return
+    body = (await reply.read())[:1000]
+    try:
+        message = orjson.loads(body).get("message")
+    except (orjson.JSONDecodeError, AttributeError):
+        message = body.decode(errors="replace").strip()
+    hint = ""
+    if reply.status == 403:
+        hint = "; the service account needs get, list and watch on endpointslices in discovery.k8s.io"
+    raise ApiAnswerError(f"{reply.status}: {message}{hint}")
+
+
+def connect_kubernetes(config: RouterConfig) -> Callable[[], KubernetesApi]:
+    """How to reach the API server: by options, or as a pod does. RouterConfigError where neither will do."""
+    url = config.kubernetes_url
+    if not url:
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
+        if not host or not port:
+            raise RouterConfigError("--service-discovery outside a cluster needs --kubernetes-url")
+        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    token_file = Path(config.kubernetes_token_file or ACCOUNT_FOLDER / "token")
+    has_token = token_file.exists()
+    if config.kubernetes_token_file and not has_token:
+        raise RouterConfigError(f"--kubernetes-token-file {token_file}: there is no such file")
+    ca_file = config.kubernetes_ca_file or (
+        str(ACCOUNT_FOLDER / "ca.crt") if (ACCOUNT_FOLDER / "ca.crt").exists() else ""
+    )
+    tls: ssl.SSLContext | None = None
+    if url.startswith("https://"):
+        try:
+            tls = ssl.create_default_context(cafile=ca_file or None)
+        except (OSError, ssl.SSLError) as error:
+            raise RouterConfigError(f"--kubernetes-ca-file {ca_file}: {error}") from None
+    return lambda: KubernetesApi(url.rstrip("/"), token_file if has_token else None, tls)
+
+
+def own_namespace() -> str:
+    """Of the pod that this runs in; `default` outside a cluster."""
+    try:
+        return (ACCOUNT_FOLDER / "namespace").read_text(encoding="utf-8").strip()
+    except OSError:
+        return "default"

@@ -1,0 +1,90 @@
+"""The router keeps what its OpenAPI document says, whatever is sent: schemathesis over a live cluster.
+
+No answer is a 5xx, none is undocumented, what the document forbids is refused and what it allows is not; and no request
+ends an instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.types import Role
+from support.api_cases import MEMBERSHIP, check_api
+from support.engines import FLEET, Engine, EngineSpec
+from support.router_cli import RunningRouter, running_router
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[Engine]:
+    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
+
+
+@pytest.fixture(scope="module")
+def router(engines: list[Engine]) -> Iterator[RunningRouter]:
+    with running_router(engines, "--length-boundary-tokens", "256") as running:
+        yield running
+
+
+def check_served(router: RunningRouter, engines: list[Engine], folder: Path, seed: int, *options: str) -> None:
+    check_api(router, folder, seed, "--exclude-path-regex", MEMBERSHIP, *options)
+    for engine in engines:
+        assert engine.is_alive
+        engine.wait_idle()
+    assert router.is_idle()
+
+
+def check_membership(engines: list[Engine], folder: Path, seed: int, *options: str) -> None:
+    """What changes the members, on a router of its own: an instance that does not exist is no error of the router's."""
+    with running_router(engines) as router:
+        check_api(router, folder, seed, "--include-path-regex", MEMBERSHIP, "--exclude-path", "/flush_cache", *options)
+
+
+def test_every_answer_is_documented(router: RunningRouter, engines: list[Engine], tmp_path: Path) -> None:
+    check_served(router, engines, tmp_path, 1, "-n", "5", "--phases", "fuzzing")
+    check_membership(engines, tmp_path, 1, "-n", "5", "--phases", "fuzzing")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [2, 3])
+def test_many_answers_are_documented(router: RunningRouter, engines: list[Engine], tmp_path: Path, seed: int) -> None:
+    check_served(router, engines, tmp_path, seed, "-n", "40")
+    check_membership(engines, tmp_path, seed, "-n", "40")
+
+
+def test_every_path_is_in_the_document(router: RunningRouter) -> None:
+    reply, _ = router.call("GET", "/openapi.json")
+    paths = reply.body["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate", "/v1/models", "/v1/tokenize"):
+        assert path in paths
+    assert set(paths["/workers"]) == {"get", "post"}
+    for methods in paths.values():
+        for operation in methods.values():
+            assert "422" not in operation["responses"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [5, 1 << 20]},
+        {"input_ids": [5, -1]},
+        {"input_ids": [[]]},
+        {"text": [""]},
+        {"text": "x", "sampling_params": {"top_k": 1 << 31}},
+        {"text": "x", "sampling_params": {"stop_token_ids": [1 << 20], "min_new_tokens": 2}},
+        {"text": "x", "sampling_params": {"n": None}},
+        {"text": "x", "stream": 1},
+    ],
+    ids=str,
+)
+def test_what_ends_a_stock_instance_is_refused(
+    router: RunningRouter, engines: list[Engine], body: dict[str, Any]
+) -> None:
+    assert router.post("/generate", body).status == 400
+    for engine in engines:
+        assert engine.get("/health").status == 200

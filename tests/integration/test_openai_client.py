@@ -1,0 +1,197 @@
+"""The `openai` SDK against the router over real SGLang: what it calls works, streamed and not."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, Engine, EngineSpec
+from support.router_cli import RunningRouter, running_router
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[Engine]:
+    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
+
+
+@pytest.fixture(scope="module")
+def router(engines: list[Engine]) -> Iterator[RunningRouter]:
+    with running_router(engines, "--length-boundary-tokens", "256") as running:
+        yield running
+
+
+@pytest.fixture
+def client(router: RunningRouter) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+USER: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "What is a parser?"}]
+
+
+def test_chat(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=USER, max_tokens=12, temperature=0)
+    assert whole.usage
+    assert whole.usage.completion_tokens == 12
+    text = whole.choices[0].message.content
+    assert text
+    chunks = list(
+        client.chat.completions.create(
+            model=model,
+            messages=USER,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage
+    assert chunks[-1].usage.completion_tokens == 12
+    with client.chat.completions.stream(model=model, messages=USER, max_tokens=12, temperature=0) as stream:
+        assert "".join(event.delta for event in stream if event.type == "content.delta") == text
+
+
+def test_completions(client: openai.OpenAI, model: str) -> None:
+    whole = client.completions.create(model=model, prompt="def parse(", max_tokens=12, temperature=0)
+    text = whole.choices[0].text
+    stream = client.completions.create(model=model, prompt="def parse(", max_tokens=12, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == text
+    both = client.completions.create(model=model, prompt=["def parse(", "class A"], max_tokens=12, temperature=0)
+    assert len(both.choices) == 2
+    assert both.choices[0].text == text
+
+
+def test_responses(client: openai.OpenAI, model: str) -> None:
+    whole = client.responses.create(
+        model=model, instructions="Be brief.", input="What is a parser?", max_output_tokens=12, temperature=0
+    )
+    assert whole.id.startswith("resp_")
+    assert whole.output_text
+    assert (whole.status, whole.usage is not None) == ("incomplete", True)  # by max_output_tokens
+    events = list(
+        client.responses.create(
+            model=model,
+            instructions="Be brief.",
+            input=[{"role": "user", "content": "What is a parser?"}],
+            max_output_tokens=12,
+            temperature=0,
+            stream=True,
+        )
+    )
+    types = [event.type for event in events]
+    assert types[:2] == ["response.created", "response.in_progress"]
+    assert types[-1] == "response.incomplete"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
+def test_a_response_is_not_kept(client: openai.OpenAI, model: str, field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=model, input="x", max_output_tokens=4, extra_body={field: "resp_1"})
+    assert refused.value.param == field
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_cannot_be_is_asked_for_once(
+    router: RunningRouter, client: openai.OpenAI, model: str, stream: bool
+) -> None:
+    """The instances refuse it, one with an event that looks like an instance's failure."""
+    before = router.metric("sglang_ext_router_retries_total")
+    asked = {"model": model, "input": "x " * 1500, "max_output_tokens": 1900}
+    if stream:
+        events = list(client.responses.create(**asked, stream=True))
+        assert events[-1].type == "response.failed"
+        assert "maximum context length" in events[-1].response.error.message
+    else:
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            client.responses.create(**asked)
+    assert router.metric("sglang_ext_router_retries_total") == before
+
+
+def test_models(client: openai.OpenAI, model: str) -> None:
+    assert [one.id for one in client.models.list()] == [model]
+
+
+def test_what_is_not_served(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.embeddings.create(model=model, input="x")
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion", "response"])
+def test_a_stream_that_is_closed_frees_the_engines(
+    router: RunningRouter, engines: list[Engine], client: openai.OpenAI, model: str, kind: str
+) -> None:
+    if kind == "chat":
+        stream = client.chat.completions.create(
+            model=model, messages=USER, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+        )
+    elif kind == "completion":
+        stream = client.completions.create(
+            model=model, prompt="def parse(", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+        )
+    else:
+        stream = client.responses.create(model=model, input="What is a parser?", max_output_tokens=1900, stream=True)
+    with stream:
+        for number, _ in enumerate(stream):
+            if number == 6:
+                break
+    for engine in engines:
+        engine.wait_idle(5.0)
+    assert router.is_idle()
+
+
+def test_errors_are_the_sdks(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=USER, temperature="hot")  # type: ignore[arg-type]
+    assert refused.value.param == "temperature"
+
+
+def test_a_stream_that_is_kept_alive(engines: list[Engine]) -> None:
+    """The instance stands still for a while; neither the SDK nor a client that takes every line for JSON minds."""
+    with running_router(engines, "--sse-keep-alive-secs", "0.2", "--length-boundary-tokens", "256") as router:
+        asked = {"text": "def parse(", "sampling_params": {"temperature": 0, "max_new_tokens": 6}, "stream": True}
+        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="any", max_retries=0) as client:
+            model = client.models.list().data[0].id
+            whole = client.completions.create(model=model, prompt="def parse(", max_tokens=6, temperature=0)
+            with standing_still(engines[0]):
+                stream = client.completions.create(
+                    model=model, prompt="def parse(", max_tokens=6, temperature=0, stream=True
+                )
+                assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
+        with standing_still(engines[0]):
+            reply, _ = router.call("POST", "/generate", asked)
+        lines = reply.body.split("\n")
+        assert lines[0] == ""  # it was kept alive
+        # As sglang.bench_serving reads it.
+        events = [line.removeprefix("data: ") for line in lines if line.strip()]
+        assert events.pop() == "[DONE]"
+        assert json.loads(events[-1])["text"] == whole.choices[0].text
+
+
+@contextmanager
+def standing_still(engine: Engine) -> Iterator[None]:
+    """Stopped for a second, which the router bears."""
+    engine.freeze()
+    timer = threading.Timer(1.0, engine.thaw)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        engine.thaw()
