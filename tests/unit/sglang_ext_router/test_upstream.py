@@ -234,6 +234,7 @@ async def test_what_a_dying_instance_closed_goes_to_another_one() -> None:
     """It was killed while connections were kept, and takes new ones until its process is gone: no request is lost."""
     async with cluster(short=2, long=0, prefill_policy="random", cb_failure_threshold=1000) as served:
         dying = served.short[0]
+        served.decode[0].script = reply(delay_s=0.05)  # prefill is lost first
         for _ in range(12):
             dying.script = reply()
             count = len(dying.requests)
