@@ -185,6 +185,11 @@ class RouterConfig:
     access_log: str = _option(
         "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
     )
+    peer_port: int = _option(0, "port for the other routers of a group, which then share what they know; 0: no group")
+    peer_host: str = _option("0.0.0.0", "address for --peer-port")
+    peer: tuple[str, ...] = _option((), "another router's --peer-port; repeat for more", metavar="HOST:PORT")
+    peer_service: str = _option("", "name that resolves to all routers of the group, as a headless Service does")
+    peer_key: str = _option("", "secret that all of them have; also read from SGLANG_EXT_PEER_KEY")
     service_discovery: bool = _option(False, "find instances by the EndpointSlices of their Services in Kubernetes")
     service_discovery_namespace: str = _option("", "namespace of those Services; default: the router's own")
     service_discovery_port: int = _option(0, "port of instances whose Service names none http; 0: its only one")
@@ -226,6 +231,7 @@ class RouterConfig:
             if getattr(self, name) > 65535:
                 raise RouterConfigError(f"{_flag(name)} must be at most 65535, not {getattr(self, name)}")
         self._check_access()
+        self._check_peers()
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
             raise RouterConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
         if self.coordinator_url:
@@ -266,6 +272,25 @@ class RouterConfig:
                 raise RouterConfigError(f"--cors-allow-origins: {origin!r} is neither * nor of the form https://HOST")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise RouterConfigError("--ssl-keyfile needs --ssl-certfile")
+
+    def _check_peers(self) -> None:
+        if not self.peer_port:
+            for name in ("peer", "peer_service"):
+                if getattr(self, name):
+                    raise RouterConfigError(f"{_flag(name)} needs --peer-port")
+            return
+        if not self.peer_key:
+            raise RouterConfigError("--peer-port needs --peer-key, or SGLANG_EXT_PEER_KEY")
+        if self.peer_port in {self.port, self.metrics_port}:
+            raise RouterConfigError(f"--peer-port must be a port of its own, not {self.peer_port}")
+        if self.processes > 1:
+            raise RouterConfigError(
+                f"--peer-port needs --processes 1, not {self.processes}: start more routers instead"
+            )
+        for text in self.peer:
+            host, _, port = text.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise RouterConfigError(f"--peer: {text!r} is not of the form HOST:PORT")
 
     @property
     def aliases(self) -> tuple[tuple[str, str], ...]:
@@ -330,7 +355,7 @@ _POSITIVE = (
     *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",
 )
-_KEYS = ("api_key", "admin_api_key", "worker_api_key")
+_KEYS = ("api_key", "admin_api_key", "worker_api_key", "peer_key")
 _MAY_BE_OFF = (
     "sse_keep_alive_secs",
     "first_byte_timeout_secs",
@@ -340,7 +365,7 @@ _MAY_BE_OFF = (
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
     *("image_tokens", "audio_tokens"),
-    *("metrics_port", "service_discovery_port"),
+    *("metrics_port", "peer_port", "service_discovery_port"),
     *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
@@ -443,7 +468,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         if not getattr(arguments, name):
             setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())
     values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
-    values["model_alias"] = tuple(values["model_alias"])
+    values["model_alias"], values["peer"] = tuple(values["model_alias"]), tuple(values["peer"])
     return RouterConfig(workers=tuple(workers), **values)
 
 

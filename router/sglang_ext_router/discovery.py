@@ -160,7 +160,7 @@ class Discovery:
             worker = registry.find(endpoint.url)
             if kind is ChangeKind.ADD:
                 if worker is not None:
-                    continue  # given by an option or by hand: whoever added it takes it away
+                    continue  # given by an option or by hand, and removed by hand
                 self._router.adopt_worker(WorkerAddress(endpoint.url, endpoint.role, endpoint.bootstrap_port))
                 self._held[endpoint.url] = endpoint
                 continue

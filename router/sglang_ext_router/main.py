@@ -24,6 +24,7 @@ from sglang_ext_router.compiled import describe_compiled
 from sglang_ext_router.config import RouterConfig, RouterConfigError, add_arguments, config_from_arguments
 from sglang_ext_router.discovery import role_rules
 from sglang_ext_router.kubernetes_api import connect_kubernetes
+from sglang_ext_router.peers import PeerRouters
 from sglang_ext_router.router import Router
 from sglang_ext_router.siblings import DatagramSiblings, SiblingLink
 from sglang_ext_router.supervisor import child_place, is_child, supervise
@@ -46,6 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
             sockets = listen(config, reuse_port=is_child())
         tls = client_context(config)
         worker_context(config)
+        link = (
+            PeerRouters(config, _listen(config.peer_host, config.peer_port, "peer-", False))
+            if config.peer_port
+            else None
+        )
         if config.service_discovery:
             role_rules(config)
             connect_kubernetes(config)
@@ -65,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.processes > 1 and not is_child():
         return supervise(config, sys.argv[2:])
     if not is_child():
-        return _run(serve(config, sockets, tls))
+        return _run(serve(config, sockets, tls, siblings=link))
     index, folder = child_place()
     return _run(serve(config, sockets, tls, index, DatagramSiblings(folder, index, config), ends_with_stdin=True))
 

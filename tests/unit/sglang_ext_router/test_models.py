@@ -101,12 +101,12 @@ async def test_a_request_is_served_by_instances_of_its_model_alone(path: str) ->
             assert engines[DECODE].requests[0].json["model"] == model
 
 
-@pytest.mark.parametrize("path", GENERATION)
+@pytest.mark.parametrize("path", [*GENERATION, "/v1/responses"])
 @pytest.mark.parametrize("models", [("llama",), ("llama", "qwen")])
 async def test_an_unknown_model_gets_404(path: str, models: tuple[str, ...]) -> None:
     async with serving(*models) as served:
         for name in ("mistral", "Llama", "llam", "llama2:x", "x" * 5000):
-            answer = await served.ask("POST", path, {**GENERATION[path], "model": name})
+            answer = await served.ask("POST", path, {**GENERATION.get(path, {"input": "hi"}), "model": name})
             assert_unknown(answer, name[:100])
             assert "llama" in answer.error["message"]
             assert len(answer.body) < 500

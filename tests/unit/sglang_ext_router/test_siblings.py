@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from sglang_ext.types import Role
 from sglang_ext_router import siblings as siblings_module
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.siblings import DatagramSiblings, MembershipTable
+from sglang_ext_router.shared_state import MembershipTable
+from sglang_ext_router.siblings import DatagramSiblings
 from support.engines import free_port
 from support.raw_client import RawClient
 from support.router_process import FAST, RunningRouter, running_router, until

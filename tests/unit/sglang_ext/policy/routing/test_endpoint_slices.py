@@ -54,9 +54,9 @@ def test_events_lead_where_a_list_leads(events: list[tuple[bool, dict[str, Any]]
     assert listed.endpoints.keys() == table.endpoints.keys()
     for url, one in table.endpoints.items():
         assert one.state is listed.endpoints[url].state
-        said = [other for item in slices.values() for other in read_slice(item, RULES, None) if other.url == url]
-        assert one in said
-        assert (one.state is EndpointState.SERVING) == any(o.state is EndpointState.SERVING for o in said)
+        copies = [other for item in slices.values() for other in read_slice(item, RULES, None) if other.url == url]
+        assert one in copies
+        assert (one.state is EndpointState.SERVING) == any(o.state is EndpointState.SERVING for o in copies)
 
 
 ENDPOINTS = st.dictionaries(

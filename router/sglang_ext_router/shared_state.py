@@ -1,0 +1,206 @@
+"""What the processes of a router, and several routers, tell each other, and what each of them makes of it.
+
+State is told whole, again and again, but for prefixes, which are told once: messages may be lost, doubled or late. The
+newest change of an instance wins, and a teller that falls silent is forgotten after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from sglang_ext.types import Role
+from sglang_ext_router.config import WorkerAddress
+from sglang_ext_router.metrics import MetricsSnapshot
+from sglang_ext_router.online_load import SiblingLoad
+
+if TYPE_CHECKING:
+    from sglang_ext_router.routing import RoutePlanner
+    from sglang_ext_router.workers import Worker, WorkerRegistry
+
+# As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining
+WireEntry = tuple[str, int, int, str | None, int | None, bool]
+logger = logging.getLogger(__name__)
+MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
+
+
+class Entry(NamedTuple):
+    """The last known change of one instance. `address` is None once it was removed."""
+
+    counter: int  # grows with every change of any process that has seen the one before
+    origin: int  # process that made it: decides between changes made at the same time
+    address: WorkerAddress | None
+    is_draining: bool
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.counter, self.origin
+
+
+class MembershipTable:
+    """One process's picture; merging is commutative and idempotent, so messages may be lost or doubled."""
+
+    def __init__(self, origin: int, initial: Iterable[WorkerAddress]) -> None:
+        self._origin = origin
+        # What the command line gave is known to all processes: the same version everywhere.
+        self._entries = {address.url: Entry(0, 0, address, False) for address in initial}
+
+    def change(self, url: str, address: WorkerAddress | None, is_draining: bool = False) -> None:
+        """Note a change made here."""
+        known = self._entries.get(url)
+        self._entries[url] = Entry(known.counter + 1 if known else 1, self._origin, address, is_draining)
+
+    def merge(self, wire: Iterable[WireEntry]) -> list[tuple[str, Entry]]:
+        """Take over newer entries of a sibling; the ones that changed here."""
+        changed: list[tuple[str, Entry]] = []
+        for url, counter, origin, role, port, is_draining in wire:
+            known = self._entries.get(url)
+            if known is not None and (counter, origin) <= known.version:
+                continue
+            address = None if role is None else WorkerAddress(url, Role(role), port)
+            entry = Entry(counter, origin, address, is_draining)
+            self._entries[url] = entry
+            changed.append((url, entry))
+        return changed
+
+    def address(self, url: str) -> WorkerAddress | None:
+        entry = self._entries.get(url)
+        return None if entry is None else entry.address
+
+    def wire(self) -> list[WireEntry]:
+        """Everything, for siblings; the command line's own entries are left out as long as they are unchanged."""
+        return [
+            (
+                url,
+                entry.counter,
+                entry.origin,
+                entry.address.role.value if entry.address else None,
+                entry.address.bootstrap_port if entry.address else None,
+                entry.is_draining,
+            )
+            for url, entry in self._entries.items()
+            if entry.counter
+        ]
+
+
+class LinkedRouter(Protocol):
+    """What a link reads and changes of its own process."""
+
+    loop: asyncio.AbstractEventLoop
+    registry: WorkerRegistry
+    planner: RoutePlanner
+
+    def adopt_worker(self, address: WorkerAddress) -> Worker: ...
+
+    def drop_worker(self, worker: Worker) -> None: ...
+
+    def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
+
+    def online_load(self) -> SiblingLoad: ...
+
+    def metrics_snapshot(self) -> MetricsSnapshot: ...
+
+
+class TellerState(NamedTuple):
+    """The last message of one teller."""
+
+    received_s: float
+    loads: dict[str, tuple[int, int]]  # url → requests under way, tokens promised
+    metrics: MetricsSnapshot | None
+    online: SiblingLoad
+
+
+class SharedState:
+    """One process's part: what it tells, and what it has been told. What carries the messages builds on it."""
+
+    def __init__(self, origin: int, workers: Iterable[WorkerAddress]) -> None:
+        self._origin = origin
+        self._table = MembershipTable(origin, workers)
+        self._states: dict[int, TellerState] = {}
+        self._prefixes: list[tuple[str, list[int]]] = []
+        self._prefix_blocks = 0
+        self._router: LinkedRouter
+
+    # -- telling ----------------------------------------------------------------------------------------
+
+    def tell_added(self, address: WorkerAddress) -> None:
+        self._table.change(address.url, address)
+        self._on_changed()
+
+    def tell_removed(self, url: str) -> None:
+        self._table.change(url, None)
+        self._on_changed()
+
+    def tell_draining(self, url: str, is_draining: bool) -> None:
+        self._table.change(url, self._table.address(url), is_draining)
+        self._on_changed()
+
+    def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
+        if self._prefix_blocks + len(hashes) <= MAX_SHARED_BLOCKS:
+            self._prefixes.append((url, list(hashes)))
+            self._prefix_blocks += len(hashes)
+
+    def _on_changed(self) -> None:
+        """A change of the instances is to be told at once."""
+
+    def _next_message(self) -> dict[str, Any]:
+        """What is to be told now; prefixes are told once."""
+        router = self._router
+        prefixes, self._prefixes, self._prefix_blocks = self._prefixes, [], 0
+        return {
+            "index": self._origin,
+            "members": self._table.wire(),
+            "loads": {
+                worker.url: (worker.in_flight, worker.pending_tokens + worker.reserved_tokens)
+                for worker in router.registry
+                if worker.in_flight
+            },
+            "prefixes": prefixes,
+            "online": tuple(router.online_load()),
+        }
+
+    # -- hearing ----------------------------------------------------------------------------------------
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        """Make another process's message one's own."""
+        router = self._router
+        known = self._states.get(message["index"])
+        self._states[message["index"]] = TellerState(
+            router.loop.time(),
+            {url: (load[0], load[1]) for url, load in message["loads"].items()},
+            MetricsSnapshot(*message["metrics"]) if "metrics" in message else known.metrics if known else None,
+            SiblingLoad(*message["online"]),
+        )
+        for url, entry in self._table.merge(tuple(item) for item in message["members"]):
+            worker = router.registry.find(url)
+            if worker is not None and (entry.address is None or worker.role is not entry.address.role):
+                router.drop_worker(worker)
+                worker = None
+            if entry.address is None:
+                continue
+            if worker is None:
+                worker = router.adopt_worker(entry.address)
+            if worker.is_draining != entry.is_draining:
+                router.set_draining(worker, entry.is_draining)
+        for url, hashes in message["prefixes"]:
+            worker = router.registry.find(url)
+            if worker is not None and worker.role.is_prefill:
+                router.planner.index.record(worker.id, hashes)
+
+    def _apply_loads(self, forget_after_s: float) -> None:
+        """Add up what the living ones have under way on each instance."""
+        now_s = self._router.loop.time()
+        for index, state in tuple(self._states.items()):
+            if now_s - state.received_s > forget_after_s:
+                # Its counters stay in the metrics; its requests are gone.
+                counted = None if state.metrics is None else state.metrics._replace(gauges={}, process={})
+                self._states[index] = state._replace(loads={}, metrics=counted, online=SiblingLoad({}, {}))
+        for worker in self._router.registry:
+            loads = [state.loads.get(worker.url, (0, 0)) for state in self._states.values()]
+            worker.sibling_in_flight = sum(load[0] for load in loads)
+            worker.sibling_tokens = sum(load[1] for load in loads)
+
+    def online_loads(self) -> Sequence[SiblingLoad]:
+        return [state.online for state in self._states.values()]
