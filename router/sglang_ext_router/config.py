@@ -50,6 +50,10 @@ class RouterConfig:
     processes: int = _option(1, "router processes that share the port (SO_REUSEPORT)")
     # Which pool, which instance
     length_boundary_tokens: int = _option(512, "a prefill of at most this many new tokens is short, a larger one long")
+    image_tokens: int = _option(
+        1024, "tokens that an image in a prompt is taken for when its class is chosen; a video counts as 16 images"
+    )
+    audio_tokens: int = _option(750, "tokens that a piece of audio is taken for")
     prefill_policy: str = _option("predicted_wait", "how a prefill instance is chosen", choices=PREFILL_POLICIES)
     decode_policy: str = _option("freeness", "how a decode instance is chosen", choices=DECODE_POLICIES)
     pool_spill: bool = _option(
@@ -366,6 +370,7 @@ _MAY_BE_OFF = (
 )  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
+    *("image_tokens", "audio_tokens"),
     *("metrics_port", "peer_port", "service_discovery_port"),
     *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),

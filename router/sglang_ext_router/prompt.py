@@ -11,6 +11,9 @@ from sglang_ext.policy.routing.prefix_index import block_hashes
 
 # How many items a batch may hold: each takes one room on both instances.
 MAX_SEQUENCES = 4096
+IMAGES_OF_VIDEO = 16
+_IMAGE_PARTS = ("image_url", "input_image")
+_AUDIO_PARTS = ("audio_url", "input_audio")
 
 
 class BadRequestError(ValueError):
@@ -33,6 +36,8 @@ class Prompt(NamedTuple):
     samples_per_prompt: int
     is_stream: bool
     texts: tuple[str, ...]  # for exact tokenisation, should the class be in doubt
+    images: int = 0  # what a processor makes of them is not known here
+    audios: int = 0
 
 
 def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
@@ -71,6 +76,7 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
     if len(items) == 1 and type(first) is str:
         encoded = first.encode("utf-8", "replace")
         size = len(encoded)
+        images, audios = count_media(path, body)
         return Prompt(
             size,
             None,
@@ -81,6 +87,8 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
             samples,
             body.get("stream") is True,
             (first,),
+            images,
+            audios,
         )
     return _measure_items(items, sequences, samples, body.get("stream") is True)
 
@@ -173,6 +181,39 @@ def _chat_text(body: dict[str, Any], field: str) -> str:
         if calls:
             parts.append(dump(calls).decode())
     return "\n".join(parts)
+
+
+def count_media(path: bytes, body: dict[str, Any]) -> tuple[int, int]:
+    """Images and pieces of audio of a request with one prompt; a video counts as 16 images."""
+    if path == b"/generate":
+        return (
+            _given(body.get("image_data")) + IMAGES_OF_VIDEO * _given(body.get("video_data")),
+            _given(body.get("audio_data")),
+        )
+    images = audios = 0
+    messages = body.get("input" if path == b"/v1/responses" else "messages")
+    if type(messages) is not list:
+        return 0, 0
+    for message in messages:
+        content = message.get("content")
+        if type(content) is not list:
+            continue
+        for part in content:
+            kind = part.get("type") if type(part) is dict else None
+            if kind in _IMAGE_PARTS:
+                images += 1
+            elif kind in _AUDIO_PARTS:
+                audios += 1
+            elif kind == "video_url":
+                images += IMAGES_OF_VIDEO
+    return images, audios
+
+
+def _given(data: Any) -> int:
+    """How many there are in one of SGLang's fields for media: one, a list, or a list of lists."""
+    if type(data) is not list:
+        return 0 if data is None else 1
+    return sum(_given(item) for item in data)
 
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:

@@ -68,7 +68,7 @@ _INPUT_MESSAGE: Schema = {
     "anyOf": [
         {"required": ["role", "content"], "properties": {"role": {"const": "user"}, "content": _TEXT}},
         {
-            "required": ["role", "content"],
+            "required": ["role"],
             "properties": {
                 "role": {"enum": ["system", "developer", "assistant"]},
                 "content": {"type": ["string", "null"]},

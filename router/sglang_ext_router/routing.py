@@ -173,7 +173,7 @@ class RoutePlanner:
 
     def learn_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> None:
         """An instance told how many tokens the prompt had."""
-        if prompt.sequence_count == 1 and prompt.text_bytes:
+        if prompt.sequence_count == 1 and prompt.text_bytes and not (prompt.images or prompt.audios):
             model.estimator.observe(prompt.text_bytes, prompt_tokens)
 
     def learn_capacity(self, prefill: Worker) -> None:

@@ -131,7 +131,10 @@ class WaitingRequest:
     def _offer(self, tokens: int) -> None:
         """Refuse what cannot fit anywhere, then wait for a place."""
         services, request = self._services, self._request
+        prompt, config = request.prompt, services.config
         request.prompt_tokens = max(1, tokens)
+        if prompt.images or prompt.audios:  # an estimate: it counts for the class, and refuses nothing
+            request.prompt_tokens += prompt.images * config.image_tokens + prompt.audios * config.audio_tokens
         model, is_alone = request.model, request.scores.is_prefill_only
         limit = model.longest_prefill_tokens if is_alone else model.longest_prompt_tokens
         if limit is not None and tokens > limit:

@@ -77,14 +77,14 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
         return
     if isinstance(body.get("model"), str):
         body["model"] = os.environ[MODEL]
+    for name in ("prompt", "text", "input_ids"):
+        if isinstance(body.get(name), list):
+            body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]
     asked = body
     if path == "/generate":
         asked = body.setdefault("sampling_params", {})
         if not isinstance(asked, dict):
             return  # 128 tokens
-    for name in ("prompt", "text", "input_ids"):
-        if isinstance(body.get(name), list):
-            body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]
     asked.setdefault(LENGTHS[path], MOST_TOKENS)
     for name, most in {**dict.fromkeys(LENGTHS.values(), MOST_TOKENS), **MOST}.items():
         value = asked.get(name)

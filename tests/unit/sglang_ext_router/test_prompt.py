@@ -284,3 +284,28 @@ def test_known_fields_of_any_type_are_measured_or_refused(path: bytes, body: dic
 )
 def test_finding_an_integer(data: bytes, value: int | None) -> None:
     assert find_int(data, b'"prompt_tokens":') == value
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}
+TEXT = {"type": "text", "text": "look"}
+VIDEO = {"type": "video_url", "video_url": {"url": "http://x/y"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "images", "audios"),
+    [
+        (b"/v1/chat/completions", {"messages": [{"role": "user", "content": "image_url"}]}, 0, 0),
+        (b"/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT, IMAGE, IMAGE, AUDIO]}]}, 2, 1),
+        (b"/v1/chat/completions", {"messages": [{"role": "user", "content": [VIDEO, "odd", None]}]}, 16, 0),
+        (b"/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 1, 0),
+        (b"/v1/responses", {"input": "input_image"}, 0, 0),
+        (b"/generate", {"text": "x", "image_data": "x", "audio_data": ["a", "b"]}, 1, 2),
+        (b"/generate", {"text": "x", "image_data": [["a", "b"], None]}, 2, 0),
+        (b"/generate", {"text": "x", "video_data": ["v"]}, 16, 0),
+        (b"/v1/completions", {"prompt": "x"}, 0, 0),
+    ],
+)
+def test_images_and_audio_are_counted(path: bytes, body: dict[str, Any], images: int, audios: int) -> None:
+    prompt = measure(path, body)
+    assert (prompt.images, prompt.audios) == (images, audios)

@@ -14,6 +14,7 @@ from sglang_ext_router.prompt import Prompt, measure
 from sglang_ext_router.routing import NoInstanceError, Route, RoutePlanner
 from sglang_ext_router.workers import Worker, WorkerRegistry
 from support.router_process import cluster
+from support.scripted_engine import reply
 
 CONTEXT_TOKENS = 8192
 NONE: frozenset[int] = frozenset()
@@ -260,3 +261,19 @@ async def test_a_conversation_stays_where_its_prefix_is() -> None:
             messages += [{"role": "assistant", "content": f"answer {turn}"}, {"role": "user", "content": "go on"}]
         assert homes[0][0] == "long"
         assert homes[1:] == [("short", homes[0][1])] * 3
+
+
+@pytest.mark.parametrize(("images", "expected"), [(0, "short"), (1, "short"), (2, "long")])
+async def test_images_count_for_the_class_and_refuse_nothing(images: int, expected: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    content = [{"type": "text", "text": "look"}, *[image] * images]
+    told: list[int] = []
+    async with cluster(length_boundary_tokens=4096, image_tokens=3000) as served:
+        served.model.estimator.observe = lambda size, tokens: told.append(tokens)  # type: ignore[method-assign]
+        served.short[0].script = served.long[0].script = reply({"choices": [], "usage": {"prompt_tokens": 9}})
+        asked = {"messages": [{"role": "user", "content": content}]}
+        answer = await served.ask("POST", "/v1/chat/completions", asked)
+        assert (answer.status, answer.headers["x-sglang-ext-class"]) == (200, expected)
+        await served.until_idle()
+    # What an instance says of a prompt with images teaches nothing about text.
+    assert told == ([] if images else [9])
