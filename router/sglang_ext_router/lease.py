@@ -50,7 +50,7 @@ class LeaseHolder:
         self._task = asyncio.create_task(self._run(self._api))
 
     async def stop(self) -> None:
-        """Give the lease back, so that another router has it at once."""
+        """Release the lease, so that another router has it at once."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -58,9 +58,9 @@ class LeaseHolder:
             return
         if self.is_leader:
             try:
-                await self._turn(self._api, gives_back=True)
+                await self._turn(self._api, releases=True)
             except (ApiAnswerError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-                logger.warning("lease %s was not given back: %s", self._name, error)
+                logger.warning("lease %s was not released: %s", self._name, error)
         await self._api.close()
 
     async def _run(self, api: KubernetesApi) -> None:
@@ -81,7 +81,7 @@ class LeaseHolder:
                 logger.info("lease %s: %s now moves instances between pools", self._name, what)
             await asyncio.sleep(settings.retry_s)
 
-    async def _turn(self, api: KubernetesApi, gives_back: bool = False) -> None:
+    async def _turn(self, api: KubernetesApi, releases: bool = False) -> None:
         path = f"{self._folder}/{self._name}"
         status, found = await api.send("GET", path, accepted=(200, _NOT_FOUND))
         item = found if status == 200 else None
@@ -91,23 +91,23 @@ class LeaseHolder:
             self._leadership.on_refused()
             return
         began_s = self._loop.time()
-        body = self._body(item, lease, gives_back)
+        body = self._body(item, lease, releases)
         if action is LeaseAction.CREATE:
             status, _ = await api.send("POST", self._folder, body, accepted=(201, _CONFLICT))
         else:
             status, _ = await api.send("PUT", path, body, accepted=(200, _CONFLICT))
-        if status == _CONFLICT or gives_back:
+        if status == _CONFLICT or releases:
             self._leadership.on_refused()
         else:
             self._leadership.on_written(began_s)
 
-    def _body(self, item: dict[str, Any] | None, lease: LeaseRecord | None, gives_back: bool) -> dict[str, Any]:
+    def _body(self, item: dict[str, Any] | None, lease: LeaseRecord | None, releases: bool) -> dict[str, Any]:
         own = self._leadership.candidate
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         is_new = lease is None or lease.holder != own
         spec = dict((item or {}).get("spec") or {})
-        spec["holderIdentity"] = "" if gives_back else own
-        spec["leaseDurationSeconds"] = 1 if gives_back else int(self._leadership.settings.duration_s)
+        spec["holderIdentity"] = "" if releases else own
+        spec["leaseDurationSeconds"] = 1 if releases else int(self._leadership.settings.duration_s)
         spec["renewTime"] = now
         if is_new:
             spec["acquireTime"] = now

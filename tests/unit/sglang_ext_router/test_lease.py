@@ -58,13 +58,13 @@ async def test_another_one_leads_when_the_holder_is_killed() -> None:
         await until(lambda: len(leaders(holders)) == 1)
         (first,) = leaders(holders)
         assert first._task is not None
-        first._task.cancel()  # as if killed: nothing is given back
+        first._task.cancel()  # as if killed: nothing is released
         (other,) = [one for one in holders if one is not first]
         await until(lambda: other.is_leader)
         assert not first.is_leader
 
 
-async def test_without_the_api_server_nobody_leads_after_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_the_api_server_none_leads_after_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
     async with candidates(2) as (api, holders):
         await until(lambda: len(leaders(holders)) == 1)
         api.refusal = (500, "etcd has no leader")

@@ -4,6 +4,11 @@ The lease is one record, written only over the version that was read. A holder r
 until `renew_deadline_s` after it began its last renewal that succeeded. Another takes over when it has seen the same
 renewal for `duration_s`, which is longer: so there are never two leaders, whatever is lost or late, as long as clocks
 run equally fast. That is the way of Kubernetes' own controllers (client-go's leader election).
+
+    read ── none ───────────────────────────────▶ CREATE ─┐
+         ── own, or released ───────────────────▶ WRITE ──┼─ success ─▶ leader for renew_deadline_s
+         ── another's, unchanged for duration_s ▶ WRITE ──┘  conflict ─▶ another was faster: no leader
+         ── another's ──────────────────────────▶ WAIT
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import NamedTuple
 class LeaseRecord(NamedTuple):
     """The lease as it was read."""
 
-    holder: str  # empty: it was given back
+    holder: str  # empty: it was released
     duration_s: float  # as its holder wants it
     renewal: str  # differs after every renewal
     version: str  # of the record, to write over it

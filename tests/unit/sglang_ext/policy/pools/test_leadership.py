@@ -100,12 +100,12 @@ def test_the_next_one_leads_once_the_holder_is_silent() -> None:
     assert not first.is_leader(35)
 
 
-def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
+def test_a_lease_that_was_released_is_taken_at_once() -> None:
     server = Server()
     first, second = Leadership("a", SETTINGS), Leadership("b", SETTINGS)
     turn(first, server, 0)
     assert server.lease is not None
-    server.lease = server.lease._replace(holder="", version="given back")
+    server.lease = server.lease._replace(holder="", version="released")
     turn(second, server, 1)
     assert second.is_leader(1)
 
