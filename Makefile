@@ -2,6 +2,7 @@
 # make demo  a served model: short, long and decode instances behind the router
 # make test  style, types, architecture, unit tests, one setting of every mechanism on real SGLang (10 min)
 # make test-all  further: every setting, random plans, each role killed and stopped at every stage (25 min)
+# make test-k8s  discovery, rights and leases on a real Kubernetes API server, built once from Debian's packages (8 min)
 # make lint  style, types and architecture
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env kernels-env ray-env judges-env demo test test-all unit lint format clean
+.PHONY: env kernels-env ray-env judges-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -89,6 +90,10 @@ test: lint $(KERNELS)
 
 test-all: lint $(KERNELS) $(RAY) $(JUDGES)
 	@$(PYTEST) --full $(PYTEST_ARGS)
+
+test-k8s: env
+	@tools/build_kube_apiserver
+	@$(BIN)/python -m pytest --kubernetes tests/kubernetes $(PYTEST_ARGS)
 
 unit: env $(KERNELS) $(RAY)
 	@$(PYTEST) tests/unit $(PYTEST_ARGS)

@@ -21,15 +21,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--full`: also the tests that `make test-all` runs and `make test` does not."""
+    """Tests that `make test` does not run: `--full` for `make test-all`, `--kubernetes` for `make test-k8s`."""
     parser.addoption("--full", action="store_true", help="run tests that are marked full, too")
+    parser.addoption("--kubernetes", action="store_true", help="run tests that are marked kubernetes, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--full`, leave those out."""
-    if config.getoption("--full"):
-        return
-    kept = [item for item in items if item.get_closest_marker("full") is None]
+    """Without its option, leave a marker's tests out."""
+    left_out = [marker for marker in ("full", "kubernetes") if not config.getoption(f"--{marker}")]
+    kept = [item for item in items if not any(item.get_closest_marker(marker) for marker in left_out)]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept

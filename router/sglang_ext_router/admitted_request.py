@@ -183,8 +183,9 @@ class AdmittedRequest:
                 self._act(self._protocol.on_error_event(leg.kind, leg.attempt, status))
                 return
         if leg.kind is self._relayed:
-            self._note_first_byte()
-            self._act(self._protocol.on_first_body(leg.kind, leg.attempt))
+            actions = self._protocol.on_first_body(leg.kind, leg.attempt)
+            self._note_first_byte(self._protocol.phase is RequestPhase.RELAYING)
+            self._act(actions)
 
     def on_leg_complete(self, leg: UpstreamConnection) -> None:
         attempt = self._attempt
@@ -212,6 +213,8 @@ class AdmittedRequest:
         attempt = self._attempt
         assert attempt is not None
         attempt.forget_leg(leg)
+        # One that was killed may take a new connection yet, until it is gone, and the request would be lost twice.
+        self._avoid(leg.kind, attempt)
         self._act(self._protocol.on_leg_stale(leg.kind, leg.attempt))
 
     def on_client_gone(self) -> None:
@@ -314,15 +317,17 @@ class AdmittedRequest:
         if leg is not None and not self._relay.take_head(leg):
             self._act(self._protocol.on_client_gone())
 
-    def _note_first_byte(self) -> None:
+    def _note_first_byte(self, is_relayed: bool) -> None:
+        """The body of the reply begins; unless it is relayed, the attempt has failed already."""
         attempt = self._attempt
         assert attempt is not None
+        attempt.note_first_byte()
+        if not is_relayed:
+            return
         self._first_byte_s = now_s = self._services.loop.time()
-        self._error_status = None  # prefill's, which is outweighed
         if self._request.prompt.is_stream:
             self._first_token_s = now_s
             self._services.metrics.of(attempt.route.decision.length_class).ttft_s.observe(now_s - self.started_s)
-        attempt.note_first_byte()
 
     def _note_prefilled(self, attempt: Attempt, leg: UpstreamConnection) -> None:
         """Prefill's reply is whole: learn what it tells, and how long it took."""
@@ -367,10 +372,14 @@ class AdmittedRequest:
         if tokens is not None:
             one.output_tokens.observe(tokens)
 
-    def _exclude(self, kind: Leg, attempt: Attempt) -> None:
+    def _avoid(self, kind: Leg, attempt: Attempt) -> None:
+        """Use this attempt's instance again only if there is no other."""
         if self._excluded is None:
             self._excluded = (set(), set())
         self._excluded[kind].add(attempt.worker(kind).id)
+
+    def _exclude(self, kind: Leg, attempt: Attempt) -> None:
+        self._avoid(kind, attempt)
         self._services.metrics.count(self._services.metrics.retries, kind.name.lower())
 
     def _schedule_retry(self, backoff_index: int) -> None:

@@ -134,6 +134,10 @@ class RouterConfig:
     controller_short_slo_secs: float = _option(1.0, "backlog of short prefills that counts as 1")
     controller_long_slo_secs: float = _option(5.0, "backlog of long prefills that counts as 1")
     # Client connections
+    controller_lease: str = _option(
+        "", "name of a Lease in Kubernetes: of the routers that share it, its holder's controller moves instances"
+    )
+    # Limits
     max_connections: int = _option(8192, "open connections of clients; more get 503 and are closed")
     max_payload_size: int = _option(
         64 << 20, "largest body in bytes of a request that brings a prompt; larger ones get 413"
@@ -315,7 +319,7 @@ class RouterConfig:
     def _check_controller(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name.startswith("controller_") and not math.isfinite(value):
+            if entry.name.startswith("controller_") and not isinstance(value, str) and not math.isfinite(value):
                 raise RouterConfigError(f"{_flag(entry.name)} must be a finite number, not {value}")
         if not self.controller_hysteresis > 0:
             raise RouterConfigError(f"--controller-hysteresis must be greater than 0, not {self.controller_hysteresis}")
@@ -327,6 +331,8 @@ class RouterConfig:
             )
         if self.controller_cooldown_secs < self.controller_interval_secs:
             raise RouterConfigError("--controller-cooldown-secs must not be less than --controller-interval-secs")
+        if self.controller_lease and self.controller != "on":
+            raise RouterConfigError("--controller-lease needs --controller on")
         if self.controller != "off" and self.processes > 1:
             raise RouterConfigError(f"--controller {self.controller} needs --processes 1, not {self.processes}")
 

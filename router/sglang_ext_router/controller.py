@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -97,9 +97,16 @@ class PoolController:
     """
 
     def __init__(
-        self, config: RouterConfig, loop: asyncio.AbstractEventLoop, registry: WorkerRegistry, prober: Prober
+        self,
+        config: RouterConfig,
+        loop: asyncio.AbstractEventLoop,
+        registry: WorkerRegistry,
+        prober: Prober,
+        may_act: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`may_act`: whether this router's controller is the one that moves instances, now."""
         self._config = config
+        self._may_act = may_act
         self._loop = loop
         self._registry = registry
         self._prober = prober
@@ -118,7 +125,7 @@ class PoolController:
 
     @property
     def is_on(self) -> bool:
-        return self._config.controller == "on"
+        return self._config.controller == "on" and self._may_act()
 
     def control(self, model: str) -> ModelControl:
         """What is remembered of the pools of a model."""

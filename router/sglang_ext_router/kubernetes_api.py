@@ -1,11 +1,11 @@
-"""As much of Kubernetes' API as the router needs: to list and watch objects of one kind."""
+"""As much of Kubernetes' API as the router needs: to list and watch objects of one kind, to read and write one."""
 
 from __future__ import annotations
 
 import os
 import random
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class ApiAnswerError(Exception):
 
 
 class KubernetesApi:
-    """As much of the API as is needed: list and watch one kind of object. Reads the token anew, as it is rotated."""
+    """The API server. The token is read anew for every request, as it is rotated."""
 
     def __init__(self, url: str, token_file: Path | None, tls: ssl.SSLContext | None) -> None:
         self._url = url
@@ -81,6 +81,21 @@ class KubernetesApi:
                     raise ApiAnswerError(f"a watch ended with {status.get('code')}: {status.get('message')}")
                 yield event
 
+    async def send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, accepted: Sequence[int] = (200,)
+    ) -> tuple[int, dict[str, Any]]:
+        """One request for one object: status and answer; ApiAnswerError for a status that is not `accepted`."""
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        data = None if body is None else orjson.dumps(body)
+        headers = self._headers() | ({} if body is None else {"Content-Type": "application/json"})
+        async with self._session.request(
+            method, self._url + path, data=data, headers=headers, timeout=timeout
+        ) as reply:
+            if reply.status not in accepted:
+                await _check(reply)
+            answer = orjson.loads(await reply.read())
+            return reply.status, answer if isinstance(answer, dict) else {}
+
     def _headers(self) -> dict[str, str]:
         if self._token_file is None:
             return {}
@@ -99,7 +114,7 @@ async def _check(reply: aiohttp.ClientResponse) -> None:
         message = body.decode(errors="replace").strip()
     hint = ""
     if reply.status == 403:
-        hint = "; the service account needs get, list and watch on endpointslices in discovery.k8s.io"
+        hint = "; see docs/kubernetes.md for what the service account needs"
     raise ApiAnswerError(f"{reply.status}: {message}{hint}")
 
 

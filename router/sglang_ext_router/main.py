@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             if config.peer_port
             else None
         )
-        if config.service_discovery:
+        if config.service_discovery or config.controller_lease:
             role_rules(config)
             connect_kubernetes(config)
         if config.access_log:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
+RETURN_S = 60.0  # for which one that is out may come back to the others of its model as it was
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
@@ -192,13 +193,17 @@ class Prober:
             return None
 
     def _why_refused(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
-        """Why an instance does not fit its role, or those that have been accepted and are not out."""
+        """Why an instance does not fit its role, or those that serve its model.
+
+        One that is out for a moment still counts: a misfit must not take the place of all others when they come back.
+        """
         mode = info.get("disaggregation_mode")
         wanted = "decode" if role is Role.DECODE else "prefill"
         if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
             return f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}"
-        serving = (one.facts for one in self._registry if one.has_info and one.facts is not None)
-        return why_refused(facts, serving)
+        counted_s = asyncio.get_running_loop().time() - RETURN_S
+        serving = (one for one in self._registry if one.serves_facts and (one.has_info or one.out_since_s > counted_s))
+        return why_refused(facts, (one.facts for one in serving if one.facts is not None))
 
     def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
         worker.failed_checks += 1
@@ -213,6 +218,7 @@ class Prober:
         worker.is_healthy = False
         # What it was and what it had cached may be gone when it comes back.
         worker.has_info = False
+        worker.out_since_s = asyncio.get_running_loop().time()
         self._registry.refresh()
         self._on_restarted(worker)
         logger.warning("worker %s (%s) is out: %s", worker.url, worker.role, reason)
@@ -270,7 +276,9 @@ class Prober:
             return True
 
     def _take_info(self, worker: Worker, info: dict[str, Any]) -> None:
-        worker.facts = facts = read_facts(worker.url, info)
+        facts = read_facts(worker.url, info)
+        worker.serves_facts = worker.serves_facts and facts == worker.facts
+        worker.facts = facts
         worker.model = facts.model
         refusal = self._why_refused(worker.role, facts, info)
         if refusal is not None:
@@ -291,7 +299,7 @@ class Prober:
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
-        worker.has_info = True
+        worker.has_info = worker.serves_facts = True
         self._registry.refresh()
         self._on_info(worker)
 

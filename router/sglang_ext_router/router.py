@@ -39,7 +39,8 @@ from sglang_ext_router.exposition import (
     worker_families,
 )
 from sglang_ext_router.http1 import ClientConnection
-from sglang_ext_router.kubernetes_api import connect_kubernetes
+from sglang_ext_router.kubernetes_api import connect_kubernetes, own_namespace
+from sglang_ext_router.lease import LeaseHolder
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
 from sglang_ext_router.model_pools import ModelPools
@@ -94,7 +95,9 @@ class Router:
             last_received_s=pools.last_received_s,
             tls=worker_tls,
         )
-        self.controller = PoolController(config, loop, self.registry, self.prober)
+        self.lease = _lease_holder(config, loop)
+        may_act = (lambda: True) if self.lease is None else lambda: self.lease is not None and self.lease.is_leader
+        self.controller = PoolController(config, loop, self.registry, self.prober, may_act)
         self.long_pool = _long_pool_monitor(config, loop)
         self.discovery = Discovery(config, self, connect_kubernetes(config)) if config.service_discovery else None
         self.siblings: SiblingLink = siblings or NoSiblings()
@@ -176,6 +179,8 @@ class Router:
             self.long_pool.start()
         if self.discovery is not None:
             self.discovery.start()
+        if self.lease is not None:
+            self.lease.start()
         self._sweep()
 
     async def listen(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
@@ -223,6 +228,8 @@ class Router:
             await self.discovery.stop()
         await self.siblings.stop()
         await self.controller.stop()
+        if self.lease is not None:
+            await self.lease.stop()
         if self.long_pool is not None:
             await self.long_pool.stop()
         await self.prober.stop()
@@ -445,6 +452,13 @@ class Router:
         model = self.registry.models.get(worker.model)
         if model is not None and model.tokeniser is None:
             model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)
+
+
+def _lease_holder(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LeaseHolder | None:
+    if not config.controller_lease:
+        return None
+    namespace = config.service_discovery_namespace or own_namespace()
+    return LeaseHolder(config.controller_lease, namespace, connect_kubernetes(config), loop)
 
 
 def _long_pool_monitor(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LongPoolMonitor | None:

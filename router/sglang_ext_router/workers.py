@@ -87,6 +87,8 @@ class Worker:
         self.has_given_bootstrap_port = address.bootstrap_port is not None
         self.model = ""  # the name under which it is served
         self.facts: PairingFacts | None = None  # what those that serve one model must agree in
+        self.serves_facts = False  # it was let in with these
+        self.out_since_s = 0.0  # when it was taken out, on the loop's clock
         self.tokenizer_path = ""
         self.length_boundary_tokens: int | None = None  # of its own scheduler
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS

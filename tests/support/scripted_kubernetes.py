@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 PATH = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
 
@@ -69,6 +70,7 @@ class ScriptedKubernetes:
         self.open_watches = 0
         self.expires_by_event = False  # 410 as an event, as servers with a watch cache do
         self.port = 0
+        self.leases: dict[str, dict[str, Any]] = {}
         self._changed = asyncio.Condition()
         self._cut = 0
         self._runner: web.AppRunner | None = None
@@ -118,6 +120,9 @@ class ScriptedKubernetes:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get(PATH, self._serve)
+        app.router.add_get(LEASES + "/{name}", self._read_lease)
+        app.router.add_post(LEASES, self._create_lease)
+        app.router.add_put(LEASES + "/{name}", self._write_lease)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -181,5 +186,33 @@ class ScriptedKubernetes:
         finally:
             self.open_watches -= 1
         return reply
+
+    # -- leases -----------------------------------------------------------------------------------------------
+
+    async def _read_lease(self, request: web.Request) -> web.Response:
+        lease = self.leases.get(request.match_info["name"])
+        if lease is None or self.refusal is not None:
+            status, message = self.refusal or (404, "not found")
+            return web.json_response({"kind": "Status", "code": status, "message": message}, status=status)
+        return web.json_response(lease)
+
+    async def _create_lease(self, request: web.Request) -> web.Response:
+        lease = await request.json()
+        if lease["metadata"]["name"] in self.leases:
+            return web.json_response({"kind": "Status", "code": 409, "message": "already exists"}, status=409)
+        return web.json_response(self._keep(lease), status=201)
+
+    async def _write_lease(self, request: web.Request) -> web.Response:
+        lease = await request.json()
+        known = self.leases[request.match_info["name"]]
+        if known["metadata"]["resourceVersion"] != lease["metadata"].get("resourceVersion"):
+            return web.json_response({"kind": "Status", "code": 409, "message": "modified"}, status=409)
+        return web.json_response(self._keep(lease))
+
+    def _keep(self, lease: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        lease["metadata"]["resourceVersion"] = str(self.version)
+        self.leases[lease["metadata"]["name"]] = lease
+        return lease
 
     _ending: dict[str, Any] | None = None

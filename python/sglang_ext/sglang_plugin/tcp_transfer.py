@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.utils.network import get_local_ip_auto
 
 from sglang_ext.kv_transfer.tcp_transport import Block, TcpTransferEngine, TransferError
+from sglang_ext.sglang_plugin.prefill_restarts import PrefillRestarts
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class EngineAdapter:
         return 0
 
 
-class TcpKVManager(MooncakeKVManager):  # type: ignore[misc]  # SGLang is untyped
+class TcpKVManager(PrefillRestarts, MooncakeKVManager):  # type: ignore[misc]  # SGLang is untyped
     """Mooncake's manager on an engine of its own instead of the process-wide mooncake engine."""
 
     def init_engine(self) -> None:

@@ -129,6 +129,8 @@ async def test_a_renamed_file_is_followed(tmp_path: Path) -> None:
             await served.ask("POST", "/generate", PROMPT)
             await served.until(lambda: len(lines(file)) == 1)
             file.rename(tmp_path / name)
+            if name == "second":
+                file.touch()  # as logrotate's `create` does
             await served.until(file.exists)
         await served.ask("POST", "/generate", PROMPT)
         await served.until(lambda: len(lines(file)) == 1)

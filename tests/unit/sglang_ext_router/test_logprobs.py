@@ -136,7 +136,7 @@ async def test_replies_of_any_size_are_joined() -> None:
 
 async def test_a_large_half_over_a_connection_that_had_to_be_replaced() -> None:
     many = [[-0.5, token, None] for token in range(70_000)]
-    async with cluster() as served:
+    async with cluster(long=0) as served:
         served.short[0].script = drop_when_reused(reply({"text": "", "meta_info": {"input_token_logprobs": many}}))
         served.decode[0].script = reply(OF_DECODE, delay_s=0.05)  # not before prefill has its request
         for _ in range(3):

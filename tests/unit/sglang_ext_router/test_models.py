@@ -14,6 +14,7 @@ import pytest
 from sglang_ext.policy.pools.instance_pressure import DecisionReason
 from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext.types import Role
+from sglang_ext_router import probe
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
 from sglang_ext_router.prompt import measure
 from sglang_ext_router.workers import PRIOR_TOKENS_PER_S, WorkerRegistry
@@ -388,24 +389,65 @@ async def test_an_instance_that_comes_back_different_is_refused() -> None:
         engine.info = {**engine.info, "page_size": 16}
         await engine.start()
         await served.until(lambda: worker.is_refused)
+        # What it says now keeps none out that comes back as it was.
+        short = served.engines["llama"][SHORT]
+        await short.stop()
+        await served.until(lambda: not served.worker(short.url).is_healthy)
+        await short.start()
+        await served.until(lambda: served.worker(short.url).is_healthy)
+        assert worker.is_refused
         engine.info = {**engine.info, "page_size": 1}
         await served.until(lambda: worker.is_healthy)
         assert (await served.ask("POST", "/generate", {"text": "x"})).status == 200
 
 
-async def test_all_instances_of_a_model_come_back_different_one_after_the_other() -> None:
-    """The first one back says what the others must agree with; what those told that are out counts no more."""
+async def test_all_instances_of_a_model_come_back_different() -> None:
+    """What one was counts no more once it says that it is another."""
     async with serving("llama", roles=(SHORT, DECODE)) as served:
         engines = served.engines["llama"]
         for engine in engines.values():
             await engine.stop()
         await served.until(lambda: not any(worker.is_healthy for worker in served.router.registry))
+        first = served.worker(engines[SHORT].url)
         for engine in engines.values():
             assert isinstance(engine.info, dict)
             engine.info = {**engine.info, "page_size": 64}
             await engine.start()
-            await served.until(lambda e=engine: served.worker(e.url).is_healthy)  # type: ignore[misc]
+            if engine.role is SHORT:
+                await served.until(lambda: first.is_refused)
+        await served.until_ready()
         assert (await served.ask("POST", "/generate", {"text": "x"})).status == 200
+
+
+async def test_a_misfit_does_not_take_over_while_the_others_are_out_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    misfit = engine_of("llama", DECODE, page_size=64)
+    await misfit.start()
+    try:
+        async with serving("llama") as served:
+            engines = served.engines["llama"].values()
+            served.router.add_worker(address_of(misfit))
+            worker = served.worker(misfit.url)
+            await served.until(lambda: worker.is_refused)
+            for engine in engines:
+                await engine.stop()
+            await served.until(lambda: not any(one.is_healthy for one in served.router.registry))
+            checks = misfit.health_checks
+            await served.until(lambda: misfit.health_checks >= checks + 2)
+            assert worker.is_refused
+            for engine in engines:
+                await engine.start()
+            await served.until_ready(3)
+            assert worker.is_refused
+            # Those that stay away count no more.
+            monkeypatch.setattr(probe, "RETURN_S", 0.1)
+            for engine in engines:
+                await engine.stop()
+            await served.until(lambda: worker.is_healthy)
+    finally:
+        await misfit.stop()
+    assert misfit.requests == []
 
 
 async def test_an_instance_of_the_wrong_mode_is_refused_when_it_is_added() -> None:

@@ -93,6 +93,32 @@ async def test_a_failed_attempt_that_another_made_good_is_none() -> None:
         assert counted(served) == {(200, "ok"): 1}
 
 
+async def test_an_error_event_of_an_earlier_attempt_is_forgotten() -> None:
+    async with cluster(retry_max_retries=1) as served:
+        served.short[0].script = stream(*TOKENS, DONE)
+        served.decode[0].script = cut()
+        served.decode[0].plan(stream(ERROR, DONE))
+        client = await sent(served, STREAMED)
+        assert (await client.reply()).status == 502
+        await served.until_idle()
+        assert counted(served) == {(502, "error_before"): 1}
+
+
+async def test_tokens_that_are_not_relayed_are_no_first_byte() -> None:
+    """Decode begins, but its prefill has failed already: the request goes elsewhere."""
+    async with cluster(retry_initial_backoff_ms=300, retry_max_backoff_ms=300) as served:
+        served.short[0].script = stream(ERROR, DONE)
+        served.long[0].script = stream(TOKENS[0], DONE)
+        served.decode[0].script = stream(*TOKENS, DONE, delay_s=0.05)
+        client = await sent(served, STREAMED)
+        assert (await client.reply()).chunks == (*TOKENS, DONE)
+        await served.until_idle()
+        assert len(served.decode[0].requests) == 2
+        assert counted(served) == {(200, "ok"): 1}
+        metrics = served.router.metrics
+        assert sum(metrics.short.ttft_s.counts) + sum(metrics.long.ttft_s.counts) == 1
+
+
 async def leave_in_queue(served: Cluster) -> None:
     first = await sent(served, WHOLE)
     await served.decode[0].received(1)

@@ -228,3 +228,18 @@ async def test_a_removed_instances_connections_are_closed() -> None:
         served.router.remove_worker(served.worker(served.decode[0].url))
         await served.until(lambda: served.decode[0].open_connections <= 1, 2.0)  # the health checks'
         assert await ask(served, 3) == [200] * 3
+
+
+async def test_what_a_dying_instance_closed_goes_to_another_one() -> None:
+    """It was killed while connections were kept, and takes new ones until its process is gone: no request is lost."""
+    async with cluster(short=2, long=0, prefill_policy="random", cb_failure_threshold=1000) as served:
+        dying = served.short[0]
+        served.decode[0].script = reply(delay_s=0.05)  # prefill is lost first
+        for _ in range(12):
+            dying.script = reply()
+            count = len(dying.requests)
+            while len(dying.requests) == count:
+                assert await ask(served, 1) == [200]
+            dying.script = cut()
+            assert await ask(served, 4) == [200] * 4
+            assert sum(served.worker(engine.url).failed_legs for engine in served.decode) == 0

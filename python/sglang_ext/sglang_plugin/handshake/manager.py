@@ -30,9 +30,10 @@ from sglang_ext.sglang_plugin.handshake.layout import cpu_head_layout, pool_layo
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
 from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions, model_conflict
 from sglang_ext.sglang_plugin.options import options_from_environment
+from sglang_ext.sglang_plugin.prefill_restarts import PrefillRestarts
 
 
-class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is untyped
+class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc]  # SGLang is untyped
     """Raises ValueError, in one line, for a model whose KV it does not transfer."""
 
     # Slots of a failed request are released when the endpoint reports that no prefill rank writes to them.

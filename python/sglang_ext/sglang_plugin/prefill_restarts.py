@@ -1,0 +1,74 @@
+"""A decode instance notices that a prefill instance was started again at the same address.
+
+SGLang's decode keeps, for each bootstrap address, where the ranks behind it listen, until two health checks in a row
+(5 s apart) have failed. An instance that is back sooner, as one forked on a CPU is, goes unnoticed: what its ranks are
+sent goes to ports of the process before, and requests wait for minutes. So every health check that succeeds asks the
+bootstrap server where a rank listens now.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 3.0
+RankAddress = tuple[str, str]  # host, port
+
+
+class PrefillRestarts:
+    """Mixed into a KV manager of SGLang, before its class."""
+
+    _rank_addresses: dict[str, RankAddress] | None = None  # bootstrap address → where one of its ranks listens
+
+    def _on_heartbeat_success(self: Any, bootstrap_addr: str) -> None:
+        """SGLang's hook behind a health check: drop what is known of a prefill instance that is another process now.
+
+        Its requests fail; they could not have been served any more.
+        """
+        cached = cached_ranks(self, bootstrap_addr)
+        if not cached:
+            return
+        key, known = cached
+        now = registered_rank(self, bootstrap_addr, key)
+        if now is None:
+            return
+        if self._rank_addresses is None:
+            self._rank_addresses = {}
+        before = self._rank_addresses.get(bootstrap_addr)
+        self._rank_addresses[bootstrap_addr] = now
+        # With different numbers of ranks the one that is asked for may not be among the known ones: ask once only.
+        if before == now or (before is None and now in known):
+            return
+        logger.warning("the prefill instance at %s was started again", bootstrap_addr)
+        self._handle_node_failure(bootstrap_addr)
+
+
+def cached_ranks(manager: Any, bootstrap_addr: str) -> tuple[str, set[RankAddress]] | None:
+    """A key of the manager's cache for this address, and all ranks known there; None if there is none."""
+    with manager.connection_lock:
+        entries = {key: infos for key, infos in manager.connection_pool.items() if key.startswith(f"{bootstrap_addr}_")}
+        found = {(str(info["rank_ip"]), str(info["rank_port"])) for infos in entries.values() for info in infos}
+    return (next(iter(entries)), found) if found else None
+
+
+def registered_rank(manager: Any, bootstrap_addr: str, key: str) -> RankAddress | None:
+    """Where the rank that `key` (address_dp_cp_tp) names listens, by the bootstrap server; None if it does not tell."""
+    dp_rank, cp_rank, tp_rank = key.removeprefix(f"{bootstrap_addr}_").split("_")
+    query = {
+        "prefill_dp_rank": dp_rank,
+        "prefill_cp_rank": cp_rank,
+        "target_tp_rank": tp_rank if tp_rank.isdecimal() else "0",
+        "target_pp_rank": "0",
+    }
+    with manager.session_pool_lock:
+        session = manager.session_pool[bootstrap_addr]
+    try:
+        answer = session.get(f"http://{bootstrap_addr}/route", params=query, timeout=ANSWER_TIMEOUT_S)
+        told = answer.json() if answer.status_code == 200 else None
+    except (OSError, ValueError):  # requests' own errors are OSErrors
+        return None
+    if not isinstance(told, dict) or "rank_ip" not in told or "rank_port" not in told:
+        return None
+    return str(told["rank_ip"]), str(told["rank_port"])
