@@ -64,7 +64,7 @@ _MESSAGE: Schema = {
 }
 _INPUT_MESSAGE: Schema = {
     "type": "object",
-    "properties": {"type": {"const": "message"}},
+    "properties": {"type": {"enum": ["message", None]}},
     "anyOf": [
         {"required": ["role", "content"], "properties": {"role": {"const": "user"}, "content": _TEXT}},
         {
@@ -96,6 +96,7 @@ CHAT_FIELDS: dict[str, Schema] = {
     "stream_options": _STREAM_OPTIONS,
     "logprobs": _FLAG,
     "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
     "user": _or_null(_TEXT),
 }
 COMPLETION_FIELDS: dict[str, Schema] = {
@@ -129,6 +130,7 @@ COMPLETION_FIELDS: dict[str, Schema] = {
         "description": "alternatives for each token",
     },
     "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
     "user": _or_null(_TEXT),
 }
 SAMPLING_FIELDS: dict[str, Schema] = {

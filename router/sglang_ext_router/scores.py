@@ -141,10 +141,15 @@ def _new_tokens(parameters: Any) -> int:
 
 def _plan_echo(body: dict[str, Any], top: int) -> ScorePlan:
     """A prompt's log-probabilities as SGLang and OpenAI's old completions tell them: by `echo` and `logprobs`."""
-    if _is_single(body) and _completion_tokens(body) <= 1:
+    if not _is_single(body):
+        raise BadRequestError("echo with logprobs is served with n 1 only", "echo")
+    if _completion_tokens(body) <= 1:
         _check_top(top, "logprobs", MAX_TOP_LOGPROBS)
         return ScorePlan(True, False, None, None, 1 + top)
-    raise BadRequestError("echo with logprobs is served with max_tokens 0 or 1 and n 1 only", "echo")
+    if body.get("stream") is True:
+        raise BadRequestError("echo with logprobs is streamed with max_tokens 0 or 1 only", "echo")
+    _check_top(top, "logprobs", MAX_TOP_LOGPROBS_WITH_DECODE)
+    return ScorePlan(False, True, None, None, 1 + top)
 
 
 def _plan_completion(body: dict[str, Any]) -> ScorePlan:
@@ -253,6 +258,8 @@ def join_logprobs(prefill: bytes, decode: bytes) -> bytes:
     Under prefill-decode disaggregation a decode instance reports an empty list for the prompt's tokens.
     """
     ours, theirs = orjson.loads(decode), orjson.loads(prefill)
+    if isinstance(ours, dict) and "choices" in ours:
+        return _join_completions(ours, theirs)
     outputs: list[Any] = ours if isinstance(ours, list) else [ours]
     prompts: list[Any] = theirs if isinstance(theirs, list) else [theirs]
     if len(outputs) != len(prompts):
@@ -262,6 +269,20 @@ def join_logprobs(prefill: bytes, decode: bytes) -> bytes:
             found = prompt["meta_info"].get(field)
             if found:
                 output["meta_info"][field] = found + (output["meta_info"].get(field) or [])
+    return orjson.dumps(ours)
+
+
+def _join_completions(ours: dict[str, Any], theirs: dict[str, Any]) -> bytes:
+    """The decode completion, with the prompt's part of the prefill one's log-probabilities before its own.
+
+    Prefill's end with the first new token's, which decode has too.
+    """
+    for output, prompt in zip(ours["choices"], theirs["choices"], strict=True):
+        told, scored = output["logprobs"], prompt["logprobs"]
+        if told["tokens"][:1] != scored["tokens"][-1:]:
+            raise ValueError("prefill and decode begin with different tokens")
+        for field, values in scored.items():
+            told[field] = [*(values or ())[:-1], *(told.get(field) or ())]
     return orjson.dumps(ours)
 
 

@@ -230,11 +230,12 @@ def test_prompt_logprobs_of_completions(router: RunningRouter, new_tokens: int) 
             assert [token for rank, token in ranked if rank <= 4] == best
 
 
-def test_echo_with_logprobs_is_as_on_a_plain_server(router: RunningRouter, plain: Engine) -> None:
+@pytest.mark.parametrize("new_tokens", [1, 5])
+def test_echo_with_logprobs_is_as_on_a_plain_server(router: RunningRouter, plain: Engine, new_tokens: int) -> None:
     body = {
         "model": "m",
         "prompt": [random_prompt(30, seed=81), random_prompt(300, seed=82)],
-        "max_tokens": 1,
+        "max_tokens": new_tokens,
         "logprobs": 2,
         "echo": True,
         "temperature": 0,

@@ -1,0 +1,68 @@
+"""Hooks of schemathesis, which finds this module by its name in SCHEMATHESIS_HOOKS: what would take long is made short.
+
+It imports nothing of this project: hypothesis makes field names of the words in sources that are imported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import schemathesis
+
+MODEL = "SGLANG_EXT_TEST_MODEL"  # what a request that names one asks for
+MAX_INT32 = 2**31 - 1
+LENGTHS = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/generate": "max_new_tokens",
+}
+MOST_TOKENS = 4  # of /v1/responses two fewer
+MOST_PROMPTS = 8
+MOST = {**dict.fromkeys((*LENGTHS.values(), "max_completion_tokens"), MOST_TOKENS), "n": 2, "logprobs": 2}
+DOCUMENTED = {"logprobs": 256}  # what is beyond the document's own limit stays
+
+
+@schemathesis.hook("before_call")
+def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any) -> None:
+    """Ask for few tokens and samples where the case allows many, and write whole numbers as such."""
+    body = case.body = _whole(case.body)
+    path = case.operation.path
+    if not isinstance(body, dict) or path not in LENGTHS:
+        return
+    if isinstance(body.get("model"), str):
+        body["model"] = os.environ[MODEL]
+    for name in ("prompt", "text", "input_ids"):
+        if isinstance(body.get(name), list):
+            body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]
+    asked = body
+    if path == "/generate":
+        asked = body.setdefault("sampling_params", {})
+        if not isinstance(asked, dict):
+            return  # 128 tokens
+    asked.setdefault(LENGTHS[path], MOST_TOKENS)
+    for name, most in MOST.items():
+        value = asked.get(name)
+        if type(value) is int and most < value <= DOCUMENTED.get(name, MAX_INT32):
+            asked[name] = most
+    if body.get("logprobs") and body.get("echo") is True and (body.get("stream") is True or body.get("n", 1) != 1):
+        body["echo"] = False  # which is not served together
+
+
+def _of_vocabulary(value: Any) -> Any:
+    """Token ids that the tests' model has and that stand for text; other ids are one test's own."""
+    if isinstance(value, list):
+        return [_of_vocabulary(item) for item in value]
+    return 100 + value % 1000 if type(value) is int and value >= 0 else value
+
+
+def _whole(value: Any) -> Any:
+    """JSON whose integers have no point: 3.0 is an integer by JSON Schema, and no token id."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return value
