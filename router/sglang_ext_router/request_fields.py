@@ -255,7 +255,7 @@ class FieldTypes:
                 continue
             kind = type(value)
             if kind not in allowed and not (kind is float and int in allowed and value.is_integer()):  # 16.0 is one
-                wanted = " or ".join(_WORDS[kind] for kind in self._named[name])
+                wanted = " or ".join(_WORDS[one] for one in self._named[name])
                 raise BadRequestError(f"{where}{name} must be {wanted}", f"{where}{name}")
             if kind is dict:
                 nested = self._nested.get(name)
