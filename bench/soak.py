@@ -41,7 +41,11 @@ from support.soak_load import Ended, Traffic, count_outcomes
 from support.text_model import build_text_model
 
 BOUNDARY_TOKENS = 128
-WARM_UP_S = 30.0
+WARM_UP_SHARE = 0.2  # of the time with faults
+WARM_UP_S = (
+    30.0,
+    120.0,
+)  # the router's memory grows for about 100 s: prompts that it remembers, pools of its allocator
 SETTLE_S = 8.0  # uvicorn closes connections that were idle for 5 s
 IDLE_LIMIT_S = 60.0
 START_LIMIT_S = 300.0
@@ -166,7 +170,7 @@ async def _soak(cluster: ServedCluster, faults: Faults, duration_s: float, users
     async with Traffic(url, users, BOUNDARY_TOKENS, limit_s, faults.was_active) as traffic:
         watching = asyncio.create_task(_watch(cluster, traffic, faults, samples))
         traffic.resume()
-        await asyncio.sleep(WARM_UP_S)
+        await asyncio.sleep(min(max(WARM_UP_S[0], WARM_UP_SHARE * duration_s), WARM_UP_S[1]))
         await traffic.pause()
         before = await _idle(cluster)
         progress(f"warmed up: {before.sample.rss_mib:.1f} MiB, {before.sample.descriptors} descriptors")

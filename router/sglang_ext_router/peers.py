@@ -156,6 +156,7 @@ class PeerRouters(SharedState):
                 self._tellers.pop(address).cancel()
             for address in wanted - self._tellers.keys() - self._own_addresses:
                 self._tellers[address] = asyncio.create_task(self._tell_one(address))
+            self._table.expire(self._router.loop.time())
             await asyncio.sleep(RESOLVE_S)
 
     async def _tell_one(self, address: Address) -> None:

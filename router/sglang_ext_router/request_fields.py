@@ -36,7 +36,9 @@ _TEMPERATURE: Schema = {"type": "number", "minimum": 0, "description": "0 is gre
 _TOP_P: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 _MIN_P: Schema = {"type": "number", "minimum": 0, "maximum": 1}
 _TOP_K: Schema = {"type": "integer", "minimum": -1, "maximum": MAX_INT32, "not": {"const": 0}, "description": "-1: all"}
-_REPETITION: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 2}
+# Logits that a smaller one divides are infinite, at which an instance ends; so are they with a larger bias.
+_REPETITION: Schema = {"type": "number", "minimum": 0.001, "maximum": 2}
+MAX_LOGIT_BIAS = 1e30
 _STREAM_OPTIONS: Schema = {"type": ["object", "null"], "properties": {"include_usage": _FLAG}}
 _MODEL: Schema = {"type": "string", "description": "one of those of /v1/models; default: what the instances serve"}
 
@@ -255,7 +257,7 @@ class FieldTypes:
                 continue
             kind = type(value)
             if kind not in allowed and not (kind is float and int in allowed and value.is_integer()):  # 16.0 is one
-                wanted = " or ".join(_WORDS[kind] for kind in self._named[name])
+                wanted = " or ".join(_WORDS[one] for one in self._named[name])
                 raise BadRequestError(f"{where}{name} must be {wanted}", f"{where}{name}")
             if kind is dict:
                 nested = self._nested.get(name)
@@ -285,14 +287,27 @@ def check_field_types(path: bytes, body: dict[str, Any]) -> None:
     types = _BY_PATH.get(path)
     if types is not None:
         types.check(body)
+        if "logit_bias" in body:
+            _check_bias(body["logit_bias"], "logit_bias")
         return
     _GENERATE.check(body)
     parameters = body.get("sampling_params")
     for item in parameters if type(parameters) is list else [parameters]:
         if type(item) is dict:
             _SAMPLING.check(item, "sampling_params.")
+            if "logit_bias" in item:
+                _check_bias(item["logit_bias"], "sampling_params.logit_bias")
         elif item is not None:
             raise BadRequestError("sampling_params must be an object", "sampling_params")
+
+
+def _check_bias(bias: Any, name: str) -> None:
+    if bias is None:
+        return
+    if type(bias) is not dict or any(type(value) is not float and type(value) is not int for value in bias.values()):
+        raise BadRequestError(f"{name} must be an object of numbers", name)
+    if any(abs(value) > MAX_LOGIT_BIAS for value in bias.values()):
+        raise BadRequestError(f"{name} holds a number beyond {MAX_LOGIT_BIAS:g}", name)
 
 
 def check_tokenise(body: dict[str, Any]) -> None:

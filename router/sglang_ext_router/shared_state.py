@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining
 WireEntry = tuple[str, int, int, str | None, int | None, bool]
 logger = logging.getLogger(__name__)
+REMEMBER_REMOVED_S = 3600.0
 MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
 
 
@@ -46,6 +47,7 @@ class MembershipTable:
         self._origin = origin
         # What the command line gave is known to all processes: the same version everywhere.
         self._entries = {address.url: Entry(0, 0, address, False) for address in initial}
+        self._removed_since_s: dict[str, float] = {}
 
     def change(self, url: str, address: WorkerAddress | None, is_draining: bool = False) -> None:
         """Note a change made here."""
@@ -64,6 +66,17 @@ class MembershipTable:
             self._entries[url] = entry
             changed.append((url, entry))
         return changed
+
+    def expire(self, now_s: float) -> None:
+        """Forget removals that all have learned of; to be called now and then.
+
+        A teller that was cut off for longer than `REMEMBER_REMOVED_S` brings back what was removed meanwhile.
+        """
+        removed = {url for url, entry in self._entries.items() if entry.address is None}
+        self._removed_since_s = {url: self._removed_since_s.get(url, now_s) for url in removed}
+        for url, since_s in self._removed_since_s.items():
+            if now_s - since_s > REMEMBER_REMOVED_S:
+                del self._entries[url]
 
     def address(self, url: str) -> WorkerAddress | None:
         entry = self._entries.get(url)

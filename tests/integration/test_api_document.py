@@ -78,6 +78,8 @@ def test_every_path_is_in_the_document(router: RunningRouter) -> None:
         {"text": "x", "sampling_params": {"top_k": 1 << 31}},
         {"text": "x", "sampling_params": {"stop_token_ids": [1 << 20], "min_new_tokens": 2}},
         {"text": "x", "sampling_params": {"n": None}},
+        {"text": "x", "sampling_params": {"repetition_penalty": 1e-40, "max_new_tokens": 20}},
+        {"text": "x", "sampling_params": {"logit_bias": {"5": 1e308}}},
         {"text": "x", "stream": 1},
     ],
     ids=str,

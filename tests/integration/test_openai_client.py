@@ -126,6 +126,7 @@ def test_a_response_that_cannot_be_is_asked_for_once(
 
 def test_models(client: openai.OpenAI, model: str) -> None:
     assert [one.id for one in client.models.list()] == [model]
+    assert client.models.retrieve(model).id == model
 
 
 def test_what_is_not_served(client: openai.OpenAI, model: str) -> None:

@@ -61,6 +61,25 @@ def test_serves_restarts_and_stops(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.full
+def test_a_prefill_instance_that_is_back_at_once_serves_again(tmp_path: Path) -> None:
+    """Decode knew the ranks of the one before: it notices, well before it gives requests up."""
+    with up(tmp_path, pools={"short": {"count": 1}, "decode": {"count": 1}}) as cluster:
+        cluster.wait_until_ready()
+        first = cluster.chat("def f(self):")
+        prefill = cluster.program("short-0")
+        assert prefill.pid is not None
+        os.kill(prefill.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 30
+        while cluster.program("short-0").restarts == 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        cluster.wait_until_ready()
+        began_s = time.monotonic()
+        assert [cluster.chat_until_answered("def f(self):", 40) for _ in range(3)] == [first] * 3
+        assert time.monotonic() - began_s < 40
+
+
+@pytest.mark.full
 def test_a_frozen_instance_is_started_again(tmp_path: Path) -> None:
     liveness = {"interval_s": 0.5, "timeout_s": 2, "misses": 2}
     with up(tmp_path, liveness=liveness) as cluster:

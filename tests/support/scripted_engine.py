@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from sglang_ext.types import Role
 from support.running_time import pause, running_s
 
-GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"})
 MODEL = "m"
 CONTEXT_TOKENS = 8192
 BOOTSTRAP_PORT = 8998
@@ -57,7 +57,7 @@ class Received(NamedTuple):
 
     @property
     def rid(self) -> Any:
-        return self.json["rid"]
+        return self.json["rid"] if "rid" in self.json else self.json["request_id"]
 
     def header(self, name: str) -> str | None:
         values = [value for key, value in self.headers if key == name]

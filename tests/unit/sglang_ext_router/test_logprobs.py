@@ -155,3 +155,24 @@ def test_numbers_survive() -> None:
     numbers = [[-1.2345678901234567e-05, 1, None], [-0.1, 2**53 + 1, "é"], [0.0, 0, None]]
     prefill = json.dumps({"meta_info": {"input_token_logprobs": numbers}}).encode()
     assert json.loads(join_logprobs(prefill, b'{"meta_info":{}}'))["meta_info"]["input_token_logprobs"] == numbers
+
+
+def completion_of(*choices: tuple[list[str], list[float | None]]) -> bytes:
+    """A completion with log-probabilities of these tokens."""
+    made = [{"logprobs": {"tokens": tokens, "token_logprobs": values}} for tokens, values in choices]
+    return json.dumps({"id": "d", "choices": made}).encode()
+
+
+def test_echos_log_probabilities_are_prefills_and_then_decodes() -> None:
+    prefill = completion_of((["a", "b", "n"], [None, -1.0, -2.0]), (["c", "m"], [None, -3.0]))
+    decode = completion_of((["n", "o"], [-2.0, -4.0]), (["m"], [-3.0]))
+    joined = json.loads(join_logprobs(prefill, decode))
+    assert joined["id"] == "d"
+    assert [choice["logprobs"] for choice in joined["choices"]] == [
+        {"tokens": ["a", "b", "n", "o"], "token_logprobs": [None, -1.0, -2.0, -4.0]},
+        {"tokens": ["c", "m"], "token_logprobs": [None, -3.0]},
+    ]
+    with pytest.raises(ValueError, match="different tokens"):
+        join_logprobs(prefill, completion_of((["x"], [-2.0]), (["m"], [-3.0])))
+    with pytest.raises(ValueError, match="argument"):
+        join_logprobs(prefill, completion_of((["n"], [-2.0])))

@@ -357,3 +357,21 @@ async def test_every_process_routes_by_model_and_lets_in_what_fits(tmp_path: Pat
             client.close()
         finally:
             await misfit.stop()
+
+
+def test_removals_are_forgotten_after_an_hour() -> None:
+    table = MembershipTable(1, [WorkerAddress("http://a:1", Role.DECODE)])
+    table.change("http://a:1", None)
+    table.change("http://b:1", WorkerAddress("http://b:1", Role.DECODE))
+    for now_s in (0.0, 3600.0):
+        table.expire(now_s)
+        assert [entry[0] for entry in table.wire()] == ["http://a:1", "http://b:1"]
+    table.expire(3601.0)
+    assert [entry[0] for entry in table.wire()] == ["http://b:1"]
+    table.change("http://b:1", None)
+    table.expire(4000.0)
+    table.change("http://b:1", WorkerAddress("http://b:1", Role.DECODE))
+    table.expire(9000.0)
+    table.change("http://b:1", None)
+    table.expire(9001.0)
+    assert [entry[0] for entry in table.wire()] == ["http://b:1"], "removed again just now"
