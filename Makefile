@@ -2,7 +2,8 @@
 # make demo  a served model: short, long and decode instances behind the router
 # make test  style, types, architecture, unit tests, one setting of every mechanism on real SGLang (10 min)
 # make test-all  further: every setting, random plans, each role killed and stopped at every stage (25 min)
-# make test-k8s  discovery, rights and leases on a real Kubernetes API server, built once from Debian's packages (8 min)
+# make test-k8s  discovery, rights and leases on a real Kubernetes API server, built once from Debian's packages (8 min);
+#                the Helm chart over many values
 # make lint  style, types and architecture
 
 PYTHON ?= python3
@@ -23,13 +24,15 @@ KERNELS := $(VENV)/kernels/.triton-$(TRITON)
 # own beside the environment, whose packages they use, too.
 RAY := $(VENV)/ray/.installed-$(shell cksum < requirements/ray.lock | cut -d' ' -f1)
 JUDGES := $(VENV)/judges/.installed-$(shell cksum < requirements/judges.lock | cut -d' ' -f1)
+# What renders and checks the Helm chart.
+CHARTS := $(VENV)/charts/.installed-$(shell cksum < requirements/charts.lock | cut -d' ' -f1)
 PYTEST_ARGS ?=
 # Tests of engines wait more than they compute, so there is one worker more than cores; a module is not divided among
 # workers, and those that start engines come first.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env kernels-env ray-env judges-env demo test test-all test-k8s unit lint format clean
+.PHONY: env kernels-env ray-env judges-env charts-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -67,9 +70,12 @@ ray-env: $(RAY)
 
 judges-env: $(JUDGES)
 
+charts-env: $(CHARTS)
+
 $(RAY): FOLDER := ray
 $(JUDGES): FOLDER := judges
-$(RAY) $(JUDGES): | $(STAMP)
+$(CHARTS): FOLDER := charts
+$(RAY) $(JUDGES) $(CHARTS): | $(STAMP)
 	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
 	@rm -rf $(VENV)/$(FOLDER)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
@@ -88,12 +94,12 @@ lint: env
 test: lint $(KERNELS)
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint $(KERNELS) $(RAY) $(JUDGES)
+test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(CHARTS)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
-test-k8s: env
+test-k8s: env $(CHARTS)
 	@tools/build_kube_apiserver
-	@$(BIN)/python -m pytest --kubernetes tests/kubernetes $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --kubernetes tests/kubernetes tests/unit/test_chart.py $(PYTEST_ARGS)
 
 unit: env $(KERNELS) $(RAY)
 	@$(PYTEST) tests/unit $(PYTEST_ARGS)

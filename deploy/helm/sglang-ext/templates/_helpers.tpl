@@ -1,0 +1,101 @@
+{{- define "sglang-ext.fullname" -}}
+{{- $name := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name)) -}}
+{{- if gt (len $name) 24 }}{{ fail (printf "fullnameOverride: %s is longer than 24 characters, and names of pools and pods come behind it" $name) }}{{ end -}}
+{{- $name -}}
+{{- end -}}
+
+{{- define "sglang-ext.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "sglang-ext.labels" -}}
+{{ include "sglang-ext.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{- define "sglang-ext.image" -}}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag }}{{ end -}}
+{{- end -}}
+
+{{- define "sglang-ext.serviceAccount" -}}
+{{- .Values.router.serviceAccount.name | default (ternary (printf "%s-router" (include "sglang-ext.fullname" .)) "default" .Values.router.serviceAccount.create) -}}
+{{- end -}}
+
+{{- define "sglang-ext.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "sglang-ext.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+  {{- with . }}
+  add: {{ toJson . }}
+  {{- end }}
+{{- end -}}
+
+{{/* (list name-of-variable entry-of-the-Secret root): nothing without an entry */}}
+{{- define "sglang-ext.key" -}}
+{{- $entry := index . 1 -}}
+{{- if $entry }}
+- name: {{ index . 0 }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ (index . 2).Values.keys.secret }}
+      key: {{ $entry }}
+{{- end }}
+{{- end -}}
+
+{{/* Pools as they are: a pool's own keys in the place of those of poolDefaults. {"NAME": {...}} as JSON. */}}
+{{- define "sglang-ext.pools" -}}
+{{- $pools := dict -}}
+{{- $prefilled := dict -}}
+{{- $backends := dict -}}
+{{- range $name, $given := .Values.pools -}}
+{{- $pool := deepCopy $.Values.poolDefaults -}}
+{{- range $key, $value := $given }}{{ $_ := set $pool $key $value }}{{ end -}}
+{{- if $pool.enabled -}}
+{{- $nodes := int $pool.nodes -}}
+{{- $tp := int $pool.tp -}}
+{{- if mod $tp $nodes }}{{ fail (printf "pools.%s: tp %d is not a multiple of nodes %d" $name $tp $nodes) }}{{ end -}}
+{{- if kindIs "invalid" $pool.gpus }}{{ $_ := set $pool "gpus" (div $tp $nodes) }}{{ end -}}
+{{- if and $pool.exclusiveTopology (eq $nodes 1) }}{{ fail (printf "pools.%s: exclusiveTopology is for instances of several nodes" $name) }}{{ end -}}
+{{- if and $pool.sharesLongPrompts (not $.Values.coordinator.enabled) }}{{ fail (printf "pools.%s: sharesLongPrompts needs coordinator.enabled" $name) }}{{ end -}}
+{{- if and $pool.sharesLongPrompts (eq $pool.role "decode") }}{{ fail (printf "pools.%s: sharesLongPrompts is for prefill" $name) }}{{ end -}}
+{{- if and $pool.sharesLongPrompts (gt (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: sharesLongPrompts is for CPU engines so far (gpus: 0)" $name) }}{{ end -}}
+{{- if not (or (int $pool.maxSurge) (int $pool.maxUnavailable)) }}{{ fail (printf "pools.%s: maxSurge and maxUnavailable are both 0" $name) }}{{ end -}}
+{{- $served := $pool.servedModelName | default $pool.model -}}
+{{- $known := get $backends $served | default $pool.transferBackend -}}
+{{- if ne $known $pool.transferBackend }}{{ fail (printf "pools.%s: transferBackend %s, but another pool of %s has %s" $name $pool.transferBackend $served $known) }}{{ end -}}
+{{- $_ := set $backends $served $pool.transferBackend -}}
+{{- if ne $pool.role "decode" }}{{ $_ := set $prefilled $served true }}{{ end -}}
+{{- $_ := set $pools $name $pool -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $pool := $pools -}}
+{{- $served := $pool.servedModelName | default $pool.model -}}
+{{- if not (hasKey $prefilled $served) }}{{ fail (printf "pools.%s: no pool prefills for %s" $name $served) }}{{ end -}}
+{{- end -}}
+{{- toJson $pools -}}
+{{- end -}}
+
+{{- define "sglang-ext.prefillRoles" -}}
+[prefill-short, prefill-long, prefill]
+{{- end -}}
+
+{{/* All ports but the one that serves. */}}
+{{- define "sglang-ext.transferPorts" -}}
+{{- $port := int .Values.worker.port -}}
+- {protocol: TCP, port: 1, endPort: {{ sub $port 1 }}}
+- {protocol: TCP, port: {{ add $port 1 }}, endPort: 65535}
+{{- end -}}

@@ -1,0 +1,201 @@
+{{/* The pod of one instance, or of one of its nodes: dict root, name, pool, part ("single", "leader" or "member"). */}}
+{{- define "sglang-ext.worker" -}}
+{{- $root := .root -}}
+{{- $pool := .pool -}}
+{{- $port := $root.Values.worker.port -}}
+{{- $isServing := ne .part "member" -}}
+{{- $isPrefill := ne $pool.role "decode" -}}
+metadata:
+  labels:
+    {{- include "sglang-ext.selector" $root | nindent 4 }}
+    {{- include "sglang-ext.poolLabels" . | nindent 4 }}
+    sglang-ext.io/part: {{ .part }}
+  annotations:
+    sglang-ext.io/model: {{ $pool.servedModelName | default $pool.model | quote }}
+    {{- with $pool.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  # The delay, what runs, and a margin. SGLang itself sets no limit.
+  terminationGracePeriodSeconds: {{ add $pool.drainDelaySecs $pool.shutdownGraceSecs 15 }}
+  securityContext:
+    {{- include "sglang-ext.podSecurity" $root | nindent 4 }}
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets: {{ toJson . }}
+  {{- end }}
+  {{- with $pool.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $pool.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $pool.nodeSelector }}
+  nodeSelector: {{ toJson . }}
+  {{- end }}
+  {{- with $pool.tolerations }}
+  tolerations: {{ toJson . }}
+  {{- end }}
+  {{- with $pool.affinity }}
+  affinity: {{ toJson . }}
+  {{- end }}
+  {{- if eq .part "single" }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      matchLabelKeys: [pod-template-hash]
+      labelSelector:
+        matchLabels:
+          {{- include "sglang-ext.selector" $root | nindent 10 }}
+          sglang-ext.io/pool: {{ .name }}
+  {{- end }}
+  containers:
+    - name: worker
+      image: {{ include "sglang-ext.image" $pool.image }}
+      imagePullPolicy: {{ $pool.image.pullPolicy | default "IfNotPresent" }}
+      command: [sglang-ext, worker]
+      args:
+        - --role={{ get (dict "prefill-short" "short" "prefill-long" "long" "prefill" "both" "decode" "decode") $pool.role }}
+        - --model-path={{ $pool.model }}
+        - --host=0.0.0.0
+        - --port={{ $port }}
+        - --advertise-host=$(POD_IP)
+        - --transfer-backend={{ $pool.transferBackend }}
+        - --device={{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
+        {{- if $isPrefill }}
+        - --bootstrap-port={{ $root.Values.worker.bootstrapPort }}
+        - --laps-boundary-tokens={{ int $root.Values.boundaryTokens }}
+        {{- end }}
+        {{- if $pool.sharesLongPrompts }}
+        - --cdsp-coordinator={{ include "sglang-ext.fullname" $root }}-coordinator:{{ $root.Values.coordinator.port }}
+        {{- end }}
+        {{- range $pool.args }}
+        - {{ . | quote }}
+        {{- end }}
+        - --
+        - --tp-size={{ $pool.tp }}
+        {{- with $pool.servedModelName }}
+        - --served-model-name={{ . }}
+        {{- end }}
+        {{- if ne .part "single" }}
+        - --nnodes=$(LWS_GROUP_SIZE)
+        - --node-rank=$(LWS_WORKER_INDEX)
+        - --dist-init-addr=$(LWS_LEADER_ADDRESS):{{ $root.Values.worker.distributedPort }}
+        {{- end }}
+        {{- if $root.Values.keys.worker }}
+        - --api-key=$(SGLANG_EXT_WORKER_API_KEY)
+        {{- end }}
+        {{- range $pool.sglangArgs }}
+        - {{ . | quote }}
+        {{- end }}
+      env:
+        - name: POD_IP
+          valueFrom:
+            fieldRef: {fieldPath: status.podIP}
+        # The root is read-only, and the user has no entry in /etc/passwd.
+        - {name: HOME, value: /cache}
+        - {name: USER, value: sglang-ext}
+        - {name: XDG_CACHE_HOME, value: /cache}
+        - {name: HF_HOME, value: /cache/huggingface}
+        - {name: TRITON_CACHE_DIR, value: /cache/triton}
+        - {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/torchinductor}
+        - {name: FLASHINFER_WORKSPACE_BASE, value: /cache}
+        {{- include "sglang-ext.key" (list "SGLANG_EXT_WORKER_API_KEY" $root.Values.keys.worker $root) | indent 8 }}
+        {{- include "sglang-ext.key" (list "HF_TOKEN" $root.Values.keys.huggingFace $root) | indent 8 }}
+        {{- range $pool.env }}
+        - {{ toJson . }}
+        {{- end }}
+      {{- if $isServing }}
+      ports:
+        - {name: http, containerPort: {{ $port }}, protocol: TCP}
+        {{- if $isPrefill }}
+        - {name: bootstrap, containerPort: {{ $root.Values.worker.bootstrapPort }}, protocol: TCP}
+        {{- end }}
+      # While a model loads the port is closed, then 503 until it is warm: /health is 200 once it can serve. It computes
+      # a token, but only where nothing else runs.
+      startupProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: {{ div (add $pool.startupSecs 9) 10 }}
+      readinessProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: 3
+      # /ping computes nothing: the server process answers it.
+      livenessProbe:
+        {{- if $root.Values.keys.worker }}
+        # SGLang asks for its key there.
+        exec:
+          command:
+            - python3
+            - -c
+            - >-
+              import os, urllib.request as u;
+              u.urlopen(u.Request("http://127.0.0.1:{{ $port }}/ping",
+              headers={"Authorization": "Bearer " + os.environ["SGLANG_EXT_WORKER_API_KEY"]}), timeout=8)
+        {{- else }}
+        httpGet: {path: /ping, port: http}
+        {{- end }}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: 12
+      {{- end }}
+      lifecycle:
+        preStop:
+          sleep: {seconds: {{ $pool.drainDelaySecs }}}
+      {{- $resources := deepCopy $pool.resources }}
+      {{- $limits := deepCopy ($resources.limits | default dict) }}
+      {{- $requests := deepCopy $resources.requests }}
+      {{- if gt (int $pool.gpus) 0 }}
+      {{- $_ := set $limits $pool.gpuResource (int $pool.gpus) }}
+      {{- $_ := set $requests $pool.gpuResource (int $pool.gpus) }}
+      {{- end }}
+      {{- range $name, $count := $pool.extraResources }}
+      {{- $_ := set $limits $name $count }}
+      {{- $_ := set $requests $name $count }}
+      {{- end }}
+      {{- $_ := set $resources "requests" $requests }}
+      {{- if $limits }}{{ $_ := set $resources "limits" $limits }}{{ end }}
+      resources: {{ toJson $resources }}
+      securityContext:
+        {{- include "sglang-ext.containerSecurity" $pool.addCapabilities | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: cache, mountPath: /cache}
+        - {name: shm, mountPath: /dev/shm}
+        {{- range $pool.volumeMounts }}
+        - {{ toJson . }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    - name: cache
+      emptyDir: {{ if $pool.cacheSize }}{sizeLimit: {{ $pool.cacheSize }}}{{ else }}{}{{ end }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $pool.sharedMemory }}}
+    {{- range $pool.volumes }}
+    - {{ toJson . }}
+    {{- end }}
+{{- end -}}
+
+{{/* dict root, name, pool */}}
+{{- define "sglang-ext.poolLabels" -}}
+app.kubernetes.io/component: worker
+sglang-ext.io/pool: {{ .name }}
+sglang-ext.io/role: {{ .pool.role }}
+{{- $boundary := int .root.Values.boundaryTokens }}
+{{- if eq .pool.role "decode" }}
+llm-d.ai/role: decode
+{{- else }}
+llm-d.ai/role: prefill
+{{- end }}
+{{- if eq .pool.role "prefill-short" }}
+llm-d.ai/context-length-range: "0-{{ $boundary }}"
+{{- else if eq .pool.role "prefill-long" }}
+llm-d.ai/context-length-range: "{{ add $boundary 1 }}-10000000"
+{{- end }}
+{{- end -}}

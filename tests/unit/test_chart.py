@@ -1,0 +1,507 @@
+"""The Helm chart: what it renders to over many values, and what it refuses. deploy/k8s is its default.
+
+What needs Helm is skipped without it (`make charts-env`); the rendered default and the schema are always looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from support import manifests
+from support.manifests import Document, Pods, of_kind, pods_of
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy/helm/sglang-ext"
+PACKAGES = ROOT / ".venv/charts"
+RENDERED = ROOT / "deploy/k8s"
+needs_helm = pytest.mark.skipif(not (PACKAGES / "helm_python").is_dir(), reason="Helm is not there: `make charts-env`")
+
+CPU_POOL = {"gpus": 0, "transferBackend": "sglang_ext_tcp", "args": ["--threads=4", "--kv-memory-mib=4096"]}
+LARGE = {"nodes": 2, "tp": 16, "extraResources": {"rdma/hca": 8}, "addCapabilities": ["IPC_LOCK"]}
+PVC: Document = {
+    "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+    "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+}
+ACCEPTED: dict[str, Document] = {
+    "default": {},
+    "one pool for all lengths": {
+        "pools": {"prefill-short": None, "prefill-long": None, "prefill": {"role": "prefill"}}
+    },
+    "prefill alone": {"pools": {"decode": {"role": "decode", "enabled": False}}},
+    "many models": {
+        "pools": {
+            **{f"short-{i}": {"role": "prefill-short", "model": f"org/m{i}", "replicas": i + 1} for i in range(4)},
+            **{
+                f"decode-{i}": {"role": "decode", "model": f"org/m{i}", "servedModelName": f"org/m{i}"}
+                for i in range(4)
+            },
+        }
+    },
+    "several nodes": {
+        "pools": {
+            "prefill-long": {"role": "prefill-long", **LARGE, "exclusiveTopology": "cloud.example/rack"},
+            "decode": {"role": "decode", **LARGE, "replicas": 3, "maxSurge": 0, "maxUnavailable": 1},
+        }
+    },
+    "no rights made": {"router": {"rbac": {"create": False}, "serviceAccount": {"create": False, "name": "given"}}},
+    "no discovery": {
+        "router": {
+            "serviceDiscovery": False,
+            "serviceAccount": {"create": False},
+            "extraArgs": ["--prefill=http://10.0.0.1:30000", "--decode=http://10.0.0.2:30000"],
+        }
+    },
+    "one router without a group": {"router": {"replicas": 1}, "keys": {"peer": ""}},
+    "a controller": {"router": {"controller": "on", "replicas": 3}},
+    "a controller that advises": {"router": {"controller": "advise"}},
+    "TLS": {"router": {"tls": {"secret": "certificate"}, "service": {"type": "LoadBalancer", "port": 443}}},
+    "all keys": {"keys": {"api": "a", "admin": "b", "worker": "c", "huggingFace": "hf"}},
+    "CPU engines and a coordinator": {
+        "coordinator": {"enabled": True},
+        "poolDefaults": CPU_POOL,
+        "pools": {"prefill-long": {"role": "prefill-long", "replicas": 2, "sharesLongPrompts": True}},
+    },
+    "models on a volume": {"poolDefaults": {"model": "/models/m", "servedModelName": "m", **PVC}},
+    "a route": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example"]}},
+    "no network policies": {"networkPolicy": {"enabled": False}},
+    "metrics and clients": {
+        "networkPolicy": {
+            "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+            "clientsFrom": [{"namespaceSelector": {}}],
+        }
+    },
+    "placement": {
+        "router": {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "a", "operator": "Exists"}]},
+        "poolDefaults": {
+            "nodeSelector": {"gpu": "h100"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "affinity": {"podAntiAffinity": {}},
+            "runtimeClassName": "nvidia",
+            "priorityClassName": "serving",
+            "podAnnotations": {"a": "b"},
+            "autoscaled": True,
+            "cacheSize": "200Gi",
+        },
+        "imagePullSecrets": [{"name": "registry"}],
+    },
+    "digests and a large boundary": {
+        "boundaryTokens": 2000000,
+        "router": {"image": {"repository": "r.example/router", "tag": "x", "digest": "sha256:" + "0" * 64}},
+        "poolDefaults": {"image": {"repository": "r.example/worker", "tag": "x"}},
+    },
+    "other ports": {
+        "router": {"port": 8080, "peerPort": 8081, "metricsPort": 8082},
+        "worker": {"port": 9000, "bootstrapPort": 9001, "distributedPort": 9002},
+        "pools": {"decode": {"role": "decode", "nodes": 4, "tp": 8}},
+    },
+    "a long name": {"fullnameOverride": "a" * 24, "pools": {"p" * 16: {"role": "prefill", "nodes": 2, "tp": 2}}},
+}
+# What the schema refuses, with a part of the place that is named.
+REFUSED: dict[str, tuple[Document, str]] = {
+    "an unknown value": ({"routers": {}}, "routers"),
+    "a misspelt option": ({"router": {"replica": 3}}, "replica"),
+    "a misspelt option of a pool": ({"pools": {"decode": {"role": "decode", "gpu": 1}}}, "gpu"),
+    "no router": ({"router": {"replicas": 0}}, "replicas"),
+    "an unknown role": ({"pools": {"a": {"role": "short"}}}, "pools"),
+    "no role": ({"pools": {"a": {"model": "m"}}}, "pools"),
+    "no instance": ({"poolDefaults": {"replicas": 0}}, "replicas"),
+    "a name that no Service can have": ({"pools": {"Decode": {"role": "decode"}}}, "Decode"),
+    "a name that is too long": ({"pools": {"d" * 17: {"role": "decode"}}}, "d" * 17),
+    "a controller that YAML took for false": ({"router": {"controller": False}}, "controller"),
+    "a tag in place of a digest": ({"router": {"image": {"repository": "r", "tag": "t", "digest": "v1"}}}, "digest"),
+    "an unknown backend": ({"poolDefaults": {"transferBackend": "rdma"}}, "transferBackend"),
+    "resources without memory": ({"pools": {"a": {"role": "decode", "resources": {"requests": {"cpu": 1}}}}}, "pools"),
+    "a privileged port": ({"router": {"port": 80}}, "port"),
+    "half a GPU": ({"poolDefaults": {"gpus": 0.5}}, "gpus"),
+    "ports as text": ({"worker": {"port": "30000"}}, "port"),
+    "a folder of the node": ({"poolDefaults": {"volumes": [{"name": "m", "hostPath": {"path": "/"}}]}}, "volumes"),
+    "all capabilities": ({"poolDefaults": {"addCapabilities": ["SYS_ADMIN"]}}, "addCapabilities"),
+    "a key in the values": ({"keys": {"api": "sk secret"}}, "api"),
+    "a time without a unit": ({"httpRoute": {"timeout": "30"}}, "timeout"),
+    "SGLang's arguments among the worker's": ({"poolDefaults": {"args": ["--"]}}, "args"),
+    "an arbitrary start-up": ({"poolDefaults": {"startupSecs": 1}}, "startupSecs"),
+    "no pools": ({"pools": {}}, "pools"),
+}
+# What the templates refuse, with a part of what they say; which names the place.
+CONTRADICTIONS: dict[str, tuple[Document, str]] = {
+    "ranks that do not fit nodes": (
+        {"pools": {"decode": {"role": "decode", "nodes": 2, "tp": 3}}},
+        "pools.decode: tp 3 is not a multiple of nodes 2",
+    ),
+    "a topology for one node": (
+        {"pools": {"decode": {"role": "decode", "exclusiveTopology": "rack"}}},
+        "pools.decode: exclusiveTopology",
+    ),
+    "no coordinator": ({"pools": {"prefill-long": {"role": "prefill-long", "sharesLongPrompts": True}}}, "coordinator"),
+    "decode in the coordinator's pool": (
+        {"coordinator": {"enabled": True}, "pools": {"decode": {"role": "decode", "sharesLongPrompts": True}}},
+        "is for prefill",
+    ),
+    "GPUs in the coordinator's pool": (
+        {
+            "coordinator": {"enabled": True},
+            "pools": {"prefill-long": {"role": "prefill-long", "sharesLongPrompts": True}},
+        },
+        "is for CPU engines",
+    ),
+    "an update that cannot go on": ({"poolDefaults": {"maxSurge": 0}}, "maxSurge and maxUnavailable are both 0"),
+    "two transfer backends of a model": (
+        {"pools": {"decode": {"role": "decode", "transferBackend": "nixl"}}},
+        "transferBackend",
+    ),
+    "decode without prefill": (
+        {"pools": {"decode": {"role": "decode", "model": "other"}}},
+        "no pool prefills for other",
+    ),
+    "routers that do not know each other": ({"keys": {"peer": ""}}, "keys.peer"),
+    "a controller without discovery": (
+        {"router": {"controller": "on", "serviceDiscovery": False}},
+        "router.controller",
+    ),
+    "a route to nowhere": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
+    "a name that is too long": ({"fullnameOverride": "a" * 25}, "fullnameOverride"),
+}
+
+
+def schema() -> Document:
+    found = json.loads((CHART / "values.schema.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def default_values() -> Document:
+    found = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def merged(values: Document) -> Document:
+    """As Helm lays values over the chart's own."""
+
+    def lay(below: Document, above: Document) -> Document:
+        result = copy.deepcopy(below)
+        for key, value in above.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            if value is None and key in result:
+                del result[key]
+            else:
+                result[key] = lay(result[key], value) if both else value
+        return result
+
+    return lay(default_values(), values)
+
+
+def run(cases: list[Document]) -> list[Document]:
+    """Helm in a process of its own, as it brings a runtime with threads."""
+    done = subprocess.run(
+        [sys.executable, "tools/render_chart.py", "--cases"],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert isinstance(results, list)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Document]:
+    return dict(zip(ACCEPTED, run(list(ACCEPTED.values())), strict=True))
+
+
+def rendered_default() -> list[Document]:
+    return [one for path in sorted(RENDERED.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text()) if one]
+
+
+def the(documents: list[Document], component: str, role: str | None = None) -> Pods:
+    (found,) = [
+        pods
+        for pods in pods_of(documents)
+        if pods.component == component and role in {None, pods.labels.get("sglang-ext.io/role")}
+    ]
+    return found
+
+
+# -- without Helm
+
+
+def test_the_rendered_default_holds() -> None:
+    documents = rendered_default()
+    assert {path.name for path in RENDERED.iterdir()} == {"network.yaml", "pools.yaml", "rights.yaml", "router.yaml"}
+    manifests.check(documents)
+    assert {pods.labels["sglang-ext.io/role"] for pods in pods_of(documents) if pods.component == "worker"} == {
+        "prefill-short",
+        "prefill-long",
+        "decode",
+    }
+    router = the(documents, "router")
+    assert router.owner["spec"]["replicas"] >= 2
+    config = manifests.router_configuration(router)
+    assert config.service_discovery
+    assert config.peer_service == "sglang-ext-router-peers"
+    for pods in pods_of(documents):
+        if pods.component == "worker":
+            start = pods.container["startupProbe"]
+            assert start["failureThreshold"] * start["periodSeconds"] == 1800
+
+
+def test_the_chart_is_of_the_packages_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{chart["appVersion"]}"' in pyproject
+    assert default_values()["router"]["image"]["tag"] == chart["appVersion"]
+
+
+def test_the_probes_paths_are_sglangs() -> None:
+    sglang = importlib.util.find_spec("sglang")
+    assert sglang is not None
+    assert sglang.origin is not None
+    source = (Path(sglang.origin).parent / "srt/entrypoints/http_server.py").read_text()
+    assert all(f'@app.get("{path}")' in source for path in manifests.WORKER_PATHS)
+    coordinator = (ROOT / "python/sglang_ext/sequence_parallel").glob("*.py")
+    assert any('"/health"' in path.read_text() for path in coordinator)
+
+
+def test_the_schema_is_one_and_takes_the_chart_s_values() -> None:
+    jsonschema.Draft7Validator.check_schema(schema())
+    jsonschema.Draft7Validator(schema()).validate(default_values())
+
+
+def test_the_values_in_the_documentation_are_taken() -> None:
+    text = (ROOT / "docs/kubernetes.md").read_text()
+    values = yaml.safe_load(text.partition("my-values.yaml <<'END'\n")[2].partition("END\n")[0])
+    assert {pool["role"] for pool in values["pools"].values()} == {"prefill-short", "prefill-long", "decode"}
+    jsonschema.Draft7Validator(schema()).validate(merged(values))
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_the_schema_takes(name: str) -> None:
+    jsonschema.Draft7Validator(schema()).validate(merged(ACCEPTED[name]))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_schema_refuses(name: str) -> None:
+    values, place = REFUSED[name]
+    if name == "no pools":
+        values = {**default_values(), "pools": {}}
+    errors = list(jsonschema.Draft7Validator(schema()).iter_errors(merged(values) if name != "no pools" else values))
+    assert errors
+    assert any(place in f"{list(error.absolute_path)} {error.message}" for error in errors)
+
+
+def test_every_value_is_described() -> None:
+    """What the schema knows is in values.yaml, so that a reader finds it."""
+
+    def missing(described: Document, values: Any, place: str) -> list[str]:
+        found = []
+        for key, inner in described.get("properties", {}).items():
+            if key not in values:
+                found.append(f"{place}{key}")
+            elif isinstance(values[key], dict) and "properties" in inner:
+                found += missing(inner, values[key], f"{place}{key}.")
+        return found
+
+    assert missing(schema(), default_values(), "") == ["global"]
+
+
+def test_what_does_not_hold_is_noticed() -> None:
+    """The checks themselves: each of these breaks the default in one place."""
+
+    def no_user(documents: list[Document]) -> None:
+        del the(documents, "router").spec["securityContext"]["runAsNonRoot"]
+
+    def token(documents: list[Document]) -> None:
+        the(documents, "worker", "decode").spec["automountServiceAccountToken"] = True
+
+    def option(documents: list[Document]) -> None:
+        the(documents, "router").container["args"].append("--no-such-option=1")
+
+    def port(documents: list[Document]) -> None:
+        of_kind(documents, "Service")[0]["spec"]["ports"][0]["targetPort"] = "grpc"
+
+    def selector(documents: list[Document]) -> None:
+        of_kind(documents, "Service")[0]["spec"]["selector"]["sglang-ext.io/pool"] = "other"
+
+    def open_worker(documents: list[Document]) -> None:
+        (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"].endswith("-workers")]
+        del policy["spec"]["ingress"][0]["from"]
+
+    def liveness(documents: list[Document]) -> None:
+        the(documents, "worker", "decode").container["livenessProbe"]["httpGet"]["path"] = "/health"
+
+    def rights(documents: list[Document]) -> None:
+        of_kind(documents, "Role")[0]["rules"][0]["verbs"].append("delete")
+
+    def grace(documents: list[Document]) -> None:
+        the(documents, "router").spec["terminationGracePeriodSeconds"] = 100
+
+    def budget(documents: list[Document]) -> None:
+        documents.remove(of_kind(documents, "PodDisruptionBudget")[0])
+
+    def role(documents: list[Document]) -> None:
+        for service, _ in manifests.pool_services(documents):
+            service["metadata"]["labels"]["sglang-ext.io/role"] = "prefill"
+
+    broken = (no_user, token, option, port, selector, open_worker, liveness, rights, grace, budget, role)
+    for breaks in broken:
+        documents = rendered_default()
+        breaks(documents)
+        try:
+            manifests.check(documents)
+        except (Exception, SystemExit):
+            continue
+        pytest.fail(f"{breaks.__name__} was not noticed")
+
+
+# -- with Helm
+
+
+@needs_helm
+def test_the_rendered_default_is_what_the_chart_renders(results: dict[str, Document]) -> None:
+    key = manifest_key
+    assert sorted(rendered_default(), key=key) == sorted(results["default"]["documents"], key=key), (
+        "run `python tools/render_chart.py`"
+    )
+
+
+def manifest_key(document: Document) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
+@needs_helm
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -> None:
+    result = results[name]
+    assert "error" not in result, result["error"]
+    assert result["problems"] == []
+    manifests.check(result["documents"])
+    for one in of_kind(result["documents"], "LeaderWorkerSet"):
+        jsonschema.validate(one["spec"], LEADER_WORKER_SET)
+        assert one["spec"]["leaderWorkerTemplate"]["size"] > 1
+    for one in of_kind(result["documents"], "HTTPRoute"):
+        jsonschema.validate(one["spec"], HTTP_ROUTE)
+
+
+@needs_helm
+def test_what_the_chart_refuses() -> None:
+    refused = {**REFUSED, **{f"contradiction: {name}": case for name, case in CONTRADICTIONS.items()}}
+    del refused["no pools"]  # the chart's own would be left
+    for (name, (_, place)), result in zip(refused.items(), run([case[0] for case in refused.values()]), strict=True):
+        assert "error" in result, f"{name}: taken"
+        assert place in result["error"], f"{name}: {result['error']}"
+
+
+@needs_helm
+def test_an_instance_of_several_nodes(results: dict[str, Document]) -> None:
+    documents = results["several nodes"]["documents"]
+    sets = of_kind(documents, "LeaderWorkerSet")
+    assert {one["metadata"]["name"] for one in sets} == {"sglang-ext-prefill-long-group", "sglang-ext-decode-group"}
+    (long,) = [one for one in sets if "long" in one["metadata"]["name"]]
+    assert long["metadata"]["annotations"] == {"leaderworkerset.sigs.k8s.io/exclusive-topology": "cloud.example/rack"}
+    for pods in pods_of(documents):
+        if pods.owner["kind"] == "LeaderWorkerSet":
+            assert pods.container["resources"]["limits"]["nvidia.com/gpu"] == 8
+            assert pods.container["resources"]["limits"]["rdma/hca"] == 8
+            assert bool(pods.ports) == (pods.labels["sglang-ext.io/part"] == "leader")
+
+
+@needs_helm
+def test_what_the_values_say_reaches_the_programs(results: dict[str, Document]) -> None:
+    controller = manifests.router_configuration(the(results["a controller"]["documents"], "router"))
+    assert (controller.controller, controller.controller_lease) == ("on", "sglang-ext-router-controller")
+    tls = the(results["TLS"]["documents"], "router")
+    assert tls.container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert manifests.router_configuration(tls).ssl_certfile == "/etc/sglang-ext/tls/tls.crt"
+    keyed = the(results["all keys"]["documents"], "worker", "decode")
+    assert "--api-key=$(SGLANG_EXT_WORKER_API_KEY)" in keyed.container["args"]
+    cpu = results["CPU engines and a coordinator"]["documents"]
+    assert "--device=cpu" in the(cpu, "worker", "decode").container["args"]
+    assert "nvidia.com/gpu" not in the(cpu, "worker", "decode").container["resources"].get("limits", {})
+    assert "--cdsp-coordinator=sglang-ext-coordinator:8990" in the(cpu, "worker", "prefill-long").container["args"]
+    large = manifests.router_configuration(the(results["digests and a large boundary"]["documents"], "router"))
+    assert large.length_boundary_tokens == 2000000
+    image = the(results["digests and a large boundary"]["documents"], "router").container["image"]
+    assert image == "r.example/router@sha256:" + "0" * 64
+    scaled = results["placement"]["documents"]
+    assert "replicas" not in the(scaled, "worker", "decode").owner["spec"]
+    assert not of_kind(results["no network policies"]["documents"], "NetworkPolicy")
+    assert of_kind(results["a route"]["documents"], "HTTPRoute")
+    assert not of_kind(results["no rights made"]["documents"], "Role")
+
+
+# The fields of the two kinds that Kubernetes itself does not have, as far as they are used.
+_COUNT = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]}
+LEADER_WORKER_SET = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["leaderWorkerTemplate"],
+    "properties": {
+        "replicas": {"type": "integer"},
+        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        "rolloutStrategy": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["RollingUpdate"]},
+                "rollingUpdateConfiguration": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {"maxSurge": _COUNT, "maxUnavailable": _COUNT, "partition": {"type": "integer"}},
+                },
+            },
+        },
+        "leaderWorkerTemplate": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["workerTemplate"],
+            "properties": {
+                "leaderTemplate": {"type": "object"},
+                "workerTemplate": {"type": "object"},
+                "size": {"type": "integer", "minimum": 1},
+                "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+            },
+        },
+    },
+}
+HTTP_ROUTE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["parentRefs", "rules"],
+    "properties": {
+        "parentRefs": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["name"]}},
+        "hostnames": {"type": "array", "items": {"type": "string"}},
+        "rules": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "matches": {"type": "array"},
+                    "timeouts": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "properties": {"request": {"type": "string"}, "backendRequest": {"type": "string"}},
+                    },
+                    "backendRefs": {
+                        "type": "array",
+                        "items": {"type": "object", "required": ["name", "port"]},
+                    },
+                },
+            },
+        },
+    },
+}
