@@ -365,6 +365,11 @@ class UpstreamPool:
         if not connection.reply_keeps_alive or self._is_closed or len(self._idle) >= MAX_IDLE_CONNECTIONS:
             transport.close()
             return
+        if (
+            transport.get_write_buffer_size()
+        ):  # it answered before it had all; a request behind that might wait for ever
+            transport.abort()
+            return
         transport.resume_reading()
         connection.is_paused = False
         connection.raw = connection._last_body = connection._body_before = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 import socket
@@ -357,3 +358,29 @@ async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) ->
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
+async def test_long_bodies_over_tls_arrive_and_what_follows_is_served(folder: Path, event_loop: str) -> None:
+    own = str(folder / "own.pem")
+    async with tls_cluster(folder, ssl_certfile=str(folder / "both.pem"), worker_ca_file=own) as (served, engines):
+        await served.until(lambda: all(one.is_ready for one in served.router.registry))
+        context = ssl.create_default_context(cafile=own)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=context)
+        texts = ["".join(f"{number:x}," for number in range(size)) for size in (5_000, 70_000, 400_000)]
+        sent = b""
+        for text in texts:
+            sent += request_bytes("POST", "/generate", b'{"text": "x", "padding": "%b"}' % text.encode())
+            sent += request_bytes("POST", "/generate", BODY)
+        for start in range(0, len(sent), 300_007):
+            writer.write(sent[start : start + 300_007])
+            await writer.drain()
+            await asyncio.sleep(0)
+        got = b""
+        while got.count(b"HTTP/1.1 200 ") < 2 * len(texts):
+            got += await asyncio.wait_for(reader.read(1 << 16), 20.0)
+        for engine in engines:
+            bodies = [json.loads(request.body) for request in engine.requests if request.path == "/generate"]
+            assert [body.get("padding", "") for body in bodies] == [one for text in texts for one in (text, "")]
+        await served.until(lambda: served.router.clients.buffered_bytes == 0)
+        writer.transport.abort()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from sglang_ext.policy.routing.circuit_breaker import CircuitState
+from sglang_ext.types import Role
 from sglang_ext_router import upstream
-from support.router_process import Cluster, cluster
+from sglang_ext_router.config import WorkerAddress
+from support.raw_client import request_bytes
+from support.router_process import FAST, Cluster, cluster, running_router
 from support.scripted_engine import (
     DONE,
+    ScriptedEngine,
     Turn,
     cut,
     drop_when_reused,
@@ -243,3 +248,52 @@ async def test_what_a_dying_instance_closed_goes_to_another_one() -> None:
             dying.script = cut()
             assert await ask(served, 4) == [200] * 4
             assert sum(served.worker(engine.url).failed_legs for engine in served.decode) == 0
+
+
+@pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
+async def test_a_connection_whose_instance_answers_before_it_has_the_body_is_not_used_again(event_loop: str) -> None:
+    """Such an instance may never read the rest, and what the connection holds of it is not counted."""
+    prefill, decode = ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)
+    tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
+    is_over = asyncio.Event()
+
+    async def front(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_decode, from_decode = await asyncio.open_connection("127.0.0.1", decode.port)
+        writers.extend((writer, from_decode))
+        task = asyncio.create_task(_copy(to_decode, writer))
+        tasks.add(task)
+        while data := await reader.read(1 << 10):
+            if b"content-length: 20000" in data:
+                writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n{}")
+                await is_over.wait()
+                return
+            from_decode.write(data)
+
+    for engine in (prefill, decode):
+        await engine.start()
+    server = await asyncio.start_server(front, "127.0.0.1", 0, limit=1 << 10)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    workers = (WorkerAddress(prefill.url, Role.BOTH), WorkerAddress(url, Role.DECODE))
+    try:
+        async with running_router(replace(FAST, workers=workers)) as served, server:
+            await served.until_ready()
+            padding = b'{"text": "x", "padding": "%b"}' % (b"x" * 20_000_000)
+            async with await served.connect() as client:
+                await client.send(request_bytes("POST", "/generate", padding))
+                assert (await client.reply()).status == 400
+            assert (await asyncio.wait_for(served.ask("POST", "/generate", PROMPT), 10.0)).status == 200
+    finally:
+        for task in tasks:
+            task.cancel()
+        is_over.set()
+        for writer in writers:
+            writer.transport.abort()
+        for engine in (prefill, decode):
+            await engine.stop()
+        await asyncio.sleep(0.05)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
