@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 STANDARD_OUTPUT = "-"
 MAX_PENDING = 20_000  # lines that wait for the thread; further ones are dropped
+MAX_TEXT_CHARACTERS = 1000  # of a path or an error: a client may have written them
 MAX_WRITE_BYTES = 64 << 10
 # Several processes write into one pipe: pieces up to this size do not mix (POSIX, PIPE_BUF).
 MAX_PIPE_BYTES = select.PIPE_BUF
@@ -87,6 +88,8 @@ class AccessLog:
         if len(self._pending) >= MAX_PENDING:
             self.counts["overflow"] += 1
             return
+        if len(entry.path) > MAX_TEXT_CHARACTERS or len(entry.error) > MAX_TEXT_CHARACTERS:
+            entry = entry._replace(path=entry.path[:MAX_TEXT_CHARACTERS], error=entry.error[:MAX_TEXT_CHARACTERS])
         self._pending.append((time.time(), entry))
 
     def add_refusal(self, transport: asyncio.BaseTransport, target: bytes, status: int, message: str) -> None:
@@ -168,7 +171,9 @@ class AccessLog:
                 try:
                     view = view[os.write(self._file, view) :]
                 except BlockingIOError:
-                    select.select([], [self._file], [], RETRY_S)
+                    waiting = select.poll()  # which bears a file number beyond 1023, as one opened anew may have
+                    waiting.register(self._file, select.POLLOUT)
+                    waiting.poll(RETRY_S * 1000)
                     if self._is_stopping:
                         raise
         except OSError as error:

@@ -103,7 +103,10 @@ class BodyReader:
 
     def _ask(self, path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool) -> Outcome:
         """In a thread."""
-        process = self._idle.pop() if self._idle else self._start()
+        try:
+            process = self._idle.pop()
+        except IndexError:  # asking first would leave time for the other thread to take it
+            process = self._start()
         is_kept = False
         try:
             to_process, answer = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)

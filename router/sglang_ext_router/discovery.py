@@ -92,6 +92,7 @@ class Discovery:
         backoff_s = FIRST_BACKOFF_S
         version, listed_s = "", 0.0
         while True:
+            began_s = loop.time()
             try:
                 if not version or loop.time() - listed_s > LIST_AGAIN_S:
                     version, listed_s = await self._list(api, selector), loop.time()
@@ -101,11 +102,14 @@ class Discovery:
                     version = self._take(selector, event) or version
                     if loop.time() - listed_s > LIST_AGAIN_S:
                         break
-                continue
-            except VersionExpiredError:
-                version = ""
-                if loop.time() - listed_s > FIRST_BACKOFF_S:
+                if loop.time() - began_s > FIRST_BACKOFF_S:
                     continue
+            except VersionExpiredError as error:
+                is_first, version = bool(version), ""
+                if is_first and loop.time() - listed_s > FIRST_BACKOFF_S:
+                    continue
+                if not is_first:  # the list itself was refused
+                    self._note_error(str(error))
             except (ApiAnswerError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 self._note_error(
                     f"{type(error).__name__}: {error}" if not isinstance(error, ApiAnswerError) else str(error)

@@ -21,12 +21,15 @@ ANSWER_TIMEOUT_S = 30.0
 MAX_LINE_BYTES = 16 << 20  # an event holds a whole slice, of up to 1,000 endpoints
 
 
-class VersionExpiredError(Exception):
-    """The API server does not know any more what came after the version that was seen last."""
-
-
 class ApiAnswerError(Exception):
     """The API server answers with an error."""
+
+
+class VersionExpiredError(ApiAnswerError):
+    """The API server does not know any more what came after the version that was seen last."""
+
+    def __init__(self) -> None:
+        super().__init__("410: what came after the version seen last is not known any more")
 
 
 class KubernetesApi:
@@ -74,6 +77,8 @@ class KubernetesApi:
             await _check(reply)
             async for line in reply.content:
                 event = orjson.loads(line)
+                if not isinstance(event, dict):
+                    raise ValueError(f"no event of a watch: {line[:100]!r}")
                 if event.get("type") == "ERROR":
                     status = event.get("object") or {}
                     if status.get("code") == 410:

@@ -124,11 +124,15 @@ class LeaseHolder:
 
 
 def _read(item: dict[str, Any]) -> LeaseRecord:
-    spec = item.get("spec") or {}
-    return LeaseRecord(
-        str(spec.get("holderIdentity") or ""),
-        float(spec.get("leaseDurationSeconds") or 0),
-        str(spec.get("renewTime") or ""),
-        str(item["metadata"]["resourceVersion"]),
-        int(spec.get("leaseTransitions") or 0),
-    )
+    """ValueError for what is no lease."""
+    try:
+        spec = item.get("spec") or {}
+        return LeaseRecord(
+            str(spec.get("holderIdentity") or ""),
+            float(spec.get("leaseDurationSeconds") or 0),
+            str(spec.get("renewTime") or ""),
+            str(item["metadata"]["resourceVersion"]),
+            int(spec.get("leaseTransitions") or 0),
+        )
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the answer is no lease: {error!r}") from None

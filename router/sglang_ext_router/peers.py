@@ -169,8 +169,12 @@ class PeerRouters(SharedState):
                     reader, writer = await asyncio.open_connection(*address)
                     session = await greet(reader, writer, self._key, self._origin)
                 self._writers[writer] = session
-                backoff_s, complaint = FIRST_BACKOFF_S, ""
-                if await reader.read(1):  # nothing is sent here but that this is the router itself
+                complaint = ""
+                connected_s = self._router.loop.time()
+                is_own = bool(await reader.read(1))
+                if self._router.loop.time() - connected_s > MAX_BACKOFF_S:
+                    backoff_s = FIRST_BACKOFF_S  # not where it refuses what it is told, again and again
+                if is_own:  # nothing is sent here but that this is the router itself
                     self._own_addresses.add(address)
                     self._tellers.pop(address, None)
                     return
@@ -233,7 +237,13 @@ class PeerRouters(SharedState):
             pass  # it is gone, or connects anew
         except PeerError as error:
             logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
-        except (ValueError, KeyError, TypeError, IndexError) as error:  # of another version of this program
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+        ) as error:  # of another version of this program
             logger.warning("a message of %s cannot be read: %r", writer.get_extra_info("peername"), error)
         finally:
             del self._hearing[task]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen whether the pipeline is full
 MAX_HEADERS = 1000
 LONG_BYTES = 16 << 10  # of a body still to come: then the way past the parser is worth while
-FIRST_BUFFER_BYTES = 1 << 20  # it grows with what has come, not with what is announced
+FIRST_BUFFER_BYTES = 64 << 10  # it grows with what has come, not with what is announced: a head alone costs little
+SMALL_PIECE_BYTES = 1024  # of a body: kept one by one, they would take many times the memory that is counted
 _ALLOW = b"allow: GET, HEAD, POST, DELETE\r\n"
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
@@ -62,7 +63,7 @@ class RequestParser:
         self.target = b""  # of the request that is arriving, or came last
         self._headers: list[tuple[bytes, bytes]] = []
         self.arriving: Request | None = None  # its head is here
-        self._body: list[bytes] = []
+        self._body: list[bytes | bytearray] = []
         self._receiver: BodyReceiver | None = None  # of a long body
         self.body_bytes = 0  # of what is arriving
         self._reserved_bytes = 0  # of its buffer, beyond what has come
@@ -167,7 +168,7 @@ class RequestParser:
         length = self._body_length
         arriving.keep_alive = arriving.is_http_11 and self._parser.should_keep_alive()
         self._parser = httptools.HttpRequestParser(self)  # which begins behind the body
-        pieces: list[bytes | memoryview] = list(self._body)
+        pieces: list[bytes | bytearray | memoryview] = list(self._body)
         self._body = []
         if piece is not None:
             pieces.append(piece)
@@ -270,7 +271,15 @@ class RequestParser:
         self._check_size(arriving, self.body_bytes + size, size)
         self.body_bytes += size
         self._count_buffered(size)
-        self._body.append(body)
+        pieces = self._body
+        if not pieces or size >= SMALL_PIECE_BYTES:
+            pieces.append(body)
+            return
+        last = pieces[-1]
+        if isinstance(last, bytearray):
+            last += body
+        else:
+            pieces.append(bytearray(body))
 
     def on_message_complete(self) -> None:
         request = self.arriving
@@ -317,7 +326,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
     four copies: the transport's, two on the way through the parser, and one that joins the pieces.
     """
 
-    def __init__(self, owner: RequestParser, length: int, pieces: Sequence[bytes | memoryview]) -> None:
+    def __init__(self, owner: RequestParser, length: int, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
         """`length` of the whole body in bytes, of which `pieces` have come; more has to come."""
         self._owner = owner
         self._connection = owner.connection

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.metrics import MetricsSnapshot
+from sglang_ext_router.metrics import MetricsSnapshot, read_snapshot
 from sglang_ext_router.online_load import SiblingLoad
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WireEntry = tuple[str, int, int, str | None, int | None, bool]
 logger = logging.getLogger(__name__)
 REMEMBER_REMOVED_S = 3600.0
+MAX_COUNTER = 1 << 53  # of changes of one instance: far more than there can be, and one more can be told too
 MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
 
 
@@ -55,14 +56,15 @@ class MembershipTable:
         self._entries[url] = Entry(known.counter + 1 if known else 1, self._origin, address, is_draining)
 
     def merge(self, wire: Iterable[WireEntry]) -> list[tuple[str, Entry]]:
-        """Take over newer entries of a sibling; the ones that changed here."""
+        """Take over newer entries of a sibling; the ones that changed here.
+
+        ValueError or TypeError, and nothing is taken over, where one cannot be read, as of another version.
+        """
         changed: list[tuple[str, Entry]] = []
-        for url, counter, origin, role, port, is_draining in wire:
+        for url, entry in [_read_entry(*one) for one in wire]:
             known = self._entries.get(url)
-            if known is not None and (counter, origin) <= known.version:
+            if known is not None and entry.version <= known.version:
                 continue
-            address = None if role is None else WorkerAddress(url, Role(role), port)
-            entry = Entry(counter, origin, address, is_draining)
             self._entries[url] = entry
             changed.append((url, entry))
         return changed
@@ -96,6 +98,21 @@ class MembershipTable:
             for url, entry in self._entries.items()
             if entry.counter
         ]
+
+
+def _read_entry(
+    url: str, counter: int, origin: int, role: str | None, port: int | None, is_draining: bool
+) -> tuple[str, Entry]:
+    if type(url) is not str or not 0 <= _whole(counter) < MAX_COUNTER:
+        raise ValueError(f"change {counter!r} of {url!r}")
+    address = None if role is None else WorkerAddress(url, Role(role), None if port is None else _whole(port))
+    return url, Entry(counter, _whole(origin), address, bool(is_draining))
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
 
 
 class LinkedRouter(Protocol):
@@ -177,16 +194,27 @@ class SharedState:
     # -- hearing ----------------------------------------------------------------------------------------
 
     def _take(self, message: Mapping[str, Any]) -> None:
-        """Make another process's message one's own."""
+        """Make another process's message one's own: all of it, or nothing where a part of it cannot be read."""
         router = self._router
-        known = self._states.get(message["index"])
-        self._states[message["index"]] = TellerState(
+        index = _whole(message["index"])
+        known = self._states.get(index)
+        in_flight, waits_s = message["online"]
+        state = TellerState(
             router.loop.time(),
-            {url: (load[0], load[1]) for url, load in message["loads"].items()},
-            MetricsSnapshot(*message["metrics"]) if "metrics" in message else known.metrics if known else None,
-            SiblingLoad(*message["online"]),
+            {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()},
+            read_snapshot(message["metrics"]) if "metrics" in message else known.metrics if known else None,
+            SiblingLoad(
+                {
+                    model: {name: _whole(count) for name, count in of_model.items()}
+                    for model, of_model in in_flight.items()
+                },
+                {url: float(wait_s) for url, wait_s in waits_s.items()},
+            ),
         )
-        for url, entry in self._table.merge(tuple(item) for item in message["members"]):
+        prefixes = [(url, [_whole(one) for one in hashes]) for url, hashes in message["prefixes"]]
+        changed = self._table.merge(message["members"])
+        self._states[index] = state
+        for url, entry in changed:
             worker = router.registry.find(url)
             if worker is not None and (entry.address is None or worker.role is not entry.address.role):
                 router.drop_worker(worker)
@@ -197,7 +225,7 @@ class SharedState:
                 worker = router.adopt_worker(entry.address)
             if worker.is_draining != entry.is_draining:
                 router.set_draining(worker, entry.is_draining)
-        for url, hashes in message["prefixes"]:
+        for url, hashes in prefixes:
             worker = router.registry.find(url)
             if worker is not None and worker.role.is_prefill:
                 router.planner.index.record(worker.id, hashes)
@@ -207,8 +235,11 @@ class SharedState:
         now_s = self._router.loop.time()
         for index, state in tuple(self._states.items()):
             if now_s - state.received_s > forget_after_s:
+                if state.metrics is None:
+                    del self._states[index]  # a router that is started again comes under another number
+                    continue
                 # Its counters stay in the metrics; its requests are gone.
-                counted = None if state.metrics is None else state.metrics._replace(gauges={}, process={})
+                counted = state.metrics._replace(gauges={}, process={})
                 self._states[index] = state._replace(loads={}, metrics=counted, online=SiblingLoad({}, {}))
         for worker in self._router.registry:
             loads = [state.loads.get(worker.url, (0, 0)) for state in self._states.values()]

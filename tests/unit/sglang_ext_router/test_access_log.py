@@ -7,9 +7,11 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,43 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert log.counts["overflow"] > 900
     log.close()
     os.close(reader)
+
+
+def test_what_a_client_writes_does_not_make_a_line_long(tmp_path: Path) -> None:
+    """Many lines may wait, and long ones of several processes would mix in a pipe."""
+    file = tmp_path / "access.log"
+    log = AccessLog(str(file))
+    log.add(ENTRY._replace(path="/" * 60_000, error="x" * 60_000))
+    until_written(log, 1)
+    log.close()
+    line = json.loads(file.read_bytes())
+    assert (line["path"], line["error"]) == ("/" * 1000, "x" * 1000)
+
+
+def test_a_file_number_beyond_what_select_bears(tmp_path: Path) -> None:
+    """As a file that is opened anew has where there are many connections."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(limits[1], 4096)), limits[1]))
+    log = AccessLog(str(pipe))
+    try:
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+        log._file = fcntl.fcntl(log._file, fcntl.F_DUPFD, 1500)
+        for _ in range(100):
+            log.add(ENTRY)
+        time.sleep(0.6)
+        assert log._thread.is_alive(), "it waits for the reader"
+        got = b""
+        while log.counts["written"] < 100:
+            with contextlib.suppress(BlockingIOError):
+                got += os.read(reader, 1 << 16)
+            time.sleep(0.01)
+    finally:
+        log.close()
+        os.close(reader)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_text_that_cannot_be_encoded_loses_its_line_only(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from concurrent.futures import Future
 
@@ -187,3 +188,20 @@ async def test_a_large_prompt_reaches_both_instances_as_it_came() -> None:
         for engine in (served.decode[0], served.short[0]):
             assert [request.json["text"] == text for request in engine.requests] == [True, True]
         assert served.decode[0].requests[1].json["sampling_params"]["custom_params"]["sglang_ext_priority"] == "low"
+
+
+async def test_a_process_that_the_other_thread_has_taken_is_replaced() -> None:
+    class JustTaken(list[subprocess.Popen[bytes]]):
+        """Looks as if there was one left."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    reader = BodyReader(asyncio.get_running_loop())
+    try:
+        reader._idle = JustTaken()
+        path, content = LARGE["text"]
+        assert isinstance(await outcome(reader, path, orjson.dumps(content)), ReadBody)
+    finally:
+        reader._idle = list(reader._idle)
+        await reader.stop()

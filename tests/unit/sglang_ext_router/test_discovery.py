@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from sglang_ext.types import Role
 from sglang_ext_router import discovery as discovery_module
@@ -160,6 +161,35 @@ async def test_an_expired_version_is_listed_again(by_event: bool) -> None:
         await api.end_watches()
         await served.until(lambda: hosts(served) == {"10.0.0.2"})
         assert api.lists == lists + 1
+
+
+@pytest.mark.parametrize("what", ["a list that has expired", "watches that end at once", "no events"])
+async def test_the_api_server_is_not_asked_without_pause(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a server nor a proxy before it that answers at once, and always the same, is flooded."""
+    monkeypatch.setattr(discovery_module, "FIRST_BACKOFF_S", 0.5)
+    monkeypatch.setattr(discovery_module, "MAX_BACKOFF_S", 0.5)
+    requests = 0
+
+    async def serve(request: web.Request) -> web.Response:
+        nonlocal requests
+        requests += 1
+        if what == "a list that has expired":
+            return web.json_response({"code": 410}, status=410)
+        if "watch" in request.query:
+            return web.Response(text="[]\n" if what == "no events" else "")
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
+
+    api = ScriptedKubernetes()
+    api._serve = serve  # type: ignore[method-assign, assignment]
+    await api.start()
+    try:
+        async with running_router(config_for(api)) as served:
+            await asyncio.sleep(2.0)
+            assert 1 <= requests <= 20  # without a pause thousands
+            assert served.router.discovery is not None
+            assert not any(task.done() for task in served.router.discovery._tasks)
+    finally:
+        await api.stop()
 
 
 async def test_a_lost_event_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:

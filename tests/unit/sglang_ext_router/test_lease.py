@@ -74,6 +74,21 @@ async def test_without_the_api_server_none_leads_after_the_deadline(caplog: pyte
         await until(lambda: len(leaders(holders)) == 1)
 
 
+@pytest.mark.parametrize("answer", ["gone", "no metadata", "no spec"])
+async def test_an_answer_that_is_no_lease_ends_no_candidacy(answer: str) -> None:
+    async with candidates(2) as (api, holders):
+        await until(lambda: len(leaders(holders)) == 1)
+        lease = api.leases["controller"]
+        if answer == "gone":
+            api.refusal = (410, "a proxy says so")
+        else:
+            api.leases["controller"] = {} if answer == "no metadata" else {**lease, "spec": "x"}
+        await until(lambda: all(one.last_error for one in holders))
+        await until(lambda: not leaders(holders))
+        api.refusal, api.leases["controller"] = None, lease
+        await until(lambda: len(leaders(holders)) == 1)
+
+
 def test_a_lease_without_a_controller_is_refused() -> None:
     with pytest.raises(RouterConfigError, match="--controller-lease needs --controller on"):
         RouterConfig(controller_lease="x")

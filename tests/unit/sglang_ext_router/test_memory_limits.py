@@ -118,6 +118,32 @@ async def test_no_more_than_so_much_is_buffered_in_all() -> None:
         assert (await served.ask("POST", "/generate", BODY + b" " * 90_000)).status == 200
 
 
+async def test_a_body_in_tiny_chunks_takes_the_memory_that_is_counted() -> None:
+    async with cluster() as served, await served.connect() as client:
+        await client.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        before_kib, sent_bytes = used_kib(), 0
+        while sent_bytes < 2 << 20:
+            await client.send(b"2\r\nab\r\n" * 10_000)
+            sent_bytes += 20_000
+        await served.until(lambda: served.router.clients.buffered_bytes == sent_bytes)
+        assert used_kib() - before_kib < 20 << 10
+        client.reset()
+        await until_nothing_is_buffered(served)
+
+
+async def test_heads_that_announce_long_bodies_take_little() -> None:
+    async with cluster() as served:
+        clients = [await served.connect() for _ in range(50)]
+        for client in clients:
+            await client.send(head("/generate", 60_000_000))
+        await served.until(lambda: served.router.clients.buffered_bytes >= 50 * 1024)
+        await served.until(lambda: all(one._parser._receiver is not None for one in served.router.clients.open))
+        assert served.router.clients.buffered_bytes <= 50 * (64 << 10)
+        for client in clients:
+            client.reset()
+        await until_nothing_is_buffered(served)
+
+
 async def test_a_request_counts_until_it_is_answered() -> None:
     async with cluster(max_payload_size=100_000, max_buffered_size=150_000) as served:
         served.decode[0].plan(hang())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -219,6 +220,78 @@ async def test_a_good_message_of_a_peer_is_taken() -> None:
         writer.write(peers_module._LENGTH.pack(len(body)) + session.code(body) + body)
         await until(lambda: one.router.registry.find(engines[1].url) is None)
         writer.close()
+
+
+GOOD_MESSAGE: dict[str, Any] = {"index": 7, "members": [], "loads": {}, "prefixes": [], "online": [{}, {}]}
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {
+            "members": [
+                ["http://127.0.0.1:9", 1, 7, "decode", None, False],
+                ["http://x:1", 1, 7, "another", None, False],
+            ]
+        },
+        {"members": [["http://127.0.0.1:9", (1 << 64) - 1, 7, "decode", None, False]]},
+        {"members": [["http://127.0.0.1:9", "1", 7, "decode", None, False]]},
+        {"loads": {"URL": ["1", "2"]}},
+        {"loads": []},
+        {"online": [{"": 1}, {}]},
+        {"prefixes": [["URL", [[1]]]]},
+        {"prefixes": [["URL", ["1"]]]},
+    ],
+)
+async def test_nothing_of_a_message_that_cannot_be_read_is_taken(strange: dict[str, Any]) -> None:
+    """As another version of this program might send it."""
+    engines = pair()
+    async with group(engines, 1) as (one,):
+        link = link_of(one)
+        registry = one.router.registry
+        link.tell_added(WorkerAddress("http://127.0.0.1:7", Role.DECODE))  # what it has is told after each message
+        text = orjson.dumps({**GOOD_MESSAGE, **strange}).replace(b"URL", engines[0].url.encode())
+        reader, writer = await asyncio.open_connection("127.0.0.1", link._sock.getsockname()[1])
+        session = await greet(reader, writer, link._key, 7)
+        writer.write(peers_module._LENGTH.pack(len(text)) + session.code(text) + text)
+        assert await asyncio.wait_for(reader.read(), 5.0) == b"", "it is closed"
+        writer.close()
+        assert len(registry) == 2
+        assert not link._states
+        # The same change is taken when it comes in a message that can be read.
+        link._take({**GOOD_MESSAGE, "members": [["http://127.0.0.1:9", 1, 7, "decode", None, False]]})
+        added = registry.find("http://127.0.0.1:9")
+        assert added is not None
+        one.router.remove_worker(added)
+        await asyncio.sleep(0.15)
+        assert not any(task.done() for task in link._tasks)
+
+
+async def test_routers_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "FORGET_AFTER_S", 0.2)
+    async with group(pair(), 1) as (one,):
+        link = link_of(one)
+        for number in range(1, 100):
+            link._take({**GOOD_MESSAGE, "index": number})
+        assert len(link._states) == 99
+        await until(lambda: not link._states)
+
+
+async def test_a_peer_that_refuses_what_it_is_told_is_not_asked_again_and_again() -> None:
+    connections = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest())
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    async with group(pair(), 1) as (one,), server:
+        task = asyncio.create_task(link_of(one)._tell_one(server.sockets[0].getsockname()[:2]))
+        await asyncio.sleep(2.0)
+        task.cancel()
+        assert 1 <= connections <= 5
 
 
 async def test_a_peer_that_does_not_read_holds_up_no_other() -> None:
