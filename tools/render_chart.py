@@ -5,7 +5,7 @@ without Helm.
 
 With `--cases` a JSON list of values comes by standard input, and a list of as many results goes to standard output:
 `{"documents": [...], "problems": [...]}`, where problems are what Kubernetes' own schemas do not allow, or
-`{"error": "..."}` for values that are refused.
+`{"error": "..."}` for values that are refused. `--lint` prints what Helm finds wrong with the chart, a line for each.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ CHART = ROOT / "deploy/helm/sglang-ext"
 RENDERED = ROOT / "deploy/k8s"
 PACKAGES = ROOT / ".venv/charts"
 KUBERNETES = "1.37"
+LINT_WARNING = 2
 HEADER = "# Rendered from deploy/helm/sglang-ext by tools/render_chart.py: change it there.\n"
 
 Document = dict[str, Any]
@@ -87,8 +88,13 @@ def main(arguments: list[str]) -> int:
                 results.append({"documents": documents, "problems": problems(documents)})
         json.dump(results, sys.stdout)
         return 0
+    if arguments == ["--lint"]:
+        report = helm_python.lint(str(CHART), strict=True, kube_version=f"v{KUBERNETES}.0")
+        found = [one["error"] for one in report["messages"] if one["severity"] >= LINT_WARNING] + report["errors"]
+        print(*found, sep="\n", end="")
+        return 1 if found else 0
     if arguments:
-        print("usage: python tools/render_chart.py [--cases]", file=sys.stderr)
+        print("usage: python tools/render_chart.py [--cases | --lint]", file=sys.stderr)
         return 2
     RENDERED.mkdir(exist_ok=True)
     for path in RENDERED.glob("*.yaml"):

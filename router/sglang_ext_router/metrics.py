@@ -6,8 +6,8 @@ have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from sglang_ext.types import LengthClass, RouteDecision
 from sglang_ext_router.histograms import (
@@ -56,6 +56,18 @@ class MetricsSnapshot(NamedTuple):
             own_sent, own_failed = legs.get(url, (0, 0))
             legs[url] = (own_sent + sent, own_failed + failed)
         return self._replace(counters=counters, histograms=histograms, worker_legs=legs)
+
+
+def read_snapshot(wire: Sequence[Any]) -> MetricsSnapshot:
+    """What JSON has made of a snapshot; ValueError or TypeError for what is none, as of another version."""
+    counters, histograms, legs, gauges, process = wire
+    return MetricsSnapshot(
+        {name: [(tuple(labels), value) for labels, value in entries] for name, entries in counters.items()},
+        [(name, length_class, counts, total) for name, length_class, counts, total in histograms],
+        {url: (sent, failed) for url, (sent, failed) in legs.items()},
+        gauges,
+        process,
+    )
 
 
 class ClassMetrics:

@@ -232,7 +232,7 @@ class FieldTypes:
     def __init__(self, fields: dict[str, Schema]) -> None:
         self._named: dict[str, list[str]] = {}
         self._allowed: dict[str, frozenset[type]] = {}
-        self._ranges: dict[str, tuple[float, float]] = {}  # of numbers; what must be more than the first is so below
+        self._ranges: dict[str, tuple[Any, Any]] = {}  # of numbers, exact: as floats the largest integers are rounded
         self._not_zero = frozenset(name for name, schema in fields.items() if schema.get("not") == {"const": 0})
         self._nested: dict[str, FieldTypes] = {}
         for name, schema in fields.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.metrics import MetricsSnapshot
+from sglang_ext_router.metrics import MetricsSnapshot, read_snapshot
 from sglang_ext_router.online_load import SiblingLoad
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class SharedState:
         state = TellerState(
             router.loop.time(),
             {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()},
-            MetricsSnapshot(*message["metrics"]) if "metrics" in message else known.metrics if known else None,
+            read_snapshot(message["metrics"]) if "metrics" in message else known.metrics if known else None,
             SiblingLoad(
                 {
                     model: {name: _whole(count) for name, count in of_model.items()}

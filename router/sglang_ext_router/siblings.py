@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.metrics import MetricsSnapshot
+from sglang_ext_router.metrics import MetricsSnapshot, read_snapshot
 from sglang_ext_router.online_load import SiblingLoad
 from sglang_ext_router.shared_state import LinkedRouter, SharedState
 
@@ -169,7 +169,7 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
     def _inherit(self) -> MetricsSnapshot | None:
         """What earlier processes of this number had counted."""
         try:
-            left = MetricsSnapshot(*orjson.loads(self._counts_file.read_bytes()))
+            left = read_snapshot(orjson.loads(self._counts_file.read_bytes()))
         except (OSError, ValueError, TypeError):  # the first one, or one that was killed while it wrote
             return None
         return left._replace(gauges={}, process={})

@@ -191,6 +191,8 @@ def check_command(pods: Pods) -> None:
     else:
         worker.add_arguments(parser)
         options = parser.parse_args(words[2:])
+        options.dry_run = True
+        assert worker.run(options) == 0, "the options contradict each other"
         assert options.host == "0.0.0.0"
         assert options.engine_arguments
         if pods.ports:

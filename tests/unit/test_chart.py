@@ -382,6 +382,13 @@ def manifest_key(document: Document) -> tuple[str, str]:
 
 
 @needs_helm
+def test_helm_finds_nothing_wrong() -> None:
+    command = [sys.executable, "tools/render_chart.py", "--lint"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@needs_helm
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -> None:
     result = results[name]
@@ -415,6 +422,7 @@ def test_an_instance_of_several_nodes(results: dict[str, Document]) -> None:
         if pods.owner["kind"] == "LeaderWorkerSet":
             assert pods.container["resources"]["limits"]["nvidia.com/gpu"] == 8
             assert pods.container["resources"]["limits"]["rdma/hca"] == 8
+            assert pods.container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
             assert bool(pods.ports) == (pods.labels["sglang-ext.io/part"] == "leader")
 
 

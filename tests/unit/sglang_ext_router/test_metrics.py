@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_ext.types import LengthClass
 from sglang_ext_router.exposition import PREFIX, render, request_families
 from sglang_ext_router.histograms import Histogram, ttft_bounds_s
-from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
+from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics, read_snapshot
 from support.router_process import Cluster, cluster
 from support.scripted_engine import DONE, cut, event, reply, status, stream
 
@@ -139,7 +139,7 @@ def added(parts: list[Samples]) -> Samples:
 
 def told(metrics: RouterMetrics) -> MetricsSnapshot:
     """As it arrives at another process: through JSON."""
-    return MetricsSnapshot(*json.loads(json.dumps(metrics.snapshot({}, {}, {}))))
+    return read_snapshot(json.loads(json.dumps(metrics.snapshot({}, {}, {}))))
 
 
 def shown(metrics: RouterMetrics, *others: MetricsSnapshot) -> Samples:
