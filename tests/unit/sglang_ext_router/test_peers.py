@@ -277,6 +277,17 @@ async def test_routers_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPat
         await until(lambda: not link._states)
 
 
+async def test_a_name_that_cannot_be_one_ends_no_task() -> None:
+    async with group(pair(), 1) as (one,):
+        link = link_of(one)
+        link._service = "a..b"
+        tasks = [asyncio.create_task(link._tell_one(("a..b", 1))), asyncio.create_task(link._find_peers())]
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+
+
 async def test_a_peer_that_refuses_what_it_is_told_is_not_asked_again_and_again() -> None:
     connections = 0
 
