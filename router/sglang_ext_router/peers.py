@@ -185,7 +185,7 @@ class PeerRouters(SharedState):
             finally:
                 if writer is not None:
                     self._writers.pop(writer, None)
-                    writer.close()
+                    writer.transport.abort()  # one that does not read would keep a closed one open
             await asyncio.sleep(backoff_s)
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
 
