@@ -148,7 +148,7 @@ class PeerRouters(SharedState):
                     loop = asyncio.get_running_loop()
                     found = await loop.getaddrinfo(self._service, self._service_port, type=socket.SOCK_STREAM)
                     wanted |= {(str(entry[4][0]), self._service_port) for entry in found}
-                except OSError as error:
+                except (OSError, UnicodeError) as error:
                     # Names fail to resolve now and then; those that are known stay.
                     logger.debug("peers of %s: %s", self._service, error)
                     wanted |= set(self._tellers)
@@ -178,14 +178,14 @@ class PeerRouters(SharedState):
                     self._own_addresses.add(address)
                     self._tellers.pop(address, None)
                     return
-            except (OSError, TimeoutError, asyncio.IncompleteReadError, PeerError) as error:
+            except (OSError, UnicodeError, TimeoutError, asyncio.IncompleteReadError, PeerError) as error:
                 if isinstance(error, PeerError) and str(error) != complaint:
                     logger.warning("peer %s:%d: %s", *address, error)
                     complaint = str(error)
             finally:
                 if writer is not None:
                     self._writers.pop(writer, None)
-                    writer.close()
+                    writer.transport.abort()  # one that does not read would keep a closed one open
             await asyncio.sleep(backoff_s)
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
 

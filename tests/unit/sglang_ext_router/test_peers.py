@@ -277,6 +277,37 @@ async def test_routers_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPat
         await until(lambda: not link._states)
 
 
+async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> None:
+    held: list[asyncio.StreamWriter] = []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest())
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    server = await asyncio.start_server(hear, "127.0.0.1", 0)
+    async with group(pair(), 1) as (one,), server:
+        link = link_of(one)
+        task = asyncio.create_task(link._tell_one(server.sockets[0].getsockname()[:2]))
+        await until(lambda: link.peers == 1)
+        (writer,) = link._writers
+        writer.write(bytes(20_000_000))
+        task.cancel()  # as when its name is gone
+        await until(lambda: writer.transport.get_write_buffer_size() == 0)
+        held[0].transport.abort()
+
+
+async def test_a_name_that_cannot_be_one_ends_no_task() -> None:
+    async with group(pair(), 1) as (one,):
+        link = link_of(one)
+        link._service = "a..b"
+        tasks = [asyncio.create_task(link._tell_one(("a..b", 1))), asyncio.create_task(link._find_peers())]
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+
+
 async def test_a_peer_that_refuses_what_it_is_told_is_not_asked_again_and_again() -> None:
     connections = 0
 
