@@ -68,7 +68,7 @@ def test_an_instance_changes_its_pool_under_load_and_keeps_it() -> None:
             assert after["generation"] > before["generation"]
             assert router.workers()[second.url]["role"] == "long"
             assert is_right(ask(router, 400, 900))
-            assert router.admin("POST", "/pools/move", {"url": decode.url, "to": "long"}).status == 400
+            assert router.admin("POST", "/pools/move", {"url": decode.url, "to": "long"}).status == 409
         # The next router is told `short` on its command line.
         with running_router(engines, *options, "--controller", "on", "--controller-interval-secs", "0.5") as router:
             deadline = time.monotonic() + 20.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from itertools import pairwise
 
@@ -113,16 +114,20 @@ async def test_what_grows_beyond_all_that_may_be_buffered_is_refused(event_loop:
         for client in (first, second):
             await client.send(data[:500_000])
         await served.until(lambda: served.router.clients.buffered_bytes > 990_000)
-        statuses = await asyncio.gather(_finish(first, data[500_000:]), _finish(second, data[500_000:]))
+        await asyncio.gather(_send(first, data[500_000:-1]), _send(second, data[500_000:-1]))
+        await served.until(lambda: bool(served.router.clients.refusals))  # neither is whole, and both have grown
+        statuses = await asyncio.gather(_finish(first, data[-1:]), _finish(second, data[-1:]))
         assert sorted(statuses) == [200, 503]
         await served.until(lambda: served.router.clients.buffered_bytes == 0)
 
 
-async def _finish(client: RawClient, data: bytes) -> int:
-    try:
+async def _send(client: RawClient, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
         await client.send(data)
-    except ConnectionError:
-        pass
+
+
+async def _finish(client: RawClient, data: bytes) -> int:
+    await _send(client, data)
     return (await client.reply()).status
 
 
