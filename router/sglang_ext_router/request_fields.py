@@ -282,7 +282,8 @@ _SAMPLING = FieldTypes(SAMPLING_FIELDS)
 _GENERATE = FieldTypes({"stream": _FLAG})
 _BY_PATH = {
     b"/v1/chat/completions": FieldTypes(CHAT_FIELDS),
-    b"/v1/completions": FieldTypes(COMPLETION_FIELDS),
+    # With `prompt_logprobs` none: the prompt alone is scored. Otherwise the instance refuses 0.
+    b"/v1/completions": FieldTypes({**COMPLETION_FIELDS, "max_tokens": {**_COUNT, "minimum": 0}}),
     b"/v1/responses": FieldTypes(RESPONSES_FIELDS),
 }
 
