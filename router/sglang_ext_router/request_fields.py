@@ -111,12 +111,7 @@ COMPLETION_FIELDS: dict[str, Schema] = {
             {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
         ]
     },
-    "max_tokens": {
-        "type": "integer",
-        "minimum": 0,
-        "maximum": MAX_INT32,
-        "description": "0: only the prompt is scored",
-    },
+    "max_tokens": _COUNT,
     "temperature": _TEMPERATURE,
     "top_p": _TOP_P,
     "top_k": _TOP_K,
