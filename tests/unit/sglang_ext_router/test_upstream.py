@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -263,12 +264,13 @@ async def test_a_connection_whose_instance_answers_before_it_has_the_body_is_not
         writers.extend((writer, from_decode))
         task = asyncio.create_task(_copy(to_decode, writer))
         tasks.add(task)
-        while data := await reader.read(1 << 10):
-            if b"content-length: 20000" in data:
-                writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n{}")
-                await is_over.wait()
-                return
-            from_decode.write(data)
+        with suppress(ConnectionError):  # the router resets what it closes with bytes unread
+            while data := await reader.read(1 << 10):
+                if b"content-length: 20000" in data:
+                    writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n{}")
+                    await is_over.wait()
+                    return
+                from_decode.write(data)
 
     for engine in (prefill, decode):
         await engine.start()
@@ -295,5 +297,6 @@ async def test_a_connection_whose_instance_answers_before_it_has_the_body_is_not
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
