@@ -19,6 +19,7 @@ import yaml
 
 from support import manifests
 from support.manifests import Document, Pods, matches, of_kind, pods_of
+from support.monitoring_files import documented_scrape
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/sglang-ext"
@@ -444,6 +445,11 @@ def test_what_watches(results: dict[str, Document]) -> None:
         (chosen,) = {pods.component for pods in pods_of(documents) if matches(monitor["spec"]["selector"], pods.labels)}
         assert monitor["metadata"]["name"] == f"sglang-ext-{chosen}"
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        snake = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+        relabelled = [
+            {snake.get(key, key): value for key, value in one.items()} for one in endpoint.get("metricRelabelings", [])
+        ]
+        assert relabelled == (documented_scrape()["metric_relabel_configs"] if chosen == "worker" else [])
         assert all(
             endpoint["port"] in pods.ports for pods in pods_of(documents) if pods.component == chosen and pods.ports
         )
