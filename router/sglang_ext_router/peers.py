@@ -23,7 +23,7 @@ import orjson
 
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import MetricsSnapshot
-from sglang_ext_router.shared_state import LinkedRouter, SharedState
+from sglang_ext_router.shared_state import LinkedRouter, PeerCounts, SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,9 @@ class PeerRouters(SharedState):
     def peers(self) -> int:
         """Routers that hear this one now."""
         return len(self._writers)
+
+    def peer_counts(self) -> PeerCounts:
+        return PeerCounts(len(self._tellers), len(self._writers), len(self._states), self.skipped)
 
     def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
         """None: each router is asked for its own numbers."""

@@ -133,6 +133,15 @@ class LinkedRouter(Protocol):
     def metrics_snapshot(self) -> MetricsSnapshot: ...
 
 
+class PeerCounts(NamedTuple):
+    """Other routers of the group, as one of them sees it."""
+
+    found: int  # by options or the headless Service
+    connected: int  # that this one sends its state to
+    received: int  # whose state came lately
+    skipped_messages: int  # that a peer did not get, as it did not read; since the start
+
+
 class TellerState(NamedTuple):
     """The last message of one teller."""
 
@@ -245,6 +254,10 @@ class SharedState:
             loads = [state.loads.get(worker.url, (0, 0)) for state in self._states.values()]
             worker.sibling_in_flight = sum(load[0] for load in loads)
             worker.sibling_tokens = sum(load[1] for load in loads)
+
+    def peer_counts(self) -> PeerCounts | None:
+        """None: processes of one router are no group."""
+        return None
 
     def online_loads(self) -> Sequence[SiblingLoad]:
         return [state.online for state in self._states.values()]
