@@ -116,7 +116,9 @@ class PoolController:
         self._controls: dict[str, ModelControl] = {}  # by model
         self.current: MoveRecord | None = None
         self.moves: deque[MoveRecord] = deque(maxlen=KEPT_MOVES)  # the latest last
-        self.move_counts: dict[tuple[str, str, str], int] = {}  # (from, to, outcome) → count
+        # (from, to, outcome) → count; from 0, so that the first one shows as an increase
+        directions = ((Role.SHORT.value, Role.LONG.value), (Role.LONG.value, Role.SHORT.value))
+        self.move_counts = {(*direction, outcome.value): 0 for direction in directions for outcome in MoveOutcome}
         self.decision_counts: dict[tuple[str, str], int] = {}  # (result, reason) → count
         self._joined_s: dict[int, float] = {}
         self._failures: dict[int, tuple[int, float]] = {}  # worker id → failed moves in a row, left alone until

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 
@@ -49,6 +50,14 @@ class DiscoveredWorkers(Protocol):
     def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
 
 
+class DiscoveryState(NamedTuple):
+    """How well this process knows the cluster."""
+
+    is_connected: bool  # False while the API server does not answer or refuses
+    sync_age_s: float | None  # since it last answered or sent an event; None before everything was listed
+    endpoints: dict[EndpointState, int]  # taken over from the cluster
+
+
 class Discovery:
     """Keeps the router's registry as the cluster's EndpointSlices want it; what others added it leaves alone."""
 
@@ -67,12 +76,23 @@ class Discovery:
         self._tasks: list[asyncio.Task[None]] = []
         self._api: KubernetesApi | None = None
         self._listed: set[str] = set()
+        self._synced_s: dict[str, float] = {}  # selector → when the API server last answered
+        self._failing: set[str] = set()  # selectors whose last request failed
         self.last_error = ""
 
     @property
     def has_listed(self) -> bool:
         """Whether the cluster's state has been seen once."""
         return len(self._listed) == len(self._tables)
+
+    def state(self) -> DiscoveryState:
+        """For metrics: of several watches the one that is worst."""
+        states = [endpoint.state for endpoint in self._held.values()]
+        return DiscoveryState(
+            is_connected=self.has_listed and not self._failing,
+            sync_age_s=asyncio.get_running_loop().time() - min(self._synced_s.values()) if self.has_listed else None,
+            endpoints={state: states.count(state) for state in EndpointState},
+        )
 
     def start(self) -> None:
         self._api = self._open_api()
@@ -97,8 +117,9 @@ class Discovery:
                 if not version or loop.time() - listed_s > LIST_AGAIN_S:
                     version, listed_s = await self._list(api, selector), loop.time()
                     backoff_s = FIRST_BACKOFF_S
-                async for event in api.watch(self._path, selector, version):
+                async for event in api.watch(self._path, selector, version, partial(self._note_answer, selector)):
                     backoff_s = FIRST_BACKOFF_S
+                    self._note_answer(selector)
                     version = self._take(selector, event) or version
                     if loop.time() - listed_s > LIST_AGAIN_S:
                         break
@@ -109,10 +130,11 @@ class Discovery:
                 if is_first and loop.time() - listed_s > FIRST_BACKOFF_S:
                     continue
                 if not is_first:  # the list itself was refused
-                    self._note_error(str(error))
+                    self._note_error(selector, str(error))
             except (ApiAnswerError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 self._note_error(
-                    f"{type(error).__name__}: {error}" if not isinstance(error, ApiAnswerError) else str(error)
+                    selector,
+                    f"{type(error).__name__}: {error}" if not isinstance(error, ApiAnswerError) else str(error),
                 )
             await asyncio.sleep(backoff_s * random.uniform(0.7, 1.3))
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
@@ -122,6 +144,7 @@ class Discovery:
         for error in self._tables[selector].replace(items):
             logger.warning("%s", error)
         self._listed.add(selector)
+        self._note_answer(selector)
         if self.last_error:
             logger.info("discovery: the API server answers again")
             self.last_error = ""
@@ -143,7 +166,12 @@ class Discovery:
             self._apply()
         return str((item.get("metadata") or {}).get("resourceVersion") or "")
 
-    def _note_error(self, message: str) -> None:
+    def _note_answer(self, selector: str) -> None:
+        self._synced_s[selector] = asyncio.get_running_loop().time()
+        self._failing.discard(selector)
+
+    def _note_error(self, selector: str, message: str) -> None:
+        self._failing.add(selector)
         if message != self.last_error:  # once, not at every try
             logger.warning("discovery: %s; the last known instances go on serving", message)
         self.last_error = message

@@ -21,6 +21,9 @@ from sglang_ext_router.metrics import Labels, MetricsSnapshot, RouterMetrics
 
 if TYPE_CHECKING:
     from sglang_ext_router.controller import PoolController
+    from sglang_ext_router.discovery import DiscoveryState
+    from sglang_ext_router.lease import LeaseHolder
+    from sglang_ext_router.shared_state import PeerCounts
     from sglang_ext_router.workers import WorkerRegistry
 
 PREFIX = "sglang_ext_router_"
@@ -129,6 +132,33 @@ def pool_families(registry: WorkerRegistry, controller: PoolController) -> Itera
     for decision_key, count in controller.decision_counts.items():
         decisions.add_metric(decision_key, count)
     yield from (moves, decisions)
+
+
+def group_families(
+    peers: PeerCounts | None, lease: LeaseHolder | None, discovery: DiscoveryState | None
+) -> Iterator[Metric]:
+    """The group of routers and the API server, as this process sees them; without them families without samples."""
+
+    def gauge(name: str, text: str, value: float | None) -> Metric:
+        return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+    yield gauge("peers_found", "Other routers of the group, by options or the Service", peers and peers.found)
+    yield gauge("peers_connected", "Those that this router sends its state to", peers and peers.connected)
+    yield gauge("peers_received", "Those whose state came lately", peers and peers.received)
+    yield CounterMetricFamily(
+        PREFIX + "peer_messages_skipped", "Messages that a peer did not read", value=peers and peers.skipped_messages
+    )
+    leads, reaches_lease = (None, None) if lease is None else (float(lease.is_leader), float(lease.is_connected))
+    yield gauge("controller_leader", "1 while this router holds the Lease and moves instances", leads)
+    yield gauge("controller_lease_connected", "1 while the API server answers for the Lease", reaches_lease)
+    connected = None if discovery is None else float(discovery.is_connected)
+    yield gauge("discovery_connected", "1 while the API server answers for the EndpointSlices", connected)
+    age_s = None if discovery is None else discovery.sync_age_s
+    yield gauge("discovery_sync_age_seconds", "Time since the API server last answered or sent an event", age_s)
+    endpoints = GaugeMetricFamily(PREFIX + "discovery_endpoints", "Instances found in the cluster", labels=("state",))
+    for state, count in discovery.endpoints.items() if discovery is not None else ():
+        endpoints.add_metric((state.value,), count)
+    yield endpoints
 
 
 def process_families(index: int, siblings: Sequence[tuple[int, MetricsSnapshot]]) -> Iterator[Metric]:

@@ -63,8 +63,13 @@ class KubernetesApi:
                 return items, str(metadata.get("resourceVersion") or "")
             query["continue"] = metadata["continue"]
 
-    async def watch(self, path: str, label_selector: str, version: str) -> AsyncIterator[dict[str, Any]]:
-        """The events after `version` until the API server ends the watch; after a VersionExpiredError list again."""
+    async def watch(
+        self, path: str, label_selector: str, version: str, on_open: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The events after `version` until the API server ends the watch; after a VersionExpiredError list again.
+
+        `on_open` is called once the API server has accepted the watch.
+        """
         query = {
             "labelSelector": label_selector,
             "watch": "1",
@@ -75,6 +80,7 @@ class KubernetesApi:
         timeout = aiohttp.ClientTimeout(total=WATCH_S * 1.2 + ANSWER_TIMEOUT_S, sock_connect=ANSWER_TIMEOUT_S)
         async with self._session.get(self._url + path, params=query, headers=self._headers(), timeout=timeout) as reply:
             await _check(reply)
+            on_open()
             async for line in reply.content:
                 event = orjson.loads(line)
                 if not isinstance(event, dict):

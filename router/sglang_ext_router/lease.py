@@ -38,12 +38,18 @@ class LeaseHolder:
         self._task: asyncio.Task[None] | None = None
         self._api: KubernetesApi | None = None
         self._was_leader = False
+        self._has_turned = False
         self.last_error = ""
 
     @property
     def is_leader(self) -> bool:
         """Whether this router may act for all now."""
         return self._leadership.is_leader(self._loop.time())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the API server answered when it was last asked."""
+        return self._has_turned and not self.last_error
 
     def start(self) -> None:
         self._api = self._open_api()
@@ -69,7 +75,7 @@ class LeaseHolder:
             try:
                 async with asyncio.timeout(settings.renew_deadline_s - settings.retry_s):
                     await self._turn(api)
-                self.last_error = ""
+                self._has_turned, self.last_error = True, ""
             except (ApiAnswerError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 message = f"{type(error).__name__}: {error}"
                 if message != self.last_error:

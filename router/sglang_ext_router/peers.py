@@ -27,7 +27,15 @@ import orjson
 
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import MetricsSnapshot
-from sglang_ext_router.shared_state import NO_LOAD, LinkedRouter, Loads, SharedState, TellerState, read_prefixes
+from sglang_ext_router.shared_state import (
+    NO_LOAD,
+    LinkedRouter,
+    Loads,
+    PeerCounts,
+    SharedState,
+    TellerState,
+    read_prefixes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +179,9 @@ class PeerRouters(SharedState):
     def peers(self) -> int:
         """Routers that hear this one now."""
         return len(self._hearers)
+
+    def peer_counts(self) -> PeerCounts:
+        return PeerCounts(len(self._tellers), len(self._hearers), len(self._states), self.skipped)
 
     def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
         """None: each router is asked for its own numbers."""

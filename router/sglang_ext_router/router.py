@@ -31,6 +31,7 @@ from sglang_ext_router.controller import PoolController
 from sglang_ext_router.discovery import Discovery
 from sglang_ext_router.exposition import (
     gauge_families,
+    group_families,
     pool_families,
     process_families,
     process_figures,
@@ -395,6 +396,8 @@ class Router:
         families += gauge_families(self._gauges(), others)
         families += worker_families(self.registry, self.loop.time(), others)
         families += pool_families(self.registry, self.controller)
+        discovered = None if self.discovery is None else self.discovery.state()
+        families += group_families(self.siblings.peer_counts(), self.lease, discovered)
         families += process_families(self._process_index, snapshots)
         return render(families, accept)
 

@@ -144,6 +144,15 @@ Loads = dict[str, tuple[int, int]]  # by address: requests under way, tokens pro
 NO_LOAD = (0, 0)
 
 
+class PeerCounts(NamedTuple):
+    """Other routers of the group, as one of them sees it."""
+
+    found: int  # by options or the headless Service
+    connected: int  # that this one sends its state to
+    received: int  # whose state came lately
+    skipped_messages: int  # that a peer did not get, as it did not read; since the start
+
+
 class TellerState(NamedTuple):
     """What one teller has told last."""
 
@@ -300,6 +309,10 @@ class SharedState:
         if self._limit:
             demands = {index: state.demand for index, state in self._states.items()}
             router.limit_requests(limit_of(self._origin, self._limit, {**demands, self._origin: router.demand()}))
+
+    def peer_counts(self) -> PeerCounts | None:
+        """None: processes of one router are no group."""
+        return None
 
     def online_loads(self) -> Sequence[SiblingLoad]:
         return [state.online for state in self._states.values()]

@@ -18,7 +18,7 @@ import orjson
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.metrics import MetricsSnapshot, read_snapshot
 from sglang_ext_router.online_load import SiblingLoad
-from sglang_ext_router.shared_state import LinkedRouter, SharedState
+from sglang_ext_router.shared_state import LinkedRouter, PeerCounts, SharedState
 
 if TYPE_CHECKING:
     pass
@@ -53,6 +53,10 @@ class SiblingLink(Protocol):
 
     def online_loads(self) -> Sequence[SiblingLoad]: ...
 
+    def peer_counts(self) -> PeerCounts | None:
+        """The other routers of the group; None without one."""
+        ...
+
 
 class NoSiblings:
     """A router of one process."""
@@ -82,6 +86,9 @@ class NoSiblings:
 
     def online_loads(self) -> Sequence[SiblingLoad]:
         return ()
+
+    def peer_counts(self) -> PeerCounts | None:
+        return None
 
 
 class DatagramSiblings(SharedState, asyncio.DatagramProtocol):

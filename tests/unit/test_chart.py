@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from support import manifests
-from support.manifests import Document, Pods, of_kind, pods_of
+from support.manifests import Document, Pods, matches, of_kind, pods_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/sglang-ext"
@@ -80,6 +80,15 @@ ACCEPTED: dict[str, Document] = {
             "clientsFrom": [{"namespaceSelector": {}}],
         }
     },
+    "monitoring": {
+        "coordinator": {"enabled": True},
+        "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}]},
+        "monitoring": {
+            "podMonitors": {"enabled": True, "interval": "30s", "labels": {"release": "prometheus"}},
+            "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
+            "dashboard": {"enabled": True},
+        },
+    },
     "placement": {
         "router": {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "a", "operator": "Exists"}]},
         "poolDefaults": {
@@ -127,6 +136,7 @@ REFUSED: dict[str, tuple[Document, str]] = {
     "a folder of the node": ({"poolDefaults": {"volumes": [{"name": "m", "hostPath": {"path": "/"}}]}}, "volumes"),
     "all capabilities": ({"poolDefaults": {"addCapabilities": ["SYS_ADMIN"]}}, "addCapabilities"),
     "a key in the values": ({"keys": {"api": "sk secret"}}, "api"),
+    "an interval without a unit": ({"monitoring": {"podMonitors": {"interval": "15"}}}, "interval"),
     "a time without a unit": ({"httpRoute": {"timeout": "30"}}, "timeout"),
     "SGLang's arguments among the worker's": ({"poolDefaults": {"args": ["--"]}}, "args"),
     "an arbitrary start-up": ({"poolDefaults": {"startupSecs": 1}}, "startupSecs"),
@@ -168,6 +178,7 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         {"router": {"controller": "on", "serviceDiscovery": False}},
         "router.controller",
     ),
+    "monitors that reach nothing": ({"monitoring": {"podMonitors": {"enabled": True}}}, "networkPolicy.metricsFrom"),
     "a route to nowhere": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
     "a name that is too long": ({"fullnameOverride": "a" * 25}, "fullnameOverride"),
 }
@@ -424,6 +435,25 @@ def test_an_instance_of_several_nodes(results: dict[str, Document]) -> None:
             assert pods.container["resources"]["limits"]["rdma/hca"] == 8
             assert pods.container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
             assert bool(pods.ports) == (pods.labels["sglang-ext.io/part"] == "leader")
+
+
+@needs_helm
+def test_what_watches(results: dict[str, Document]) -> None:
+    documents = results["monitoring"]["documents"]
+    for monitor in of_kind(documents, "PodMonitor"):
+        (chosen,) = {pods.component for pods in pods_of(documents) if matches(monitor["spec"]["selector"], pods.labels)}
+        assert monitor["metadata"]["name"] == f"sglang-ext-{chosen}"
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert all(
+            endpoint["port"] in pods.ports for pods in pods_of(documents) if pods.component == chosen and pods.ports
+        )
+    assert len(of_kind(documents, "PodMonitor")) == 3
+    (rules,) = of_kind(documents, "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    (board,) = of_kind(documents, "ConfigMap")
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(board["data"]["sglang-ext.json"]) == json.loads((CHART / "files/dashboard.json").read_text())
+    assert not of_kind(results["default"]["documents"], "PodMonitor")
 
 
 @needs_helm

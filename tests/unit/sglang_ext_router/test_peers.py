@@ -261,7 +261,7 @@ async def test_one_failure_is_enough_where_another_router_has_opened_its_circuit
         assert second.breaker.state(asyncio.get_running_loop().time()) is CircuitState.OPEN
 
 
-async def test_what_is_under_way_is_known_again_after_a_silence() -> None:
+async def test_what_is_under_way_is_known_again_after_a_gap() -> None:
     engines = pair()
     async with group(engines, 2) as routers:
         await until_connected(routers)
@@ -271,7 +271,7 @@ async def test_what_is_under_way_is_known_again_after_a_silence() -> None:
         await client.send(b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}')
         worker, link = routers[1].worker(engines[0].url), link_of(routers[1])
         await until(lambda: worker.sibling_in_flight == 1)
-        link._replace_state(link_of(routers[0])._origin, None)  # as after a silence
+        link._replace_state(link_of(routers[0])._origin, None)  # as when no message has come for long
         link._apply_states(10.0)
         assert worker.sibling_in_flight == 0
         await until(lambda: worker.sibling_in_flight == 1)

@@ -120,7 +120,7 @@ class AdmissionQueue(Generic[T]):
         """
         if max_concurrent < 0:
             raise ValueError(f"max_concurrent must be at least 0, got {max_concurrent}")
-        self.limit = max_concurrent
+        self.limit = float(max_concurrent)
         return self._admit(now_s) if self._heap else []
 
     def expire(self, now_s: float) -> list[T]:

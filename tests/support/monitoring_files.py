@@ -1,0 +1,33 @@
+"""The dashboard and the alert rules as they are shipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / "deploy/helm/sglang-ext/files"
+DASHBOARD, ALERTS = FILES / "dashboard.json", FILES / "alerts.yaml"
+
+
+def panels() -> list[dict[str, Any]]:
+    """All of them, without the rows' headings."""
+    return [one for one in json.loads(DASHBOARD.read_text())["panels"] if one["type"] != "row"]
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    return rules
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Where each stands, and the expression."""
+    for panel in panels():
+        for target in panel["targets"]:
+            yield f"{panel['title']} {target['refId']}", target["expr"]
+    for rule in alert_rules():
+        yield rule["alert"], rule["expr"]

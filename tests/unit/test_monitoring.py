@@ -1,0 +1,147 @@
+"""Dashboard and alerts: the files are what the code writes, and name metrics and labels that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.declared_metrics import read_declared, read_sglang
+from support.manifests import pods_of
+from support.monitoring_files import ALERTS, DASHBOARD, alert_rules, expressions, panels
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ROOT / ".venv/charts"
+# What Prometheus adds to every series of a target.
+TARGET_LABELS = {"namespace", "instance", "job", "pod"}
+UNITS = {"s", "ms", "short", "reqps", "ops", "percentunit", "bytes"}
+SELECTOR = re.compile(r"((?:sglang_ext|sglang:|process_)[\w:]*)(?:\{([^}]*)\})?")
+GROUPED = re.compile(r"\bby \(([^)]*)\)")
+MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
+
+
+def wrong_names(expression: str) -> list[str]:
+    """Metrics and labels of it that there are not."""
+    declared = read_declared() | read_sglang()
+    found, labels = [], set(TARGET_LABELS)
+    for metric, matchers in SELECTOR.findall(re.sub(r'"[^"]*"', '""', expression)):
+        if metric not in declared:
+            found.append(metric)
+            continue
+        labels |= declared[metric]
+        found += [
+            f"{metric}: {label}" for label in MATCHER.findall(matchers) if label not in declared[metric] | TARGET_LABELS
+        ]
+    grouped = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
+    return found + sorted(grouped - labels)
+
+
+def test_the_files_are_what_the_code_writes() -> None:
+    command = [sys.executable, "tools/render_monitoring.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_metric_and_label_is_there() -> None:
+    wrong = {place: names for place, expression in expressions() if (names := wrong_names(expression))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        ("sum (rate(sglang_ext_router_request_total[5m]))", ["sglang_ext_router_request_total"]),
+        ("sglang_ext_router_ttft_seconds", ["sglang_ext_router_ttft_seconds"]),
+        ('sglang_ext_router_ttft_seconds_bucket{class="x"}', ["sglang_ext_router_ttft_seconds_bucket: class"]),
+        ("sum by (phase) (sglang_ext:laps_window_seconds)", ["phase"]),
+        ("sglang:token_used", ["sglang:token_used"]),
+        ('sglang_ext:cdsp_chunks_total{sp_size="2", instance="i"}', []),
+    ],
+)
+def test_a_name_that_is_not_there_is_noticed(expression: str, names: list[str]) -> None:
+    assert wrong_names(expression) == names
+
+
+def test_labels_of_legends_are_in_the_results() -> None:
+    for panel in panels():
+        for target in panel["targets"]:
+            labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            grouped = {one.strip() for group in GROUPED.findall(target["expr"]) for one in group.split(",")}
+            assert labels <= grouped, panel["title"]
+
+
+def test_panels_are_complete_and_do_not_overlap() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    places: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & places, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        places |= cells
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    titles = [panel["title"] for panel in panels()]
+    assert len(set(titles)) == len(titles)
+    for panel in panels():
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+        assert panel["targets"]
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+        assert all('namespace=~"$namespace"' in target["expr"] for target in panel["targets"])
+
+
+def test_every_alert_tells_what_to_do() -> None:
+    rules = alert_rules()
+    names = [rule["alert"] for rule in rules]
+    assert len(set(names)) == len(names)
+    page = (ROOT / "docs/alerts.md").read_text()
+    for rule in rules:
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert len(rule["annotations"]["runbook"]) > 60
+        assert f"## {rule['alert']}\n" in page
+        labels = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert labels <= TARGET_LABELS | {one.strip() for g in GROUPED.findall(rule["expr"]) for one in g.split(",")}
+
+
+def test_the_scrape_configuration_of_the_documentation_keeps_the_chart_s_ports() -> None:
+    text = (ROOT / "docs/metrics.md").read_text()
+    configuration = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    (job,) = configuration["scrape_configs"]
+    rules: list[dict[str, Any]] = job["relabel_configs"]
+    assert {rule["target_label"] for rule in rules if "target_label" in rule} == {"namespace", "pod"}
+    by_port = next(rule for rule in rules if rule["source_labels"][-1].endswith("_port_name"))
+    documents = [one for path in (ROOT / "deploy/k8s").glob("*.yaml") for one in yaml.safe_load_all(path.read_text())]
+    kept = {(pods.component, port) for pods in pods_of(documents) for port in pods.ports}
+    kept = {one for one in kept if re.fullmatch(by_port["regex"], ";".join(one))}
+    assert kept == {("router", "metrics"), ("worker", "http")}
+
+
+@pytest.mark.skipif(not (PACKAGES / "promql_parser").is_dir(), reason="promql-parser is not there: `make charts-env`")
+def test_every_expression_is_promql() -> None:
+    sys.path.insert(0, str(PACKAGES))
+    try:
+        import promql_parser
+    finally:
+        sys.path.remove(str(PACKAGES))
+    for place, expression in expressions():
+        try:
+            promql_parser.parse(expression.replace("$__rate_interval", "5m"))
+        except ValueError as error:
+            pytest.fail(f"{place}: {error}")
+    with pytest.raises(ValueError):
+        promql_parser.parse("sum by (a) (rate(b[5m])")
+
+
+def test_alerts_are_one_group() -> None:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    assert group["name"] == "sglang-ext"
