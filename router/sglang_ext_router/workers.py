@@ -86,6 +86,9 @@ class Worker:
         self.bootstrap_port = address.bootstrap_port
         self.has_given_bootstrap_port = address.bootstrap_port is not None
         self.model = ""  # the name under which it is served
+        self.given_revision = address.revision
+        self.revision = address.revision or ""
+        self.topology = address.topology
         self.facts: PairingFacts | None = None  # what those that serve one model must agree in
         self.serves_facts = False  # it was let in with these
         self.out_since_s = 0.0  # when it was taken out, on the loop's clock
@@ -189,7 +192,8 @@ class Worker:
         return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens
 
     def address(self) -> WorkerAddress:
-        return WorkerAddress(self.url, self.role, self.bootstrap_port if self.has_given_bootstrap_port else None)
+        port = self.bootstrap_port if self.has_given_bootstrap_port else None
+        return WorkerAddress(self.url, self.role, port, self.given_revision, self.topology)
 
 
 class WorkerRegistry:
@@ -198,6 +202,7 @@ class WorkerRegistry:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._by_id: dict[int, Worker] = {}
+        self._by_url: dict[str, Worker] = {}
         self._next_id = 0
         self.ready_prefill: tuple[Worker, ...] = ()  # of all models
         self.ready_decode: tuple[Worker, ...] = ()
@@ -219,7 +224,7 @@ class WorkerRegistry:
         return len(self._by_id)
 
     def find(self, url: str) -> Worker | None:
-        return next((worker for worker in self._by_id.values() if worker.url == url), None)
+        return self._by_url.get(url)
 
     def contains(self, worker: Worker) -> bool:
         return self._by_id.get(worker.id) is worker
@@ -229,10 +234,13 @@ class WorkerRegistry:
         worker = Worker(self._next_id, address, self._config)
         self._next_id += 1
         self._by_id[worker.id] = worker
+        self._by_url[worker.url] = worker
         return worker
 
     def remove(self, worker: Worker) -> None:
         self._by_id.pop(worker.id, None)
+        if self._by_url.get(worker.url) is worker:
+            del self._by_url[worker.url]
         self.suspects.discard(worker.id)
         self.refresh()
 

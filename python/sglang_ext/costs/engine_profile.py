@@ -118,6 +118,42 @@ def load_profile(path: Path) -> EngineProfile:
         raise ProfileError(f"{path}: {error}") from None
 
 
+class MeasuredServer(NamedTuple):
+    """The server that a profile was measured on, as far as the profile tells: None where it does not."""
+
+    tp: int | None
+    chunk_tokens: int | None  # most tokens of an iteration
+    kv_tokens: int | None  # that the instance holds
+    is_cpu: bool  # SGLang's CPU engine
+
+
+def load_measured_server(path: Path) -> MeasuredServer:
+    """What stands in the profile's `provenance`. ProfileError names the file and the field."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ProfileError(f"{path} is not JSON") from None
+    provenance = content.get("provenance") if isinstance(content, dict) else None
+    arguments = provenance.get("server_arguments") if isinstance(provenance, dict) else None
+
+    def count(entries: object, part: str, field: str) -> int | None:
+        value = entries.get(field) if isinstance(entries, dict) else None
+        if value is None or value == -1:  # -1: SGLang's word for "not limited"
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ProfileError(f'{path}: "provenance": {part}{field} must be a whole number of at least 1')
+        return value
+
+    return MeasuredServer(
+        count(arguments, "server_arguments, ", "tp_size"),
+        count(arguments, "server_arguments, ", "chunked_prefill_size"),
+        count(provenance, "", "kv_tokens"),
+        isinstance(arguments, dict) and arguments.get("device") == "cpu",
+    )
+
+
 def write_profile(path: Path, content: Mapping[str, object]) -> None:
     """Write a profile, whole or not at all; format and version are added."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")

@@ -118,6 +118,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"),
     ),
     Hook(
+        name="shutdown",
+        why="a request that comes while an instance ends may wait for a scheduler that is gone, and hold up the end",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.shutdown:end_when_idle",
+        targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog"),
+    ),
+    Hook(
         name="statement",
         why="each scheduler process verifies its own hooks, and /server_info tells version, role and hooks",
         kind=HookKind.AFTER,

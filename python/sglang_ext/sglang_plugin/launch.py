@@ -8,8 +8,10 @@ there before SGLang is imported, and each child is bound to its parent's life.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from sglang_ext.sglang_plugin.process_lifetime import join_process_tree
 
@@ -27,6 +29,7 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
 
     `has_imports`: this process was forked from one that has SGLang imported.
     """
+    _end_when_asked()
     from sglang_ext.sglang_plugin.launch_plan import START_METHOD_VARIABLE, StartMethod
     from sglang_ext.sglang_plugin.options import InvalidOptionsError, options_from_environment
     from sglang_ext.sglang_plugin.verification import HookNotInForceError, verify_hooks
@@ -59,6 +62,11 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     except HookNotInForceError as error:
         return _refuse(str(error))
     server_args = prepare_server_args(list(argv))
+    from sglang.srt.entrypoints.http_server import app
+
+    from sglang_ext.sglang_plugin.hooks.shutdown import ShutdownMiddleware
+
+    app.add_middleware(ShutdownMiddleware)
     if options.transfer is not None:
         from sglang.srt.environ import envs
 
@@ -68,8 +76,6 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
         if problem is not None:
             return _refuse(problem)
     if options.laps is not None:
-        from sglang.srt.entrypoints.http_server import app
-
         from sglang_ext.sglang_plugin.cdsp.cdsp_options import conflict as pool_conflict
         from sglang_ext.sglang_plugin.laps.laps_options import conflict
         from sglang_ext.sglang_plugin.laps.status import add_routes
@@ -93,6 +99,27 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
+
+
+def _end_when_asked() -> None:
+    """End at SIGTERM while the model loads; SGLang takes the signal over once it serves.
+
+    The first process of a container has no default for it: without a handler the container would be killed at the end
+    of its grace period.
+    """
+    owner = os.getpid()
+
+    def end(number: int, _: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that was forked from this one
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        from sglang.srt.utils import kill_process_tree
+
+        kill_process_tree(owner, include_parent=False)
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _refuse(reason: str) -> int:

@@ -9,7 +9,7 @@ section 5). Each transfer has the full bandwidth of its backend.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -82,15 +82,23 @@ class _Decoder:
 
 
 class DecodePool:
-    """Takes prefills that have ended, to the last token."""
+    """Takes prefills that have ended, to the last token; `on_finished` is called with each request that has it."""
 
-    def __init__(self, loop: EventLoop, spec: DecodeSpec, policy: DecodePolicy, seed: int) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        spec: DecodeSpec,
+        policy: DecodePolicy,
+        seed: int,
+        on_finished: Callable[[FinishedRequest], None] | None = None,
+    ) -> None:
         self._loop = loop
         self._spec = spec
         self._policy = policy
         self._draws = Random(f"decode {seed}")
         self._decoders = [_Decoder(number, spec.kv_tokens) for number in range(spec.instances)]
         self._loads = [self._load(decoder) for decoder in self._decoders]
+        self._on_finished = on_finished
         self._under_way: dict[int, _Member] = {}  # transfers
         self.finished: list[FinishedRequest] = []
         self.refused: list[SimRequest] = []  # larger than an instance
@@ -104,7 +112,7 @@ class DecodePool:
             return
         if request.output_tokens == 1:
             now_s = self._loop.now_s
-            self.finished.append(FinishedRequest(request, served.first_token_s, now_s, now_s))
+            self._finish(FinishedRequest(request, served.first_token_s, now_s, now_s))
             return
         decoder = self._decoders[self._policy.choose(self._loads, self._draws.random())]
         decoder.reserved_tokens += member.kv_tokens
@@ -115,6 +123,11 @@ class DecodePool:
         """Prefilled, without their last token."""
         queued = [entry[2] for one in self._decoders for entry in (*one.waiting, *one.batch)]
         return [member.served.request for member in (*queued, *self._under_way.values())]
+
+    def _finish(self, finished: FinishedRequest) -> None:
+        self.finished.append(finished)
+        if self._on_finished is not None:
+            self._on_finished(finished)
 
     def _load(self, decoder: _Decoder) -> DecodeLoad:
         under_way = len(decoder.batch) + decoder.transfers + len(decoder.waiting)
@@ -176,8 +189,6 @@ class DecodePool:
             member = heapq.heappop(decoder.batch)[2]
             decoder.free_kv_tokens += member.kv_tokens
             served = member.served
-            self.finished.append(
-                FinishedRequest(served.request, served.first_token_s, member.transferred_s, self._loop.now_s)
-            )
+            self._finish(FinishedRequest(served.request, served.first_token_s, member.transferred_s, self._loop.now_s))
         self._start_transfers(decoder)
         self._schedule_end(decoder)

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeVar
 
+from sglang_ext.types import Role
+
 T = TypeVar("T")
 
 
@@ -71,6 +73,7 @@ class ServedPrefill(NamedTuple):
     request: SimRequest
     start_s: float  # of its first chunk
     first_token_s: float
+    role: Role | None = None  # of the instance that computed it; None: a group of instances
 
     @property
     def ttft_s(self) -> float:

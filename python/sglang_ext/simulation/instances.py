@@ -222,7 +222,7 @@ class InstancePool:
             prefix = item.request.prefix
             if prefix is not None:
                 self._cache(prefix.block_tokens).record(instance.number, prefix.blocks)
-            self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s))
+            self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s, instance.role))
         self._next_iteration(instance)
 
     def _advance(self, instance: SimulatedInstance, iteration: Iteration) -> list[WorkItem]:

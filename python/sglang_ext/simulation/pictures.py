@@ -1,8 +1,8 @@
-"""Pictures of a simulation: TTFT distribution, latency against load, who was busy when, pool sizes."""
+"""Pictures of simulations: TTFT distribution, latency against load, who was busy when, pool sizes, goodput by cost."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,21 @@ def draw_pools(sizes: Sequence[PoolSizes], end_s: float, path: Path) -> None:
         axes.step(times_s, [*counts, counts[-1]], where="post", label=name)
     axes.set(xlabel="time (s)", ylabel="instances")
     axes.legend()
+    figure.savefig(path)
+
+
+def draw_cost(
+    series: Mapping[str, Sequence[tuple[int, float]]], demand_per_s: float, required_per_s: float, path: Path
+) -> None:
+    """Goodput against GPUs: (GPUs, requests/s) of each kind of layout, and what is asked for as lines."""
+    figure, axes = _figure()
+    for name, points in series.items():
+        ordered = sorted(points)
+        axes.plot([gpus for gpus, _ in ordered], [rate for _, rate in ordered], marker="o", label=name)
+    axes.axhline(demand_per_s, color="gray", linestyle=":", label=f"the trace: {demand_per_s:.3g}/s")
+    axes.axhline(required_per_s, color="gray", linestyle="--", label=f"with headroom: {required_per_s:.3g}/s")
+    axes.set(xlabel="GPUs", ylabel="goodput (requests/s with all objectives held)", ylim=(0, None))
+    axes.legend(fontsize=8)
     figure.savefig(path)
 
 

@@ -106,7 +106,7 @@ def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
         raise ScenarioError(f"--fail is not simulated with --policy {args.policy}")
     if failures and args.short_instances and args.policy in _CLUSTER_POLICIES:
         raise ScenarioError(f"--fail is not simulated with --short-instances and --policy {args.policy}")
-    decode = _decode(args) if args.decode else None
+    decode = decode_spec(args, args.decode) if args.decode else None
     pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools else None
     return RunOptions(args.seed, int(args.warm_up * requests), decode, args.decode_policy, failures, pressure)
 
@@ -217,13 +217,14 @@ def _improvement_rates(path: Path | None) -> ImprovementRateTable | None:
         raise ScenarioError(f"--improvement-rates: {error}") from None
 
 
-def _decode(args: argparse.Namespace) -> DecodeSpec:
+def decode_spec(args: argparse.Namespace, instances: int) -> DecodeSpec:
+    """So many decode instances as the options describe one. ScenarioError names the option."""
     for name in ("decode_kv_tokens", "decode_step_ms", "kv_bytes_per_token", "transfer_gb_per_s", "transfer_backends"):
         _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
     if not (math.isfinite(args.decode_step_per_request_ms) and args.decode_step_per_request_ms >= 0):
         raise ScenarioError(f"--decode-step-per-request-ms must be at least 0, got {args.decode_step_per_request_ms:g}")
     return DecodeSpec(
-        args.decode,
+        instances,
         args.decode_kv_tokens,
         args.decode_step_ms / 1e3,
         args.decode_step_per_request_ms / 1e3,

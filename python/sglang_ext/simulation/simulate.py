@@ -114,14 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     decode.add_argument(
         "--decode-policy", choices=DECODE_POLICIES, default="freeness", help="which one a request goes to"
     )
-    decode.add_argument(
-        "--decode-kv-tokens", type=int, default=1_000_000, help="KV tokens that a decode instance holds"
-    )
-    decode.add_argument("--decode-step-ms", type=float, default=12.0, help="a decode step of an empty batch")
-    decode.add_argument("--decode-step-per-request-ms", type=float, default=0.2, help="and what each member adds")
-    decode.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="KV bytes that are transferred")
-    decode.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="bandwidth of a transfer")
-    decode.add_argument("--transfer-backends", type=int, default=4, help="transfers at a time into one instance")
+    add_decode_instance_arguments(decode)
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     output.add_argument(
@@ -131,6 +124,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw the TTFT distribution, the timeline of "
         "instances, latency against load (with --rates), pool sizes (with --move-pools)",
     )
+
+
+def add_decode_instance_arguments(decode: argparse._ArgumentGroup) -> None:
+    """Add what a decode instance is to a group of arguments; `scenario.decode_spec` reads it."""
+    decode.add_argument(
+        "--decode-kv-tokens", type=int, default=1_000_000, help="KV tokens that a decode instance holds"
+    )
+    decode.add_argument("--decode-step-ms", type=float, default=12.0, help="a decode step of an empty batch")
+    decode.add_argument("--decode-step-per-request-ms", type=float, default=0.2, help="and what each member adds")
+    decode.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="KV bytes that are transferred")
+    decode.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="bandwidth of a transfer")
+    decode.add_argument("--transfer-backends", type=int, default=4, help="transfers at a time into one instance")
 
 
 def run(args: argparse.Namespace) -> int:
