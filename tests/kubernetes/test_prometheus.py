@@ -192,7 +192,7 @@ def check_values(prometheus: PrometheusServer) -> None:
     assert up == {"short": 1.0, "long": 2.0, "decode": 1.0}
     hits = {labels["length_class"]: value for labels, value in prometheus.query(expression_of("Prefix hits"))}
     assert hits.keys() == {"short", "long"}
-    assert 0.0 < hits["long"] < 1.0  # short ones are less than a block
+    assert 0.0 < max(hits.values()) < 1.0
 
 
 def expression_of(title: str) -> str:
