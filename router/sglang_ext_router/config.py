@@ -26,7 +26,7 @@ class RouterConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Where an instance is: its HTTP endpoint and, for prefill, the port of its bootstrap server.
+    """Where an instance is, and of which revision: its HTTP endpoint and, for prefill, its bootstrap server's port.
 
     A missing bootstrap port is learned from the instance's `/server_info`.
     """
@@ -34,6 +34,8 @@ class WorkerAddress:
     url: str
     role: Role
     bootstrap_port: int | None = None
+    revision: str | None = None  # None: the instance says it, or has none
+    topology: str = ""  # domains divided by "/", the widest first
 
 
 def _option(default: Any, help_text: str, **argparse_options: Any) -> Any:
@@ -58,6 +60,9 @@ class RouterConfig:
     decode_policy: str = _option("freeness", "how a decode instance is chosen", choices=DECODE_POLICIES)
     pool_spill: bool = _option(
         True, "serve a request in the other prefill pool while its own has no instance that can be used"
+    )
+    prefer_same_topology: bool = _option(
+        False, "send KV to decode instances of the same node, else of the same domain, while these have room for it"
     )
     prefix_index_blocks: int = _option(65536, "prefix-cache blocks remembered per prefill instance")
     coordinator_url: str = _option("", "HTTP address of the long pool's coordinator, whose state GET /pools then shows")

@@ -86,6 +86,9 @@ class ControlTarget(Protocol):
     def render_metrics(self, accept: str) -> tuple[bytes, str]: ...
 
 
+MAX_LABEL_CHARACTERS = 63  # of a value of Kubernetes' labels
+
+
 class NewWorker(BaseModel):
     """Body of POST /workers."""
 
@@ -102,6 +105,8 @@ class NewWorker(BaseModel):
     url: Annotated[str, Field(json_schema_extra={"pattern": WORKER_URL_PATTERN})]
     role: Role
     bootstrap_port: Annotated[int, Field(strict=True, gt=0, lt=65536)] | None = None
+    revision: Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None = None
+    topology: Annotated[str, Field(max_length=4 * MAX_LABEL_CHARACTERS)] = ""
 
 
 class Drain(BaseModel):
@@ -121,6 +126,8 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "state": worker_state(worker),
         "circuit": worker.breaker.state(now_s).value,
         "model": worker.model or None,
+        "revision": worker.revision or None,
+        "topology": worker.topology or None,
         "kv_cache_dtype": None if worker.facts is None else worker.facts.kv_cache_dtype,
         "page_size": None if worker.facts is None else worker.facts.page_size_tokens,
         "transfer_backend": None if worker.facts is None else worker.facts.transfer_backend,
@@ -346,7 +353,7 @@ def build_app(router: ControlTarget) -> FastAPI:
             raise HTTPException(400, "bootstrap_port: a decode instance has none")
         if registry.find(url) is not None:
             raise HTTPException(409, f"{url} is a worker already")
-        address = WorkerAddress(url, new.role, new.bootstrap_port)
+        address = WorkerAddress(url, new.role, new.bootstrap_port, new.revision, new.topology)
         refusal = await router.prober.why_refused(address)
         if refusal is not None:
             raise HTTPException(409, f"{url}: {refusal}")

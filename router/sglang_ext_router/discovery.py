@@ -193,7 +193,7 @@ class Discovery:
             if kind is ChangeKind.ADD:
                 if worker is not None:
                     continue  # given by an option or by hand, and removed by hand
-                self._router.adopt_worker(WorkerAddress(endpoint.url, endpoint.role, endpoint.bootstrap_port))
+                self._router.adopt_worker(address_of(endpoint))
                 self._held[endpoint.url] = endpoint
                 continue
             if kind is ChangeKind.REMOVE:
@@ -204,6 +204,11 @@ class Discovery:
             self._held[endpoint.url] = endpoint
             if worker is not None:
                 self._router.set_draining(worker, kind is ChangeKind.DRAIN)
+
+
+def address_of(endpoint: Endpoint) -> WorkerAddress:
+    """The instance as the router takes it over."""
+    return WorkerAddress(endpoint.url, endpoint.role, endpoint.bootstrap_port, endpoint.revision, endpoint.topology)
 
 
 def role_rules(config: RouterConfig) -> RoleRules:

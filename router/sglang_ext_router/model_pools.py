@@ -24,6 +24,7 @@ class ModelPools:
         self.ready_prefill: tuple[Worker, ...] = ()
         self.ready_decode: tuple[Worker, ...] = ()
         self.prefill_roles: tuple[Role, ...] = ()
+        self.has_revisions = False  # ready instances are of several
         # Prompts up to the first fit every ready decode instance, beyond the second none.
         self.shortest_limit_tokens = 0
         self.longest_prompt_tokens: int | None = None
@@ -36,15 +37,25 @@ class ModelPools:
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
         self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
+        self.has_revisions = len({worker.revision for worker in ready}) > 1
         self.longest_prefill_tokens = max((worker.max_prompt_tokens for worker in self.ready_prefill), default=None)
         limits = [worker.max_prompt_tokens for worker in self.ready_decode]
         self.longest_prompt_tokens = max(limits, default=None)
         self.shortest_limit_tokens = min(limits, default=0)
 
     def missing_roles(self) -> list[str]:
-        """What keeps the model from being served: `prefill`, `decode`, both, or nothing."""
+        """What keeps the model from being served: `prefill`, `decode`, both, a pair of one revision, or nothing."""
         missing = [] if self.ready_prefill else ["prefill"]
-        return missing if self.ready_decode else [*missing, "decode"]
+        if not self.ready_decode:
+            return [*missing, "decode"]
+        decode = {worker.revision for worker in self.ready_decode}
+        if not missing and not any(worker.revision in decode for worker in self.ready_prefill):
+            return ["prefill and decode of one revision"]
+        return missing
+
+    def lacks_pair(self) -> str:
+        """That no revision has both kinds, in words."""
+        return f"no prefill and decode instance{f' of {self.name}' if self.name else ''} of one revision are ready"
 
     def lacks(self, kind: str) -> str:
         """That there is no instance of this kind, in words."""

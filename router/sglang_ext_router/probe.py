@@ -188,7 +188,7 @@ class Prober:
                 async with self._session.get(address.url + "/server_info") as reply:
                     reply.raise_for_status()
                     info = await reply.json(content_type=None)
-            return self._why_refused(address.role, read_facts(address.url, info), info)
+            return self._why_refused(address.role, read_facts(address.url, info, address.revision), info)
         except _ANSWER_ERRORS:
             return None
 
@@ -276,10 +276,11 @@ class Prober:
             return True
 
     def _take_info(self, worker: Worker, info: dict[str, Any]) -> None:
-        facts = read_facts(worker.url, info)
+        facts = read_facts(worker.url, info, worker.given_revision)
         worker.serves_facts = worker.serves_facts and facts == worker.facts
         worker.facts = facts
         worker.model = facts.model
+        worker.revision = facts.revision
         refusal = self._why_refused(worker.role, facts, info)
         if refusal is not None:
             raise _MisfitError(refusal)
@@ -337,8 +338,11 @@ def _unallocated_tokens(rank: dict[str, Any]) -> int:
     return max(0, int(rank["num_total_tokens"]) - int(rank["num_used_tokens"])) if "num_active_tokens" in rank else 0
 
 
-def read_facts(url: str, info: Mapping[str, Any]) -> PairingFacts:
-    """What an instance's `/server_info` says of what those that serve one model must agree in."""
+def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = None) -> PairingFacts:
+    """What an instance's `/server_info` says of what those that serve one model must agree in.
+
+    A revision that it was given here wins over its own.
+    """
     own = _extension(info)
     return PairingFacts(
         url,
@@ -349,6 +353,7 @@ def read_facts(url: str, info: Mapping[str, Any]) -> PairingFacts:
         page_size_tokens=_positive(info.get("page_size")),
         transfer_backend=_text(info.get("disaggregation_transfer_backend")),
         architecture=_text(own.get("architecture")),
+        revision=(_text(own.get("revision")) or "") if given_revision is None else given_revision,
     )
 
 

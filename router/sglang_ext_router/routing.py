@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from sglang_ext.policy.routing.decode_choice import decode_policy, fits
-from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
+from sglang_ext.policy.routing.pairing import choose_revision, nearest
+from sglang_ext.policy.routing.pool_choice import FixedBoundary, PoolChoice, choose_pool, is_in_doubt
 from sglang_ext.policy.routing.prefill_choice import predicted_wait_s, prefill_policy
 from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
 from sglang_ext.types import Role, RouteDecision
@@ -41,6 +42,7 @@ class RoutePlanner:
         self._prefill_policy = prefill_policy(config.prefill_policy)
         self._decode_policy = decode_policy(config.decode_policy)
         self._allow_spill = config.pool_spill
+        self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._tokens_told = 0
         self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
@@ -97,10 +99,19 @@ class RoutePlanner:
         if not prefills or (needs_decode and not decodes):
             raise NoInstanceError(model.lacks("prefill" if not prefills else "decode"))
 
+        if needs_decode and model.has_revisions:
+            if prompt_tokens > model.shortest_limit_tokens:
+                decodes = [worker for worker in decodes if prompt_tokens <= worker.max_prompt_tokens] or decodes
+            prefills, decodes = _pairs(prefills, decodes) or _pairs(model.ready_prefill, model.ready_decode) or ((), ())
+            if not prefills:
+                raise NoInstanceError(model.lacks_pair())
+            roles = [worker.role for worker in prefills]
         cached = self._cached_tokens(prompt, prompt_tokens, prefills)
         pool = choose_pool(prompt_tokens, roles, cached, self._boundary, self._allow_spill)
         if not pool.candidates:
             raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
+        if needs_decode and model.has_revisions:
+            pool, decodes = self._of_one_revision(pool, prefills, cached, prompt_tokens, decodes)
         prefill_loads = [prefills[i].prefill_load(cached[i]) for i in pool.candidates]
         chosen = self._prefill_policy.choose(prefill_loads, prompt_tokens, self._draw())
         load = prefill_loads[chosen]
@@ -115,6 +126,10 @@ class RoutePlanner:
                     raise NoInstanceError("no decode instance that could hold the prompt is ready")
                 decodes = [decodes[i] for i in able]
                 decode_loads = [decode_loads[i] for i in able]
+            if self._prefers_near and prefill.topology:
+                near = nearest(prefill.topology, [one.topology for one in decodes], decode_loads, prompt_tokens)
+                decodes = [decodes[i] for i in near]
+                decode_loads = [decode_loads[i] for i in near]
             decode = decodes[self._decode_policy.choose(decode_loads, self._draw())]
         decision = RouteDecision(
             pool.length_class,
@@ -125,6 +140,28 @@ class RoutePlanner:
             load.cached_tokens,
         )
         return Route(decision, prefill, decode, pool.is_spilled)
+
+    def _of_one_revision(
+        self,
+        pool: PoolChoice,
+        prefills: Sequence[Worker],
+        cached_tokens: Sequence[int],
+        prompt_tokens: int,
+        decodes: Sequence[Worker],
+    ) -> tuple[PoolChoice, Sequence[Worker]]:
+        """The candidates of the request's revision, and its decode instances; every candidate has some."""
+        revision = choose_revision(
+            [prefills[i].revision for i in pool.candidates],
+            [cached_tokens[i] for i in pool.candidates],
+            prompt_tokens,
+            [worker.revision for worker in decodes],
+            self._draw(),
+        )
+        candidates = tuple(i for i in pool.candidates if prefills[i].revision == revision)
+        return (
+            PoolChoice(pool.length_class, candidates, pool.is_spilled),
+            [worker for worker in decodes if worker.revision == revision],
+        )
 
     def _cached_tokens(self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker]) -> list[int]:
         """Tokens of the prompt that each instance is believed to hold."""
@@ -182,6 +219,17 @@ class RoutePlanner:
         if prefill.role.is_prefill and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
             self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
+
+
+def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]] | None:
+    """Those whose revision has both kinds; None if there are none."""
+    revisions = {worker.revision for worker in prefills}.intersection([worker.revision for worker in decodes])
+    if not revisions:
+        return None
+    return (
+        [worker for worker in prefills if worker.revision in revisions],
+        [worker for worker in decodes if worker.revision in revisions],
+    )
 
 
 def _tokens_per_byte(prompt: Prompt, prompt_tokens: int) -> float:

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from sglang_ext_router.routing import RoutePlanner
     from sglang_ext_router.workers import Worker, WorkerRegistry
 
-# As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining
-WireEntry = tuple[str, int, int, str | None, int | None, bool]
+# As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining; and, where the instance
+# was given either, revision or null and topology
+WireEntry = (
+    tuple[str, int, int, str | None, int | None, bool]
+    | tuple[str, int, int, str | None, int | None, bool, str | None, str]
+)
 logger = logging.getLogger(__name__)
 REMEMBER_REMOVED_S = 3600.0
 MAX_COUNTER = 1 << 53  # of changes of one instance: far more than there can be, and one more can be told too
@@ -86,26 +90,33 @@ class MembershipTable:
 
     def wire(self) -> list[WireEntry]:
         """Everything, for siblings; the command line's own entries are left out as long as they are unchanged."""
-        return [
-            (
-                url,
-                entry.counter,
-                entry.origin,
-                entry.address.role.value if entry.address else None,
-                entry.address.bootstrap_port if entry.address else None,
-                entry.is_draining,
-            )
-            for url, entry in self._entries.items()
-            if entry.counter
-        ]
+        return [_wire_entry(url, entry) for url, entry in self._entries.items() if entry.counter]
+
+
+def _wire_entry(url: str, entry: Entry) -> WireEntry:
+    address = entry.address
+    if address is None:
+        return url, entry.counter, entry.origin, None, None, entry.is_draining
+    told = (url, entry.counter, entry.origin, address.role.value, address.bootstrap_port, entry.is_draining)
+    return (*told, address.revision, address.topology) if address.revision is not None or address.topology else told
 
 
 def _read_entry(
-    url: str, counter: int, origin: int, role: str | None, port: int | None, is_draining: bool
+    url: str,
+    counter: int,
+    origin: int,
+    role: str | None,
+    port: int | None,
+    is_draining: bool,
+    revision: str | None = None,
+    topology: str = "",
 ) -> tuple[str, Entry]:
     if type(url) is not str or not 0 <= _whole(counter) < MAX_COUNTER:
         raise ValueError(f"change {counter!r} of {url!r}")
-    address = None if role is None else WorkerAddress(url, Role(role), None if port is None else _whole(port))
+    if not isinstance(revision, str | None) or type(topology) is not str:
+        raise TypeError(f"{revision!r} is no revision, or {topology!r} no topology")
+    bootstrap_port = None if port is None else _whole(port)
+    address = None if role is None else WorkerAddress(url, Role(role), bootstrap_port, revision, topology)
     return url, Entry(counter, _whole(origin), address, bool(is_draining))
 
 

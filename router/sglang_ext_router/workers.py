@@ -86,6 +86,9 @@ class Worker:
         self.bootstrap_port = address.bootstrap_port
         self.has_given_bootstrap_port = address.bootstrap_port is not None
         self.model = ""  # the name under which it is served
+        self.given_revision = address.revision
+        self.revision = address.revision or ""
+        self.topology = address.topology
         self.facts: PairingFacts | None = None  # what those that serve one model must agree in
         self.serves_facts = False  # it was let in with these
         self.out_since_s = 0.0  # when it was taken out, on the loop's clock
@@ -189,7 +192,8 @@ class Worker:
         return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens
 
     def address(self) -> WorkerAddress:
-        return WorkerAddress(self.url, self.role, self.bootstrap_port if self.has_given_bootstrap_port else None)
+        port = self.bootstrap_port if self.has_given_bootstrap_port else None
+        return WorkerAddress(self.url, self.role, port, self.given_revision, self.topology)
 
 
 class WorkerRegistry:

@@ -53,6 +53,14 @@ ACCEPTED: dict[str, Document] = {
             "decode": {"role": "decode", **LARGE, "replicas": 3, "maxSurge": 0, "maxUnavailable": 1},
         }
     },
+    "two revisions": {
+        "pools": {
+            **{
+                f"new-{name}": {"role": role, "revision": "v2", "transferBackend": "nixl"}
+                for name, role in (("prefill", "prefill"), ("decode", "decode"))
+            },
+        }
+    },
     "no rights made": {"router": {"rbac": {"create": False}, "serviceAccount": {"create": False, "name": "given"}}},
     "no discovery": {
         "router": {
@@ -128,6 +136,7 @@ REFUSED: dict[str, tuple[Document, str]] = {
     "a name that is too long": ({"pools": {"d" * 17: {"role": "decode"}}}, "d" * 17),
     "a controller that YAML took for false": ({"router": {"controller": False}}, "controller"),
     "a tag in place of a digest": ({"router": {"image": {"repository": "r", "tag": "t", "digest": "v1"}}}, "digest"),
+    "a revision that is no label": ({"poolDefaults": {"revision": "a b"}}, "revision"),
     "an unknown backend": ({"poolDefaults": {"transferBackend": "rdma"}}, "transferBackend"),
     "resources without memory": ({"pools": {"a": {"role": "decode", "resources": {"requests": {"cpu": 1}}}}}, "pools"),
     "a privileged port": ({"router": {"port": 80}}, "port"),
@@ -168,6 +177,10 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
     "two transfer backends of a model": (
         {"pools": {"decode": {"role": "decode", "transferBackend": "nixl"}}},
         "transferBackend",
+    ),
+    "decode of a revision without prefill": (
+        {"pools": {"decode": {"role": "decode", "revision": "v2"}}},
+        "of revision v2",
     ),
     "decode without prefill": (
         {"pools": {"decode": {"role": "decode", "model": "other"}}},
@@ -267,6 +280,15 @@ def test_the_rendered_default_holds() -> None:
         if pods.component == "worker":
             start = pods.container["startupProbe"]
             assert start["failureThreshold"] * start["periodSeconds"] == 1800
+
+
+def test_instances_have_all_of_their_grace_period_after_the_delay() -> None:
+    values = default_values()["poolDefaults"]
+    for pods in pods_of(rendered_default()):
+        if pods.component == "worker":
+            delay_s = pods.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            assert delay_s == values["drainDelaySecs"]
+            assert pods.spec["terminationGracePeriodSeconds"] >= delay_s + values["shutdownGraceSecs"] + 5
 
 
 def test_the_chart_is_of_the_packages_version() -> None:
@@ -543,3 +565,19 @@ HTTP_ROUTE = {
         },
     },
 }
+
+
+@needs_helm
+def test_a_revision_is_of_pods_and_not_of_their_service(results: dict[str, Document]) -> None:
+    """Routers would take the label of a Service for the revision of all its pods, old ones too."""
+    documents = results["two revisions"]["documents"]
+    revisions = []
+    for pods in pods_of(documents):
+        if pods.component == "worker":
+            revision = pods.labels.get("sglang-ext.io/revision")
+            revisions.append(revision)
+            given = [one for one in pods.container["args"] if one.startswith("--revision=")]
+            assert given == ([f"--revision={revision}"] if revision else [])
+            assert "sglang-ext.io/revision" not in pods.owner["spec"]["selector"]["matchLabels"]
+    assert sorted(revisions, key=str) == [None, None, None, "v2", "v2"]
+    assert not any("sglang-ext.io/revision" in one["metadata"]["labels"] for one in of_kind(documents, "Service"))

@@ -60,6 +60,7 @@ class WorkerOptions:
     cdsp: CdspOptions | None = None  # None: it computes its prefills alone
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
+    revision: str = ""
     engine_arguments: tuple[str, ...] = field(default=())  # for sglang.launch_server; these win
 
 
@@ -94,7 +95,9 @@ def build_launch(
     """
     ranks = _tensor_parallel_size(worker.engine_arguments)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
-    options = ExtensionOptions(worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer, worker.graphs)
+    options = ExtensionOptions(
+        worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer, worker.graphs, worker.revision
+    )
     environment = options.to_environment()
     by_device = StartMethod.FORK if machine.device is Device.CPU else StartMethod.SPAWN
     environment[START_METHOD_VARIABLE] = worker.start_method or by_device

@@ -36,6 +36,7 @@ class ExtensionOptions:
     cdsp: CdspOptions | None = None  # None: it computes its prefills alone
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
+    revision: str = ""  # KV cache passes between instances of one revision alone
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), sort_keys=True)}
@@ -59,6 +60,7 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
             None if cdsp is None else CdspOptions(**cdsp),
             None if transfer is None else TransferOptions(**transfer),
             _graph_options(fields["graphs"]),
+            str(fields["revision"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error

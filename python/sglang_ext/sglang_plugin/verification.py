@@ -155,6 +155,7 @@ def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     statement = {
         "version": __version__,
         "role": options.role.value,
+        "revision": options.revision or None,
         "hooks": verify_hooks(),
         "start_method": os.environ.get(START_METHOD_VARIABLE, StartMethod.SPAWN),
         "context_tokens": scheduler.model_config.context_len,

@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address that other instances reach this one at; needed where --host is a wildcard and the "
         "machine has several addresses",
     )
+    parser.add_argument(
+        "--revision",
+        default="",
+        help="name of what is rolled out: routers pair prefill and decode instances of one revision alone "
+        "(SGLang's option of this name goes after --)",
+    )
     parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to run on")
     parser.add_argument(
         "--transfer-backend",
@@ -141,6 +147,7 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         cdsp=cdsp,
         transfer=transfer_options(arguments, arguments.role),
         graphs=graphs,
+        revision=arguments.revision,
         engine_arguments=engine_arguments,
     )
 

@@ -654,3 +654,44 @@ async def test_an_instance_with_another_boundary_is_told_of_once(caplog: pytest.
     assert warning.levelname == "WARNING"
     assert "256" in warning.getMessage()
     assert "512" in warning.getMessage()
+
+
+def test_a_new_revision_serves_beside_the_old_one_and_pairs_with_itself() -> None:
+    """It may differ in what those of one revision must agree in; `POST /workers` can say which revision one is of."""
+
+    async def main() -> None:
+        new = {role: engine_of("llama", role, page_size=16) for role in (SHORT, DECODE)}
+        new[SHORT].info = {**new[SHORT].info, "sglang_ext": {"revision": "v2"}}  # type: ignore[dict-item]
+        for engine in new.values():
+            await engine.start()
+        async with serving("llama", admin_api_key="admin") as served:
+            refused = await served.ask("POST", "/workers", {"url": new[DECODE].url, "role": "decode"}, headers=ADMIN)
+            assert refused.status == 409
+            body = {"url": new[DECODE].url, "role": "decode", "revision": "v2", "topology": "zone-a"}
+            assert (await served.ask("POST", "/workers", body, headers=ADMIN)).status == 202
+            await served.ask("POST", "/workers", {"url": new[SHORT].url, "role": "short"}, headers=ADMIN)
+            await served.until_ready(5)
+            workers = {one["url"]: one for one in (await served.ask("GET", "/workers")).json["workers"]}
+            assert [workers[new[role].url]["revision"] for role in (SHORT, DECODE)] == ["v2", "v2"]
+            assert workers[new[DECODE].url]["topology"] == "zone-a"
+            for number in range(24):
+                answer = await served.ask("POST", "/generate", {"text": f"{number}"})
+                pair = [answer.headers[f"x-sglang-ext-{kind}"] for kind in ("prefill", "decode")]
+                assert (pair[0] == new[SHORT].url) == (pair[1] == new[DECODE].url)
+            assert new[DECODE].requests
+            for role in (SHORT, LONG):  # what is left of the old one has no prefill
+                await served.ask("DELETE", f"/workers/{workers_name(served.engines['llama'][role])}", headers=ADMIN)
+            assert (await served.ask("GET", "/readyz")).status == 200
+            await served.ask("DELETE", f"/workers/{workers_name(new[DECODE])}", headers=ADMIN)
+            answer = await served.ask("GET", "/readyz")
+            assert answer.status == 503
+            assert "prefill and decode of one revision" in answer.body.decode()
+            await served.until_idle()
+        for engine in new.values():
+            await engine.stop()
+
+    asyncio.run(main())
+
+
+def workers_name(engine: ScriptedEngine) -> str:
+    return engine.url.removeprefix("http://")

@@ -39,6 +39,14 @@ class Pools:
         self.model = model
         self.planner = RoutePlanner(self.config, self.registry, lambda: self.draw)
 
+    def deploy(self, *revisions: str, topology: tuple[str, ...] = ()) -> None:
+        """Revision, and place, of the instances in order."""
+        for worker, revision in zip(self.workers, revisions, strict=True):
+            worker.revision = revision
+        for worker, place in zip(self.workers, topology, strict=False):
+            worker.topology = place
+        self.registry.refresh()
+
     def route(
         self, prompt: Prompt, tokens: int, without: set[int] | None = None, without_decode: set[int] | None = None
     ) -> Route:
@@ -276,3 +284,86 @@ async def test_images_count_for_the_class_and_refuse_nothing(images: int, expect
         await served.until_idle()
         # What an instance says of a prompt with images teaches nothing about text.
         assert (served.model.estimator.estimate(10_000) == before) == (images > 0)
+
+
+PROMPT = measure(b"/generate", {"text": "x"})
+
+
+def test_prefill_and_decode_are_of_one_revision() -> None:
+    pools = Pools(SHORT, SHORT, DECODE, DECODE)
+    pools.deploy("v1", "v2", "v1", "v2")
+    seen = set()
+    for step in range(20):
+        pools.draw = step / 20
+        route = pools.route(PROMPT, 100)
+        assert route.decode is not None
+        assert route.prefill.revision == route.decode.revision
+        seen.add(route.prefill.revision)
+    assert seen == {"v1", "v2"}
+
+
+def test_a_revision_without_decode_gets_nothing() -> None:
+    pools = Pools(SHORT, SHORT, SHORT, DECODE)
+    pools.deploy("v2", "v2", "v1", "v1")
+    for step in range(20):
+        pools.draw = step / 20
+        assert pools.route(PROMPT, 100).prefill is pools.workers[2]
+    # Log-probabilities of a prompt need no decode instance.
+    pools.draw = 0.0
+    alone = pools.planner.route(pools.model, PROMPT, 100, NONE, NONE, 100.0, needs_decode=False)
+    assert alone.prefill is pools.workers[0]
+
+
+def test_a_class_is_served_by_the_revision_that_has_its_pool() -> None:
+    pools = Pools(LONG, SHORT, LONG, DECODE, DECODE, pool_spill=False)
+    pools.deploy("v2", "v1", "v1", "v2", "v1")
+    for step in range(20):
+        pools.draw = step / 20
+        assert pools.route(PROMPT, 100).prefill is pools.workers[1]
+    pools.draw = 0.0
+    assert pools.prefill_of(2000) is pools.workers[2]
+    pools.draw = 0.9
+    assert pools.prefill_of(2000) is pools.workers[0]
+
+
+def test_what_failed_or_is_small_does_not_leave_a_request_without_a_pair() -> None:
+    pools = Pools(SHORT, SHORT, DECODE, DECODE)
+    pools.deploy("v1", "v2", "v1", "v2")
+    v1_prefill, v2_prefill, v1_decode, v2_decode = pools.workers
+    assert pools.route(PROMPT, 100, {v1_prefill.id}).prefill is v2_prefill
+    assert pools.route(PROMPT, 100, None, {v2_decode.id}).prefill is v1_prefill
+    # Only v2's prefill and v1's decode have not failed: no pair, so those that have are tried again.
+    route = pools.route(PROMPT, 100, {v1_prefill.id}, {v2_decode.id})
+    assert route.decode is not None
+    assert route.prefill.revision == route.decode.revision
+    v1_decode.max_prompt_tokens = 50
+    pools.registry.refresh()
+    assert pools.route(PROMPT, 100).decode is v2_decode
+
+
+def test_two_halves_of_different_revisions_serve_nothing_and_say_so() -> None:
+    pools = Pools(SHORT, DECODE)
+    pools.deploy("v2", "v1")
+    with pytest.raises(NoInstanceError, match="no prefill and decode instance of one revision are ready"):
+        pools.route(PROMPT, 100)
+    assert pools.model.missing_roles() == ["prefill and decode of one revision"]
+    pools.deploy("v1", "v1")
+    assert pools.model.missing_roles() == []
+    pools.route(PROMPT, 100)
+
+
+def test_decode_nearby_is_preferred_while_it_has_room() -> None:
+    places = ("a/n1", "b/n1", "a/n2", "a/n1")
+    pools = Pools(SHORT, DECODE, DECODE, DECODE, prefer_same_topology=True)
+    pools.deploy("", "", "", "", topology=places)
+    far, near, nearest = pools.workers[1:]
+    assert pools.route(PROMPT, 100).decode is nearest
+    nearest.reported_free_kv_tokens = 50
+    assert pools.route(PROMPT, 100).decode is near
+    near.reported_free_kv_tokens = 50
+    assert pools.route(PROMPT, 100).decode is far
+    far.reported_free_kv_tokens = 0
+    assert pools.route(PROMPT, 100).decode is not None
+    without = Pools(SHORT, DECODE, DECODE, DECODE)
+    without.deploy("", "", "", "", topology=places)
+    assert without.route(PROMPT, 100).decode is without.workers[1]

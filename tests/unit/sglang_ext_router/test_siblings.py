@@ -260,7 +260,12 @@ def change(table: MembershipTable, url: str, what: str) -> None:
     if what == "remove":
         table.change(url, None)
     else:
-        table.change(url, table.address(url) or WorkerAddress(url, Role.DECODE), what == "drain")
+        added = (
+            WorkerAddress(url, Role.DECODE, None, "v2", "zone-a/node-1")
+            if "new" in url
+            else WorkerAddress(url, Role.BOTH)
+        )
+        table.change(url, table.address(url) or added, what == "drain")
 
 
 def view(table: MembershipTable) -> dict[str, tuple[WorkerAddress | None, Any]]:

@@ -75,16 +75,18 @@ capabilities:
 {{- if and $pool.sharesLongPrompts (gt (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: sharesLongPrompts is for CPU engines so far (gpus: 0)" $name) }}{{ end -}}
 {{- if not (or (int $pool.maxSurge) (int $pool.maxUnavailable)) }}{{ fail (printf "pools.%s: maxSurge and maxUnavailable are both 0" $name) }}{{ end -}}
 {{- $served := $pool.servedModelName | default $pool.model -}}
-{{- $known := get $backends $served | default $pool.transferBackend -}}
-{{- if ne $known $pool.transferBackend }}{{ fail (printf "pools.%s: transferBackend %s, but another pool of %s has %s" $name $pool.transferBackend $served $known) }}{{ end -}}
-{{- $_ := set $backends $served $pool.transferBackend -}}
-{{- if ne $pool.role "decode" }}{{ $_ := set $prefilled $served true }}{{ end -}}
+{{- $together := printf "%s%s" $served (ternary (printf " of revision %s" $pool.revision) "" (ne $pool.revision "")) -}}
+{{- $known := get $backends $together | default $pool.transferBackend -}}
+{{- if ne $known $pool.transferBackend }}{{ fail (printf "pools.%s: transferBackend %s, but another pool of %s has %s" $name $pool.transferBackend $together $known) }}{{ end -}}
+{{- $_ := set $backends $together $pool.transferBackend -}}
+{{- if ne $pool.role "decode" }}{{ $_ := set $prefilled $together true }}{{ end -}}
 {{- $_ := set $pools $name $pool -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $pool := $pools -}}
 {{- $served := $pool.servedModelName | default $pool.model -}}
-{{- if not (hasKey $prefilled $served) }}{{ fail (printf "pools.%s: no pool prefills for %s" $name $served) }}{{ end -}}
+{{- $together := printf "%s%s" $served (ternary (printf " of revision %s" $pool.revision) "" (ne $pool.revision "")) -}}
+{{- if not (hasKey $prefilled $together) }}{{ fail (printf "pools.%s: no pool prefills for %s" $name $together) }}{{ end -}}
 {{- end -}}
 {{- toJson $pools -}}
 {{- end -}}

@@ -10,6 +10,10 @@ metadata:
     {{- include "sglang-ext.selector" $root | nindent 4 }}
     {{- include "sglang-ext.poolLabels" . | nindent 4 }}
     sglang-ext.io/part: {{ .part }}
+    {{- with $pool.revision }}
+    # Of the pods, not of their Service, which has pods of two revisions while one replaces the other.
+    sglang-ext.io/revision: {{ . | quote }}
+    {{- end }}
   annotations:
     sglang-ext.io/model: {{ $pool.servedModelName | default $pool.model | quote }}
     {{- with $pool.podAnnotations }}
@@ -63,6 +67,9 @@ spec:
         - --port={{ $port }}
         - --advertise-host=$(POD_IP)
         - --transfer-backend={{ $pool.transferBackend }}
+        {{- with $pool.revision }}
+        - {{ printf "--revision=%s" . | quote }}
+        {{- end }}
         - --device={{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
         {{- if $isPrefill }}
         - --bootstrap-port={{ $root.Values.worker.bootstrapPort }}

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from sglang_ext.policy.routing.pairing import TOPOLOGY_SEPARATOR
 from sglang_ext.types import Role
 
 LABEL_PREFIX = "sglang-ext.io/"
 ROLE_LABEL = LABEL_PREFIX + "role"
+REVISION_LABEL, TOPOLOGY_LABEL = LABEL_PREFIX + "revision", LABEL_PREFIX + "topology"
 BOOTSTRAP_ANNOTATION = LABEL_PREFIX + "bootstrap-port"
 LLM_D_ROLE_LABEL = "llm-d.ai/role"
 SERVICE_LABEL = "kubernetes.io/service-name"
@@ -42,6 +44,8 @@ class Endpoint(NamedTuple):
     bootstrap_port: int | None
     uid: str  # of its pod; empty if the slice does not tell
     state: EndpointState
+    revision: str | None = None  # None: the instance says it, or has none
+    topology: str = ""  # DOMAIN/NODE, the domain being its zone unless a label says another one
 
 
 class SliceError(ValueError):
@@ -100,16 +104,21 @@ def read_slice(item: Mapping[str, Any], rules: RoleRules, default_port: int | No
         bootstrap_port = None if bootstrap is None else int(bootstrap)
     except ValueError:
         raise SliceError(f"EndpointSlice {name}: {BOOTSTRAP_ANNOTATION} {bootstrap!r} is not a port") from None
+    revision = labels.get(REVISION_LABEL) or annotations.get(REVISION_LABEL) or None
+    domain = labels.get(TOPOLOGY_LABEL) or annotations.get(TOPOLOGY_LABEL)
     found = []
     for endpoint in item.get("endpoints") or ():
         conditions = endpoint.get("conditions") or {}
         # Absent means unknown, which is to be taken for ready.
         is_ready = conditions.get("ready") is not False and not conditions.get("terminating")
+        domains = (domain or endpoint.get("zone"), endpoint.get("nodeName"))
+        topology = TOPOLOGY_SEPARATOR.join(name for name in domains if name)
         uid = (endpoint.get("targetRef") or {}).get("uid") or ""
         for address in (endpoint.get("addresses") or ())[:1]:  # the others are the same pod
             host = f"[{address}]" if ":" in address else address
             state = EndpointState.SERVING if is_ready else EndpointState.DRAINING
-            found.append(Endpoint(f"{scheme}://{host}:{port}", role, bootstrap_port, uid, state))
+            url = f"{scheme}://{host}:{port}"
+            found.append(Endpoint(url, role, bootstrap_port, uid, state, revision, topology))
     return found
 
 

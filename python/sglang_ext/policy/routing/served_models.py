@@ -28,6 +28,7 @@ class PairingFacts(NamedTuple):
     page_size_tokens: int | None = None
     transfer_backend: str | None = None
     architecture: str | None = None  # of the model: class, layers, sizes
+    revision: str = ""  # empty: of instances that have none
 
 
 def find_model(name: str, served: Mapping[str, M]) -> M | None:
@@ -48,10 +49,12 @@ def find_model(name: str, served: Mapping[str, M]) -> M | None:
 def why_refused(candidate: PairingFacts, serving: Iterable[PairingFacts]) -> str | None:
     """Why the candidate must not serve beside those that serve already; None if it may.
 
-    Only instances of the candidate's own model count. The line names both instances and both values.
+    Only instances of the candidate's own model and revision count: KV cache passes between no others. The line names
+    both instances and both values.
     """
     for other in serving:
-        if other.model != candidate.model or other.url == candidate.url:
+        own_group, others_group = (candidate.model, candidate.revision), (other.model, other.revision)
+        if own_group != others_group or other.url == candidate.url:
             continue
         for what, own, others in (
             ("model architecture", candidate.architecture, other.architecture),

@@ -152,3 +152,16 @@ def test_roles() -> None:
     for wrong in ("", "a", "a=", "=b", "a=b,"):
         with pytest.raises(ValueError, match="not of the form KEY=VALUE"):
             parse_selector(wrong)
+
+
+def test_revision_and_place() -> None:
+    pod = {**endpoint("10.0.0.1"), "zone": "zone-a", "nodeName": "n1"}
+    (plain,) = read_slice(endpoint_slice("s", "decode", pod), RULES, None)
+    assert (plain.revision, plain.topology) == (None, "zone-a/n1")
+    labels = {"sglang-ext.io/revision": "v2", "sglang-ext.io/topology": "rack-7"}
+    (labelled,) = read_slice(endpoint_slice("s", "decode", pod, labels=labels), RULES, None)
+    assert (labelled.revision, labelled.topology) == ("v2", "rack-7/n1")
+    item = endpoint_slice("s", "decode", endpoint("10.0.0.1"))
+    item["metadata"]["annotations"] = {"sglang-ext.io/revision": "v3"}
+    (annotated,) = read_slice(item, RULES, None)
+    assert (annotated.revision, annotated.topology) == ("v3", "")

@@ -128,3 +128,10 @@ def test_what_is_no_alias(text: str) -> None:
 
 def test_an_alias() -> None:
     assert parse_alias("gpt-4=s3://bucket/m:x=y") == ("gpt-4", "s3://bucket/m:x=y")
+
+
+def test_revisions_need_not_agree_in_anything() -> None:
+    old = PairingFacts(PREFILL, "llama", kv_cache_dtype="auto", transfer_backend="nixl", revision="v1")
+    new = PairingFacts(DECODE, "llama", kv_cache_dtype="fp8_e4m3", transfer_backend="mooncake", revision="v2")
+    assert why_refused(new, [old]) is None
+    assert "KV cache dtype" in (why_refused(new._replace(revision="v1"), [old]) or "")
