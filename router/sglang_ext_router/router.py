@@ -15,7 +15,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from sglang_ext.policy.routing.admission import AdmissionQueue
+from sglang_ext.policy.routing.admission import AdmissionQueue, Demand
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
@@ -204,8 +204,12 @@ class Router:
         return ClientConnection(self._dispatch_report, self.reports, self.loop)
 
     def announce_end(self) -> None:
-        """Answer `/readyz` with 503; everything else goes on."""
+        """Answer `/readyz` with 503, and close each connection behind its next reply; everything else goes on.
+
+        A client then leaves between two requests, and none that it sends meets a connection that is being closed.
+        """
         self.is_draining = True
+        self.clients.is_ending = True
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
@@ -273,10 +277,23 @@ class Router:
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
         connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
+    def demand(self) -> Demand:
+        """Requests under way and waiting here, by which routers that share a limit divide it."""
+        return Demand(self.admission.running, self.admission.waiting)
+
+    def limit_requests(self, most: int) -> None:
+        """The part of `--max-concurrent-requests` that is this one's, from now on."""
+        now_s = self.loop.time()
+        self._start(self.admission.set_limit(most, now_s), now_s)
+
     def _on_ended(self, request: Runnable, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
         del self.running[request]
-        self._admitted += self.admission.release(now_s)
+        self._start(self.admission.release(now_s), now_s)
+
+    def _start(self, admitted: Sequence[Admissible], now_s: float) -> None:
+        """Start what was admitted, in order."""
+        self._admitted += admitted
         if self._is_starting:
             return  # one that was just started has ended at once: the loop below goes on
         self._is_starting = True

@@ -1,7 +1,8 @@
 """What the processes of a router, and several routers, tell each other, and what each of them makes of it.
 
-State is told whole, again and again, but for prefixes, which are told once: messages may be lost, doubled or late. The
-newest change of an instance wins, and a teller that falls silent is forgotten after a while.
+State is sent whole, again and again, but for prefixes, which are sent once: messages may be lost, doubled or late.
+Where none can be lost, loads are sent when they change. The newest change of an instance wins, and a sender that falls
+silent is forgotten after a while.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from sglang_ext.policy.routing.admission import Demand, limit_of
+from sglang_ext.policy.routing.circuit_breaker import CircuitState
 from sglang_ext.types import Role
-from sglang_ext_router.config import WorkerAddress
+from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.metrics import MetricsSnapshot, read_snapshot
 from sglang_ext_router.online_load import SiblingLoad
 
@@ -141,7 +144,15 @@ class LinkedRouter(Protocol):
 
     def online_load(self) -> SiblingLoad: ...
 
+    def demand(self) -> Demand: ...
+
+    def limit_requests(self, most: int) -> None: ...
+
     def metrics_snapshot(self) -> MetricsSnapshot: ...
+
+
+Loads = dict[str, tuple[int, int]]  # by address: requests under way, tokens promised
+NO_LOAD = (0, 0)
 
 
 class PeerCounts(NamedTuple):
@@ -154,21 +165,30 @@ class PeerCounts(NamedTuple):
 
 
 class TellerState(NamedTuple):
-    """The last message of one teller."""
+    """What one teller has told last."""
 
     received_s: float
-    loads: dict[str, tuple[int, int]]  # url → requests under way, tokens promised
+    loads: Loads
     metrics: MetricsSnapshot | None
     online: SiblingLoad
+    demand: Demand
+    open_circuits: frozenset[str]  # addresses of instances
+
+    def without_requests(self) -> TellerState:
+        """Its counters stay in the metrics; its requests are gone."""
+        counted = None if self.metrics is None else self.metrics._replace(gauges={}, process={})
+        return TellerState(self.received_s, {}, counted, SiblingLoad({}, {}), Demand(0, 0), frozenset())
 
 
 class SharedState:
     """One process's part: what it tells, and what it has been told. What carries the messages builds on it."""
 
-    def __init__(self, origin: int, workers: Iterable[WorkerAddress]) -> None:
+    def __init__(self, origin: int, config: RouterConfig) -> None:
         self._origin = origin
-        self._table = MembershipTable(origin, workers)
+        self._limit = config.max_concurrent_requests
+        self._table = MembershipTable(origin, config.workers)
         self._states: dict[int, TellerState] = {}
+        self._sums: Loads = {}  # over those states
         self._prefixes: list[tuple[str, list[int]]] = []
         self._prefix_blocks = 0
         self._router: LinkedRouter
@@ -199,6 +219,7 @@ class SharedState:
         """What is to be told now; prefixes are told once."""
         router = self._router
         prefixes, self._prefixes, self._prefix_blocks = self._prefixes, [], 0
+        now_s = router.loop.time()
         return {
             "index": self._origin,
             "members": self._table.wire(),
@@ -209,6 +230,12 @@ class SharedState:
             },
             "prefixes": prefixes,
             "online": tuple(router.online_load()),
+            "demand": tuple(router.demand()),
+            "circuits": [
+                worker.url
+                for worker in router.registry
+                if worker.id in router.registry.suspects and worker.breaker.state(now_s) is not CircuitState.CLOSED
+            ],
         }
 
     # -- hearing ----------------------------------------------------------------------------------------
@@ -219,9 +246,11 @@ class SharedState:
         index = _whole(message["index"])
         known = self._states.get(index)
         in_flight, waits_s = message["online"]
+        running, waiting = message["demand"]
+        told = {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()}
         state = TellerState(
             router.loop.time(),
-            {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()},
+            _changed(known.loads, told) if known is not None and message.get("only_changes") else told,
             read_snapshot(message["metrics"]) if "metrics" in message else known.metrics if known else None,
             SiblingLoad(
                 {
@@ -230,10 +259,12 @@ class SharedState:
                 },
                 {url: float(wait_s) for url, wait_s in waits_s.items()},
             ),
+            Demand(_whole(running), _whole(waiting)),
+            frozenset(_text(url) for url in message["circuits"]),
         )
-        prefixes = [(url, [_whole(one) for one in hashes]) for url, hashes in message["prefixes"]]
+        prefixes = read_prefixes(message["prefixes"])
         changed = self._table.merge(message["members"])
-        self._states[index] = state
+        self._replace_state(index, state)
         for url, entry in changed:
             worker = router.registry.find(url)
             if worker is not None and (entry.address is None or worker.role is not entry.address.role):
@@ -245,26 +276,50 @@ class SharedState:
                 worker = router.adopt_worker(entry.address)
             if worker.is_draining != entry.is_draining:
                 router.set_draining(worker, entry.is_draining)
+        self._learn_prefixes(prefixes)
+
+    def _learn_prefixes(self, prefixes: Iterable[tuple[str, Sequence[int]]]) -> None:
+        router = self._router
         for url, hashes in prefixes:
             worker = router.registry.find(url)
             if worker is not None and worker.role.is_prefill:
                 router.planner.index.record(worker.id, hashes)
 
-    def _apply_loads(self, forget_after_s: float) -> None:
-        """Add up what the living ones have under way on each instance."""
-        now_s = self._router.loop.time()
+    def _replace_state(self, index: int, state: TellerState | None) -> None:
+        known = self._states.get(index)
+        old = {} if known is None else known.loads
+        new = {} if state is None else state.loads
+        for url in old.keys() | new.keys():
+            before, after = old.get(url, NO_LOAD), new.get(url, NO_LOAD)
+            if before != after:
+                in_flight, tokens = self._sums.get(url, NO_LOAD)
+                total = (in_flight + after[0] - before[0], tokens + after[1] - before[1])
+                if total == NO_LOAD:
+                    self._sums.pop(url, None)
+                else:
+                    self._sums[url] = total
+        if state is None:
+            self._states.pop(index, None)
+        else:
+            self._states[index] = state
+
+    def _apply_states(self, forget_after_s: float) -> None:
+        """Make use of what the living ones have: loads and circuits of the instances, their share of the limit."""
+        router = self._router
+        now_s = router.loop.time()
         for index, state in tuple(self._states.items()):
             if now_s - state.received_s > forget_after_s:
-                if state.metrics is None:
-                    del self._states[index]  # a router that is started again comes under another number
-                    continue
-                # Its counters stay in the metrics; its requests are gone.
-                counted = state.metrics._replace(gauges={}, process={})
-                self._states[index] = state._replace(loads={}, metrics=counted, online=SiblingLoad({}, {}))
-        for worker in self._router.registry:
-            loads = [state.loads.get(worker.url, (0, 0)) for state in self._states.values()]
-            worker.sibling_in_flight = sum(load[0] for load in loads)
-            worker.sibling_tokens = sum(load[1] for load in loads)
+                # A router that is started again comes under another number, a process under the same.
+                self._replace_state(index, None if state.metrics is None else state.without_requests())
+        suspected: set[str] = set()
+        for state in self._states.values():
+            suspected |= state.open_circuits
+        for worker in router.registry:
+            worker.sibling_in_flight, worker.sibling_tokens = self._sums.get(worker.url, NO_LOAD)
+            worker.breaker.is_suspected = worker.url in suspected
+        if self._limit:
+            demands = {index: state.demand for index, state in self._states.items()}
+            router.limit_requests(limit_of(self._origin, self._limit, {**demands, self._origin: router.demand()}))
 
     def peer_counts(self) -> PeerCounts | None:
         """None: processes of one router are no group."""
@@ -272,3 +327,22 @@ class SharedState:
 
     def online_loads(self) -> Sequence[SiblingLoad]:
         return [state.online for state in self._states.values()]
+
+
+def _changed(loads: Loads, changes: Loads) -> Loads:
+    merged = {**loads, **changes}
+    for url, load in changes.items():
+        if load == NO_LOAD:
+            del merged[url]
+    return merged
+
+
+def read_prefixes(wire: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[str, list[int]]]:
+    """Addresses, and hashes of what went there; TypeError or ValueError where they are something else."""
+    return [(_text(url), [_whole(one) for one in hashes]) for url, hashes in wire]
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value

@@ -97,7 +97,7 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
     shares_prefixes = True
 
     def __init__(self, folder: Path, index: int, config: RouterConfig) -> None:
-        super().__init__(index, config.workers)
+        super().__init__(index, config)
         self._folder = folder
         self._index = index
         self._others = [folder / f"{i}.sock" for i in range(config.processes) if i != index]
@@ -134,7 +134,7 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
     def _tick(self) -> None:
         self._ticks += 1
         self._send_state()
-        self._apply_loads(FORGET_AFTER_S)
+        self._apply_states(FORGET_AFTER_S)
         self._timer = self._router.loop.call_later(LOAD_INTERVAL_S, self._tick)
 
     def _on_changed(self) -> None:

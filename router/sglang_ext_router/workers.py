@@ -202,6 +202,7 @@ class WorkerRegistry:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._by_id: dict[int, Worker] = {}
+        self._by_url: dict[str, Worker] = {}
         self._next_id = 0
         self.ready_prefill: tuple[Worker, ...] = ()  # of all models
         self.ready_decode: tuple[Worker, ...] = ()
@@ -223,7 +224,7 @@ class WorkerRegistry:
         return len(self._by_id)
 
     def find(self, url: str) -> Worker | None:
-        return next((worker for worker in self._by_id.values() if worker.url == url), None)
+        return self._by_url.get(url)
 
     def contains(self, worker: Worker) -> bool:
         return self._by_id.get(worker.id) is worker
@@ -233,10 +234,13 @@ class WorkerRegistry:
         worker = Worker(self._next_id, address, self._config)
         self._next_id += 1
         self._by_id[worker.id] = worker
+        self._by_url[worker.url] = worker
         return worker
 
     def remove(self, worker: Worker) -> None:
         self._by_id.pop(worker.id, None)
+        if self._by_url.get(worker.url) is worker:
+            del self._by_url[worker.url]
         self.suspects.discard(worker.id)
         self.refresh()
 

@@ -55,7 +55,7 @@ def refused(client: ForkClient, log: Path, arguments: list[str], **environment: 
             environment={**engines.ENVIRONMENT, **environment},
             cores=os.sched_getaffinity(0),
         )
-        return process.wait(60), log.read_text()
+        return process.wait(180), log.read_text()
 
 
 @pytest.mark.full

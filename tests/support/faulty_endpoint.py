@@ -76,15 +76,19 @@ class FaultyEndpoint:
             server = runner.server
             assert server is not None
             await runner.cleanup()
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-            await asyncio.sleep(0.1)  # connections close on the way
-            # One that was accepted while the others were closed is not among those.
+            await asyncio.sleep(0.05)  # a connection that was just accepted gets its transport, by which it is closed
+            for _ in range(50):  # whatever the server knows of it: a thread that stood still sees things in any order
+                tasks = asyncio.all_tasks() - {asyncio.current_task()}
+                transports = [one for one in self._loop._transports.values() if not one.is_closing()]  # type: ignore[attr-defined]
+                if not tasks and not transports:
+                    break
+                for task in tasks:
+                    task.cancel()
+                for transport in transports:
+                    transport.abort()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.sleep(0.01)
             await server.shutdown(0.0)
-            for transport in tuple(self._loop._transports.values()):  # type: ignore[attr-defined]
-                transport.abort()  # whatever the server knows of it: a thread that stood still sees things in any order
             await asyncio.sleep(0.01)
 
     async def _tell_load(self, request: web.Request) -> web.Response:

@@ -14,16 +14,34 @@ from typing import Any
 import orjson
 import pytest
 
+from sglang_ext.policy.routing.circuit_breaker import CircuitState
 from sglang_ext.types import Role
 from sglang_ext_router import peers as peers_module
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
-from sglang_ext_router.peers import HELLO, MAX_FRAME_BYTES, PeerRouters, greet
+from sglang_ext_router.peers import HELLO, MAX_FRAME_BYTES, FrameCodes, PeerRouters, greet
 from support.router_process import FAST, RunningRouter, running_router, until
 from support.running_time import pause
-from support.scripted_engine import ScriptedEngine, hang
+from support.scripted_engine import ScriptedEngine, hang, status
 
 PROMPT = {"text": "x"}
 ADMIN = {"Authorization": "Bearer admin"}
+
+
+def peer(
+    engines: Sequence[ScriptedEngine], sockets: Sequence[socket.socket], number: int, key: str, **options: Any
+) -> tuple[PeerRouters, RouterConfig]:
+    """One of the routers that listen at these sockets."""
+    sockets[number].setblocking(False)
+    config = replace(
+        FAST,
+        workers=tuple(WorkerAddress(engine.url, engine.role) for engine in engines),
+        admin_api_key="admin",
+        peer=tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets),  # its own among them
+        peer_port=1,
+        peer_key=key,
+        **options,
+    )
+    return PeerRouters(config, sockets[number]), config
 
 
 @asynccontextmanager
@@ -36,21 +54,9 @@ async def group(
             await engine.start()
             stack.push_async_callback(engine.stop)
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
-        workers = tuple(WorkerAddress(engine.url, engine.role) for engine in engines)
         routers = []
-        for number, sock in enumerate(sockets):
-            sock.setblocking(False)
-            config = replace(
-                FAST,
-                workers=workers,
-                admin_api_key="admin",
-                peer=addresses,  # its own among them
-                peer_port=1,
-                peer_key=keys[number] if keys else "secret",
-                **options,
-            )
-            link = PeerRouters(config, sock)
+        for number in range(count):
+            link, config = peer(engines, sockets, number, keys[number] if keys else "secret", **options)
             routers.append(await stack.enter_async_context(running_router(config, siblings=link)))
         for one in routers:
             await one.until_ready()
@@ -66,8 +72,10 @@ def link_of(one: RunningRouter) -> PeerRouters:
 
 
 async def until_connected(routers: Sequence[RunningRouter]) -> None:
+    """Each is connected to the others, and has got their states."""
     for one in routers:
-        await until(lambda one=one: link_of(one).peers == len(routers) - 1)  # type: ignore[misc]
+        link = link_of(one)
+        await until(lambda link=link: link.peers == len(link._states) == len(routers) - 1)  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +155,130 @@ async def test_a_conversation_stays_with_its_prefix_whichever_router_it_meets() 
         assert await conversations(routers, 4, 5) >= 0.95
 
 
+async def test_a_router_that_starts_learns_what_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "ASK_AFTER_S", 0.1)
+    monkeypatch.setattr(peers_module, "SNAPSHOT_FRAME_BLOCKS", 40)  # several frames
+    engines = [*(ScriptedEngine(Role.BOTH) for _ in range(3)), ScriptedEngine(Role.DECODE)]
+    prompts = [("".join(random.Random(seed).choices("abcdefgh ", k=2000))) for seed in range(20)]
+    async with group(engines, 1) as (one,), AsyncExitStack() as stack:
+        where = []
+        for text in prompts:
+            answer = await one.ask("POST", "/generate", {"text": text})
+            assert answer.status == 200
+            where.append(answer.headers["x-sglang-ext-prefill"])
+        first, second = link_of(one), socket.create_server(("127.0.0.1", 0))
+        link, config = peer(engines, [first._sock, second], 1, "secret")
+        first._fixed = [peers_module._address(text) for text in config.peer]
+        task = asyncio.create_task(first._tell_one(("127.0.0.1", second.getsockname()[1])))
+        late = await stack.enter_async_context(running_router(config, siblings=link))
+        await late.until_ready()
+        index = late.router.planner.index
+        await until(lambda: index.used == one.router.planner.index.used)
+        for text, url in zip(prompts, where, strict=True):
+            answer = await late.ask("POST", "/generate", {"text": text})
+            assert answer.headers["x-sglang-ext-prefill"] == url
+        await until(lambda: link._prefix_asker._is_over)
+        task.cancel()
+
+
+async def test_the_next_peer_is_asked_when_the_first_does_not_answer() -> None:
+    asker = peers_module._PrefixAsker()
+    known = {1: 500, 2: 900, 3: 0}
+    assert asker.next_asked(0.0, {}) is None
+    assert asker.next_asked(10.0, known) is None  # the others are about to appear
+    assert asker.next_asked(11.0, known) == 2
+    asker.on_frame(2, is_last=False, now_s=15.0)
+    asker.on_frame(1, is_last=True, now_s=15.0)  # not asked
+    assert asker.next_asked(19.9, known) == 2
+    assert asker.next_asked(20.1, known) == 1
+    assert asker.next_asked(20.2, {2: 900}) is None, "it is gone, and the other one has failed"
+    assert asker.next_asked(30.0, known) is None
+
+
+async def test_a_group_serves_no_more_at_once_than_its_limit() -> None:
+    engines = pair()
+    async with group(engines, 3, max_concurrent_requests=6) as routers:
+        await until_connected(routers)
+        for engine in engines:
+            engine.script = hang()
+        body = b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}'
+
+        async def send(one: RunningRouter, count: int) -> list[Any]:
+            clients = [await one.connect() for _ in range(count)]
+            for client in clients:
+                await client.send(body)
+            return clients
+
+        def running() -> list[int]:
+            return [one.router.admission.running for one in routers]
+
+        await until(lambda: [one.router.admission.limit for one in routers] == [2, 2, 2])
+        clients = await send(routers[0], 9)
+        await until(lambda: running() == [6, 0, 0])  # places that the others do not need
+        await until(lambda: [one.router.admission.limit for one in routers] == [6, 0, 0])
+        others = await send(routers[1], 9)
+        await asyncio.sleep(0.3)
+        assert running() == [6, 0, 0], "what runs is not ended for the others"
+        for client in clients[:4]:  # those that run: the first ones
+            client.close()
+        await until(lambda: sum(running()) == 6 and running()[1] > 0)
+        for client in clients[4:6]:
+            client.close()
+        await until(lambda: running() == [3, 3, 0], 10.0)
+        await routers[0].router.siblings.stop()
+        for client in clients:
+            client.close()
+        await until(lambda: running()[1:] == [6, 0], 10.0)
+        for client in others:
+            client.close()
+
+
+async def test_one_failure_is_enough_where_another_router_has_opened_its_circuit() -> None:
+    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE), ScriptedEngine(Role.DECODE)]
+    options = {"cb_failure_threshold": 4, "cb_timeout_duration_secs": 60.0}
+    async with group(engines, 2, **options) as routers:
+        await until_connected(routers)
+        engines[1].script = status(500)
+        url = engines[1].url
+        first, second = (one.worker(url) for one in routers)
+
+        async def fail(one: RunningRouter, failures: int) -> None:
+            start = one.worker(url).failed_legs
+            for _ in range(200):
+                assert (await one.ask("POST", "/generate", PROMPT)).status == 200, "another one serves it"
+                if one.worker(url).failed_legs >= start + failures:
+                    return
+
+        await fail(routers[0], 3)
+        assert first.breaker.state(asyncio.get_running_loop().time()) is CircuitState.CLOSED
+        await asyncio.sleep(0.3)
+        assert not second.breaker.is_suspected
+        await fail(routers[0], 1)
+        assert first.breaker.state(asyncio.get_running_loop().time()) is CircuitState.OPEN
+        await until(lambda: second.breaker.is_suspected)
+        assert not first.breaker.is_suspected
+        await fail(routers[1], 1)
+        assert second.breaker.state(asyncio.get_running_loop().time()) is CircuitState.OPEN
+
+
+async def test_what_is_under_way_is_known_again_after_a_gap() -> None:
+    engines = pair()
+    async with group(engines, 2) as routers:
+        await until_connected(routers)
+        for engine in engines:
+            engine.script = hang()
+        client = await routers[0].connect()
+        await client.send(b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}')
+        worker, link = routers[1].worker(engines[0].url), link_of(routers[1])
+        await until(lambda: worker.sibling_in_flight == 1)
+        link._replace_state(link_of(routers[0])._origin, None)  # as when no message has come for long
+        link._apply_states(10.0)
+        assert worker.sibling_in_flight == 0
+        await until(lambda: worker.sibling_in_flight == 1)
+        client.close()
+        await until(lambda: worker.sibling_in_flight == 0)
+
+
 async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = pair()
     async with group(engines, 3, keys=("secret", "secret", "other")) as routers:
@@ -162,10 +294,28 @@ async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFix
         assert link_of(routers[2]).peers == 0
 
 
+GOOD_MESSAGE: dict[str, Any] = {
+    "index": 7,
+    "members": [],
+    "loads": {},
+    "prefixes": [],
+    "online": [{}, {}],
+    "demand": [0, 0],
+    "circuits": [],
+    "known_bytes": 0,
+    "asks": None,
+}
+
+
+def frame(session: FrameCodes, body: bytes) -> bytes:
+    """What a peer sends on this connection next."""
+    return peers_module._LENGTH.pack(len(body)) + session.code(hashlib.sha256(body).digest()) + body
+
+
 def removal(url: str, teller: int) -> bytes:
     """A message by which an instance is removed."""
     members = [[url, 9, teller, None, None, False]]
-    return orjson.dumps({"index": teller, "members": members, "loads": {}, "prefixes": [], "online": [{}, {}]})
+    return orjson.dumps({**GOOD_MESSAGE, "index": teller, "members": members})
 
 
 @pytest.mark.parametrize("kind", ["nothing", "http", "forged", "repeated", "too large", "for another", "no message"])
@@ -180,26 +330,18 @@ async def test_what_no_peer_would_send_is_refused(kind: str, monkeypatch: pytest
             writer.write(b"GET / HTTP/1.1\r\n\r\n" + bytes(len(HELLO) + 16))
         elif kind != "nothing":
             session = await greet(reader, writer, link._key, 7)
-            removed = [[engines[1].url, 9, 7, None, None, False]]
-            body = peers_module.orjson.dumps(
-                {
-                    "index": 8 if kind == "for another" else 7,
-                    "members": removed,
-                    "loads": {},
-                    "prefixes": [],
-                    "online": [{}, {}],
-                }
-            )
+            body = removal(engines[1].url, 8 if kind == "for another" else 7)
             if kind == "no message":
                 body = b'{"index": 7}'
-            frame = peers_module._LENGTH.pack(len(body)) + session.code(body) + body
+            sent = frame(session, body)
             if kind == "forged":
-                frame = frame[:40] + b"!" + frame[41:]
+                sent = sent[:40] + b"!" + sent[41:]
             elif kind == "too large":
-                frame = peers_module._LENGTH.pack(MAX_FRAME_BYTES + 1) + bytes(1000)
+                sent = peers_module._LENGTH.pack(MAX_FRAME_BYTES + 1) + bytes(1000)
             elif kind == "repeated":
-                frame = peers_module._LENGTH.pack(len(body)) + peers_module._code(session._key, bytes(8), body) + body
-            writer.write(frame)
+                code = peers_module._code(session._key, bytes(8), hashlib.sha256(body).digest())
+                sent = peers_module._LENGTH.pack(len(body)) + code + body
+            writer.write(sent)
         assert await asyncio.wait_for(reader.read(), 5.0) is not None, "it is closed"
         writer.close()
         assert one.router.registry.find(engines[1].url) is not None
@@ -213,16 +355,9 @@ async def test_a_good_message_of_a_peer_is_taken() -> None:
         link = link_of(one)
         reader, writer = await asyncio.open_connection("127.0.0.1", link._sock.getsockname()[1])
         session = await greet(reader, writer, link._key, 7)
-        removed = [[engines[1].url, 9, 7, None, None, False]]
-        body = peers_module.orjson.dumps(
-            {"index": 7, "members": removed, "loads": {}, "prefixes": [], "online": [{}, {}]}
-        )
-        writer.write(peers_module._LENGTH.pack(len(body)) + session.code(body) + body)
+        writer.write(frame(session, removal(engines[1].url, 7)))
         await until(lambda: one.router.registry.find(engines[1].url) is None)
         writer.close()
-
-
-GOOD_MESSAGE: dict[str, Any] = {"index": 7, "members": [], "loads": {}, "prefixes": [], "online": [{}, {}]}
 
 
 @pytest.mark.parametrize(
@@ -241,6 +376,10 @@ GOOD_MESSAGE: dict[str, Any] = {"index": 7, "members": [], "loads": {}, "prefixe
         {"online": [{"": 1}, {}]},
         {"prefixes": [["URL", [[1]]]]},
         {"prefixes": [["URL", ["1"]]]},
+        {"demand": ["1", 2]},
+        {"demand": 3},
+        {"circuits": [5]},
+        {"known_bytes": None},
     ],
 )
 async def test_nothing_of_a_message_that_cannot_be_read_is_taken(strange: dict[str, Any]) -> None:
@@ -253,7 +392,7 @@ async def test_nothing_of_a_message_that_cannot_be_read_is_taken(strange: dict[s
         text = orjson.dumps({**GOOD_MESSAGE, **strange}).replace(b"URL", engines[0].url.encode())
         reader, writer = await asyncio.open_connection("127.0.0.1", link._sock.getsockname()[1])
         session = await greet(reader, writer, link._key, 7)
-        writer.write(peers_module._LENGTH.pack(len(text)) + session.code(text) + text)
+        writer.write(frame(session, text))
         assert await asyncio.wait_for(reader.read(), 5.0) == b"", "it is closed"
         writer.close()
         assert len(registry) == 2
@@ -282,7 +421,7 @@ async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> Non
 
     async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         held.append(writer)
-        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest())
+        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest(), 7)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     server = await asyncio.start_server(hear, "127.0.0.1", 0)
@@ -290,7 +429,8 @@ async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> Non
         link = link_of(one)
         task = asyncio.create_task(link._tell_one(server.sockets[0].getsockname()[:2]))
         await until(lambda: link.peers == 1)
-        (writer,) = link._writers
+        (hearer,) = link._hearers
+        writer = hearer.writer
         writer.write(bytes(20_000_000))
         task.cancel()  # as when its name is gone
         await until(lambda: writer.transport.get_write_buffer_size() == 0)
@@ -314,7 +454,7 @@ async def test_a_peer_that_refuses_what_it_is_told_is_not_asked_again_and_again(
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
-        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest())
+        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest(), 7)
         writer.close()
 
     server = await asyncio.start_server(refuse, "127.0.0.1", 0)
@@ -332,7 +472,8 @@ async def test_a_peer_that_does_not_read_holds_up_no_other() -> None:
             await until_connected(routers)
             link = link_of(routers[0])
             _, writer = await asyncio.open_connection(*silent.getsockname())
-            link._writers[writer] = peers_module._FrameCodes(b"k")
+            hearer = peers_module._Hearer(writer, FrameCodes(b"k", 7))
+            link._hearers[hearer] = None
             hashes = list(range(1 << 62, (1 << 62) + 4000))
             for _ in range(400):
                 link.tell_prefix(engines[0].url, hashes)
@@ -341,7 +482,7 @@ async def test_a_peer_that_does_not_read_holds_up_no_other() -> None:
             assert link.skipped > 0
             assert writer.transport.get_write_buffer_size() < 2 << 20
             await until(lambda: routers[1].router.planner.index.block_count > 0)
-            link._writers.pop(writer)
+            link._hearers.pop(hearer)
             writer.transport.abort()
 
 

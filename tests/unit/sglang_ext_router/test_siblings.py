@@ -193,7 +193,7 @@ async def test_two_processes_behind_one_port() -> None:
 
 async def ask_until_served(port: int) -> None:
     """A process that is being replaced may cut a connection; then another one serves."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 async with await RawClient.connect(port) as client:
@@ -205,7 +205,7 @@ async def ask_until_served(port: int) -> None:
 
 
 async def serving_children(parent: int, port: int) -> list[int]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while True:
             children = children_of(parent)
             if len(children) == 2 and listeners(port) == 2 and await answers(port, 16):

@@ -2,14 +2,16 @@
 
 A request's effective deadline is the earlier of its own and its arrival plus the queue's timeout. Requests
 without a deadline therefore age: none that arrives later than a queue timeout after them can pass them.
+
+Several routers that share one limit divide it by max-min fairness over what each of them has to serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
@@ -35,11 +37,11 @@ class AdmissionQueue(Generic[T]):
     __slots__ = (
         "_heap",
         "_late",
-        "_limit",
         "_sequence",
         "_waiting",
         "admitted",
         "expired",
+        "limit",
         "max_concurrent",
         "queue_size",
         "queue_timeout_s",
@@ -59,7 +61,8 @@ class AdmissionQueue(Generic[T]):
         self.max_concurrent = max_concurrent
         self.queue_size = queue_size
         self.queue_timeout_s = queue_timeout_s
-        self._limit: float = float("inf") if max_concurrent is None else max_concurrent
+        # of now; `set_limit` changes it
+        self.limit: float = float("inf") if max_concurrent is None else max_concurrent
         self._heap: list[tuple[float, int, T]] = []  # may hold removed items
         self._waiting: dict[T, int] = {}  # item → its sequence number in the heap
         self._late: list[T] = []  # found expired by a release, to be told by the next expire
@@ -84,7 +87,7 @@ class AdmissionQueue(Generic[T]):
 
     def offer(self, item: T, now_s: float, deadline_s: float | None = None) -> AdmissionOutcome:
         """Admit the item, queue it, or refuse it. Raises ValueError when it is queued already."""
-        if self.running < self._limit:
+        if self.running < self.limit:
             self.running += 1
             self.admitted += 1
             return _ADMITTED
@@ -108,6 +111,16 @@ class AdmissionQueue(Generic[T]):
         Items that have expired meanwhile are not admitted; the next `expire` returns them.
         """
         self.running -= 1
+        return self._admit(now_s) if self._heap else []
+
+    def set_limit(self, max_concurrent: int, now_s: float) -> list[T]:
+        """Admit so many at once from now on; return the items admitted by that, in order, as `release` does.
+
+        What runs beyond a smaller limit runs on. 0 admits nothing. Raises ValueError below 0.
+        """
+        if max_concurrent < 0:
+            raise ValueError(f"max_concurrent must be at least 0, got {max_concurrent}")
+        self.limit = float(max_concurrent)
         return self._admit(now_s) if self._heap else []
 
     def expire(self, now_s: float) -> list[T]:
@@ -136,7 +149,7 @@ class AdmissionQueue(Generic[T]):
     def _admit(self, now_s: float) -> list[T]:
         admitted: list[T] = []
         self._collect_late(now_s)
-        while self.running < self._limit and self._heap:
+        while self.running < self.limit and self._heap:
             item = heappop(self._heap)[2]
             del self._waiting[item]
             self.running += 1
@@ -155,3 +168,44 @@ class AdmissionQueue(Generic[T]):
         heap = self._heap
         while heap and self._waiting.get(heap[0][2]) != heap[0][1]:
             heappop(heap)
+
+
+class Demand(NamedTuple):
+    """What one of several routers has to serve: requests under way, and those that wait for a place."""
+
+    running: int
+    waiting: int
+
+    @property
+    def total(self) -> int:
+        return self.running + self.waiting
+
+
+def fair_shares(limit: int, demands: Mapping[int, Demand]) -> dict[int, int]:
+    """Places of each router, by its number; together exactly `limit`.
+
+    Max-min fair: none has less than it needs while another one has more than as much. What none needs yet is
+    divided equally, so that each can admit at once what comes next.
+    """
+    order = sorted(demands, key=lambda number: (demands[number].total, number))
+    shares: dict[int, int] = {}
+    left = limit
+    for position, number in enumerate(order):
+        shares[number] = min(demands[number].total, left // (len(order) - position))
+        left -= shares[number]
+    for position, number in enumerate(order):
+        extra = left // (len(order) - position)
+        shares[number] += extra
+        left -= extra
+    return shares
+
+
+def limit_of(number: int, limit: int, demands: Mapping[int, Demand]) -> int:
+    """How many requests this router may have under way: its share, and no more than the others leave now.
+
+    A share grows at once, while the requests of the one that it was taken from run to their end: until then there is
+    no place. Where there are more routers than places each may have one request.
+    """
+    left = limit - sum(one.running for other, one in demands.items() if other != number)
+    least = 1 if limit < len(demands) else 0
+    return max(least, min(fair_shares(limit, demands)[number], left))

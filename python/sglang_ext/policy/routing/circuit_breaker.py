@@ -3,7 +3,8 @@
 The states are the usual three. Two things are not. A burst is one piece of evidence: a failure counts only if
 its request was started after the last counted failure was seen, so a hundred requests that die together do not
 open the circuit. And the router tries a pool whose circuits are all open anyway: refusing everything is never better
-than trying.
+than trying. Of several routers each has its own circuits, as the fault may lie on its own way to the instance; where
+one has opened a circuit, the first failure of another one's opens it there.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class CircuitBreaker:
         "_successes",
         "_trial_s",
         "failure_threshold",
+        "is_suspected",
         "open_s",
         "success_threshold",
         "window_s",
@@ -65,6 +67,7 @@ class CircuitBreaker:
         self.success_threshold = success_threshold
         self.open_s = open_s
         self.window_s = window_s
+        self.is_suspected = False  # another router's circuit to this instance is not closed: one failure opens it
         self._state = _CLOSED
         self._failures_s: deque[float] = deque(maxlen=failure_threshold)
         self._last_failure_s = _NEVER_S  # when the last counted failure was seen
@@ -127,7 +130,7 @@ class CircuitBreaker:
             failures_s.append(now_s)
             while failures_s[0] <= now_s - self.window_s:
                 failures_s.popleft()
-            if len(failures_s) < self.failure_threshold:
+            if len(failures_s) < self.failure_threshold and not self.is_suspected:
                 return
         self._state = _OPEN
         self._opened_s = now_s

@@ -131,6 +131,32 @@ class PrefixIndex:
         """Blocks that this worker is believed to have. Raises KeyError for an unknown worker."""
         return self._caches[worker_id].block_count
 
+    @property
+    def used(self) -> int:
+        """Size of what is known, of all workers together."""
+        return sum(cache.used for cache in self._caches.values())
+
+    def newest_paths(self, worker_id: int, max_blocks: int) -> list[list[int]]:
+        """The prompts that this worker is believed to have, as hashes from their start, the one used last last.
+
+        Those used most recently that have no more than `max_blocks` together; recorded elsewhere in this order they
+        make the same contents. Empty for an unknown worker.
+        """
+        cache = self._caches.get(worker_id)
+        paths: list[list[int]] = []
+        if cache is None:
+            return paths
+        holding = cache.ring.older
+        while holding is not cache.ring:
+            if _ends_a_prompt(worker_id, holding):
+                max_blocks -= holding.node.start + holding.count
+                if max_blocks < 0:
+                    break
+                paths.append(_blocks_to(holding))
+            holding = holding.older
+        paths.reverse()
+        return paths
+
     def add_worker(self, worker_id: int) -> None:
         """Start to index a worker; without effect if it is known."""
         if worker_id not in self._caches:
@@ -312,6 +338,30 @@ class PrefixIndex:
     def _blocks_within(self, size: int) -> int:
         """How many of a prompt's first blocks are no larger together."""
         return size if self._ends is None else bisect_right(self._ends, size)
+
+
+def _ends_a_prompt(worker_id: int, holding: _Holding) -> bool:
+    """Whether the worker has all that comes before, and nothing that builds on it."""
+    node = holding.node
+    if holding.count == len(node.run) and any(worker_id in child.holdings for child in node.children.values()):
+        return False
+    before = node.parent
+    while before is not None and before.parent is not None:
+        held = before.holdings.get(worker_id)
+        if held is None or held.count < len(before.run):
+            return False
+        before = before.parent
+    return True
+
+
+def _blocks_to(holding: _Holding) -> list[int]:
+    """Hashes from the start of its prompts to the end of what is held."""
+    runs = [holding.node.run[: holding.count]]
+    node = holding.node.parent
+    while node is not None:
+        runs.append(node.run)
+        node = node.parent
+    return [one for run in reversed(runs) for one in run]
 
 
 def _common(run: Sequence[int], hashes: Sequence[int], start: int) -> int:

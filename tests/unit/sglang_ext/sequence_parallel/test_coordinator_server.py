@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -159,6 +160,19 @@ def test_a_bad_line_ends_the_connection_of_its_sender_alone(line: bytes) -> None
         bad.writer.write(line)
         assert await bad.is_ended()
         await asyncio.sleep(1.5 * MEMBER_TIMEOUT_S)
+        assert served.names() == ["good"]
+        beating.cancel()
+
+    serve(test)
+
+
+def test_a_coordinator_that_stood_still_loses_none() -> None:
+    async def test(served: Served) -> None:
+        good = await served.join("good")
+        beating = asyncio.create_task(good.beat())
+        for _ in range(2):
+            await asyncio.sleep(MEMBER_TIMEOUT_S / 3)
+            time.sleep(1.5 * MEMBER_TIMEOUT_S)  # noqa: ASYNC251 - this is it
         assert served.names() == ["good"]
         beating.cancel()
 

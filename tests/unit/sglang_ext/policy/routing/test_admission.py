@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.policy.routing.admission import AdmissionOutcome, AdmissionQueue
+from sglang_ext.policy.routing.admission import AdmissionOutcome, AdmissionQueue, Demand, fair_shares, limit_of
 
 ADMITTED, QUEUED, REFUSED = AdmissionOutcome.ADMITTED, AdmissionOutcome.QUEUED, AdmissionOutcome.REFUSED
 
@@ -125,14 +125,76 @@ def test_nonsense_is_refused_by_name(arguments: tuple[int, int, float], name: st
         AdmissionQueue[int](*arguments)
 
 
+def test_a_limit_below_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_concurrent must be at least 0, got -1"):
+        full_queue().set_limit(-1, 0.0)
+
+
+DEMANDS = st.dictionaries(
+    st.integers(1, 99), st.builds(Demand, st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=6
+)
+
+
+@given(limit=st.integers(1, 60), demands=DEMANDS)
+def test_shares_are_max_min_fair(limit: int, demands: dict[int, Demand]) -> None:
+    shares = fair_shares(limit, demands)
+    assert sum(shares.values()) == limit
+    for number, share in shares.items():
+        missing = demands[number].total - share
+        if missing > 0:
+            most = max(shares.values())
+            assert share >= most - 1, "it lacks places, and another one has more"
+            assert all(shares[other] <= demands[other].total for other in shares), "places that none needs"
+
+
+@given(demands=DEMANDS, spare=st.integers(0, 50))
+def test_places_that_none_needs_are_divided_equally(demands: dict[int, Demand], spare: int) -> None:
+    shares = fair_shares(sum(one.total for one in demands.values()) + spare, demands)
+    extra = [shares[number] - one.total for number, one in demands.items()]
+    assert max(extra) - min(extra) <= 1
+
+
+@given(st.data())
+def test_together_no_more_than_the_limit_runs(data: st.DataObject) -> None:
+    """Routers that know each other's demand admit, finish and queue requests in any order."""
+    limit = data.draw(st.integers(1, 12))
+    routers = {number: [0, 0] for number in range(1, data.draw(st.integers(1, 5)) + 1)}
+    for _ in range(40):
+        number = data.draw(st.sampled_from(sorted(routers)))
+        state = routers[number]
+        kind = data.draw(st.sampled_from(["arrive", "end", "admit"]))
+        if kind == "arrive":
+            state[1] += data.draw(st.integers(1, 8))
+        elif kind == "end" and state[0]:
+            state[0] -= 1
+        demands = {one: Demand(running, waiting) for one, (running, waiting) in routers.items()}
+        admitted = max(0, min(state[1], limit_of(number, limit, demands) - state[0]))
+        state[0] += admitted
+        state[1] -= admitted
+        beyond = len(routers) - 1 if limit < len(routers) else 0  # each may have one
+        assert sum(running for running, _ in routers.values()) <= limit + beyond
+    # What runs ends, round after round: everybody is served.
+    for _ in range(60):
+        for number, state in routers.items():
+            state[0] = max(0, state[0] - 1)
+            demands = {one: Demand(running, waiting) for one, (running, waiting) in routers.items()}
+            admitted = max(0, min(state[1], limit_of(number, limit, demands) - state[0]))
+            state[0] += admitted
+            state[1] -= admitted
+    waited = sum(waiting for _, waiting in routers.values())
+    assert waited == 0 or all(running for running, waiting in routers.values() if waiting)
+
+
 class AgainstNaiveModel(RuleBasedStateMachine):
     """Any history; the model sorts a list."""
 
-    LIMIT, SIZE, TIMEOUT_S = 2, 4, 10.0
+    SIZE, TIMEOUT_S = 4, 10.0
+    LIMIT = 2
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: AdmissionQueue[int] = AdmissionQueue(self.LIMIT, self.SIZE, self.TIMEOUT_S)
+        self.limit = self.LIMIT
+        self.queue: AdmissionQueue[int] = AdmissionQueue(self.limit, self.SIZE, self.TIMEOUT_S)
         self.now_s = 0.0
         self.next_item = 0
         self.running = 0
@@ -146,7 +208,7 @@ class AgainstNaiveModel(RuleBasedStateMachine):
     def offer(self, slack_s: float | None) -> None:
         item, self.next_item = self.next_item, self.next_item + 1
         result = self.queue.offer(item, self.now_s, None if slack_s is None else self.now_s + slack_s)
-        if self.running < self.LIMIT:
+        if self.running < self.limit:
             assert result is ADMITTED
             self.running += 1
         elif len(self.waiting) < self.SIZE:
@@ -160,9 +222,17 @@ class AgainstNaiveModel(RuleBasedStateMachine):
     @rule()
     def release(self) -> None:
         self.running -= 1
+        self.admit(self.queue.release(self.now_s))
+
+    @rule(limit=st.integers(0, 4))
+    def set_limit(self, limit: int) -> None:
+        self.limit = limit
+        self.admit(self.queue.set_limit(limit, self.now_s))
+
+    def admit(self, given: list[int]) -> None:
         alive = sorted(entry for entry in self.waiting if entry[0] > self.now_s)
-        admitted = alive[: self.LIMIT - self.running]
-        assert self.queue.release(self.now_s) == [item for _, item in admitted]
+        admitted = alive[: max(0, self.limit - self.running)]
+        assert given == [item for _, item in admitted]
         self.running += len(admitted)
         self.waiting = [entry for entry in self.waiting if entry not in admitted]
 
@@ -181,7 +251,7 @@ class AgainstNaiveModel(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         queue = self.queue
-        assert queue.running == self.running <= self.LIMIT
+        assert queue.running == self.running
         assert queue.waiting == len(self.waiting) <= self.SIZE
         assert queue.queued == queue.waiting + queue.expired + queue.removed + (
             queue.admitted - self.direct_admissions()

@@ -154,6 +154,19 @@ class TestHalfOpen:
         assert breaker.state(102.0) is CircuitState.CLOSED
 
 
+def test_one_failure_is_enough_where_another_router_suspects_the_instance() -> None:
+    breaker = CircuitBreaker(failure_threshold=3)
+    breaker.is_suspected = True
+    breaker.record_success(1.0, 0.5)
+    assert breaker.state(1.0) is CircuitState.CLOSED
+    breaker.record_failure(2.0, 3.0)
+    assert breaker.state(3.0) is CircuitState.OPEN
+    breaker = CircuitBreaker(failure_threshold=3)
+    breaker.record_failure(2.0, 3.0)
+    breaker.is_suspected = True
+    assert breaker.state(3.0) is CircuitState.CLOSED, "its own next failure opens it"
+
+
 def test_quiet_is_closed_without_a_remembered_failure() -> None:
     breaker = CircuitBreaker(failure_threshold=2, success_threshold=1)
     quiet = [breaker.is_quiet]

@@ -262,7 +262,24 @@ class AgainstNaiveModel(RuleBasedStateMachine):
         for worker, blocks in self.model.items():
             assert self.index.worker_block_count(worker) == len(blocks)
             assert sum(map(self.size_of, blocks)) <= self.capacity[worker]
+        assert self.index.used == sum(self.size_of(block) for blocks in self.model.values() for block in blocks)
         assert self.index.block_count == len({block for blocks in self.model.values() for block in blocks})
+
+    @rule(worker=WORKERS, prompts=st.lists(PROMPTS, max_size=6))
+    def copy(self, worker: int, prompts: list[list[int]]) -> None:
+        other = PrefixIndex(self.capacity_size, self.ends)
+        other.add_worker(worker)
+        for path in self.index.newest_paths(worker, 10_000):
+            other.record(worker, path)
+        for prompt in prompts:
+            assert other.matched(prompt).get(worker, 0) == self.index.matched(prompt).get(worker, 0)
+
+    @rule(worker=WORKERS, most=st.integers(0, 20))
+    def copy_some(self, worker: int, most: int) -> None:
+        paths = self.index.newest_paths(worker, most)
+        assert sum(map(len, paths)) <= most
+        everything = self.index.newest_paths(worker, 10_000)
+        assert paths == everything[len(everything) - len(paths) :]
 
 
 class GrowingBlocksAgainstNaiveModel(AgainstNaiveModel):

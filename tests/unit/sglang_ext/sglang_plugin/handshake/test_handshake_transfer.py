@@ -36,7 +36,8 @@ def refused_rooms_class() -> type[Any]:
 
 KV_HEADS, LAYERS, PAGE = 3, 3, 4
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)  # SGLang's KVPoll
-OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=1.0)
+# A lease that outlasts what keeps this process, all ranks of which are threads, from running.
+OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=5.0)
 ROOM = 77
 
 
