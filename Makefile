@@ -100,7 +100,7 @@ test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(CHARTS)
 test-k8s: env $(CHARTS)
 	@tools/build_kube_apiserver
 	@tools/fetch_prometheus
-	@$(BIN)/python -m pytest --kubernetes tests/kubernetes tests/unit/test_chart.py tests/unit/test_monitoring.py $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --kubernetes tests/kubernetes tests/unit/test_chart.py tests/unit/test_chart_scaling.py tests/unit/test_monitoring.py $(PYTEST_ARGS)
 
 unit: env $(KERNELS) $(RAY)
 	@$(PYTEST) tests/unit $(PYTEST_ARGS)

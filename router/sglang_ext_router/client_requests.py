@@ -90,7 +90,7 @@ class Gate(Protocol):
 class Clients:
     """The open connections of one router process, and what they have buffered."""
 
-    __slots__ = ("access_log", "buffered_bytes", "gate", "limits", "open", "refusals", "refused")
+    __slots__ = ("access_log", "buffered_bytes", "gate", "is_ending", "limits", "open", "refusals", "refused")
 
     def __init__(self, gate: Gate, limits: ConnectionLimits, access_log: AccessLog | None = None) -> None:
         self.access_log = access_log
@@ -98,6 +98,7 @@ class Clients:
         self.limits = limits
         self.open: set[ClientConnection] = set()
         self.buffered_bytes = 0
+        self.is_ending = False  # each connection closes behind its next reply
         self.refused = 0  # connections beyond `max_connections`
         self.refusals: dict[str, int] = {}  # status → requests that were refused by their head, or not whole
 

@@ -287,7 +287,8 @@ class ClientConnection(asyncio.Protocol):
         request = self.request
         if request is None or not request.keep_alive:
             return False
-        return bool(self._pending) or bool(self._held) or not (self._is_draining or self.is_stopped)
+        is_ending = self._is_draining or self.is_stopped or self._clients.is_ending
+        return bool(self._pending) or bool(self._held) or not is_ending
 
     @property
     def reply_headers(self) -> bytes:

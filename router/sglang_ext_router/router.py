@@ -204,8 +204,12 @@ class Router:
         return ClientConnection(self._dispatch_report, self.reports, self.loop)
 
     def announce_end(self) -> None:
-        """Answer `/readyz` with 503; everything else goes on."""
+        """Answer `/readyz` with 503, and close each connection behind its next reply; everything else goes on.
+
+        A client then leaves between two requests, and none that it sends meets a connection that is being closed.
+        """
         self.is_draining = True
+        self.clients.is_ending = True
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""

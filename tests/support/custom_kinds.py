@@ -156,12 +156,44 @@ _PROMETHEUS_RULE = _object(
         at_least=1,
     ),
 )
+_SCALING_RULES = _object(
+    stabilizationWindowSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
+    policies=_list_of(
+        _object(
+            ("type", "value", "periodSeconds"),
+            type=_one_of("Pods", "Percent"),
+            value=SIZE,
+            periodSeconds={"type": "integer", "minimum": 1, "maximum": 1800},
+        )
+    ),
+)
+_SCALED_OBJECT = _object(
+    ("scaleTargetRef", "minReplicaCount", "maxReplicaCount", "triggers"),
+    scaleTargetRef=_object(("apiVersion", "kind", "name"), apiVersion=TEXT, kind=TEXT, name=TEXT),
+    pollingInterval=SIZE,
+    minReplicaCount=SIZE,
+    maxReplicaCount=SIZE,
+    advanced=_object(
+        horizontalPodAutoscalerConfig=_object(behavior=_object(scaleUp=_SCALING_RULES, scaleDown=_SCALING_RULES))
+    ),
+    triggers=_list_of(
+        _object(
+            ("type", "metricType", "metadata"),
+            type=_one_of("prometheus"),
+            metricType=_one_of("AverageValue"),
+            metadata={**TEXTS, "required": ["serverAddress", "query", "threshold"]},
+            authenticationRef=_object(("name",), name=TEXT),
+        ),
+        at_least=1,
+    ),
+)
 # apiVersion and kind → schema of `spec`
 SPECS: dict[tuple[str, str], Schema] = {
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _object(("leaderWorkerTemplate",), **_LEADER_WORKER_SET),
     ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"): _DISAGGREGATED_SET,
     ("workloads.x-k8s.io/v1alpha2", "RoleBasedGroup"): _ROLE_BASED_GROUP,
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): _HTTP_ROUTE,
+    ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
     ("monitoring.coreos.com/v1", "PodMonitor"): _POD_MONITOR,
     ("monitoring.coreos.com/v1", "PrometheusRule"): _PROMETHEUS_RULE,
 }

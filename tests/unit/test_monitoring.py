@@ -114,7 +114,11 @@ def test_every_alert_tells_what_to_do() -> None:
 
 def test_the_scrape_configuration_of_the_documentation_keeps_the_chart_s_ports() -> None:
     rules = documented_scrape()["relabel_configs"]
-    assert {rule["target_label"] for rule in rules if "target_label" in rule} == {"namespace", "pod"}
+    assert {rule["target_label"] for rule in rules if "target_label" in rule} == {
+        "namespace",
+        "pod",
+        "sglang_ext_io_pool",
+    }
     by_port = next(rule for rule in rules if rule["source_labels"][-1].endswith("_port_name"))
     documents = [one for path in (ROOT / "deploy/k8s").glob("*.yaml") for one in yaml.safe_load_all(path.read_text())]
     kept = {(pods.component, port) for pods in pods_of(documents) for port in pods.ports}

@@ -179,17 +179,20 @@ async def test_requests_are_taken_while_readyz_says_503_already() -> None:
             assert (await kept.ask("GET", "/health")).status == 200
             process.terminate()
             for _ in range(500):
-                if (await kept.ask("GET", "/readyz")).status == 503:
-                    break
+                async with await RawClient.connect(port) as probe:
+                    if (await probe.ask("GET", "/readyz")).status == 503:
+                        break
                 await asyncio.sleep(0.01)
-            assert (await kept.ask("GET", "/readyz")).status == 503
-            async with await RawClient.connect(port) as new:
-                for client in (kept, new):
+            async with await RawClient.connect(port) as probe, await RawClient.connect(port) as new:
+                assert (await probe.ask("GET", "/readyz")).status == 503
+                for client in (kept, new):  # served, and then free to go to another router
                     answer = await client.ask("POST", "/generate", BODY)
-                    assert (answer.status, answer.headers.get("connection")) == (200, None)
-            assert process.poll() is None
-            process.terminate()  # the second ends the delay
-            assert await kept.is_closed_within(5.0)
+                    assert (answer.status, answer.headers.get("connection")) == (200, "close")
+                    assert await client.is_closed_within(5.0)
+            async with await RawClient.connect(port) as idle:
+                assert process.poll() is None
+                process.terminate()  # the second ends the delay
+                assert await idle.is_closed_within(5.0)
         assert await asyncio.to_thread(process.wait, 10) == 0
         with pytest.raises(ConnectionError):
             await RawClient.connect(port)
