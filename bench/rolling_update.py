@@ -55,7 +55,7 @@ from support.kubernetes_api_server import NAMESPACE, ApiServer  # noqa: E402
 BOUNDARY_TOKENS = 128
 ROUTERS = 3
 WORKERS = (("prefill-short", "short", 1), ("prefill-long", "long", 1), ("decode", "decode", 2))
-WORKER_DELAY_S, WORKER_GRACE_S = 3.0, 60.0
+WORKER_DELAY_S, WORKER_GRACE_S = 0.0, 0.0
 ROUTER_DELAY_S, ROUTER_GRACE_S = 3, 60
 PAUSE_S = 2.0  # between two replacements
 AFTER_S = 10.0
