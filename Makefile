@@ -99,7 +99,7 @@ test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(CHARTS)
 
 test-k8s: env $(CHARTS)
 	@tools/build_kube_apiserver
-	@$(BIN)/python -m pytest --kubernetes tests/kubernetes tests/unit/test_chart.py $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --kubernetes tests/kubernetes tests/unit/test_chart.py tests/unit/test_chart_scaling.py $(PYTEST_ARGS)
 
 unit: env $(KERNELS) $(RAY)
 	@$(PYTEST) tests/unit $(PYTEST_ARGS)

@@ -53,7 +53,7 @@ def problems(documents: list[Document]) -> list[str]:
                 {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": part}, "template": templates[part]}
                 for part in ("leaderTemplate", "workerTemplate")
             ]
-        elif document["apiVersion"].startswith(("gateway.networking.k8s.io/", "monitoring.coreos.com/")):
+        elif document["apiVersion"].startswith(("gateway.networking.k8s.io/", "monitoring.coreos.com/", "keda.sh/")):
             continue
         for one in looked_at:
             try:

@@ -218,17 +218,21 @@ def offered_work_s(measured: Measured, arrivals: Sequence[Arrival]) -> float:
     return total_s / len(arrivals)
 
 
-def simulated_ttfts_s(policy: str, measured: Measured, arrivals: Sequence[Arrival], slowdown: float) -> list[float]:
-    """TTFT of every request on one simulated instance of which everything takes `slowdown` times as long."""
-    engine = measured.engine
+def slowed(engine: SimEngine, slowdown: float) -> SimEngine:
+    """The same engine, of which everything takes `slowdown` times as long."""
     iteration, front_end = engine.iteration, engine.front_end
     assert iteration is not None
     assert front_end is not None
-    slow = engine._replace(
+    return engine._replace(
         coefficients=type(engine.coefficients)(*(slowdown * value for value in engine.coefficients)),
         iteration=type(iteration)(*(slowdown * value for value in iteration)),
         front_end=type(front_end)(*(slowdown * value for value in front_end)),
     )
+
+
+def simulated_ttfts_s(policy: str, measured: Measured, arrivals: Sequence[Arrival], slowdown: float) -> list[float]:
+    """TTFT of every request on one simulated instance of which everything takes `slowdown` times as long."""
+    slow = slowed(measured.engine, slowdown)
     requests = [SimRequest(key, arrival.at_s, arrival.prompt_tokens, 1) for key, arrival in enumerate(arrivals)]
     spec = InstancesSpec((Role.BOTH,), slow.coefficients, measured.kv_tokens, iteration=slow.iteration)
 

@@ -106,11 +106,21 @@ def pool_families(registry: WorkerRegistry, controller: PoolController) -> Itera
     offered = GaugeMetricFamily(
         PREFIX + "pool_offered_instances", "Load offered to a pool, in instances' worth of work", labels=labels
     )
+    pending = GaugeMetricFamily(
+        PREFIX + "pool_pending_tokens", "Prompt tokens sent to a pool, not yet prefilled", labels=labels
+    )
+    rates = GaugeMetricFamily(
+        PREFIX + "pool_prefill_tokens_per_second", "Prefill rate of an instance of a pool, on average", labels=labels
+    )
     for model in sorted({worker.model for worker in registry}):
         for role in Role:
-            sizes.add_metric(
-                (model, role.value), sum(worker.role is role and worker.model == model for worker in registry)
-            )
+            members = [worker for worker in registry if worker.role is role and worker.model == model]
+            sizes.add_metric((model, role.value), len(members))
+            if members and role.is_prefill:
+                tokens = sum(worker.pending_tokens + worker.sibling_tokens for worker in members)
+                pending.add_metric((model, role.value), tokens)
+                rate = sum(worker.rate.tokens_per_s for worker in members) / len(members)
+                rates.add_metric((model, role.value), rate)
         decision = controller.control(model).decision
         if decision is None:
             continue
@@ -120,7 +130,7 @@ def pool_families(registry: WorkerRegistry, controller: PoolController) -> Itera
             if view.offered_instances is not None:
                 offered.add_metric((model, pool.value), view.offered_instances)
     yield sizes
-    yield from (pressures, offered)
+    yield from (pending, rates, pressures, offered)
     moves = CounterMetricFamily(
         PREFIX + "pool_moves", "Moves between pools that have ended", labels=("source", "target", "outcome")
     )

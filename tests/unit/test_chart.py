@@ -5,7 +5,6 @@ What needs Helm is skipped without it (`make charts-env`); the rendered default 
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import subprocess
@@ -18,13 +17,10 @@ import pytest
 import yaml
 
 from support import manifests
+from support.chart import CHART, ROOT, default_values, merged, needs_helm, render, values_schema
 from support.manifests import Document, Pods, matches, of_kind, pods_of
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "deploy/helm/sglang-ext"
-PACKAGES = ROOT / ".venv/charts"
 RENDERED = ROOT / "deploy/k8s"
-needs_helm = pytest.mark.skipif(not (PACKAGES / "helm_python").is_dir(), reason="Helm is not there: `make charts-env`")
 
 CPU_POOL = {"gpus": 0, "transferBackend": "sglang_ext_tcp", "args": ["--threads=4", "--kv-memory-mib=4096"]}
 LARGE = {"nodes": 2, "tp": 16, "extraResources": {"rdma/hca": 8}, "addCapabilities": ["IPC_LOCK"]}
@@ -197,53 +193,9 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
 }
 
 
-def schema() -> Document:
-    found = json.loads((CHART / "values.schema.json").read_text())
-    assert isinstance(found, dict)
-    return found
-
-
-def default_values() -> Document:
-    found = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert isinstance(found, dict)
-    return found
-
-
-def merged(values: Document) -> Document:
-    """As Helm lays values over the chart's own."""
-
-    def lay(below: Document, above: Document) -> Document:
-        result = copy.deepcopy(below)
-        for key, value in above.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            if value is None and key in result:
-                del result[key]
-            else:
-                result[key] = lay(result[key], value) if both else value
-        return result
-
-    return lay(default_values(), values)
-
-
-def run(cases: list[Document]) -> list[Document]:
-    """Helm in a process of its own, as it brings a runtime with threads."""
-    done = subprocess.run(
-        [sys.executable, "tools/render_chart.py", "--cases"],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    assert isinstance(results, list)
-    return results
-
-
 @pytest.fixture(scope="module")
 def results() -> dict[str, Document]:
-    return dict(zip(ACCEPTED, run(list(ACCEPTED.values())), strict=True))
+    return dict(zip(ACCEPTED, render(list(ACCEPTED.values())), strict=True))
 
 
 def rendered_default() -> list[Document]:
@@ -309,20 +261,20 @@ def test_the_probes_paths_are_sglangs() -> None:
 
 
 def test_the_schema_is_one_and_takes_the_chart_s_values() -> None:
-    jsonschema.Draft7Validator.check_schema(schema())
-    jsonschema.Draft7Validator(schema()).validate(default_values())
+    jsonschema.Draft7Validator.check_schema(values_schema())
+    jsonschema.Draft7Validator(values_schema()).validate(default_values())
 
 
 def test_the_values_in_the_documentation_are_taken() -> None:
     text = (ROOT / "docs/kubernetes.md").read_text()
     values = yaml.safe_load(text.partition("my-values.yaml <<'END'\n")[2].partition("END\n")[0])
     assert {pool["role"] for pool in values["pools"].values()} == {"prefill-short", "prefill-long", "decode"}
-    jsonschema.Draft7Validator(schema()).validate(merged(values))
+    jsonschema.Draft7Validator(values_schema()).validate(merged(values))
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_the_schema_takes(name: str) -> None:
-    jsonschema.Draft7Validator(schema()).validate(merged(ACCEPTED[name]))
+    jsonschema.Draft7Validator(values_schema()).validate(merged(ACCEPTED[name]))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -330,7 +282,9 @@ def test_the_schema_refuses(name: str) -> None:
     values, place = REFUSED[name]
     if name == "no pools":
         values = {**default_values(), "pools": {}}
-    errors = list(jsonschema.Draft7Validator(schema()).iter_errors(merged(values) if name != "no pools" else values))
+    errors = list(
+        jsonschema.Draft7Validator(values_schema()).iter_errors(merged(values) if name != "no pools" else values)
+    )
     assert errors
     assert any(place in f"{list(error.absolute_path)} {error.message}" for error in errors)
 
@@ -347,7 +301,7 @@ def test_every_value_is_described() -> None:
                 found += missing(inner, values[key], f"{place}{key}.")
         return found
 
-    assert missing(schema(), default_values(), "") == ["global"]
+    assert missing(values_schema(), default_values(), "") == ["global"]
 
 
 def test_what_does_not_hold_is_noticed() -> None:
@@ -439,7 +393,7 @@ def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -
 def test_what_the_chart_refuses() -> None:
     refused = {**REFUSED, **{f"contradiction: {name}": case for name, case in CONTRADICTIONS.items()}}
     del refused["no pools"]  # the chart's own would be left
-    for (name, (_, place)), result in zip(refused.items(), run([case[0] for case in refused.values()]), strict=True):
+    for (name, (_, place)), result in zip(refused.items(), render([case[0] for case in refused.values()]), strict=True):
         assert "error" in result, f"{name}: taken"
         assert place in result["error"], f"{name}: {result['error']}"
 

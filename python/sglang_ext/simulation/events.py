@@ -19,6 +19,7 @@ class EventLoop:
         self.events = 0  # handled so far
         self._heap: list[tuple[float, int, Callable[[object], None], object]] = []
         self._sequence = 0
+        self._background = 0  # of what is scheduled
         self._is_stopped = False
 
     def schedule(self, at_s: float, handler: Callable[[T], None], subject: T) -> None:
@@ -28,9 +29,20 @@ class EventLoop:
         entry = (max(at_s, self.now_s), self._sequence, handler, subject)
         heapq.heappush(self._heap, entry)  # type: ignore[misc]
 
+    def schedule_background(self, at_s: float, handler: Callable[[T], None], subject: T) -> None:
+        """The same for what watches the others: by itself it is no reason to go on."""
+        self._background += 1
+        self.schedule(at_s, self._run_background, (handler, subject))  # type: ignore[arg-type]
+
+    def _run_background(self, scheduled: tuple[Callable[[object], None], object]) -> None:
+        self._background -= 1
+        handler, subject = scheduled
+        handler(subject)
+
     @property
     def has_events(self) -> bool:
-        return bool(self._heap)
+        """Whether anything is to happen but what watches."""
+        return len(self._heap) > self._background
 
     def stop(self) -> None:
         """Let `run` return after the event that is being handled."""

@@ -73,6 +73,7 @@ class SimulatedInstance:
     busy_s: float = 0.0  # of iterations that have ended
     generation: int = 0  # a wake-up or an end of an earlier one means nothing
     is_alive: bool = True
+    is_draining: bool = False  # it gets nothing new, and is gone when it has nothing left
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class InstancePool:
         self._loop = loop
         self._spec = spec
         self._router = router
+        self._policy = policy
         self._listener = listener
         self._draws = Random(f"router {seed}")
         self._boundary = FixedBoundary(spec.boundary_tokens)
@@ -144,12 +146,36 @@ class InstancePool:
             raise ValueError(f"instance {failure.instance} does not exist, there are {len(self.instances)}")
         self._loop.schedule(failure.at_s, self._fail, failure)
 
+    def add_instance(self, role: Role) -> SimulatedInstance:
+        """One more, with an empty cache."""
+        instance = SimulatedInstance(len(self.instances), self._policy(role), role, self._spec.kv_tokens)
+        self.instances.append(instance)
+        for cache in self._caches.values():
+            cache.add_worker(instance.number)
+        self._route_stranded()
+        return instance
+
+    def drain_instance(self, instance: SimulatedInstance) -> None:
+        """It finishes what it has, and is gone."""
+        instance.is_draining = True
+        self._end_drain(instance)
+
+    @property
+    def serving(self) -> list[SimulatedInstance]:
+        """Those that take requests."""
+        return [one for one in self.instances if one.is_alive and not one.is_draining]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The rate of an instance that the router reckons with."""
+        return self._tokens_per_s
+
     def unfinished(self) -> Iterable[SimRequest]:
         return [*(item.request for one in self.instances for item in one.items), *self._stranded.values()]
 
     def _route(self, request: SimRequest) -> tuple[SimulatedInstance, int] | None:
         """The instance and how much of the prompt it has cached; None if all are down."""
-        alive = [one for one in self.instances if one.is_alive]
+        alive = self.serving
         if not alive:
             return None
         cached_tokens = self._cached_tokens(request, alive)
@@ -177,7 +203,8 @@ class InstancePool:
         if cache is None:
             cache = self._caches[block_tokens] = PrefixIndex(max(1, self._spec.kv_tokens // block_tokens))
             for one in self.instances:
-                cache.add_worker(one.number)
+                if one.is_alive:
+                    cache.add_worker(one.number)
         return cache
 
     # ---- iterations ----
@@ -224,6 +251,13 @@ class InstancePool:
                 self._cache(prefix.block_tokens).record(instance.number, prefix.blocks)
             self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s, instance.role))
         self._next_iteration(instance)
+        self._end_drain(instance)
+
+    def _end_drain(self, instance: SimulatedInstance) -> None:
+        if instance.is_draining and instance.is_alive and not instance.items:
+            instance.is_alive = False
+            for cache in self._caches.values():
+                cache.remove_worker(instance.number)
 
     def _advance(self, instance: SimulatedInstance, iteration: Iteration) -> list[WorkItem]:
         """Book the tokens of an iteration; the items that are complete leave and are returned."""
@@ -272,6 +306,9 @@ class InstancePool:
 
     def _recover(self, instance: SimulatedInstance) -> None:
         instance.is_alive = True
+        self._route_stranded()
+
+    def _route_stranded(self) -> None:
         stranded = list(self._stranded.values())
         self._stranded.clear()
         for request in stranded:

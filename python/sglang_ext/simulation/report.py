@@ -98,6 +98,14 @@ class DecodeSummary(NamedTuple):
     mean_transfer_s: float  # from the first token to the KV in place, queue for a backend included
 
 
+class PoolsSummary(NamedTuple):
+    """What controller and scaler did."""
+
+    moves: int
+    scalings: int
+    mean_instances: float
+
+
 class LoadReport(NamedTuple):
     """One load."""
 
@@ -105,6 +113,7 @@ class LoadReport(NamedTuple):
     classes: tuple[TtftSummary, ...]
     cached_share: float  # of the prompts' tokens, found in prefix caches
     decode: DecodeSummary | None
+    pools: PoolsSummary | None  # with a controller or a scaler
     end_s: float
     events: int
 
@@ -114,7 +123,19 @@ def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, bounda
     classes = by_class(outcome.served, outcome.unfinished, outcome.refused, outcome.end_s, slo_s, boundary_tokens)
     prompt_tokens = sum(one.request.prompt_tokens for one in outcome.served)
     cached_share = sum(one.request.cached_tokens for one in outcome.served) / max(1, prompt_tokens)
-    return LoadReport(rate_per_s, classes, cached_share, _decode(outcome), outcome.end_s, outcome.events)
+    return LoadReport(
+        rate_per_s, classes, cached_share, _decode(outcome), _pools(outcome), outcome.end_s, outcome.events
+    )
+
+
+def _pools(outcome: Outcome) -> PoolsSummary | None:
+    sizes = outcome.pool_sizes
+    if not sizes:
+        return None
+    ends_s = [*(one.at_s for one in sizes[1:]), outcome.end_s]
+    instance_s = sum((one.short + one.long) * (end_s - one.at_s) for one, end_s in zip(sizes, ends_s, strict=True))
+    # The first two are what the pools begin with.
+    return PoolsSummary(outcome.moves, max(0, len(outcome.scalings) - 2), instance_s / max(outcome.end_s, 1e-9))
 
 
 def _decode(outcome: Outcome) -> DecodeSummary | None:
@@ -146,6 +167,10 @@ def table(reports: Sequence[LoadReport]) -> str:
             )
         if report.cached_share > 0:
             lines.append(f"prefix caches had {report.cached_share:.1%} of the prompts' tokens")
+        if report.pools is not None:
+            pools = report.pools
+            instances = f"{pools.mean_instances:.2f} instances on average"
+            lines.append(f"pools: {pools.moves} moves, {pools.scalings} scalings, {instances}")
         if report.decode is not None:
             decode = report.decode
             lines.append(
@@ -168,5 +193,6 @@ def as_json(report: LoadReport) -> dict[str, object]:
         "end_s": report.end_s,
         "events": report.events,
         "ttft": {one.name: {**one._asdict()} for one in report.classes},
+        "pools": None if report.pools is None else report.pools._asdict(),
         "decode": None if report.decode is None else report.decode._asdict(),
     }

@@ -26,6 +26,7 @@ from sglang_ext.simulation.events import (
 )
 from sglang_ext.simulation.instances import InstancePool
 from sglang_ext.simulation.pool_controller import PoolSizes, SimulatedController
+from sglang_ext.simulation.scaler import ScalerSettings, Scaling, SimulatedScaler
 
 PROGRESS_REQUESTS = 500  # arrivals between two reports of progress
 
@@ -57,7 +58,9 @@ class RunOptions:
     decode: DecodeSpec | None = None
     decode_policy: str = "freeness"
     failures: tuple[Failure, ...] = ()
-    pressure: PressureSettings | None = None  # the controller that moves instances between pools
+    pressure: PressureSettings | None = None  # the controller of pools: what it goes by
+    is_moving: bool = True  # it moves instances between pools; False: it looks, and moves none
+    scaler: ScalerSettings | None = None  # beside the controller, which tells it the load
     until_s: float = float("inf")
 
 
@@ -74,6 +77,8 @@ class Outcome:
     events: int
     timeline: list[BusyInterval] = field(default_factory=list)
     pool_sizes: list[PoolSizes] = field(default_factory=list)
+    moves: int = 0  # between pools
+    scalings: list[Scaling] = field(default_factory=list)
 
 
 def simulate(
@@ -94,11 +99,13 @@ def simulate(
     stage = build_stage(loop, _Both(collector, decode))
     for failure in options.failures:
         _failing(stage).schedule_failure(failure)
-    controller = None
+    controller = scaler = None
     if options.pressure is not None:
         if not isinstance(stage, InstancePool):
             raise ValueError("pool moves need instances of short and long pools")
-        controller = SimulatedController(loop, stage, options.pressure)
+        controller = SimulatedController(loop, stage, options.pressure, is_moving=options.is_moving)
+        if options.scaler is not None:
+            scaler = SimulatedScaler(loop, stage, controller, options.scaler)
     feed(loop, _reporting(requests, on_progress), stage)
     loop.run(options.until_s)
     counted = options.warm_up_requests
@@ -112,6 +119,8 @@ def simulate(
         loop.events,
         stage.timeline,
         controller.sizes if controller else [],
+        controller.moves if controller else 0,
+        scaler.scalings if scaler else [],
     )
 
 

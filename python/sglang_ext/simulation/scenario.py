@@ -22,6 +22,7 @@ from sglang_ext.simulation.events import BusyInterval, EventLoop, PrefillListene
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
 from sglang_ext.simulation.run import RecordedStage, RunOptions, StageBuilder
+from sglang_ext.simulation.scaler import ScalerSettings
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.simulation.workload import Workload, drawn_requests, scaled, session_requests
 from sglang_ext.types import Role
@@ -74,6 +75,8 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
     if args.policy != LAPS and args.move_pools:
         raise ScenarioError("--move-pools needs --policy laps")
     short = args.short_instances
+    if args.scaler and (args.policy != LAPS or not short):
+        raise ScenarioError("--scaler needs --policy laps and --short-instances")
     if short and args.policy in {order.value for order in QueueOrder}:
         raise ScenarioError(f"--short-instances: --policy {args.policy} keeps no classes apart")
     if short and not 0 < short < args.prefill:
@@ -107,8 +110,32 @@ def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
     if failures and args.short_instances and args.policy in _CLUSTER_POLICIES:
         raise ScenarioError(f"--fail is not simulated with --short-instances and --policy {args.policy}")
     decode = decode_spec(args, args.decode) if args.decode else None
-    pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools else None
-    return RunOptions(args.seed, int(args.warm_up * requests), decode, args.decode_policy, failures, pressure)
+    pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools or args.scaler else None
+    return RunOptions(
+        args.seed,
+        int(args.warm_up * requests),
+        decode,
+        args.decode_policy,
+        failures,
+        pressure,
+        is_moving=args.move_pools,
+        scaler=_scaler(args) if args.scaler else None,
+    )
+
+
+def _scaler(args: argparse.Namespace) -> ScalerSettings:
+    try:
+        return ScalerSettings(
+            args.scaler,
+            args.scaler_queue_s,
+            args.scaler_utilisation,
+            args.scaler_startup_s,
+            args.scaler_up_stabilisation_s,
+            args.scaler_stabilisation_s,
+            args.scaler_max,
+        )
+    except ValueError as error:
+        raise ScenarioError(str(error)) from None
 
 
 class SplitStage:

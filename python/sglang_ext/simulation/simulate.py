@@ -24,6 +24,7 @@ from sglang_ext.simulation.pictures import (
 )
 from sglang_ext.simulation.report import LoadReport, as_json, make_report, table
 from sglang_ext.simulation.run import simulate_for_clients
+from sglang_ext.simulation.scaler import SCALERS
 from sglang_ext.simulation.scenario import (
     POLICIES,
     ScenarioError,
@@ -107,6 +108,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts: so many serve short prompts under laps, the others share long ones",
     )
     policy.add_argument("--move-pools", action="store_true", help="laps: the pressure controller moves instances")
+    policy.add_argument(
+        "--scaler",
+        choices=SCALERS,
+        help="laps with --short-instances: an autoscaler of each pool, or of the total, which goes by the work of both "
+        "and adds to the long one alone",
+    )
+    policy.add_argument("--scaler-queue-s", type=float, default=2.0, help="seconds of queued work for each instance")
+    policy.add_argument("--scaler-utilisation", type=float, default=0.7, help="busy share for each instance")
+    policy.add_argument("--scaler-startup-s", type=float, default=120.0, help="until an instance takes requests")
+    policy.add_argument(
+        "--scaler-up-stabilisation-s", type=float, default=90.0, help="so long more are needed before more are started"
+    )
+    policy.add_argument(
+        "--scaler-stabilisation-s", type=float, default=300.0, help="so long fewer are needed before one is ended"
+    )
+    policy.add_argument("--scaler-max", type=int, default=32, help="most instances of a pool")
     policy.add_argument("--boundary-tokens", type=int, default=256, help="most new tokens of a short prompt")
     policy.add_argument("--slo", type=float, default=1.0, help="TTFT objective (s), counted for all requests")
     decode = parser.add_argument_group("decode")
@@ -171,8 +188,8 @@ def _run(args: argparse.Namespace) -> int:
         requests = make_requests(workload, args, rate)
         builder = stage_builder(args, engine, is_recorded=args.pictures is not None)
         started_s = time.monotonic()
+        options = run_options(args, len(requests))
         try:
-            options = run_options(args, len(requests))
             outcome = simulate_for_clients(engine.front_end, requests, builder, options, _progress(requests))
         except ValueError as error:
             raise ScenarioError(f"--policy {args.policy}: {error}") from None

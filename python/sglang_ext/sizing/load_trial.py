@@ -119,9 +119,10 @@ class TrialSetup:
     """What is the same in all trials. ValueError for a prompt that no instance can hold."""
 
     requests: tuple[SimRequest, ...]  # by arrival
-    engines: Mapping[int, SizedEngine]  # by TP; the smallest is the reference
+    engines: Mapping[int, SizedEngine]  # by TP
     decode: DecodeSpec  # of one instance
     targets: SloTargets
+    reference: SizedEngine | None = None  # whose idle instance the objectives go by; None: that of the smallest TP
 
     def __post_init__(self) -> None:
         longest = max(self.requests, key=lambda one: one.prompt_tokens)
@@ -141,7 +142,7 @@ class TrialSetup:
 
     def deadlines_s(self) -> list[tuple[float, ServiceObjective]]:
         """Of each request: when its first token is due after its arrival, and what that objective is."""
-        engine, targets = self.engines[min(self.engines)], self.targets
+        engine, targets = self.reference or self.engines[min(self.engines)], self.targets
         by_tokens: dict[int, tuple[float, ServiceObjective]] = {}
         for request in self.requests:
             if request.prompt_tokens not in by_tokens:
@@ -181,6 +182,7 @@ class ObjectiveFigures(NamedTuple):
     requests: int
     late: int
     p50_s: float
+    p90_s: float
     p99_s: float
 
 
@@ -327,7 +329,7 @@ class _Meter:
             raise AssertionError(f"{missing} requests of {self._trial.layout} never ended")
         figures = {
             objective: ObjectiveFigures(
-                len(times_s), self._late_of[objective], quantile(times_s, 0.5), quantile(times_s, 0.99)
+                len(times_s), self._late_of[objective], *(quantile(times_s, share) for share in (0.5, 0.9, 0.99))
             )
             for objective, times_s in self._times_s.items()
             if times_s

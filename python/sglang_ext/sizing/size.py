@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     return 2
 
 
-class _Sizing(NamedTuple):
+class Sizing(NamedTuple):
     """What the options ask for."""
 
     setup: TrialSetup
@@ -166,7 +166,7 @@ def _run(args: argparse.Namespace) -> int:
 # ---- options ----
 
 
-def read_sizing(args: argparse.Namespace) -> _Sizing:
+def read_sizing(args: argparse.Namespace) -> Sizing:
     """What the options ask for. An error is one line that names the option, or the file and what is wrong in it."""
     for name in ("max_gpus", "show", "processes", "kv_tokens", "chunk_tokens", "decode_tp"):
         value = getattr(args, name)
@@ -193,7 +193,7 @@ def read_sizing(args: argparse.Namespace) -> _Sizing:
         raise SizingError(f"--max-gpus: the smallest layout takes {least} GPUs, got {args.max_gpus}")
     chunk_tokens = args.chunk_tokens or server.chunk_tokens
     model = args.model or engines[min(engines)].costs.name.partition(" on ")[0]
-    return _Sizing(setup, families, DeployedModel(model, chunk_tokens, server.is_cpu))
+    return Sizing(setup, families, DeployedModel(model, chunk_tokens, server.is_cpu))
 
 
 def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], MeasuredServer]:
@@ -204,8 +204,7 @@ def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], Measured
         given, colon, name = text.partition(":")
         if not (colon and given.isdecimal()):
             given, name = "", text
-        costs = load_engine(name)
-        server = load_measured_server(Path(name)) if Path(name).is_file() else MeasuredServer(None, None, None, False)
+        server = _server(name)
         if given and server.tp is not None and int(given) != server.tp:
             raise SizingError(f"--profile {text}: the profile was measured with TP {server.tp}")
         tp = int(given or server.tp or 1)
@@ -214,9 +213,21 @@ def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], Measured
         if tp in engines:
             raise SizingError(f"--profile {text}: there is another profile of TP {tp}; TP:FILE tells them apart")
         servers[tp] = server
-        kv_tokens = args.kv_tokens or server.kv_tokens or KV_TOKENS
-        engines[tp] = SizedEngine(costs, kv_tokens, args.chunk_tokens or server.chunk_tokens or CHUNK_TOKENS)
+        engines[tp] = sized_engine(name, args.kv_tokens, args.chunk_tokens)
     return dict(sorted(engines.items())), servers[min(servers)]
+
+
+def sized_engine(name: str, kv_tokens: int | None = None, chunk_tokens: int | None = None) -> SizedEngine:
+    """An instance of the profile or engine `name`; what is not given is the profile's. EngineError, ProfileError."""
+    costs, server = load_engine(name), _server(name)
+    return SizedEngine(
+        costs, kv_tokens or server.kv_tokens or KV_TOKENS, chunk_tokens or server.chunk_tokens or CHUNK_TOKENS
+    )
+
+
+def _server(name: str) -> MeasuredServer:
+    path = Path(name)
+    return load_measured_server(path) if path.is_file() else MeasuredServer(None, None, None, False)
 
 
 def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tuple[LayoutFamily, ...]:
@@ -333,7 +344,7 @@ def _rate_per_s(setup: TrialSetup) -> float:
     return (len(requests) - 1) / (requests[-1].arrival_s - requests[0].arrival_s)
 
 
-def _why_none(sizing: _Sizing, simulations: _Simulations, args: argparse.Namespace) -> str:
+def _why_none(sizing: Sizing, simulations: _Simulations, args: argparse.Namespace) -> str:
     """What breaks though all GPUs are used, shared out by the work of the pools."""
     family = sizing.families[0]
     guess = guessed_sizes(family, sizing.setup, args.headroom)
@@ -350,7 +361,7 @@ def _why_none(sizing: _Sizing, simulations: _Simulations, args: argparse.Namespa
 
 
 def _points(
-    search: LayoutSearch, sizing: _Sizing, sized: Sequence[SizedLayout]
+    search: LayoutSearch, sizing: Sizing, sized: Sequence[SizedLayout]
 ) -> dict[LayoutFamily, list[tuple[int, float]]]:
     """What smaller loads take with the kinds of layout that were found: (GPUs, times the load that holds)."""
     points: dict[LayoutFamily, list[tuple[int, float]]] = defaultdict(list)
@@ -391,7 +402,7 @@ def _table(sized: Sequence[SizedLayout], setup: TrialSetup, headroom: float, rat
 
 def _write(
     args: argparse.Namespace,
-    sizing: _Sizing,
+    sizing: Sizing,
     sized: Sequence[SizedLayout],
     points: dict[LayoutFamily, list[tuple[int, float]]],
     rate_per_s: float,
