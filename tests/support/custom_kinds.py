@@ -2,13 +2,17 @@
 
 Each lists the fields that the chart may use, with their types and enumerations as the kind's own definition has them,
 and refuses any other. Pod templates within them are checked by the schemas of Kubernetes (`tools/render_chart.py`).
+Where the projects' own CustomResourceDefinitions are at hand (`DEFINITIONS`), documents are held against these as well.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import yaml
 
 Schema = dict[str, Any]
 
@@ -223,3 +227,37 @@ def check_set_rules(one: dict[str, Any]) -> None:
         role["spec"].get("replicas", 1) for role in roles if role.get("scaling", {}).get("mode", "Static") == "Static"
     ]
     assert all(counts) or not any(counts)
+
+
+# -- the complete definitions, where they are at hand
+
+DEFINITIONS = Path(os.environ.get("SGLANG_EXT_CRDS") or Path.home() / ".cache/sglang-ext/crds")
+
+
+def read_definitions(folder: Path = DEFINITIONS) -> dict[tuple[str, str], Schema]:
+    """Of each CustomResourceDefinition in the folder's YAML files: apiVersion and kind → schema of the whole object."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # they have megabytes
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        for one in yaml.load_all(path.read_text(encoding="utf-8"), loader):
+            if one and one.get("kind") == "CustomResourceDefinition":
+                for version in one["spec"]["versions"]:
+                    key = f"{one['spec']['group']}/{version['name']}", one["spec"]["names"]["kind"]
+                    found[key] = closed(version["schema"]["openAPIV3Schema"])
+                    found[key]["properties"]["metadata"] = {"type": "object"}
+    return found
+
+
+def closed(schema: Schema) -> Schema:
+    """A structural schema as JSON Schema that refuses what an API server would prune: fields that it does not name."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    result = {key: value for key, value in schema.items() if key != "format"}  # int32 and the like
+    if "properties" in result:
+        result["properties"] = {name: closed(inner) for name, inner in result["properties"].items()}
+        if not result.get("x-kubernetes-preserve-unknown-fields"):
+            result.setdefault("additionalProperties", False)
+    for key in ("items", "additionalProperties"):
+        if isinstance(result.get(key), dict):
+            result[key] = closed(result[key])
+    return result

@@ -19,7 +19,7 @@ import yaml
 
 from support import manifests
 from support.chart import CHART, ROOT, default_values, merged, needs_helm, render, values_schema
-from support.custom_kinds import check_custom_kinds
+from support.custom_kinds import DEFINITIONS, SPECS, check_custom_kinds, read_definitions
 from support.manifests import Document, Pods, matches, of_kind, pods_of
 from support.monitoring_files import documented_scrape
 
@@ -436,6 +436,23 @@ def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -
     check_custom_kinds(result["documents"])
     for one in of_kind(result["documents"], "LeaderWorkerSet"):
         assert one["spec"]["leaderWorkerTemplate"]["size"] > 1
+
+
+@needs_helm
+@pytest.mark.kubernetes
+def test_the_complete_definitions_allow_it(results: dict[str, Document]) -> None:
+    definitions = read_definitions()
+    if not SPECS.keys() <= definitions.keys():
+        missing = ", ".join(kind for _, kind in sorted(SPECS.keys() - definitions.keys()))
+        pytest.skip(f"{DEFINITIONS} has no CustomResourceDefinition of {missing}")
+    for name, result in results.items():
+        for one in result["documents"]:
+            schema = definitions.get((one["apiVersion"], one["kind"]))
+            if schema is not None:
+                errors = [error.message[:200] for error in jsonschema.Draft7Validator(schema).iter_errors(one)]
+                assert not errors, f"{name}: {one['kind']}: {errors}"
+                surplus = {**one, "spec": {**one["spec"], "noSuchField": 1}}
+                assert not jsonschema.Draft7Validator(schema).is_valid(surplus)
 
 
 @needs_helm
