@@ -1,6 +1,6 @@
 """A rolling update under constant load: routers, prefill and decode instances are replaced one after the other.
 
-    python bench/rolling_update.py [--users 6] [--period-s 1.5] [--before-s 60] [--out FOLDER]
+    python bench/rolling_update.py [--users 6] [--period-s 2] [--before-s 60] [--out FOLDER]
 
 A real Kubernetes API server runs, and processes stand in for pods: three routers with service discovery that share
 what they know, and a short, a long and two decode instances of SGLang on the CPU. What a cluster does around them is
@@ -275,7 +275,7 @@ def main() -> None:
     """Run the benchmark and print the result line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--users", type=int, default=6, help="users, each with a connection of its own")
-    parser.add_argument("--period-s", type=float, default=1.5, help="time between two requests of a user")
+    parser.add_argument("--period-s", type=float, default=2.0, help="time between two requests of a user")
     parser.add_argument("--before-s", type=float, default=60.0, help="time without an update, to compare with")
     parser.add_argument("--out", type=Path, help="folder for rolling_update.json")
     parser.add_argument("--keep", type=Path, help="folder for model and logs, which stays")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import aiohttp
 
 REQUESTS_PER_CONNECTION = 12
-OUTPUT_TOKENS = (16, 64, 16, 192)
+OUTPUT_TOKENS = (16, 256, 64, 1024)
 LONG_EVERY = 4  # requests
 
 

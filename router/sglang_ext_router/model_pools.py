@@ -33,7 +33,14 @@ class ModelPools:
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
 
     def set_ready(self, ready: Sequence[Worker]) -> None:
-        """Take over the model's ready instances."""
+        """Take over the model's ready instances, without those whose revision has none of the other kind.
+
+        Where there is no pair at all none is left out: prefill alone may be all that is wanted.
+        """
+        decode_revisions = {worker.revision for worker in ready if not worker.role.is_prefill}
+        pairs = {worker.revision for worker in ready if worker.role.is_prefill and worker.revision in decode_revisions}
+        if pairs:
+            ready = [worker for worker in ready if worker.revision in pairs]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
         self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
@@ -48,10 +55,10 @@ class ModelPools:
         missing = [] if self.ready_prefill else ["prefill"]
         if not self.ready_decode:
             return [*missing, "decode"]
-        decode = {worker.revision for worker in self.ready_decode}
-        if not missing and not any(worker.revision in decode for worker in self.ready_prefill):
-            return ["prefill and decode of one revision"]
-        return missing
+        decode_revisions = {worker.revision for worker in self.ready_decode}
+        if missing or any(worker.revision in decode_revisions for worker in self.ready_prefill):
+            return missing
+        return ["prefill and decode of one revision"]
 
     def lacks_pair(self) -> str:
         """That no revision has both kinds, in words."""

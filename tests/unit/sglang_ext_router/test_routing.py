@@ -308,6 +308,9 @@ def test_a_revision_without_decode_gets_nothing() -> None:
     for step in range(20):
         pools.draw = step / 20
         assert pools.route(PROMPT, 100).prefill is pools.workers[2]
+    assert pools.model.ready_prefill == (pools.workers[2],)  # nor does it count as capacity that waits for work
+    pools.workers[3].is_healthy = False
+    pools.registry.refresh()
     # Log-probabilities of a prompt need no decode instance.
     pools.draw = 0.0
     alone = pools.planner.route(pools.model, PROMPT, 100, NONE, NONE, 100.0, needs_decode=False)
