@@ -156,8 +156,8 @@ BY_POOL = Row(
         Panel(
             "Backlog",
             "s",
-            "Queued work in seconds of one instance: prompt tokens sent to a pool and not yet prefilled, over the rate of "
-            "an instance. What a scaler of prefill goes by.",
+            "Queued work in seconds of one instance: prompt tokens sent to a pool and not yet prefilled, over the rate "
+            "of an instance. What a scaler of prefill goes by.",
             (
                 Target(
                     f"max by (model, pool) ({series(ROUTER + 'pool_pending_tokens')})"
