@@ -143,6 +143,12 @@ def test_up_takes_its_file_and_reads_what_was_written(name: str, is_cpu: bool, t
     assert {role: pool.count for role, pool in pools.items() if pool.count} == {
         role.value: count for role, count in layout.pools()
     }
+    assert config.router.length_boundary_tokens == layout.boundary_tokens
+    for role, pool in config.pools.by_role():
+        if pool.count:
+            assert pool.tp == (layout.tp if role.is_prefill else layout.decode_tp)
+            assert pool.args == (("--chunked-prefill-size", "4096") if role.is_prefill else ())
+            assert ("--laps-short-ttft-slo-ms" in pool.worker_args) == role.is_prefill
     assert main(["up", "--config", str(tmp_path / "cluster.yaml"), "--dry-run"]) == 0
 
 
