@@ -3,7 +3,7 @@
 # make test  style, types, architecture, unit tests, one setting of every mechanism on real SGLang (10 min)
 # make test-all  further: every setting, random plans, each role killed and stopped at every stage (25 min)
 # make test-k8s  discovery, rights and leases on a real Kubernetes API server, built once from Debian's packages (8 min);
-#                the Helm chart over many values
+#                the Helm chart over many values; Prometheus over a cluster, and the alerts
 # make lint  style, types and architecture
 
 PYTHON ?= python3
@@ -99,7 +99,8 @@ test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(CHARTS)
 
 test-k8s: env $(CHARTS)
 	@tools/build_kube_apiserver
-	@$(BIN)/python -m pytest --kubernetes tests/kubernetes tests/unit/test_chart.py tests/unit/test_chart_scaling.py $(PYTEST_ARGS)
+	@tools/fetch_prometheus
+	@$(BIN)/python -m pytest --kubernetes tests/kubernetes tests/unit/test_chart.py tests/unit/test_chart_scaling.py tests/unit/test_monitoring.py $(PYTEST_ARGS)
 
 unit: env $(KERNELS) $(RAY)
 	@$(PYTEST) tests/unit $(PYTEST_ARGS)

@@ -90,7 +90,8 @@ BY_CLASS = Row(
         Panel(
             "Prefix hits",
             "percentunit",
-            "Share of prompt tokens that the chosen instance was believed to hold.",
+            "Share of prompt tokens that the chosen instance was believed to hold. The class is by new tokens: long "
+            "prompts that hit are mostly short.",
             (
                 Target(
                     f"1 - {rate(ROUTER + 'new_tokens_sum', 'length_class')}"

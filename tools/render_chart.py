@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ RENDERED = ROOT / "deploy/k8s"
 PACKAGES = ROOT / ".venv/charts"
 KUBERNETES = "1.37"
 LINT_WARNING = 2
+# Kinds that a cluster has only with their controllers: `tests/support/custom_kinds.py` knows their fields.
+NOT_OF_KUBERNETES = ("gateway.networking.k8s.io", ".x-k8s.io", "monitoring.coreos.com", "keda.sh")
 HEADER = "# Rendered from deploy/helm/sglang-ext by tools/render_chart.py: change it there.\n"
 
 Document = dict[str, Any]
@@ -46,21 +49,26 @@ def problems(documents: list[Document]) -> list[str]:
     found = []
     for document in documents:
         name = f"{document['kind']}/{document['metadata']['name']}"
-        looked_at = [document]
-        if document["kind"] == "LeaderWorkerSet":
-            templates = document["spec"]["leaderWorkerTemplate"]
-            looked_at = [
-                {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": part}, "template": templates[part]}
-                for part in ("leaderTemplate", "workerTemplate")
-            ]
-        elif document["apiVersion"].startswith(("gateway.networking.k8s.io/", "monitoring.coreos.com/", "keda.sh/")):
-            continue
+        is_own_kind = document["apiVersion"].partition("/")[0].endswith(NOT_OF_KUBERNETES)
+        looked_at = list(pod_templates(document)) if is_own_kind else [document]
         for one in looked_at:
             try:
                 kubernetes_validate.validate(one, KUBERNETES, strict=True)
             except kubernetes_validate.ValidationError as error:
                 found.append(f"{name}: {'.'.join(map(str, error.path))}: {error.message}")
     return found
+
+
+def pod_templates(document: Any) -> Iterator[Document]:
+    """What stands anywhere in it under `template`, `leaderTemplate` and the like, as the kind PodTemplate."""
+    entries = document.items() if isinstance(document, dict) else enumerate(document)
+    for key, value in entries:
+        if not isinstance(value, (dict, list)):
+            continue
+        if isinstance(value, dict) and "containers" in value.get("spec", {}):
+            yield {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": str(key)}, "template": value}
+        else:
+            yield from pod_templates(value)
 
 
 def as_text(documents: list[Document]) -> str:

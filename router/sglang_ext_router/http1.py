@@ -17,6 +17,7 @@ from sglang_ext_router.request_parser import PARSED_AT_ONCE_BYTES, RequestParser
 from sglang_ext_router.unread_replies import ReadingWatch
 
 MAX_PIPELINED = 32
+LAST_REQUEST_S = 1.0  # for what a client sends before it sees the connection close
 LINGER_S = 5.0  # for a refused client that still sends to read why
 
 
@@ -57,6 +58,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = False
         self.is_stopped = False  # nothing more is parsed from this client
         self._is_draining = False
+        self._has_announced_close = False  # by the head of the current reply
         self.call: Call | None = None
         self.request: Request | None = None
         self.transport: asyncio.Transport
@@ -232,6 +234,7 @@ class ClientConnection(asyncio.Protocol):
         """Answer the current request whole and go on to the next."""
         request = self.request
         keep_alive = self.keeps_alive
+        self._has_announced_close = not keep_alive
         send_body = True
         if request is not None:
             send_body = request.method != b"HEAD"
@@ -252,16 +255,23 @@ class ClientConnection(asyncio.Protocol):
             self.count_buffered(-request.size_bytes)
 
     def finish(self, keep_alive: bool) -> None:
-        """The reply to the current request is written; serve the next one or close."""
+        """The reply to the current request is written; serve the next one or close.
+
+        A connection whose client does not know yet that it closes stays open for a moment: its next request may be on
+        its way.
+        """
+        has_announced_close, self._has_announced_close = self._has_announced_close, False
         self._end_request()
-        if not keep_alive:
+        if not keep_alive and has_announced_close:
             self.close()
         elif self._pending or not self._is_reading:
             self._loop.call_soon(self._next)  # not from here: a long pipeline must not grow the stack
-        elif self.is_stopped or (self._is_draining and not self._parser.in_message):
+        elif self.is_stopped:
             self.close()
         else:
             self._idle_since_s = self._loop.time()
+            if self._is_draining:
+                self._close_soon()
 
     def _next(self) -> None:
         if self.request is not None or self._is_write_paused or self.transport.is_closing():
@@ -274,8 +284,8 @@ class ClientConnection(asyncio.Protocol):
             self._pending_bytes -= request.size_bytes
             self._serve(request)
         self._read_on()
-        if self._is_draining and not self._parser.in_message and not self._pending and not self._is_serving():
-            self.close()
+        if self._is_draining and not self._pending and not self._is_serving():
+            self._close_soon()
 
     def _is_serving(self) -> bool:
         """Asked anew: a type checker, and what it compiles, take `request` for what it was before a call."""
@@ -292,9 +302,10 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def reply_headers(self) -> bytes:
-        """Header lines that the current reply gets on this connection."""
+        """Header lines of the head of the current reply, which is written now."""
         request = self.request
-        line = b"" if self.keeps_alive else b"connection: close\r\n"
+        self._has_announced_close = not self.keeps_alive
+        line = b"connection: close\r\n" if self._has_announced_close else b""
         return line if request is None or not request.reply_headers else line + request.reply_headers
 
     def refuse(self, refusal: RequestRefusal) -> None:
@@ -336,7 +347,15 @@ class ClientConnection(asyncio.Protocol):
     def drain(self) -> None:
         """Serve what has been received, then close."""
         self._is_draining = True
-        if self.request is None and not self._parser.in_message and not self._pending:
+        if self.request is None and not self._pending:
+            self._close_soon()
+
+    def _close_soon(self) -> None:
+        """Close unless a request comes meanwhile; that is served, and its reply says that the connection closes."""
+        self._loop.call_later(LAST_REQUEST_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if not self._is_serving() and not self._parser.in_message and not self._pending:
             self.close()
 
     def sweep(self, now_s: float) -> None:

@@ -57,6 +57,11 @@ class Coordinator:
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
+    @property
+    def http_url(self) -> str:
+        """Of /status and /metrics."""
+        return f"http://127.0.0.1:{self._http_port}"
+
     def start_again(self) -> None:
         command = [
             *(sys.executable, "-m", "sglang_ext.cli", "coordinator", "--host", "127.0.0.1"),
@@ -86,7 +91,7 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """Its `GET /status`."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/status", timeout=10) as reply:
+        with urllib.request.urlopen(f"{self.http_url}/status", timeout=10) as reply:
             status: dict[str, Any] = json.load(reply)
         return status
 

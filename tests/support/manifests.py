@@ -20,8 +20,9 @@ from sglang_ext_router.config import RouterConfig, config_from_arguments
 ROOT = Path(__file__).resolve().parents[2]
 COORDINATOR_PATHS = frozenset({"/health"})
 WORKER_PATHS = frozenset({"/health", "/ping"})  # of SGLang's server
-# What a pod of a LeaderWorkerSet is told.
-GROUP_VARIABLES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.group"}
+# What the pods of an instance on several nodes are told, by the kind that makes them.
+_NODES = {"GROUP_SIZE": "2", "WORKER_INDEX": "1", "LEADER_ADDRESS": "leader.group"}
+GROUP_PREFIXES = {"LeaderWorkerSet": "LWS_", "DisaggregatedSet": "LWS_", "RoleBasedGroup": "RBG_LWP_"}
 
 Document = dict[str, Any]
 
@@ -34,6 +35,7 @@ class Pods(NamedTuple):
     labels: Mapping[str, str]
     spec: Document
     owner: Document
+    nodes: int = 1  # of one instance
 
     @property
     def container(self) -> Document:
@@ -48,19 +50,55 @@ class Pods(NamedTuple):
 
 def pods_of(documents: list[Document]) -> list[Pods]:
     """Of every template."""
-    found = []
-    for one in documents:
-        if one["kind"] == "Deployment":
-            templates = [one["spec"]["template"]]
-        elif one["kind"] == "LeaderWorkerSet":
-            templates = [one["spec"]["leaderWorkerTemplate"][part] for part in ("leaderTemplate", "workerTemplate")]
-        else:
-            continue
-        for template in templates:
-            labels = template["metadata"]["labels"]
-            component = labels["app.kubernetes.io/component"]
-            found.append(Pods(one["metadata"]["name"], component, labels, template["spec"], one))
-    return found
+    return [pods for one in documents for pods in _pods_of_one(one)]
+
+
+def _pods_of_one(one: Document) -> Iterator[Pods]:
+    name, spec = one["metadata"]["name"], one.get("spec", {})
+    if one["kind"] == "Deployment":
+        yield _pods(name, spec["template"], one)
+    elif one["kind"] == "LeaderWorkerSet":
+        yield from _leader_and_workers(name, spec["leaderWorkerTemplate"], one)
+    elif one["kind"] == "DisaggregatedSet":
+        for role in spec["roles"]:
+            yield from _leader_and_workers(f"{name}/{role['name']}", role["spec"]["leaderWorkerTemplate"], one)
+    elif one["kind"] == "RoleBasedGroup":
+        for role in spec["roles"]:
+            role_name = f"{name}/{role['name']}"
+            if "standalonePattern" in role:
+                yield _pods(role_name, role["standalonePattern"]["template"], one)
+            else:
+                pattern = role["leaderWorkerPattern"]
+                leader = strategic_merge(pattern["template"], pattern["leaderTemplatePatch"])
+                for template in (leader, pattern["template"]):
+                    yield _pods(role_name, template, one, pattern["size"])
+
+
+def _leader_and_workers(name: str, template: Document, owner: Document) -> Iterator[Pods]:
+    """Of a LeaderWorkerSet's template; without a template of their own leaders are as workers."""
+    for part in ("leaderTemplate", "workerTemplate"):
+        if part in template:
+            yield _pods(name, template[part], owner, template["size"])
+
+
+def _pods(name: str, template: Document, owner: Document, nodes: int = 1) -> Pods:
+    labels = template["metadata"]["labels"]
+    return Pods(name, labels["app.kubernetes.io/component"], labels, template["spec"], owner, nodes)
+
+
+def strategic_merge(below: Any, patch: Any) -> Any:
+    """As Kubernetes merges pod templates: lists of named things by their names, others are replaced."""
+    if isinstance(below, dict) and isinstance(patch, dict):
+        merged = {key: strategic_merge(below[key], value) if key in below else value for key, value in patch.items()}
+        return below | merged
+    if isinstance(below, list) and isinstance(patch, list) and all(isinstance(one, dict) for one in below + patch):
+        key = next((key for key in ("mountPath", "name") if all(key in one for one in below + patch)), "")
+        if key:
+            merged_entries = {one[key]: one for one in below}
+            for one in patch:
+                merged_entries[one[key]] = strategic_merge(merged_entries.get(one[key], {}), one)
+            return list(merged_entries.values())
+    return patch
 
 
 def of_kind(documents: list[Document], kind: str) -> list[Document]:
@@ -159,8 +197,8 @@ def check_probes(pods: Pods) -> None:
 def words_of(pods: Pods) -> list[str]:
     """The command line as the process gets it."""
     values = {entry["name"]: entry.get("value", "of-the-cluster") for entry in pods.container["env"]}
-    if pods.owner["kind"] == "LeaderWorkerSet":
-        values |= GROUP_VARIABLES
+    if pods.nodes > 1:
+        values |= {GROUP_PREFIXES[pods.owner["kind"]] + name: value for name, value in _NODES.items()}
     words = []
     for word in [*pods.container["command"], *pods.container["args"]]:
         for name, value in values.items():
@@ -207,12 +245,10 @@ def check_group(pods: Pods, engine_arguments: list[str]) -> None:
     ranks = int(next(word for word in engine_arguments if word.startswith("--tp-size=")).partition("=")[2])
     requests, limits = pods.container["resources"]["requests"], pods.container["resources"].get("limits", {})
     gpus = [name for name in limits if "/" in name and "gpu" in name]
-    is_group = pods.owner["kind"] == "LeaderWorkerSet"
-    assert any(word.startswith("--nnodes=") for word in engine_arguments) == is_group
-    nodes = pods.owner["spec"]["leaderWorkerTemplate"]["size"] if is_group else 1
+    assert any(word.startswith("--nnodes=") for word in engine_arguments) == (pods.nodes > 1)
     for name in gpus:
         assert requests[name] == limits[name]
-        assert limits[name] * nodes == ranks
+        assert limits[name] * pods.nodes == ranks
 
 
 def router_configuration(pods: Pods) -> RouterConfig:
@@ -318,8 +354,7 @@ def check_network(documents: list[Document]) -> None:
                 if source.component != "worker":
                     assert is_open is False
                 elif source.name == target.name:
-                    of_one_instance = target.owner["kind"] == "LeaderWorkerSet"
-                    assert is_open == (of_one_instance or (has_coordinator and is_prefill(target)))
+                    assert is_open == (target.nodes > 1 or (has_coordinator and is_prefill(target)))
                 else:
                     both_prefill = is_prefill(source) and is_prefill(target)
                     assert is_open == (is_prefill(source) != is_prefill(target) or (has_coordinator and both_prefill))

@@ -24,6 +24,14 @@ def alert_rules() -> list[dict[str, Any]]:
     return rules
 
 
+def documented_scrape() -> dict[str, Any]:
+    """The only job of the scrape configuration in docs/metrics.md."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    job: dict[str, Any]
+    (job,) = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["scrape_configs"]
+    return job
+
+
 def expressions() -> Iterator[tuple[str, str]]:
     """Where each stands, and the expression."""
     for panel in panels():

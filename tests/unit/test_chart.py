@@ -5,6 +5,7 @@ What needs Helm is skipped without it (`make charts-env`); the rendered default 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -18,12 +19,15 @@ import yaml
 
 from support import manifests
 from support.chart import CHART, ROOT, default_values, merged, needs_helm, render, values_schema
+from support.custom_kinds import DEFINITIONS, SPECS, check_custom_kinds, read_definitions
 from support.manifests import Document, Pods, matches, of_kind, pods_of
+from support.monitoring_files import documented_scrape
 
 RENDERED = ROOT / "deploy/k8s"
 
 CPU_POOL = {"gpus": 0, "transferBackend": "sglang_ext_tcp", "args": ["--threads=4", "--kv-memory-mib=4096"]}
 LARGE = {"nodes": 2, "tp": 16, "extraResources": {"rdma/hca": 8}, "addCapabilities": ["IPC_LOCK"]}
+ROLES = ("prefill-short", "prefill-long", "decode")
 PVC: Document = {
     "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
     "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
@@ -84,6 +88,25 @@ ACCEPTED: dict[str, Document] = {
             "clientsFrom": [{"namespaceSelector": {}}],
         }
     },
+    "a disaggregated set": {"groups": {"qwen": {"kind": "DisaggregatedSet", "pools": [*ROLES]}}},
+    "a disaggregated set over several nodes": {
+        "pools": {
+            "prefill-long": {"role": "prefill-long", **LARGE, "exclusiveTopology": "cloud.example/rack"},
+            "decode": {"role": "decode", **LARGE, "autoscaled": True},
+        },
+        "groups": {
+            "large": {
+                "kind": "DisaggregatedSet",
+                "pools": ["prefill-long", "decode"],
+                "slices": 2,
+                "placement": {"type": "ExclusiveSlice", "topology": "cloud.example/block"},
+            }
+        },
+    },
+    "a role-based group": {
+        "pools": {"decode": {"role": "decode", **LARGE, "autoscaled": True}},
+        "groups": {"qwen": {"kind": "RoleBasedGroup", "pools": [*ROLES]}},
+    },
     "monitoring": {
         "coordinator": {"enabled": True},
         "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}]},
@@ -142,6 +165,8 @@ REFUSED: dict[str, tuple[Document, str]] = {
     "all capabilities": ({"poolDefaults": {"addCapabilities": ["SYS_ADMIN"]}}, "addCapabilities"),
     "a key in the values": ({"keys": {"api": "sk secret"}}, "api"),
     "an interval without a unit": ({"monitoring": {"podMonitors": {"interval": "15"}}}, "interval"),
+    "an unknown kind of group": ({"groups": {"a": {"kind": "Deployment", "pools": [*ROLES]}}}, "groups"),
+    "a group of one pool": ({"groups": {"a": {"kind": "DisaggregatedSet", "pools": ["decode"]}}}, "groups"),
     "a time without a unit": ({"httpRoute": {"timeout": "30"}}, "timeout"),
     "SGLang's arguments among the worker's": ({"poolDefaults": {"args": ["--"]}}, "args"),
     "an arbitrary start-up": ({"poolDefaults": {"startupSecs": 1}}, "startupSecs"),
@@ -188,6 +213,32 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         "router.controller",
     ),
     "monitors that reach nothing": ({"monitoring": {"podMonitors": {"enabled": True}}}, "networkPolicy.metricsFrom"),
+    "a group of a pool that is not there": (
+        {"groups": {"a": {"kind": "RoleBasedGroup", "pools": ["prefill-short", "other"]}}},
+        "groups.a: there is no pool other",
+    ),
+    "a pool in two groups": (
+        {"groups": {name: {"kind": "RoleBasedGroup", "pools": [*ROLES]} for name in ("a", "b")}},
+        "groups.b: pool prefill-short is in groups.a, too",
+    ),
+    "a group of two models": (
+        {
+            "pools": {"other": {"role": "prefill", "model": "other"}},
+            "groups": {"a": {"kind": "DisaggregatedSet", "pools": ["prefill-short", "other"]}},
+        },
+        "a group is of one model",
+    ),
+    "names that are too long together": (
+        {
+            "fullnameOverride": "a" * 24,
+            "groups": {"g" * 8: {"kind": "DisaggregatedSet", "pools": ["prefill-short", "decode"]}},
+        },
+        "longer than 36 characters",
+    ),
+    "slices of a role-based group": (
+        {"groups": {"a": {"kind": "RoleBasedGroup", "slices": 2, "pools": [*ROLES]}}},
+        "groups.a: slices and placement",
+    ),
     "a route to nowhere": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
     "a name that is too long": ({"fullnameOverride": "a" * 25}, "fullnameOverride"),
 }
@@ -382,11 +433,26 @@ def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -
     assert "error" not in result, result["error"]
     assert result["problems"] == []
     manifests.check(result["documents"])
+    check_custom_kinds(result["documents"])
     for one in of_kind(result["documents"], "LeaderWorkerSet"):
-        jsonschema.validate(one["spec"], LEADER_WORKER_SET)
         assert one["spec"]["leaderWorkerTemplate"]["size"] > 1
-    for one in of_kind(result["documents"], "HTTPRoute"):
-        jsonschema.validate(one["spec"], HTTP_ROUTE)
+
+
+@needs_helm
+@pytest.mark.kubernetes
+def test_the_complete_definitions_allow_it(results: dict[str, Document]) -> None:
+    definitions = read_definitions()
+    if not SPECS.keys() <= definitions.keys():
+        missing = ", ".join(kind for _, kind in sorted(SPECS.keys() - definitions.keys()))
+        pytest.skip(f"{DEFINITIONS} has no CustomResourceDefinition of {missing}")
+    for name, result in results.items():
+        for one in result["documents"]:
+            schema = definitions.get((one["apiVersion"], one["kind"]))
+            if schema is not None:
+                errors = [error.message[:200] for error in jsonschema.Draft7Validator(schema).iter_errors(one)]
+                assert not errors, f"{name}: {one['kind']}: {errors}"
+                surplus = {**one, "spec": {**one["spec"], "noSuchField": 1}}
+                assert not jsonschema.Draft7Validator(schema).is_valid(surplus)
 
 
 @needs_helm
@@ -414,12 +480,71 @@ def test_an_instance_of_several_nodes(results: dict[str, Document]) -> None:
 
 
 @needs_helm
+def test_pools_of_a_group(results: dict[str, Document]) -> None:
+    """Their pods are what they are without a group, and there is nothing else that makes them."""
+    alone = {
+        pods.labels["sglang-ext.io/pool"]: pods for pods in pods_of(rendered_default()) if pods.component == "worker"
+    }
+    documents = results["a disaggregated set"]["documents"]
+    grouped = {pods.labels["sglang-ext.io/pool"]: pods for pods in pods_of(documents) if pods.component == "worker"}
+    assert grouped.keys() == alone.keys()
+    for name, pods in grouped.items():
+        assert (pods.labels, pods.spec) == (alone[name].labels, alone[name].spec)
+        assert pods.owner["kind"] == "DisaggregatedSet"
+    assert [one["metadata"]["name"] for one in of_kind(documents, "Deployment")] == ["sglang-ext-router"]
+
+    (large,) = of_kind(results["a disaggregated set over several nodes"]["documents"], "DisaggregatedSet")
+    assert (large["spec"]["slices"], large["spec"]["placementPolicy"]["type"]) == (2, "ExclusiveSlice")
+    long, decode = large["spec"]["roles"]
+    assert long["metadata"]["annotations"] == {"leaderworkerset.sigs.k8s.io/exclusive-topology": "cloud.example/rack"}
+    assert (long["spec"]["replicas"], decode["scaling"]) == (1, {"mode": "External"})
+
+    documents = results["a role-based group"]["documents"]
+    leader, member = [pods for pods in pods_of(documents) if pods.nodes == 2]
+    assert (leader.labels["sglang-ext.io/part"], member.labels["sglang-ext.io/part"]) == ("leader", "member")
+    assert leader.ports.keys() == {"http"}
+    assert not member.ports
+    assert "--node-rank=$(RBG_LWP_WORKER_INDEX)" in member.container["args"]
+    assert of_kind(documents, "RoleBasedGroup")[0]["spec"]["roles"][2]["scalingAdapter"] == {"enable": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("a disaggregated set", ("roles", 0, "spec", "rolloutStrategy", "type"), "Recreate"),
+        ("a disaggregated set", ("roles", 0, "spec", "leaderWorkerTemplate", "restart"), "None"),
+        ("a role-based group", ("roles", 0, "workload"), {}),
+        ("a role-based group", ("roles", 2, "leaderWorkerPattern", "size"), 0),
+        ("monitoring", ("podMetricsEndpoints", 0, "interval"), "soon"),
+        ("a route", ("rules", 0, "matches", 0, "path", "type"), "Prefix"),
+    ],
+)
+@needs_helm
+def test_the_schemas_of_other_kinds_refuse(
+    results: dict[str, Document], name: str, place: tuple[str | int, ...], value: object
+) -> None:
+    documents = copy.deepcopy(results[name]["documents"])
+    kinds = ("DisaggregatedSet", "RoleBasedGroup", "PodMonitor", "HTTPRoute")
+    inner = next(one for one in documents if one["kind"] in kinds)["spec"]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check_custom_kinds(documents)
+
+
+@needs_helm
 def test_what_watches(results: dict[str, Document]) -> None:
     documents = results["monitoring"]["documents"]
     for monitor in of_kind(documents, "PodMonitor"):
         (chosen,) = {pods.component for pods in pods_of(documents) if matches(monitor["spec"]["selector"], pods.labels)}
         assert monitor["metadata"]["name"] == f"sglang-ext-{chosen}"
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        snake = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+        relabelled = [
+            {snake.get(key, key): value for key, value in one.items()} for one in endpoint.get("metricRelabelings", [])
+        ]
+        assert relabelled == (documented_scrape()["metric_relabel_configs"] if chosen == "worker" else [])
         assert all(
             endpoint["port"] in pods.ports for pods in pods_of(documents) if pods.component == chosen and pods.ports
         )
@@ -454,84 +579,3 @@ def test_what_the_values_say_reaches_the_programs(results: dict[str, Document]) 
     assert not of_kind(results["no network policies"]["documents"], "NetworkPolicy")
     assert of_kind(results["a route"]["documents"], "HTTPRoute")
     assert not of_kind(results["no rights made"]["documents"], "Role")
-
-
-# The fields of the two kinds that Kubernetes itself does not have, as far as they are used.
-_COUNT = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]}
-LEADER_WORKER_SET = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["leaderWorkerTemplate"],
-    "properties": {
-        "replicas": {"type": "integer"},
-        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
-        "rolloutStrategy": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["type"],
-            "properties": {
-                "type": {"enum": ["RollingUpdate"]},
-                "rollingUpdateConfiguration": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {"maxSurge": _COUNT, "maxUnavailable": _COUNT, "partition": {"type": "integer"}},
-                },
-            },
-        },
-        "leaderWorkerTemplate": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["workerTemplate"],
-            "properties": {
-                "leaderTemplate": {"type": "object"},
-                "workerTemplate": {"type": "object"},
-                "size": {"type": "integer", "minimum": 1},
-                "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
-            },
-        },
-    },
-}
-HTTP_ROUTE = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["parentRefs", "rules"],
-    "properties": {
-        "parentRefs": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["name"]}},
-        "hostnames": {"type": "array", "items": {"type": "string"}},
-        "rules": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "additionalProperties": False,
-                "properties": {
-                    "matches": {"type": "array"},
-                    "timeouts": {
-                        "type": "object",
-                        "additionalProperties": False,
-                        "properties": {"request": {"type": "string"}, "backendRequest": {"type": "string"}},
-                    },
-                    "backendRefs": {
-                        "type": "array",
-                        "items": {"type": "object", "required": ["name", "port"]},
-                    },
-                },
-            },
-        },
-    },
-}
-
-
-@needs_helm
-def test_a_revision_is_of_pods_and_not_of_their_service(results: dict[str, Document]) -> None:
-    """Routers would take the label of a Service for the revision of all its pods, old ones too."""
-    documents = results["two revisions"]["documents"]
-    revisions = []
-    for pods in pods_of(documents):
-        if pods.component == "worker":
-            revision = pods.labels.get("sglang-ext.io/revision")
-            revisions.append(revision)
-            given = [one for one in pods.container["args"] if one.startswith("--revision=")]
-            assert given == ([f"--revision={revision}"] if revision else [])
-            assert "sglang-ext.io/revision" not in pods.owner["spec"]["selector"]["matchLabels"]
-    assert sorted(revisions, key=str) == [None, None, None, "v2", "v2"]
-    assert not any("sglang-ext.io/revision" in one["metadata"]["labels"] for one in of_kind(documents, "Service"))

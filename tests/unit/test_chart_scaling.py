@@ -10,6 +10,7 @@ import yaml
 
 from support import manifests
 from support.chart import PACKAGES, ROOT, default_values, merged, needs_helm, render, values_schema
+from support.custom_kinds import check_custom_kinds
 from support.manifests import Document, of_kind, pods_of
 
 MONITORS: Document = {
@@ -91,76 +92,6 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         "autoscaling.keda.scaleUpWindowSecs: 30, but with router.controller on the controller has the first 90 s",
     ),
 }
-# The fields of KEDA's ScaledObject (keda.sh/v1alpha1) that are used.
-SCALED_OBJECT: Document = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["scaleTargetRef", "minReplicaCount", "maxReplicaCount", "triggers"],
-    "properties": {
-        "scaleTargetRef": {
-            "additionalProperties": False,
-            "required": ["apiVersion", "kind", "name"],
-            "properties": {name: {"type": "string"} for name in ("apiVersion", "kind", "name")},
-        },
-        "pollingInterval": {"type": "integer", "minimum": 1},
-        "minReplicaCount": {"type": "integer", "minimum": 1},
-        "maxReplicaCount": {"type": "integer", "minimum": 1},
-        "advanced": {
-            "additionalProperties": False,
-            "properties": {
-                "horizontalPodAutoscalerConfig": {
-                    "additionalProperties": False,
-                    "properties": {
-                        "behavior": {
-                            "additionalProperties": False,
-                            "properties": {
-                                way: {
-                                    "additionalProperties": False,
-                                    "properties": {
-                                        "stabilizationWindowSeconds": {
-                                            "type": "integer",
-                                            "minimum": 0,
-                                            "maximum": 3600,
-                                        },
-                                        "policies": {
-                                            "type": "array",
-                                            "items": {
-                                                "required": ["type", "value", "periodSeconds"],
-                                                "properties": {
-                                                    "type": {"enum": ["Pods", "Percent"]},
-                                                    "value": {"type": "integer", "minimum": 1},
-                                                    "periodSeconds": {"type": "integer", "minimum": 1, "maximum": 1800},
-                                                },
-                                            },
-                                        },
-                                    },
-                                }
-                                for way in ("scaleUp", "scaleDown")
-                            },
-                        }
-                    },
-                }
-            },
-        },
-        "triggers": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "additionalProperties": False,
-                "required": ["type", "metricType", "metadata"],
-                "properties": {
-                    "type": {"const": "prometheus"},
-                    "metricType": {"const": "AverageValue"},
-                    "metadata": {
-                        "required": ["serverAddress", "query", "threshold"],
-                        "additionalProperties": {"type": "string"},
-                    },
-                    "authenticationRef": {"required": ["name"]},
-                },
-            },
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +160,8 @@ def test_what_scales(results: dict[str, Document]) -> None:
     for name in ACCEPTED:
         documents = results[name]["documents"]
         owners = {(pods.owner["kind"], pods.owner["metadata"]["name"]): pods for pods in pods_of(documents)}
+        check_custom_kinds(documents)
         for scaled in of_kind(documents, "ScaledObject"):
-            jsonschema.validate(scaled["spec"], SCALED_OBJECT)
             target = scaled["spec"]["scaleTargetRef"]
             pods = owners[target["kind"], target["name"]]
             assert target["apiVersion"] == pods.owner["apiVersion"]
@@ -292,3 +223,33 @@ def test_the_queries_can_be_parsed(results: dict[str, Document], monkeypatch: py
         for expressions in queries(results[name]).values():
             for expression, _ in expressions:
                 promql_parser.parse(expression)
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("DisaggregatedSet", ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSetRoleScaler")),
+        ("RoleBasedGroup", ("workloads.x-k8s.io/v1alpha2", "RoleBasedGroupScalingAdapter")),
+    ],
+)
+def test_what_scales_in_a_group(kind: str, target: tuple[str, str]) -> None:
+    """The object that the group's controller makes for a role."""
+    values = {
+        **SCALING,
+        "pools": {"decode": {"role": "decode", "autoscaled": True}},
+        "groups": {"qwen": {"kind": kind, "pools": ["prefill-short", "prefill-long", "decode"]}},
+    }
+    (result,) = render([values])
+    check_custom_kinds(result["documents"])
+    (scaled,) = of_kind(result["documents"], "ScaledObject")
+    found = scaled["spec"]["scaleTargetRef"]
+    assert (found["apiVersion"], found["kind"]) == target
+    assert found["name"] == "sglang-ext-qwen-decode"
+    (group,) = of_kind(result["documents"], kind)
+    roles = {role["name"]: role for role in group["spec"]["roles"]}
+    assert roles["decode"].get("scaling") == {"mode": "External"} or roles["decode"]["scalingAdapter"] == {
+        "enable": True
+    }
+    assert "scaling" not in roles["prefill-long"]
+    assert "scalingAdapter" not in roles["prefill-long"]

@@ -214,3 +214,21 @@ async def until_ready(port: int) -> None:
             except OSError:
                 pass
             await asyncio.sleep(0.05)
+
+
+async def test_a_client_that_goes_on_at_the_end_of_its_stream_is_served() -> None:
+    """Its stream began before the router knew that it would end: nothing said that the connection closes."""
+    async with cluster() as served, await served.connect() as client, await served.connect() as idle:
+        served.decode[0].script = stream(*[event(i) for i in range(5)], DONE, delay_s=0.05)
+        await client.send(STREAMED)
+        assert (await client.head())[1].get("connection") is None
+        drain = start_drain(served)
+        while b"[DONE]" not in await client.chunk():
+            pass
+        await client.chunk()  # the last one is empty
+        await asyncio.sleep(0.1)
+        for one in (client, idle):
+            answer = await one.ask("POST", "/generate", BODY)
+            assert (answer.status, answer.headers.get("connection")) == (200, "close")
+            assert await one.is_closed_within(3.0)
+        await asyncio.wait_for(drain, 3.0)

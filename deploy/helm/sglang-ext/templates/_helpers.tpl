@@ -91,6 +91,29 @@ capabilities:
 {{- toJson $pools -}}
 {{- end -}}
 
+{{/* The group of each pool that has one: {"POOL": "GROUP"} as JSON. */}}
+{{- define "sglang-ext.grouped" -}}
+{{- $full := include "sglang-ext.fullname" . -}}
+{{- $pools := fromJson (include "sglang-ext.pools" .) -}}
+{{- $grouped := dict -}}
+{{- range $group, $about := .Values.groups -}}
+{{- $served := "" -}}
+{{- range $name := $about.pools -}}
+{{- if not (hasKey $pools $name) }}{{ fail (printf "groups.%s: there is no pool %s" $group $name) }}{{ end -}}
+{{- if hasKey $grouped $name }}{{ fail (printf "groups.%s: pool %s is in groups.%s, too" $group $name (get $grouped $name)) }}{{ end -}}
+{{- $pool := get $pools $name -}}
+{{- $model := $pool.servedModelName | default $pool.model -}}
+{{- if and $served (ne $served $model) }}{{ fail (printf "groups.%s: pools of %s and of %s; a group is of one model" $group $served $model) }}{{ end -}}
+{{- $served = $model -}}
+{{- if gt (add (len $full) (len $group) (len $name)) 36 }}{{ fail (printf "groups.%s: the names %s, %s and %s are longer than 36 characters together, and numbers come behind them" $group $full $group $name) }}{{ end -}}
+{{- if and (eq $about.kind "RoleBasedGroup") $pool.exclusiveTopology }}{{ fail (printf "groups.%s: exclusiveTopology of pool %s is for a LeaderWorkerSet or a DisaggregatedSet" $group $name) }}{{ end -}}
+{{- $_ := set $grouped $name $group -}}
+{{- end -}}
+{{- if and (eq $about.kind "RoleBasedGroup") (or $about.slices $about.placement) }}{{ fail (printf "groups.%s: slices and placement are for a DisaggregatedSet" $group) }}{{ end -}}
+{{- end -}}
+{{- toJson $grouped -}}
+{{- end -}}
+
 {{- define "sglang-ext.prefillRoles" -}}
 [prefill-short, prefill-long, prefill]
 {{- end -}}

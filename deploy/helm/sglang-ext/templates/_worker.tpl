@@ -1,4 +1,7 @@
-{{/* The pod of one instance, or of one of its nodes: dict root, name, pool, part ("single", "leader" or "member"). */}}
+{{/*
+The pod of one instance, or of one of its nodes: dict root, name, pool, part ("single", "leader" or "member"), prefix.
+Whatever makes the nodes of an instance tells them of each other in variables that begin with the prefix.
+*/}}
 {{- define "sglang-ext.worker" -}}
 {{- $root := .root -}}
 {{- $pool := .pool -}}
@@ -87,9 +90,9 @@ spec:
         - --served-model-name={{ . }}
         {{- end }}
         {{- if ne .part "single" }}
-        - --nnodes=$(LWS_GROUP_SIZE)
-        - --node-rank=$(LWS_WORKER_INDEX)
-        - --dist-init-addr=$(LWS_LEADER_ADDRESS):{{ $root.Values.worker.distributedPort }}
+        - --nnodes=$({{ .prefix }}_GROUP_SIZE)
+        - --node-rank=$({{ .prefix }}_WORKER_INDEX)
+        - --dist-init-addr=$({{ .prefix }}_LEADER_ADDRESS):{{ $root.Values.worker.distributedPort }}
         {{- end }}
         {{- if $root.Values.keys.worker }}
         - --api-key=$(SGLANG_EXT_WORKER_API_KEY)
