@@ -12,8 +12,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
@@ -290,6 +290,7 @@ class _Simulations:
         else:
             self._executor = ProcessPoolExecutor(processes, get_context("spawn"), _prepare, (setups,))
         self._families = ""
+        self._is_abandoned = False
 
     def __enter__(self) -> _Simulations:
         return self
@@ -300,6 +301,8 @@ class _Simulations:
     def verdict(self, part: int, trial: LoadTrial) -> LoadVerdict:
         with self._lock:
             future = self._futures.get((part, trial))
+            if future is None and self._is_abandoned:
+                raise CancelledError
             if future is None:
                 if self._processes == 1:
                     future = self._executor.submit(run_load_trial, self._setups[part], trial)
@@ -313,7 +316,19 @@ class _Simulations:
         """One more at a time than there are processes, so that none waits for work."""
         numbers = list(values)
         with ThreadPoolExecutor(max(1, min(len(numbers), self._processes + 1))) as threads:
-            return list(threads.map(function, numbers))
+            try:
+                return list(threads.map(function, numbers))
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _abandon(self) -> None:
+        """End what runs, so that the threads that wait for it end, too."""
+        with self._lock:
+            self._is_abandoned = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()
 
     def families_done(self, done: int, of: int) -> None:
         filled = 30 * done // of
