@@ -42,6 +42,7 @@ T = TypeVar("T")
 BOUNDARIES = (256, 512, 1024, 2048, 4096, 8192)
 LEAST_SHARE = 0.01  # of the prompts, on each side of a boundary that is tried unasked
 KV_TOKENS, CHUNK_TOKENS = 1_000_000, 8192  # where the profile does not tell
+MOST_DRAWN = 3  # kinds of layout
 PICTURE_LOADS = (0.5, 1.0)  # times the trace's: what these cost is drawn, too
 
 
@@ -380,7 +381,7 @@ def _points(
 ) -> dict[LayoutFamily, list[tuple[int, float]]]:
     """What smaller loads take with the kinds of layout that were found: (GPUs, times the load that holds)."""
     points: dict[LayoutFamily, list[tuple[int, float]]] = defaultdict(list)
-    families = {_family(one.layout): one for one in sized}
+    families = {_family(one.layout): one for one in sized[:MOST_DRAWN]}
     for family, one in families.items():
         points[family].append((one.layout.gpus, one.load))
     for load in PICTURE_LOADS:
