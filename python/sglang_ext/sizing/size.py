@@ -22,7 +22,7 @@ from sglang_ext.cluster.config import ConfigError
 from sglang_ext.costs.engine_profile import MeasuredServer, ProfileError, load_measured_server
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.simulation.pictures import PicturesError, check_pictures, draw_cost
-from sglang_ext.simulation.scenario import ScenarioError, decode_spec, make_requests
+from sglang_ext.simulation.scenario import LAPS, ScenarioError, decode_spec, engine_doubts, make_requests
 from sglang_ext.simulation.simulate import add_decode_instance_arguments
 from sglang_ext.simulation.workload import WorkloadError, load_workload
 from sglang_ext.sizing.deployment import DeployedModel, cluster_config, helm_values, write_cluster, write_values
@@ -42,6 +42,7 @@ T = TypeVar("T")
 BOUNDARIES = (256, 512, 1024, 2048, 4096, 8192)
 LEAST_SHARE = 0.01  # of the prompts, on each side of a boundary that is tried unasked
 KV_TOKENS, CHUNK_TOKENS = 1_000_000, 8192  # where the profile does not tell
+MOST_DRAWN = 3  # kinds of layout
 PICTURE_LOADS = (0.5, 1.0)  # times the trace's: what these cost is drawn, too
 
 
@@ -59,13 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--think-s", type=float, default=30.0, help="turns of sessions, as for `simulate`")
     load.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     slo = parser.add_argument_group("objectives")
-    slo.add_argument("--slo-short-ms", type=float, required=True, metavar="MS", help="time to first token, and")
+    slo.add_argument(
+        "--slo-short-ms", type=float, required=True, metavar="MS", help="time to first token of short prompts"
+    )
     slo.add_argument(
         "--slo-long-stretch",
         type=float,
         required=True,
         metavar="X",
-        help="for prompts where that is more: so many times what it takes on an idle instance",
+        help="time to first token of long prompts, for which this is more: times what it takes on an idle instance",
     )
     slo.add_argument("--slo-token-ms", type=float, default=50.0, metavar="MS", help="mean time per output token")
     slo.add_argument(
@@ -139,6 +142,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_pictures()
         args.out.mkdir(parents=True, exist_ok=True)
+    for tp, engine in sizing.setup.engines.items():
+        for doubt in engine_doubts(LAPS, engine.costs):
+            print(f"sglang-ext size: TP {tp}: {doubt}", file=sys.stderr)
     setups = parts_of(sizing.setup)
     processes = args.processes or len(os.sched_getaffinity(0))
     started_s = time.monotonic()
@@ -380,7 +386,7 @@ def _points(
 ) -> dict[LayoutFamily, list[tuple[int, float]]]:
     """What smaller loads take with the kinds of layout that were found: (GPUs, times the load that holds)."""
     points: dict[LayoutFamily, list[tuple[int, float]]] = defaultdict(list)
-    families = {_family(one.layout): one for one in sized}
+    families = {_family(one.layout): one for one in sized[:MOST_DRAWN]}
     for family, one in families.items():
         points[family].append((one.layout.gpus, one.load))
     for load in PICTURE_LOADS:

@@ -109,6 +109,14 @@ def test_several_processes_find_the_same(trace: str, profile: str, capsys: pytes
     assert tables[0] == tables[1]
 
 
+def test_a_profile_that_fits_badly_is_named(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = written(tmp_path, {**PROFILE, "max_error": 0.2, "fit": {"iteration": {"error_p90": 0.35}}})
+    arguments = ["size", "--trace", trace, "--profile", bad, *SLO, "--max-gpus", "6", "--processes", "1"]
+    main([*arguments, "--boundary-tokens", "512"])
+    doubt = "sglang-ext size: TP 1: the profile's iteration fits badly: relative error 35% at one point of ten"
+    assert capsys.readouterr().err.splitlines()[0] == doubt
+
+
 def test_profiles_of_several_tp_are_compared(
     trace: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
