@@ -176,7 +176,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         }
         # What the chart's PodMonitors, or the documented relabelling, add in a cluster.
         targets = {
-            address: {"namespace": "sglang-ext", "pod": f"pod-{number}", "sglang_ext_io_pool": pool}
+            address: {
+                "namespace": "sglang-ext",
+                "pod": f"sglang-ext-{pool}-7d9c5b6f4-x2x9{number}",
+                "sglang_ext_io_pool": pool,
+            }
             for number, (address, pool) in enumerate(addresses.items())
         }
         folder = tmp_path_factory.mktemp("prometheus")

@@ -266,6 +266,11 @@ def test_what_scales_in_a_group(kind: str, target: tuple[str, str]) -> None:
     found = scaled["spec"]["scaleTargetRef"]
     assert (found["apiVersion"], found["kind"]) == target
     assert found["name"] == "sglang-ext-qwen-decode"
+    # Its pods are named by the group's controller.
+    assert all(
+        '{namespace="sglang-ext",sglang_ext_io_pool="decode"}' in trigger["metadata"]["query"]
+        for trigger in scaled["spec"]["triggers"]
+    )
     (group,) = of_kind(result["documents"], kind)
     roles = {role["name"]: role for role in group["spec"]["roles"]}
     assert roles["decode"].get("scaling") == {"mode": "External"} or roles["decode"]["scalingAdapter"] == {
