@@ -156,11 +156,13 @@ BY_POOL = Row(
         Panel(
             "Backlog",
             "s",
-            "Prompt tokens that were sent to a pool and not yet prefilled, over the rate of its instances.",
+            "Queued work in seconds of one instance: prompt tokens sent to a pool and not yet prefilled, over the rate "
+            "of an instance. What a scaler of prefill goes by.",
             (
                 Target(
-                    f"{of_workers('worker_pending_tokens')} / {of_workers('worker_prefill_tokens_per_second')}",
-                    "{{role}}",
+                    f"max by (model, pool) ({series(ROUTER + 'pool_pending_tokens')})"
+                    f" / max by (model, pool) ({series(ROUTER + 'pool_prefill_tokens_per_second')})",
+                    "{{model}} {{pool}}",
                 ),
             ),
         ),

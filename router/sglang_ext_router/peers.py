@@ -317,7 +317,7 @@ class PeerRouters(SharedState):
                 async with asyncio.timeout(SILENT_AFTER_S):
                     body = await _read_frame(reader, session)
                 if self._latest.get(session.peer) is not session:
-                    return  # it has connected anew, and told everything there
+                    return  # it has connected anew, or was forgotten: then it connects anew, and tells everything
                 started_s = time.perf_counter()
                 message = orjson.loads(body)
                 if message["index"] != session.peer:
@@ -347,8 +347,6 @@ class PeerRouters(SharedState):
 
     def _take(self, message: Mapping[str, Any]) -> None:
         known_bytes, asks, teller = int(message["known_bytes"]), message["asks"], message["index"]
-        if message.get("only_changes") and teller not in self._states:
-            raise ConnectionResetError("it was silent for long: let it connect anew, and tell everything")
         super()._take(message)
         self._known_bytes[teller] = known_bytes
         if asks == self._origin and teller not in self._snapshots:

@@ -6,29 +6,16 @@ ends an instance.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext.types import Role
 from support.api_cases import MEMBERSHIP, check_api
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import Engine
 from support.router_cli import RunningRouter, running_router
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
-
-
-@pytest.fixture(scope="module")
-def router(engines: list[Engine]) -> Iterator[RunningRouter]:
-    with running_router(engines, "--length-boundary-tokens", "256") as running:
-        yield running
 
 
 def check_served(router: RunningRouter, engines: list[Engine], folder: Path, seed: int, *options: str) -> None:

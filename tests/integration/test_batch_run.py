@@ -16,26 +16,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from sglang_ext.types import Role
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import Engine
 from support.reference import greedy_reference, logprobs_reference, random_prompt
-from support.router_cli import RunningRouter, running_router
+from support.router_cli import RunningRouter
 
 pytestmark = pytest.mark.integration
 
 TIMEOUT_S = 120.0
 TOO_LONG_TOKENS = 3000
-
-
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
-
-
-@pytest.fixture(scope="module")
-def router(engines: list[Engine]) -> Iterator[RunningRouter]:
-    with running_router(engines, "--length-boundary-tokens", "256") as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

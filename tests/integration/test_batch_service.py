@@ -10,25 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from sglang_ext.types import Role
 from support.batch_service import RunningService, jsonl, parse_jsonl, running_service, wait_batch
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import Engine
 from support.reference import greedy_reference, random_prompt
-from support.router_cli import RunningRouter, running_router
+from support.router_cli import RunningRouter
 
 # The same runner as that of `batch run` over real instances, and the service killed over a stand-in, run always.
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full]
-
-
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
-
-
-@pytest.fixture(scope="module")
-def router(engines: list[Engine]) -> Iterator[RunningRouter]:
-    with running_router(engines, "--length-boundary-tokens", "256") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

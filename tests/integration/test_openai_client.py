@@ -10,22 +10,10 @@ from contextlib import contextmanager
 import openai
 import pytest
 
-from sglang_ext.types import Role
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import Engine
 from support.router_cli import RunningRouter, running_router
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
-
-
-@pytest.fixture(scope="module")
-def router(engines: list[Engine]) -> Iterator[RunningRouter]:
-    with running_router(engines, "--length-boundary-tokens", "256") as running:
-        yield running
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from sglang_ext.types import Role
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import Engine, EngineSpec
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 
@@ -26,17 +25,6 @@ ANSWER_LIMIT_S = 15.0
 # The router's own bounds are 4.5 s and what a retry takes; the machine is shared.
 DETECTION_LIMIT_S = 7.0
 FROZEN_LIMIT_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
-
-
-@pytest.fixture(scope="module")
-def router(engines: list[Engine]) -> Iterator[RunningRouter]:
-    with running_router(engines, "--length-boundary-tokens", "256") as running:
-        yield running
 
 
 def generate_body(length: int, new_tokens: int, *, stream: bool = False, seed: int = 0) -> dict[str, Any]:

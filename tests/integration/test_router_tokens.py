@@ -10,8 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from sglang_ext.types import Role
-from support.engines import FLEET, PLAIN_SERVER, Engine, EngineSpec
+from support.engines import FLEET, PLAIN_SERVER, Engine
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 
@@ -20,11 +19,6 @@ pytestmark = pytest.mark.integration
 BOUNDARY_TOKENS = 256
 PROMPT_LENGTHS = (1, 2, 3, 7, 16, 17, 31, 48, 64, 100, 128, 200, 255, 256, 257, 300, 400, 513, 700, 900)
 NEW_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    return FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.LONG), EngineSpec(Role.DECODE))
 
 
 @pytest.fixture(scope="module")

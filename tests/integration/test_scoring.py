@@ -15,7 +15,7 @@ import pytest
 from sglang_ext.types import Role
 from support.engines import FLEET, PLAIN_SERVER, Engine, EngineSpec
 from support.reference import greedy_reference, logprobs_reference, random_prompt
-from support.router_cli import RunningRouter, running_router
+from support.router_cli import RunningRouter
 from support.tiny_model import STANDARD_SHAPE
 
 pytestmark = pytest.mark.integration
@@ -36,12 +36,6 @@ def engines() -> list[Engine]:
 def plain(engines: list[Engine]) -> Engine:
     """One ordinary SGLang server: no disaggregation, no router."""
     return FLEET.get(PLAIN_SERVER)[0]
-
-
-@pytest.fixture(scope="module")
-def router(engines: list[Engine]) -> Iterator[RunningRouter]:
-    with running_router(engines, "--length-boundary-tokens", "256") as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

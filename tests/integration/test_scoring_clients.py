@@ -17,7 +17,7 @@ from sglang_ext.types import Role
 from support import score_clients
 from support.engines import FLEET, PLAIN_SERVER, Engine, EngineSpec
 from support.reference import random_prompt
-from support.router_cli import RunningRouter, running_router
+from support.router_cli import RunningRouter
 from support.tiny_model import tiny_model
 
 pytestmark = [
@@ -61,12 +61,6 @@ def engines() -> list[Engine]:
 @pytest.fixture(scope="module")
 def plain(engines: list[Engine]) -> Engine:
     return FLEET.get(PLAIN_SERVER)[0]
-
-
-@pytest.fixture(scope="module")
-def router(engines: list[Engine]) -> Iterator[RunningRouter]:
-    with running_router(engines, "--length-boundary-tokens", "256") as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

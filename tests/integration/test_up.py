@@ -40,11 +40,7 @@ def test_serves_restarts_and_stops(tmp_path: Path, method: str) -> None:
         decode = cluster.program("decode-0")
         assert decode.pid is not None
         os.kill(decode.pid, signal.SIGKILL)
-        deadline_s = time.monotonic() + 30
-        while cluster.program("decode-0").restarts == 0:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
-        cluster.wait_until_ready()
+        cluster.wait_until_restarted("decode-0")
         again = cluster.program("decode-0")
         assert (again.url, again.restarts) == (decode.url, 1)
         assert again.pid != decode.pid
@@ -69,11 +65,7 @@ def test_a_prefill_instance_that_is_back_at_once_serves_again(tmp_path: Path) ->
         prefill = cluster.program("short-0")
         assert prefill.pid is not None
         os.kill(prefill.pid, signal.SIGKILL)
-        deadline_s = time.monotonic() + 30
-        while cluster.program("short-0").restarts == 0:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
-        cluster.wait_until_ready()
+        cluster.wait_until_restarted("short-0")
         began_s = time.monotonic()
         assert [cluster.chat_until_answered("def f(self):", 40) for _ in range(3)] == [first] * 3
         assert time.monotonic() - began_s < 40
@@ -88,11 +80,7 @@ def test_a_frozen_instance_is_started_again(tmp_path: Path) -> None:
         decode = cluster.program("decode-0")
         assert decode.pid is not None
         send_signal(session_processes(decode.pid), signal.SIGSTOP)
-        deadline_s = time.monotonic() + 30
-        while cluster.program("decode-0").restarts == 0:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
-        cluster.wait_until_ready()
+        cluster.wait_until_restarted("decode-0")
         assert cluster.chat_until_answered("def f(self):", 60) == first
         assert [cluster.program(name).restarts for name in ("short-0", "long-0", "router")] == [0, 0, 0]
         assert "decode-0: answered nothing in 2 checks of 2 s, and was killed" in cluster.output.read_text()

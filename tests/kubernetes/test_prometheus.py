@@ -11,14 +11,15 @@ import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
 from sglang_ext.types import Role
+from support.chart import needs_helm, render
 from support.engines import FLEET, Engine, EngineSpec, free_port
 from support.long_pool import Coordinator
+from support.manifests import of_kind
 from support.monitoring_files import ALERTS, alert_rules, panels
 from support.prometheus_server import PrometheusServer, running_prometheus
 from support.reference import random_prompt
@@ -158,34 +159,76 @@ def empty_targets(prometheus: PrometheusServer) -> dict[str, str]:
     return found
 
 
-def test_no_panel_is_empty(tmp_path: Path) -> None:
+class Watched(NamedTuple):
+    """A cluster under traffic, and the Prometheus that scrapes it."""
+
+    prometheus: PrometheusServer
+    engines: list[Engine]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with cluster() as (routers, engines, coordinator):
-        targets = {
-            "routers": [f"127.0.0.1:{router.port}" for router in routers],
-            "workers": [f"127.0.0.1:{engine.port}" for engine in engines],
-            "coordinator": [coordinator.http_url.removeprefix("http://")],
+        addresses = {
+            **{f"127.0.0.1:{router.port}": "router" for router in routers},
+            **{f"127.0.0.1:{engine.port}": ROLES[engine.spec.role] for engine in engines},
+            coordinator.http_url.removeprefix("http://"): "coordinator",
         }
-        labels = {"namespace": "serving"}
-        with running_prometheus(tmp_path, targets, ALERTS, labels) as prometheus, Traffic(routers):
-            prometheus.until_scraped(len(engines) + 3)
+        # What the chart's PodMonitors, or the documented relabelling, add in a cluster.
+        targets = {
+            address: {"namespace": "sglang-ext", "pod": f"pod-{number}", "sglang_ext_io_pool": pool}
+            for number, (address, pool) in enumerate(addresses.items())
+        }
+        folder = tmp_path_factory.mktemp("prometheus")
+        with running_prometheus(folder, targets, ALERTS) as prometheus, Traffic(routers):
+            prometheus.until_scraped(len(targets))
             time.sleep(8)
-            engines[-1].freeze()  # what waits there is repeated at the other one
-            time.sleep(8)
-            engines[-1].kill()
-            deadline_s = time.monotonic() + SHOWN_WITHIN_S
-            while empty := empty_targets(prometheus):
-                assert time.monotonic() < deadline_s, empty
-                time.sleep(1)
-            check_values(prometheus)
-            (group,) = prometheus.get("/api/v1/rules", type="alert")["groups"]
-            assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in alert_rules()]
-            assert {rule["lastError"] for rule in group["rules"] if "lastError" in rule} <= {""}
-            assert {rule["health"] for rule in group["rules"]} == {"ok"}
+            yield Watched(prometheus, engines)
+
+
+@needs_helm
+def test_what_scales_has_a_value(watched: Watched) -> None:
+    """Each query of the chart's ScaledObjects is one number."""
+    ((labels, _),) = watched.prometheus.query("count by (model) (sglang_ext_router_pool_instances)")
+    values = {
+        "networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]},
+        "autoscaling": {"keda": {"enabled": True, "prometheusAddress": "http://prometheus:9090"}},
+        "router": {"controller": "advise"},
+        "poolDefaults": {"autoscaled": True, "servedModelName": labels["model"]},
+    }
+    (result,) = render([values])
+    triggers = [
+        (scaled["metadata"]["name"], trigger["metadata"]["query"])
+        for scaled in of_kind(result["documents"], "ScaledObject")
+        for trigger in scaled["spec"]["triggers"]
+    ]
+    assert {name for name, _ in triggers} == {f"sglang-ext-{role}" for role in ROLES.values()}
+    deadline_s = time.monotonic() + SHOWN_WITHIN_S
+    for name, query in triggers:
+        while [math.isfinite(value) for _, value in watched.prometheus.query(query)] != [True]:
+            assert time.monotonic() < deadline_s, (name, query, watched.prometheus.query(query))
+            time.sleep(1)
+
+
+def test_no_panel_is_empty(watched: Watched) -> None:
+    prometheus = watched.prometheus
+    watched.engines[-1].freeze()  # what waits there is repeated at the other one
+    time.sleep(8)
+    watched.engines[-1].kill()
+    deadline_s = time.monotonic() + SHOWN_WITHIN_S
+    while empty := empty_targets(prometheus):
+        assert time.monotonic() < deadline_s, empty
+        time.sleep(1)
+    check_values(prometheus)
+    (group,) = prometheus.get("/api/v1/rules", type="alert")["groups"]
+    assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in alert_rules()]
+    assert {rule["lastError"] for rule in group["rules"] if "lastError" in rule} <= {""}
+    assert {rule["health"] for rule in group["rules"]} == {"ok"}
 
 
 def check_values(prometheus: PrometheusServer) -> None:
     """Some of them mean what they are to mean."""
-    assert prometheus.query('sum (sglang_ext_router_controller_leader{namespace="serving"})') == [({}, 1.0)]
+    assert prometheus.query('sum (sglang_ext_router_controller_leader{namespace="sglang-ext"})') == [({}, 1.0)]
     assert [value for _, value in prometheus.query("sglang_ext_router_peers_connected")] == [1.0, 1.0]
     assert prometheus.query("sglang_ext:cdsp_members")[0][1] == 2.0
     up = {labels["role"]: value for labels, value in prometheus.query(expression_of("Instances that take requests"))}

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,20 +67,19 @@ class PrometheusServer:
 
 @contextmanager
 def running_prometheus(
-    folder: Path, targets: Mapping[str, Sequence[str]], rules: Path, labels: Mapping[str, str]
+    folder: Path, targets: Mapping[str, Mapping[str, str]], rules: Path
 ) -> Iterator[PrometheusServer]:
-    """Scrapes the HOST:PORT of each job twice a second, and evaluates the rules."""
+    """Scrapes each HOST:PORT twice a second, with labels of its own, and evaluates the rules."""
     port = free_port()
     configuration = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "400ms", "evaluation_interval": "1s"},
         "rule_files": [str(rules)],
         "scrape_configs": [
             {
-                "job_name": job,
-                "static_configs": [{"targets": list(addresses), "labels": dict(labels)}],
+                "job_name": "sglang-ext",
+                "static_configs": [{"targets": [one], "labels": dict(labels)} for one, labels in targets.items()],
                 "metric_relabel_configs": documented_scrape()["metric_relabel_configs"],
             }
-            for job, addresses in targets.items()
         ],
     }
     config_file = folder / "prometheus.yaml"

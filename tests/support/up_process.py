@@ -53,6 +53,14 @@ class Up:
             time.sleep(0.2)
         raise AssertionError(f"not ready within {START_TIMEOUT_S:g} s:\n{self.output.read_text()}")
 
+    def wait_until_restarted(self, name: str) -> None:
+        """Until the program was started again for the first time, and all are ready."""
+        deadline_s = time.monotonic() + 30
+        while self.program(name).restarts == 0:
+            assert time.monotonic() < deadline_s, self.output.read_text()
+            time.sleep(0.1)
+        self.wait_until_ready()
+
     def chat(self, text: str) -> str:
         with openai.OpenAI(base_url=f"{self.state.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
             reply = client.chat.completions.create(

@@ -185,6 +185,26 @@ def queries(result: Document) -> dict[str, list[tuple[str, str]]]:
 
 
 @needs_helm
+def test_decode_goes_by_its_own_pods() -> None:
+    several = {"decode": {"role": "decode", "autoscaled": True}, "decode-2": {"role": "decode", "nodes": 2, "tp": 2}}
+    several["decode-2"]["autoscaled"] = True
+    (result,) = render([{**SCALING, "pools": several}])
+    names = {
+        "sglang-ext-decode": "sglang-ext-decode-7d9c5b6f4-x2x9k",
+        "sglang-ext-decode-2": "sglang-ext-decode-2-group-0",
+    }
+    others = [
+        "sglang-ext-decode-2-7d9c5b6f4-x2x9k",
+        "sglang-ext-decode-2-group-0-1",
+        "sglang-ext-router-7d9c5b6f4-x2x9k",
+    ]
+    for scaled, expressions in queries(result).items():
+        for expression, _ in expressions:
+            (pattern,) = re.findall('pod=~"([^"]*)"', expression)
+            assert [name for name in [*names.values(), *others] if re.fullmatch(pattern, name)] == [names[scaled]]
+
+
+@needs_helm
 def test_beside_the_controller_one_pool_scales_by_the_work_of_both(results: dict[str, Document]) -> None:
     """As `simulate --scaler total` does it: what the pool that is not scaled takes is not asked for."""
     apart = queries(results["pools that scale"])

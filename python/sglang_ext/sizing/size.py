@@ -12,8 +12,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from sglang_ext.cluster.config import ConfigError
 from sglang_ext.costs.engine_profile import MeasuredServer, ProfileError, load_measured_server
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.simulation.pictures import PicturesError, check_pictures, draw_cost
-from sglang_ext.simulation.scenario import ScenarioError, decode_spec, make_requests
+from sglang_ext.simulation.scenario import LAPS, ScenarioError, decode_spec, engine_doubts, make_requests
 from sglang_ext.simulation.simulate import add_decode_instance_arguments
 from sglang_ext.simulation.workload import WorkloadError, load_workload
 from sglang_ext.sizing.deployment import DeployedModel, cluster_config, helm_values, write_cluster, write_values
@@ -42,6 +42,7 @@ T = TypeVar("T")
 BOUNDARIES = (256, 512, 1024, 2048, 4096, 8192)
 LEAST_SHARE = 0.01  # of the prompts, on each side of a boundary that is tried unasked
 KV_TOKENS, CHUNK_TOKENS = 1_000_000, 8192  # where the profile does not tell
+MOST_DRAWN = 3  # kinds of layout
 PICTURE_LOADS = (0.5, 1.0)  # times the trace's: what these cost is drawn, too
 
 
@@ -59,13 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--think-s", type=float, default=30.0, help="turns of sessions, as for `simulate`")
     load.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     slo = parser.add_argument_group("objectives")
-    slo.add_argument("--slo-short-ms", type=float, required=True, metavar="MS", help="time to first token, and")
+    slo.add_argument(
+        "--slo-short-ms", type=float, required=True, metavar="MS", help="time to first token of short prompts"
+    )
     slo.add_argument(
         "--slo-long-stretch",
         type=float,
         required=True,
         metavar="X",
-        help="for prompts where that is more: so many times what it takes on an idle instance",
+        help="time to first token of long prompts, for which this is more: times what it takes on an idle instance",
     )
     slo.add_argument("--slo-token-ms", type=float, default=50.0, metavar="MS", help="mean time per output token")
     slo.add_argument(
@@ -139,6 +142,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_pictures()
         args.out.mkdir(parents=True, exist_ok=True)
+    for tp, engine in sizing.setup.engines.items():
+        for doubt in engine_doubts(LAPS, engine.costs):
+            print(f"sglang-ext size: TP {tp}: {doubt}", file=sys.stderr)
     setups = parts_of(sizing.setup)
     processes = args.processes or len(os.sched_getaffinity(0))
     started_s = time.monotonic()
@@ -290,6 +296,7 @@ class _Simulations:
         else:
             self._executor = ProcessPoolExecutor(processes, get_context("spawn"), _prepare, (setups,))
         self._families = ""
+        self._is_abandoned = False
 
     def __enter__(self) -> _Simulations:
         return self
@@ -300,6 +307,8 @@ class _Simulations:
     def verdict(self, part: int, trial: LoadTrial) -> LoadVerdict:
         with self._lock:
             future = self._futures.get((part, trial))
+            if future is None and self._is_abandoned:
+                raise CancelledError
             if future is None:
                 if self._processes == 1:
                     future = self._executor.submit(run_load_trial, self._setups[part], trial)
@@ -313,7 +322,19 @@ class _Simulations:
         """One more at a time than there are processes, so that none waits for work."""
         numbers = list(values)
         with ThreadPoolExecutor(max(1, min(len(numbers), self._processes + 1))) as threads:
-            return list(threads.map(function, numbers))
+            try:
+                return list(threads.map(function, numbers))
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _abandon(self) -> None:
+        """End what runs, so that the threads that wait for it end, too."""
+        with self._lock:
+            self._is_abandoned = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()
 
     def families_done(self, done: int, of: int) -> None:
         filled = 30 * done // of
@@ -365,7 +386,7 @@ def _points(
 ) -> dict[LayoutFamily, list[tuple[int, float]]]:
     """What smaller loads take with the kinds of layout that were found: (GPUs, times the load that holds)."""
     points: dict[LayoutFamily, list[tuple[int, float]]] = defaultdict(list)
-    families = {_family(one.layout): one for one in sized}
+    families = {_family(one.layout): one for one in sized[:MOST_DRAWN]}
     for family, one in families.items():
         points[family].append((one.layout.gpus, one.load))
     for load in PICTURE_LOADS:

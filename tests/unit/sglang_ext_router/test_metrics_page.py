@@ -109,7 +109,8 @@ async def test_both_formats_tell_the_same() -> None:
             assert opened[name].type == family.type
             assert opened[name].documentation == family.documentation
             if not name.startswith(("process_", PREFIX + "event_loop_lag")):
-                assert [sample[:3] for sample in opened[name].samples] == [sample[:3] for sample in family.samples]
+                parts = 2 if family.type == "gauge" else 3  # a gauge may change between two pages
+                assert [one[:parts] for one in opened[name].samples] == [one[:parts] for one in family.samples]
 
 
 async def test_a_scraper_that_takes_both_gets_openmetrics() -> None:

@@ -597,6 +597,25 @@ async def test_the_load_of_one_model() -> None:
         assert_unknown(await served.ask("GET", "/load?model=z"), "z")
 
 
+async def test_the_queued_work_of_each_model_s_pools_is_shown() -> None:
+    """What a scaler goes by; the routers of a group count what the others sent, too."""
+    async with serving("llama", "qwen") as served:
+        waiting = served.worker(served.engines["qwen"][SHORT].url)
+        waiting.pending_tokens += 100_000
+        waiting.sibling_tokens += 20_000
+        try:
+            page = (await served.ask("GET", "/metrics")).body.decode()
+        finally:
+            waiting.pending_tokens -= 100_000
+            waiting.sibling_tokens -= 20_000
+        start = "sglang_ext_router_pool_"
+        assert start + 'pending_tokens{model="qwen",pool="short"} 120000.0' in page
+        assert start + 'pending_tokens{model="llama",pool="short"} 0.0' in page
+        rate = f"{waiting.rate.tokens_per_s}"
+        assert start + f'prefill_tokens_per_second{{model="qwen",pool="short"}} {rate}' in page
+        assert start + 'pending_tokens{model="qwen",pool="decode"}' not in page
+
+
 async def test_bytes_per_token_are_learned_for_each_model() -> None:
     async with serving("llama", "qwen") as served:
         registry = served.router.registry

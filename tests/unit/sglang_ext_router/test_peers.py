@@ -7,7 +7,7 @@ import hashlib
 import random
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -277,6 +277,49 @@ async def test_what_is_under_way_is_known_again_after_a_gap() -> None:
         await until(lambda: worker.sibling_in_flight == 1)
         client.close()
         await until(lambda: worker.sibling_in_flight == 0)
+
+
+async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a_message() -> None:
+    may_read = asyncio.Event()
+    may_read.set()
+    messages: list[dict[str, Any]] = []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest(), 7)
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                await may_read.wait()
+                (size,) = peers_module._LENGTH.unpack(await reader.readexactly(4))
+                messages.append(orjson.loads((await reader.readexactly(32 + size))[32:]))
+        writer.close()
+
+    engines = pair()
+    server = await asyncio.start_server(hear, "127.0.0.1", 0, limit=1 << 16)
+    async with group(engines, 1) as (one,), server:
+        link = link_of(one)
+        task = asyncio.create_task(link._tell_one(server.sockets[0].getsockname()[:2]))
+        worker = one.worker(engines[0].url)
+        worker.in_flight = 3
+        await until(lambda: len(messages) >= 3)
+        assert "only_changes" not in messages[0]
+        assert messages[0]["loads"] == {worker.url: [3, 0]}
+        assert [one["only_changes"] for one in messages[1:]] == [True] * (len(messages) - 1)
+        assert not any(one["loads"] for one in messages[1:])
+        worker.in_flight = 5
+        await until(lambda: messages[-1]["loads"] == {worker.url: [5, 0]} or not messages[-1]["only_changes"])
+        may_read.clear()
+        while not link.skipped:
+            link.tell_prefix(worker.url, list(range(1 << 62, (1 << 62) + 4000)))
+            link._send_state()
+            await asyncio.sleep(0)
+        worker.in_flight = 0
+        seen = len(messages)
+        may_read.set()
+        await until(lambda: any("only_changes" not in one for one in messages[seen:]))
+        again = next(one for one in messages[seen:] if "only_changes" not in one)
+        assert again["loads"] == {}
+        task.cancel()
+        await asyncio.sleep(0.05)
 
 
 async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,9 +15,9 @@ from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
-from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
+from sglang_ext.simulation.events import EventLoop, PrefillListener, ServedPrefill, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
-from sglang_ext.simulation.iteration_policies import LapsPolicy
+from sglang_ext.simulation.iteration_policies import ChunkedPrefill, LapsPolicy, QueueOrder
 from sglang_ext.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.simulation.scaler import SCALE_POOLS, SCALE_TOTAL, ScalerSettings
 from sglang_ext.types import LengthClass, Role
@@ -154,3 +154,35 @@ def test_the_command_tells_what_controller_and_scaler_did(lengths: str, capsys: 
     arguments = ["simulate", "--workload", lengths, "--rate", "2", "--requests", "60", "--policy", "laps"]
     assert main([*arguments, "--prefill", "4", "--short-instances", "2", "--move-pools", "--scaler", "total"]) == 0
     assert "pools: 0 moves, 0 scalings, 4.00 instances on average" in capsys.readouterr().out
+
+
+def test_an_instance_that_is_ended_gets_nothing_new_and_finishes_what_it_has() -> None:
+    loop, served = EventLoop(), []
+
+    class Listener:
+        def on_first_token(self, one: ServedPrefill) -> None:
+            served.append(one.request.key)
+
+        def on_refused(self, request: SimRequest) -> None:
+            raise AssertionError(request)
+
+    spec = InstancesSpec((Role.BOTH,) * 2, COST)
+    fcfs = ChunkedPrefill(QueueOrder.FCFS, 8192)
+    pool = InstancePool(loop, spec, router_policy("round_robin"), lambda _: fcfs, Listener(), 0, False)
+    first = pool.instances[0]
+    for key in range(4):
+        pool.arrive(SimRequest(key, 0.0, 1000, 1))
+    assert len(first.items) == 2
+    pool.drain_instance(first)
+    assert first.is_alive
+    for key in range(4, 8):
+        pool.arrive(SimRequest(key, 0.0, 1000, 1))
+    assert len(first.items) == 2
+    added = pool.add_instance(Role.BOTH)
+    pool.arrive(SimRequest(8, 0.0, 1000, 1))
+    pool.arrive(SimRequest(9, 0.0, 1000, 1))
+    assert added.items
+    loop.run()
+    assert sorted(served) == list(range(10))
+    assert not first.is_alive
+    assert pool.serving == [pool.instances[1], added]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,14 @@ def test_several_processes_find_the_same(trace: str, profile: str, capsys: pytes
     assert tables[0] == tables[1]
 
 
+def test_a_profile_that_fits_badly_is_named(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = written(tmp_path, {**PROFILE, "max_error": 0.2, "fit": {"iteration": {"error_p90": 0.35}}})
+    arguments = ["size", "--trace", trace, "--profile", bad, *SLO, "--max-gpus", "6", "--processes", "1"]
+    main([*arguments, "--boundary-tokens", "512"])
+    doubt = "sglang-ext size: TP 1: the profile's iteration fits badly: relative error 35% at one point of ten"
+    assert capsys.readouterr().err.splitlines()[0] == doubt
+
+
 def test_profiles_of_several_tp_are_compared(
     trace: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +151,12 @@ def test_up_takes_its_file_and_reads_what_was_written(name: str, is_cpu: bool, t
     assert {role: pool.count for role, pool in pools.items() if pool.count} == {
         role.value: count for role, count in layout.pools()
     }
+    assert config.router.length_boundary_tokens == layout.boundary_tokens
+    for role, pool in config.pools.by_role():
+        if pool.count:
+            assert pool.tp == (layout.tp if role.is_prefill else layout.decode_tp)
+            assert pool.args == (("--chunked-prefill-size", "4096") if role.is_prefill else ())
+            assert ("--laps-short-ttft-slo-ms" in pool.worker_args) == role.is_prefill
     assert main(["up", "--config", str(tmp_path / "cluster.yaml"), "--dry-run"]) == 0
 
 
@@ -182,6 +198,23 @@ def test_the_chart_renders_the_values() -> None:
         }
         names = {"short": "prefill-short", "long": "prefill-long", "both": "prefill", "decode": "decode"}
         assert replicas == {names[role]: count for role, count in layout.pools()}
+
+
+@pytest.mark.full
+def test_an_interrupted_search_ends_at_once(profile: str, tmp_path: Path) -> None:
+    trace = tmp_path / "long.csv"
+    rows = [f"{number / 40},{5000 if number % 8 == 0 else 400},50" for number in range(20_000)]
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
+    command = [sys.executable, "-m", "sglang_ext.cli", "size", "--trace", str(trace), "--profile", profile, *SLO]
+    process = subprocess.Popen([*command, "--processes", "2"], stderr=subprocess.PIPE, text=True)
+    time.sleep(5.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began_s = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "sglang-ext size: interrupted"
+    assert time.monotonic() - began_s < 30.0
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {
