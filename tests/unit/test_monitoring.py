@@ -158,6 +158,42 @@ def test_every_expression_is_promql() -> None:
         promql_parser.parse("sum by (a) (rate(b[5m])")
 
 
+@pytest.mark.skipif(
+    not (PACKAGES / "grafana_foundation_sdk").is_dir(), reason="Grafana's SDK is not there: `make charts-env`"
+)
+def test_grafana_knows_every_field() -> None:
+    """Read by Grafana's own SDK and written again, the dashboard has all that it had, and the same."""
+    program = (
+        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from grafana_foundation_sdk.cog import encoder, plugins\n"
+        "from grafana_foundation_sdk.models.dashboard import Dashboard\n"
+        "plugins.register_default_plugins()\n"
+        "print(encoder.JSONEncoder().encode(Dashboard.from_json(json.load(sys.stdin))))"
+    )
+    text = DASHBOARD.read_text()
+    command = [sys.executable, "-c", program, str(PACKAGES)]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert lost(json.loads(text), json.loads(done.stdout)) == []
+    surplus = {**json.loads(text), "panel": []}
+    done = subprocess.run(command, input=json.dumps(surplus), capture_output=True, text=True, timeout=60)
+    assert lost(surplus, json.loads(done.stdout)) == [".panel"]
+
+
+def lost(before: object, after: object, place: str = "") -> list[str]:
+    """Places of `before` that `after` lacks or has otherwise."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return [
+            found
+            for key, value in before.items()
+            for found in (lost(value, after[key], f"{place}.{key}") if key in after else [f"{place}.{key}"])
+        ]
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = zip(before, after, strict=True)
+        return [found for index, pair in enumerate(pairs) for found in lost(*pair, f"{place}[{index}]")]
+    return [] if before == after else [place]
+
+
 def test_alerts_are_one_group() -> None:
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     assert group["name"] == "sglang-ext"
