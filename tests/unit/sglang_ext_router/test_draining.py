@@ -217,7 +217,7 @@ async def until_ready(port: int) -> None:
 
 
 async def test_a_client_that_goes_on_at_the_end_of_its_stream_is_served() -> None:
-    """Its stream began before the router knew that it would end: nothing announced that the connection closes."""
+    """Its stream began before the router knew that it would end: its head has no `connection: close`."""
     async with cluster() as served, await served.connect() as client, await served.connect() as idle:
         served.decode[0].script = stream(*[event(i) for i in range(5)], DONE, delay_s=0.05)
         await client.send(STREAMED)

@@ -292,6 +292,7 @@ PROMPT = measure(b"/generate", {"text": "x"})
 def test_prefill_and_decode_are_of_one_revision() -> None:
     pools = Pools(SHORT, SHORT, DECODE, DECODE)
     pools.deploy("v1", "v2", "v1", "v2")
+    pools.workers[3].reported_free_kv_tokens = 200_000  # it would be the first choice of all
     seen = set()
     for step in range(20):
         pools.draw = step / 20
