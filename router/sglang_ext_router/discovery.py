@@ -45,7 +45,7 @@ class DiscoveredWorkers(Protocol):
 
     def adopt_worker(self, address: WorkerAddress) -> Worker: ...
 
-    def drop_worker(self, worker: Worker) -> None: ...
+    def lose_worker(self, worker: Worker) -> None: ...
 
     def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
 
@@ -199,7 +199,7 @@ class Discovery:
             if kind is ChangeKind.REMOVE:
                 del self._held[endpoint.url]
                 if worker is not None:
-                    self._router.drop_worker(worker)
+                    self._router.lose_worker(worker)
                 continue
             self._held[endpoint.url] = endpoint
             if worker is not None:

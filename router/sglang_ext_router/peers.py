@@ -242,13 +242,23 @@ class PeerRouters(SharedState):
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
 
     async def _tell(self) -> None:
+        loop = self._router.loop
+        stood_still = False  # then what came meanwhile is read before a peer is forgotten
         while True:
-            self._send_state()
-            started_s = time.perf_counter()
-            self._apply_states(FORGET_AFTER_S)
-            busy_s = self._busy_s + time.perf_counter() - started_s
+            try:
+                self._send_state()
+                if not stood_still:
+                    started_s = time.perf_counter()
+                    self._apply_states(FORGET_AFTER_S)
+                    self._busy_s += time.perf_counter() - started_s
+            except Exception:
+                # The peers would forget this router, and it would never forget them.
+                logger.exception("the state of this router, or its peers' states")
+            interval_s = min(MAX_INTERVAL_S, max(INTERVAL_S, self._busy_s / MAX_BUSY_SHARE))
             self._busy_s = 0.0
-            await asyncio.sleep(min(MAX_INTERVAL_S, max(INTERVAL_S, busy_s / MAX_BUSY_SHARE)))
+            due_s = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
+            stood_still = not stood_still and loop.time() - due_s > FORGET_AFTER_S / 4
 
     def _on_changed(self) -> None:
         self._send_state()

@@ -425,6 +425,11 @@ class Router:
         self.siblings.tell_removed(worker.url)
         self.drop_worker(worker)
 
+    def lose_worker(self, worker: Worker) -> None:
+        """Remove an instance that the cluster no longer has."""
+        self.siblings.tell_gone(worker.url)
+        self.drop_worker(worker)
+
     def drop_worker(self, worker: Worker) -> None:
         """Remove an instance here only; what it is serving runs to its end."""
         self.registry.remove(worker)
@@ -435,7 +440,7 @@ class Router:
         logger.info("worker %s (%s) removed", worker.url, worker.role)
 
     def drain_worker(self, worker: Worker, is_draining: bool) -> None:
-        self.siblings.tell_draining(worker.url, is_draining)
+        self.siblings.tell_draining(worker, is_draining)
         self.set_draining(worker, is_draining)
 
     def set_draining(self, worker: Worker, is_draining: bool) -> None:

@@ -100,9 +100,11 @@ class RoutePlanner:
             raise NoInstanceError(model.lacks("prefill" if not prefills else "decode"))
 
         if needs_decode and model.has_revisions:
+            all_decodes: Sequence[Worker] = model.ready_decode
             if prompt_tokens > model.shortest_limit_tokens:
-                decodes = [worker for worker in decodes if prompt_tokens <= worker.max_prompt_tokens] or decodes
-            prefills, decodes = _pairs(prefills, decodes) or _pairs(model.ready_prefill, model.ready_decode) or ((), ())
+                decodes = _able(decodes, prompt_tokens)
+                all_decodes = _able(all_decodes, prompt_tokens)
+            prefills, decodes = _pairs(prefills, decodes) or _pairs(model.ready_prefill, all_decodes) or ((), ())
             if not prefills:
                 raise NoInstanceError(model.lacks_pair())
             roles = [worker.role for worker in prefills]
@@ -219,6 +221,11 @@ class RoutePlanner:
         if prefill.role.is_prefill and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
             self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
+
+
+def _able(decodes: Sequence[Worker], prompt_tokens: int) -> Sequence[Worker]:
+    """Those that could hold the prompt; all of them if none could."""
+    return [worker for worker in decodes if prompt_tokens <= worker.max_prompt_tokens] or decodes
 
 
 def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]] | None:

@@ -55,7 +55,8 @@ class MembershipTable:
         self._origin = origin
         # What the command line gave is known to all processes: the same version everywhere.
         self._entries = {address.url: Entry(0, 0, address, False) for address in initial}
-        self._removed_since_s: dict[str, float] = {}
+        self._removed_since_s: dict[str, tuple[Entry, float]] = {}
+        self._untold: set[str] = set()  # removals that are remembered, but no longer told
 
     def change(self, url: str, address: WorkerAddress | None, is_draining: bool = False) -> None:
         """Note a change made here."""
@@ -73,18 +74,26 @@ class MembershipTable:
             if known is not None and entry.version <= known.version:
                 continue
             self._entries[url] = entry
-            changed.append((url, entry))
+            if known is None or (known.address, known.is_draining) != (entry.address, entry.is_draining):
+                changed.append((url, entry))
         return changed
 
     def expire(self, now_s: float) -> None:
         """Forget removals that all have learned of; to be called now and then.
 
-        A teller that was cut off for longer than `REMEMBER_REMOVED_S` brings back what was removed meanwhile.
+        They are told for `REMEMBER_REMOVED_S`, and remembered for twice as long: else each would be learned anew from
+        a peer that forgets it a moment later. A teller that was cut off for longer brings back what was removed
+        meanwhile.
         """
-        removed = {url for url, entry in self._entries.items() if entry.address is None}
-        self._removed_since_s = {url: self._removed_since_s.get(url, now_s) for url in removed}
-        for url, since_s in self._removed_since_s.items():
-            if now_s - since_s > REMEMBER_REMOVED_S:
+        since_s: dict[str, tuple[Entry, float]] = {}
+        for url, entry in self._entries.items():
+            if entry.address is None:
+                known, first_s = self._removed_since_s.get(url, (entry, now_s))
+                since_s[url] = (entry, first_s if known == entry else now_s)
+        self._removed_since_s = since_s
+        self._untold = {url for url, (_, first_s) in since_s.items() if now_s - first_s > REMEMBER_REMOVED_S}
+        for url in self._untold:
+            if now_s - since_s[url][1] > 2 * REMEMBER_REMOVED_S:
                 del self._entries[url]
 
     def address(self, url: str) -> WorkerAddress | None:
@@ -92,8 +101,12 @@ class MembershipTable:
         return None if entry is None else entry.address
 
     def wire(self) -> list[WireEntry]:
-        """Everything, for siblings; the command line's own entries are left out as long as they are unchanged."""
-        return [_wire_entry(url, entry) for url, entry in self._entries.items() if entry.counter]
+        """Everything, for siblings, but old removals and the command line's own entries that are unchanged."""
+        return [
+            _wire_entry(url, entry)
+            for url, entry in self._entries.items()
+            if entry.counter and not (entry.address is None and url in self._untold)
+        ]
 
 
 def _wire_entry(url: str, entry: Entry) -> WireEntry:
@@ -203,9 +216,14 @@ class SharedState:
         self._table.change(url, None)
         self._on_changed()
 
-    def tell_draining(self, url: str, is_draining: bool) -> None:
-        self._table.change(url, self._table.address(url), is_draining)
+    def tell_draining(self, worker: Worker, is_draining: bool) -> None:
+        address = self._table.address(worker.url) or worker.address()  # one that was found in the cluster is not there
+        self._table.change(worker.url, address, is_draining)
         self._on_changed()
+
+    def tell_gone(self, url: str) -> None:
+        if self._table.address(url) is not None:
+            self.tell_removed(url)
 
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
         if self._prefix_blocks + len(hashes) <= MAX_SHARED_BLOCKS:

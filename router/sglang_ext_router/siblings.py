@@ -21,7 +21,7 @@ from sglang_ext_router.online_load import SiblingLoad
 from sglang_ext_router.shared_state import LinkedRouter, PeerCounts, SharedState
 
 if TYPE_CHECKING:
-    pass
+    from sglang_ext_router.workers import Worker
 
 logger = logging.getLogger(__name__)
 LOAD_INTERVAL_S = 0.1
@@ -43,7 +43,11 @@ class SiblingLink(Protocol):
 
     def tell_removed(self, url: str) -> None: ...
 
-    def tell_draining(self, url: str, is_draining: bool) -> None: ...
+    def tell_draining(self, worker: Worker, is_draining: bool) -> None: ...
+
+    def tell_gone(self, url: str) -> None:
+        """The cluster no longer has this instance: what was changed by hand of it holds no longer."""
+        ...
 
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None: ...
 
@@ -75,7 +79,10 @@ class NoSiblings:
     def tell_removed(self, url: str) -> None:
         """There is no other process."""
 
-    def tell_draining(self, url: str, is_draining: bool) -> None:
+    def tell_draining(self, worker: Worker, is_draining: bool) -> None:
+        """There is no other process."""
+
+    def tell_gone(self, url: str) -> None:
         """There is no other process."""
 
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
@@ -132,10 +139,11 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
         self._transport = transport
 
     def _tick(self) -> None:
+        # First, so that no error in what follows ends it.
+        self._timer = self._router.loop.call_later(LOAD_INTERVAL_S, self._tick)
         self._ticks += 1
         self._send_state()
         self._apply_states(FORGET_AFTER_S)
-        self._timer = self._router.loop.call_later(LOAD_INTERVAL_S, self._tick)
 
     def _on_changed(self) -> None:
         self._send_state()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import random
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from sglang_ext.types import Role
 from sglang_ext_router import peers as peers_module
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
 from sglang_ext_router.peers import HELLO, MAX_FRAME_BYTES, FrameCodes, PeerRouters, greet
+from support.event_loops import Complaints
 from support.router_process import FAST, RunningRouter, running_router, until
 from support.running_time import pause
 from support.scripted_engine import ScriptedEngine, hang, status
@@ -109,6 +111,58 @@ async def test_a_change_made_at_one_is_made_at_all() -> None:
                 await until(lambda one=one: one.router.registry.find(extra.url) is None)  # type: ignore[misc]
         finally:
             await extra.stop()
+
+
+async def test_an_instance_of_the_cluster_drained_by_hand_at_one_drains_and_resumes_at_all() -> None:
+    """Each router has found it by itself, so no option or message names it."""
+    engines = pair()
+    found = ScriptedEngine(Role.DECODE)
+    await found.start()
+    try:
+        async with group(engines) as routers:
+            await until_connected(routers)
+            for one in routers:
+                one.router.adopt_worker(WorkerAddress(found.url, Role.DECODE))
+            workers = [one.worker(found.url) for one in routers]
+            name = found.url.removeprefix("http://")
+            for is_draining in (True, False):
+                await routers[0].ask("POST", f"/workers/{name}/drain", {"drain": is_draining}, ADMIN)
+                for one, worker in zip(routers, workers, strict=True):
+                    await until(lambda worker=worker, wanted=is_draining: worker.is_draining is wanted)  # type: ignore[misc]
+                    assert one.router.registry.find(found.url) is worker
+            routers[1].router.lose_worker(workers[1])
+            for one in routers:
+                await until(lambda one=one: one.router.registry.find(found.url) is None)  # type: ignore[misc]
+    finally:
+        await found.stop()
+
+
+async def test_an_error_ends_no_router_s_part_in_its_group(
+    monkeypatch: pytest.MonkeyPatch, complaints: Complaints
+) -> None:
+    async with group(pair(), 2, max_concurrent_requests=4) as routers:
+        await until_connected(routers)
+        limit_requests = routers[0].router.limit_requests
+
+        def fail(most: int) -> None:
+            raise RuntimeError("a fault")
+
+        monkeypatch.setattr(routers[0].router, "limit_requests", fail)
+        await until(lambda: bool(complaints.messages))
+        monkeypatch.setattr(routers[0].router, "limit_requests", limit_requests)
+        failed_s = asyncio.get_running_loop().time()
+        await until(lambda: link_of(routers[1])._states[link_of(routers[0])._origin].received_s > failed_s + 0.2)
+        complaints.messages.clear()
+
+
+async def test_a_router_that_stood_still_forgets_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "FORGET_AFTER_S", 2.0)
+    async with group(pair(), 2) as routers:
+        await until_connected(routers)
+        sessions = [dict(link_of(one)._latest) for one in routers]
+        time.sleep(2.5)  # noqa: ASYNC251 - all of this process stands still
+        await asyncio.sleep(0.3)
+        assert [dict(link_of(one)._latest) for one in routers] == sessions, "a peer was forgotten"
 
 
 async def test_what_one_has_under_way_all_know_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,6 +343,7 @@ def test_what_failed_or_is_small_does_not_leave_a_request_without_a_pair() -> No
     v1_decode.max_prompt_tokens = 50
     pools.registry.refresh()
     assert pools.route(PROMPT, 100).decode is v2_decode
+    assert pools.route(PROMPT, 100, {v2_prefill.id}).decode is v2_decode, "the only one that can hold it"
 
 
 def test_two_halves_of_different_revisions_serve_nothing_and_say_so() -> None:

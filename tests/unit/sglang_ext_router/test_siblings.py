@@ -364,7 +364,19 @@ async def test_every_process_routes_by_model_and_lets_in_what_fits(tmp_path: Pat
             await misfit.stop()
 
 
-def test_removals_are_forgotten_after_an_hour() -> None:
+def test_peers_forget_a_removal_that_they_forget_at_different_times() -> None:
+    first, second = MembershipTable(1, []), MembershipTable(2, [])
+    first.change("http://a:1", WorkerAddress("http://a:1", Role.DECODE))
+    first.change("http://a:1", None)
+    for now_s in range(0, 4 * 3600, 5):
+        for table, other in ((first, second), (second, first)):
+            table.expire(now_s + (3.0 if table is second else 0.0))
+            other.merge(wire_of(table))
+            table.merge(wire_of(other))
+    assert first._entries == second._entries == {}
+
+
+def test_removals_are_no_longer_told_after_an_hour() -> None:
     table = MembershipTable(1, [WorkerAddress("http://a:1", Role.DECODE)])
     table.change("http://a:1", None)
     table.change("http://b:1", WorkerAddress("http://b:1", Role.DECODE))
