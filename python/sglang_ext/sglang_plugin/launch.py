@@ -114,10 +114,13 @@ def _end_when_asked() -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        from sglang.srt.utils import kill_process_tree
-
-        kill_process_tree(owner, include_parent=False)
-        os._exit(128 + number)
+        try:
+            # It may be half imported now. Before it is there are no children, and each ends with its parent anyway.
+            kill_tree = getattr(sys.modules.get("sglang.srt.utils"), "kill_process_tree", None)
+            if kill_tree is not None:
+                kill_tree(owner, include_parent=False)
+        finally:
+            os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
 
