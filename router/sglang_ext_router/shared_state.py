@@ -217,8 +217,8 @@ class SharedState:
         self._on_changed()
 
     def tell_draining(self, worker: Worker, is_draining: bool) -> None:
-        address = self._table.address(worker.url) or worker.address()  # one that was found in the cluster is not there
-        self._table.change(worker.url, address, is_draining)
+        # By its own address: the table has none of the cluster's instances, and the old role of one that was moved.
+        self._table.change(worker.url, worker.address(), is_draining)
         self._on_changed()
 
     def tell_gone(self, url: str) -> None:

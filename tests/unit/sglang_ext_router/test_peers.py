@@ -137,6 +137,21 @@ async def test_an_instance_of_the_cluster_drained_by_hand_at_one_drains_and_resu
         await found.stop()
 
 
+async def test_a_moved_instance_that_is_drained_at_one_stays_in_its_pool_at_all() -> None:
+    engines = [ScriptedEngine(Role.SHORT), ScriptedEngine(Role.LONG), ScriptedEngine(Role.DECODE)]
+    async with group(engines, 2) as routers:
+        await until_connected(routers)
+        workers = [one.worker(engines[0].url) for one in routers]
+        for one, worker in zip(routers, workers, strict=True):
+            one.router.registry.relabel(worker, Role.LONG)  # as it reports to each
+        name = engines[0].url.removeprefix("http://")
+        for is_draining in (True, False):
+            await routers[0].ask("POST", f"/workers/{name}/drain", {"drain": is_draining}, ADMIN)
+            await until(lambda wanted=is_draining: routers[1].worker(engines[0].url).is_draining is wanted)  # type: ignore[misc]
+            assert routers[1].router.registry.find(engines[0].url) is workers[1]
+            assert workers[1].role is Role.LONG
+
+
 async def test_an_error_ends_no_router_s_part_in_its_group(
     monkeypatch: pytest.MonkeyPatch, complaints: Complaints
 ) -> None:
