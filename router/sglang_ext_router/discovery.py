@@ -202,7 +202,11 @@ class Discovery:
                     self._router.lose_worker(worker)
                 continue
             self._held[endpoint.url] = endpoint
-            if worker is not None:
+            if worker is None:
+                continue
+            if kind is ChangeKind.PLACE:
+                worker.topology = endpoint.topology
+            else:
                 self._router.set_draining(worker, kind is ChangeKind.DRAIN)
 
 

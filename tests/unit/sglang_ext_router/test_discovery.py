@@ -74,6 +74,20 @@ async def test_requests_are_served_by_instances_that_were_found() -> None:
             await engine.stop()
 
 
+async def test_an_instance_whose_place_becomes_known_serves_on() -> None:
+    async with discovering() as (served, api):
+        pod = endpoint("10.0.0.1")
+        await api.put(endpoint_slice("d", "decode", pod))
+        await served.until(lambda: len(served.router.registry) == 1)
+        (worker,) = served.router.registry
+        await api.put(endpoint_slice("d", "decode", {**pod, "zone": "zone-a", "nodeName": "n1"}))
+        await served.until(lambda: worker.topology == "zone-a/n1")
+        await api.put(endpoint_slice("d", "decode", {**endpoint("10.0.0.1", terminating=True), "nodeName": "n2"}))
+        await served.until(lambda: worker.is_draining)
+        assert worker.topology == "n2"
+        assert tuple(served.router.registry) == (worker,)
+
+
 async def test_roles_ports_and_pages() -> None:
     async with discovering() as (served, api):
         api.page_items = 2

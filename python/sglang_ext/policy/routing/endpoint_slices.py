@@ -174,6 +174,7 @@ class ChangeKind(StrEnum):
 
     REMOVE = "remove"
     ADD = "add"
+    PLACE = "place"  # its topology is another one
     DRAIN = "drain"
     RESUME = "resume"
 
@@ -181,19 +182,23 @@ class ChangeKind(StrEnum):
 def reconcile(held: Mapping[str, Endpoint], wanted: Mapping[str, Endpoint]) -> list[Change]:
     """What leads from the endpoints that were taken over to those that the cluster has.
 
-    One that is not ready is added once it is. Another pod, role or bootstrap port at the same address is another
-    instance: what was there goes, and what is there now comes when it serves.
+    One that is not ready is added once it is. Another pod, role, bootstrap port or revision at the same address is
+    another instance: what was there goes, and what is there now comes when it serves. A pod does not move, so another
+    topology is only known better.
     """
     changes = [Change(ChangeKind.REMOVE, endpoint) for url, endpoint in held.items() if url not in wanted]
     for url, endpoint in wanted.items():
         known = held.get(url)
-        if known is not None and known._replace(state=endpoint.state) != endpoint:
+        if known is not None and known._replace(state=endpoint.state, topology=endpoint.topology) != endpoint:
             changes.append(Change(ChangeKind.REMOVE, known))
             known = None
         if known is None:
             if endpoint.state is EndpointState.SERVING:
                 changes.append(Change(ChangeKind.ADD, endpoint))
-        elif known.state is not endpoint.state:
+            continue
+        if known.topology != endpoint.topology:
+            changes.append(Change(ChangeKind.PLACE, endpoint))
+        if known.state is not endpoint.state:
             is_serving = endpoint.state is EndpointState.SERVING
             changes.append(Change(ChangeKind.RESUME if is_serving else ChangeKind.DRAIN, endpoint))
     return changes

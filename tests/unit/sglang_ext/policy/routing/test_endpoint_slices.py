@@ -66,6 +66,8 @@ ENDPOINTS = st.dictionaries(
         st.sampled_from([None, 8998]),
         st.sampled_from(["x", "y"]),
         st.sampled_from(EndpointState),
+        st.sampled_from([None, "v2"]),
+        st.sampled_from(["", "zone-a/n1"]),
     ),
 ).map(lambda found: {url: Endpoint(url, *parts) for url, parts in found.items()})
 
@@ -82,13 +84,16 @@ def test_changes_lead_from_what_is_held_to_what_is_wanted(
             assert one.url not in now
             assert one.state is EndpointState.SERVING
             now[one.url] = one
+        elif kind is ChangeKind.PLACE:
+            assert now[one.url]._replace(state=one.state, topology=one.topology) == one, "the same instance"
+            now[one.url] = one._replace(state=now[one.url].state)
         else:
             assert now[one.url]._replace(state=one.state) == one, "the same instance"
             assert (kind is ChangeKind.DRAIN) == (one.state is EndpointState.DRAINING)
             now[one.url] = one
     for url, one in wanted.items():
         known = held.get(url)
-        is_same = known is not None and known._replace(state=one.state) == one
+        is_same = known is not None and known._replace(state=one.state, topology=one.topology) == one
         if is_same or one.state is EndpointState.SERVING:
             assert now.pop(url) == one
     assert now == {}
