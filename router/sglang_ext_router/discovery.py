@@ -38,6 +38,10 @@ LIST_AGAIN_S = 300.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 
 
+_NO_ANSWER = (ApiAnswerError, aiohttp.ClientError, OSError, TimeoutError)
+_STRANGE_ANSWER = (ValueError, LookupError, TypeError, AttributeError)  # of something that is no API server
+
+
 class DiscoveredWorkers(Protocol):
     """What discovery changes of its router."""
 
@@ -131,7 +135,7 @@ class Discovery:
                     continue
                 if not is_first:  # the list itself was refused
                     self._note_error(selector, str(error))
-            except (ApiAnswerError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            except (*_NO_ANSWER, *_STRANGE_ANSWER) as error:
                 self._note_error(
                     selector,
                     f"{type(error).__name__}: {error}" if not isinstance(error, ApiAnswerError) else str(error),

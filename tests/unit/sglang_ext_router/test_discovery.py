@@ -88,6 +88,15 @@ async def test_an_instance_whose_place_becomes_known_serves_on() -> None:
         assert tuple(served.router.registry) == (worker,)
 
 
+async def test_what_is_no_slice_ends_no_discovery() -> None:
+    async with discovering() as (served, api):
+        strange = endpoint_slice("s", "decode")
+        strange["endpoints"] = ["10.0.0.1"]
+        await api.put(strange)
+        await api.put(endpoint_slice("d", "decode", endpoint("10.0.0.2")))
+        await served.until(lambda: hosts(served) == {"10.0.0.2"})
+
+
 async def test_roles_ports_and_pages() -> None:
     async with discovering() as (served, api):
         api.page_items = 2

@@ -134,7 +134,10 @@ class SliceTable:
         """A slice was added or changed. SliceError: it cannot be used, and counts as empty until it changes again."""
         name = _name_of(item)
         self._slices[name] = []
-        self._slices[name] = read_slice(item, self._rules, self._default_port)
+        try:
+            self._slices[name] = read_slice(item, self._rules, self._default_port)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise SliceError(f"EndpointSlice {name} cannot be read: {error!r}") from None
 
     def delete(self, item: Mapping[str, Any]) -> None:
         self._slices.pop(_name_of(item), None)

@@ -141,6 +141,14 @@ def test_a_slice_that_became_unusable_counts_as_empty() -> None:
     assert table.endpoints == {}
 
 
+@pytest.mark.parametrize("strange", [{"endpoints": ["10.0.0.1"]}, {"endpoints": 5}, {"ports": [8000]}])
+def test_what_is_no_slice_is_refused(strange: dict[str, Any]) -> None:
+    table = SliceTable(RULES)
+    with pytest.raises(SliceError, match="EndpointSlice default/s cannot be read"):
+        table.put({**endpoint_slice("s", "decode"), **strange})
+    assert table.endpoints == {}
+
+
 def test_null_lists_and_ipv6() -> None:
     item = endpoint_slice("d", "decode", endpoint("fd00::1"))
     assert [one.url for one in read_slice({**item, "addressType": "IPv6"}, RULES, None)] == ["http://[fd00::1]:30000"]
