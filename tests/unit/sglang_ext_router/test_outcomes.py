@@ -227,9 +227,11 @@ async def test_times_of_a_stream() -> None:
         found = observed(served.router.metrics.short)
         assert {name: count for name, (count, _) in found.items()} == dict.fromkeys(found, 1)
         assert found["ttft_s"][1] >= 0.099
-        assert found["tpot_s"][1] >= 0.099
-        assert found["stall_s"][1] >= 0.149
-        assert found["tpot_s"][1] < found["duration_s"][1] - found["ttft_s"][1]
+        # The first token may be seen late, which shortens what is between it and the last one.
+        last_s = found["ttft_s"][1] + 2 * found["tpot_s"][1]
+        assert 0.298 <= last_s <= found["duration_s"][1] + 0.001
+        assert found["stall_s"][1] >= found["tpot_s"][1]
+        assert found["stall_s"][1] <= last_s - found["ttft_s"][1] + 0.001
         assert (found["output_tokens"][1], found["prompt_tokens"][1], found["new_tokens"][1]) == (3, 4, 4)
 
 
