@@ -36,6 +36,7 @@ from sglang_ext_router.shared_state import (
     TellerState,
     read_prefixes,
 )
+from sglang_ext_router.upstream import watch_peer
 
 logger = logging.getLogger(__name__)
 
@@ -222,11 +223,15 @@ class PeerRouters(SharedState):
                     self._own_addresses.add(address)
                     self._tellers.pop(address, None)
                     return
-                hearer = _Hearer(writer, session)
-                self._hearers[hearer] = None
                 complaint = ""
                 connected_s = self._router.loop.time()
-                await reader.read(1)  # nothing is sent here: it ends with the connection
+                if any(one.peer == session.peer for one in self._hearers):
+                    backoff_s = MAX_BACKOFF_S  # another address of a peer that has a connection: in case it loses that
+                else:
+                    watch_peer(writer.get_extra_info("socket"))
+                    hearer = _Hearer(writer, session)
+                    self._hearers[hearer] = None
+                    await reader.read(1)  # nothing is sent here: it ends with the connection
                 if self._router.loop.time() - connected_s > MAX_BACKOFF_S:
                     backoff_s = FIRST_BACKOFF_S  # not where it refuses what it is told, again and again
             except (OSError, UnicodeError, TimeoutError, asyncio.IncompleteReadError, PeerError) as error:
@@ -322,10 +327,12 @@ class PeerRouters(SharedState):
                 session = await welcome(reader, writer, self._key, self._origin)
             if session.peer == self._origin:
                 return
-            self._latest[session.peer] = session
+            counts = False  # from its first message on: of a peer with two addresses one connection has none
             while True:
                 async with asyncio.timeout(SILENT_AFTER_S):
                     body = await _read_frame(reader, session)
+                if not counts:
+                    self._latest[session.peer], counts = session, True
                 if self._latest.get(session.peer) is not session:
                     return  # it has connected anew, or was forgotten: then it connects anew, and tells everything
                 started_s = time.perf_counter()

@@ -142,6 +142,7 @@ class Router:
         self.app = build_app(self)
         self.access.methods_of = self._methods_of
         self._admitted: deque[Admissible] = deque()
+        self._refused_before = 0  # requests that found the queue full, when the limit was divided last
         self._is_starting = False
         limits = ConnectionLimits(
             max_header_bytes=config.max_header_size,
@@ -278,12 +279,14 @@ class Router:
         connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def demand(self) -> Demand:
-        """Requests under way and waiting here, by which routers that share a limit divide it."""
-        return Demand(self.admission.running, self.admission.waiting)
+        """Requests under way, waiting and just refused here, by which routers that share a limit divide it."""
+        refused_lately = self.admission.refused - self._refused_before
+        return Demand(self.admission.running, self.admission.waiting + refused_lately)
 
     def limit_requests(self, most: int) -> None:
         """The part of `--max-concurrent-requests` that is this one's, from now on."""
         now_s = self.loop.time()
+        self._refused_before = self.admission.refused
         self._start(self.admission.set_limit(most, now_s), now_s)
 
     def _on_ended(self, request: Runnable, now_s: float) -> None:

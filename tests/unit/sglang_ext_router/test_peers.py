@@ -391,6 +391,50 @@ async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a
         await asyncio.sleep(0.05)
 
 
+async def test_a_peer_with_two_addresses_has_one_connection() -> None:
+    engines = pair()
+    async with group(engines, 2) as routers:
+        await until_connected(routers)
+        first, second = (link_of(one) for one in routers)
+        (before,) = first._hearers
+        port = second._sock.getsockname()[1]
+        other = asyncio.create_task(first._tell_one(("localhost", port)))
+        await asyncio.sleep(1.0)
+        assert list(first._hearers) == [before]
+        assert first.peers == 1
+        assert first._origin in second._states
+        other.cancel()
+
+
+async def test_requests_that_are_refused_count_for_the_share_of_the_limit() -> None:
+    """Without a queue none waits: a router whose places the others have would never get one."""
+    engines = pair()
+    async with group(engines, 2, max_concurrent_requests=4, queue_size=0) as routers:
+        await until_connected(routers)
+        for engine in engines:
+            engine.script = hang()
+        await until(lambda: [one.router.admission.limit for one in routers] == [2, 2])
+        body = b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}'
+        clients = []
+        while routers[0].router.admission.running < 4:
+            clients.append(await routers[0].connect())
+            await clients[-1].send(body)
+            await asyncio.sleep(0.05)
+        await until(lambda: routers[1].router.admission.limit == 0)
+
+        async def ask_until_served() -> None:
+            while not routers[1].router.admission.running:
+                async with await routers[1].connect() as client:
+                    await client.send(body)
+                    await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(ask_until_served())
+        await until(lambda: routers[0].router.admission.limit < 4, 10.0)
+        for client in clients:
+            client.close()
+        await asking
+
+
 async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = pair()
     async with group(engines, 3, keys=("secret", "secret", "other")) as routers:
