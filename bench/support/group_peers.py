@@ -50,8 +50,12 @@ class _Peers:
         await welcome(reader, writer, self.key, origin)
         last_s: float | None = None
         while True:
-            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            await reader.readexactly(32 + size)
+            try:
+                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                await reader.readexactly(32 + size)
+            except (OSError, asyncio.IncompleteReadError):
+                writer.close()
+                return
             self.received_bytes += LENGTH.size + 32 + size
             now_s = time.monotonic()
             if last_s is not None:
