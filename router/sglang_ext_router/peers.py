@@ -275,7 +275,7 @@ class PeerRouters(SharedState):
         loads: Loads = message["loads"]
         message["known_bytes"] = self._router.planner.index.used
         message["asks"] = self._prefix_asker.next_asked(self._router.loop.time(), self._known_bytes)
-        whole, changes = _encoded(message), b""
+        whole = changes = b""
         for hearer in self._hearers:
             if hearer.writer.is_closing():
                 continue
@@ -283,9 +283,12 @@ class PeerRouters(SharedState):
                 self.skipped += 1
                 hearer.needs_all = True
                 continue
-            if not hearer.needs_all and not changes:
-                changes = _encoded({**message, "loads": _changes(self._told_loads, loads), "only_changes": True})
-            body = whole if hearer.needs_all else changes
+            if hearer.needs_all:
+                body = whole = whole or _encoded(message)
+            else:
+                if not changes:
+                    changes = _encoded({**message, "loads": _changes(self._told_loads, loads), "only_changes": True})
+                body = changes
             hearer.send(body, _digest(body))
             hearer.needs_all = False
         self._told_loads = loads

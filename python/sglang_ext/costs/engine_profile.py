@@ -104,14 +104,19 @@ class EngineProfile(NamedTuple):
     bad_fits: tuple[BadFit, ...]
 
 
-def load_profile(path: Path) -> EngineProfile:
-    """Read and check a profile. ProfileError, in one line that names the file and the field."""
+def _content(path: Path) -> object:
+    """The file's JSON. ProfileError names the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise ProfileError(f"{path} is not JSON") from None
+
+
+def load_profile(path: Path) -> EngineProfile:
+    """Read and check a profile. ProfileError, in one line that names the file and the field."""
+    content = _content(path)
     try:
         return _profile(content)
     except ProfileError as error:
@@ -129,12 +134,7 @@ class MeasuredServer(NamedTuple):
 
 def load_measured_server(path: Path) -> MeasuredServer:
     """What stands in the profile's `provenance`. ProfileError names the file and the field."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise ProfileError(f"{path} is not JSON") from None
+    content = _content(path)
     provenance = content.get("provenance") if isinstance(content, dict) else None
     arguments = provenance.get("server_arguments") if isinstance(provenance, dict) else None
 
