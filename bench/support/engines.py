@@ -26,7 +26,6 @@ from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 START_TIMEOUT_S = 240.0
 _CAUSE = re.compile(r"[\w.]+(Error|Exception)\b")
 STOP_TIMEOUT_S = 20.0
-_PORTS: set[int] = set()  # handed out by this process
 
 
 class EngineStartError(RuntimeError):
@@ -137,8 +136,7 @@ def _fork_client(scratch: Path) -> ForkClient:
 
 def free_port() -> int:
     """A TCP port on which nothing listens, that the system gives to no connection, and that was not asked for."""
-    (port,) = pick_free_ports("127.0.0.1", 1, avoid=_PORTS, draw=random.SystemRandom())
-    _PORTS.add(port)
+    (port,) = pick_free_ports("127.0.0.1", 1, draw=random.SystemRandom())
     return port
 
 

@@ -36,7 +36,6 @@ READY_TIMEOUT_S = 400.0
 SHARED_MEMORY = Path("/dev/shm")
 MAX_ALIVE = 6
 LOG_TAIL_LINES = 40
-_PORTS: set[int] = set()  # handed out by this process
 
 
 class EngineError(AssertionError):
@@ -93,6 +92,7 @@ class Engine:
             *("--bootstrap-port", str(bootstrap_port), "--exit-with-parent", "--threads", "1"),
             *spec.worker_options,
             "--",
+            *("--nccl-port", str(free_port())),  # two engines that start together may draw the same one
             *spec.arguments,
         ]
         environment = {**ENVIRONMENT, **dict(spec.environment)}
@@ -314,8 +314,7 @@ def is_idle(load: dict[str, Any]) -> bool:
 
 def free_port() -> int:
     """A TCP port that has no listener now, that no connection is given by the system, and that was not asked for."""
-    (port,) = pick_free_ports("127.0.0.1", 1, avoid=_PORTS, draw=random.SystemRandom())
-    _PORTS.add(port)
+    (port,) = pick_free_ports("127.0.0.1", 1, draw=random.SystemRandom())
     return port
 
 

@@ -1,15 +1,25 @@
-"""Free TCP ports, picked where outgoing connections do not take them."""
+"""Free TCP ports, picked where neither outgoing connections nor SGLang's own choices take them.
+
+A picked port is bound seconds later, by another program. Until then it is free to see for everybody, so it is also
+reserved: byte `port` of a file that all processes of this user share is locked, for as long as this process lives.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import socket
+import tempfile
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 
-# Linux hands out ports from 32768 on to outgoing connections; one of those could be taken again by the time
-# that an instance restarts.
-LOWEST_PORT = 20000
-HIGHEST_PORT = 32767
+# Linux hands out ports from 32768 on to outgoing connections, and SGLang draws the port of its ranks' rendezvous
+# between 22000 and 29999 (`get_free_port_below_ephemeral`), to bind it later as well.
+PORTS = (*range(20000, 22000), *range(30000, 32768))
+
+_reserved: set[int] = set()  # a process is never refused a lock that it holds
 
 
 class NoFreePortError(RuntimeError):
@@ -29,15 +39,35 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def pick_free_ports(host: str, count: int, *, avoid: Iterable[int] = (), draw: random.Random) -> list[int]:
-    """Return `count` different ports that are free on `host` now and not in `avoid`."""
-    taken = set(avoid)
+    """Return `count` different ports of `PORTS` that are free on `host` now, not in `avoid`, and not reserved.
+
+    They stay reserved for this process while it lives. Raises NoFreePortError.
+    """
+    taken = {*avoid, *_reserved}
     picked: list[int] = []
-    candidates = draw.sample(range(LOWEST_PORT, HIGHEST_PORT + 1), HIGHEST_PORT + 1 - LOWEST_PORT)
-    for port in candidates:
+    for port in draw.sample(PORTS, len(PORTS)):
         if len(picked) == count:
             break
-        if port not in taken and is_port_free(host, port):
+        if port not in taken and _reserve(port) and is_port_free(host, port):
             picked.append(port)
     if len(picked) < count:
-        raise NoFreePortError(f"no {count} free ports on {host} between {LOWEST_PORT} and {HIGHEST_PORT}")
+        raise NoFreePortError(f"no {count} free ports on {host} between {PORTS[0]} and {PORTS[-1]}")
     return picked
+
+
+def _reserve(port: int) -> bool:
+    """Lock the port's byte; False where another process has it."""
+    reservations = _reservations()
+    try:
+        fcntl.lockf(reservations, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    _reserved.add(port)
+    return True
+
+
+@cache
+def _reservations() -> int:
+    """The shared file, opened once: closing any descriptor of it would give up every lock of the process."""
+    path = Path(tempfile.gettempdir()) / f"sglang-ext-ports-{os.getuid()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.cluster.ports import HIGHEST_PORT, LOWEST_PORT, NoFreePortError, is_port_free, pick_free_ports
+from sglang_ext.cluster.ports import PORTS, NoFreePortError, is_port_free, pick_free_ports
 from sglang_ext.cluster.process import describe_exit, log_tail
 from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, cluster_processes, read_stat
 from sglang_ext.cluster.state import (
@@ -33,20 +33,37 @@ from support.up_process import read_state
 
 def test_ports_that_are_taken_are_not_picked() -> None:
     with socket.socket() as taken:
-        port = next(p for p in range(LOWEST_PORT, HIGHEST_PORT) if is_port_free("127.0.0.1", p))
+        port = next(p for p in PORTS if is_port_free("127.0.0.1", p))
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert not is_port_free("127.0.0.1", port)
-        everything = set(range(LOWEST_PORT, HIGHEST_PORT + 1))
         with pytest.raises(NoFreePortError):
-            pick_free_ports("127.0.0.1", 1, avoid=everything - {port}, draw=random.Random(1))
+            pick_free_ports("127.0.0.1", 1, avoid=set(PORTS) - {port}, draw=random.Random(1))
 
 
-def test_picked_ports_differ_and_are_in_range() -> None:
+def test_picked_ports_differ_and_stay_reserved() -> None:
     ports = pick_free_ports("127.0.0.1", 50, draw=random.Random(7))
     assert len(set(ports)) == 50
-    assert all(LOWEST_PORT <= port <= HIGHEST_PORT for port in ports)
-    assert pick_free_ports("127.0.0.1", 1, avoid=ports, draw=random.Random(7))[0] not in ports
+    assert set(ports) < set(PORTS)
+    assert not {*pick_free_ports("127.0.0.1", 50, draw=random.Random(7))} & set(ports)
+
+
+def test_ports_that_another_process_picked_are_not_picked() -> None:
+    script = (
+        "import random, sys; from sglang_ext.cluster.ports import pick_free_ports;"
+        "print(pick_free_ports('127.0.0.1', 1, draw=random.Random(1))[0], flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        with pytest.raises(NoFreePortError):
+            pick_free_ports("127.0.0.1", 1, avoid=set(PORTS) - {port}, draw=random.Random(1))
+        other.stdin.close()
+        other.wait()
+    assert pick_free_ports("127.0.0.1", 1, avoid=set(PORTS) - {port}, draw=random.Random(1)) == [port]
 
 
 def test_restart_delays_double_and_a_steady_instance_starts_over() -> None:
