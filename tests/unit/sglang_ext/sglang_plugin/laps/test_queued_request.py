@@ -143,9 +143,9 @@ def test_a_prompt_that_turns_long_has_the_deadline_of_a_long_one() -> None:
 
 def test_a_prompt_that_turns_long_preempts_no_other() -> None:
     """It came later and has as much to do as each of them: with its old deadline it would go first."""
-    now_s = ARRIVAL_S + 3.0
+    now_s = ARRIVAL_S + 0.5
     evicted = stub(4000, prefix=3900)
-    mine = classified(evicted, ARRIVAL_S + 1.0)
+    mine = classified(evicted, ARRIVAL_S + 0.2)
     evicted.prefix_len = 0
     reclassify(evicted, mine, laps(), now_s)
     current = classified(stub(4000))
