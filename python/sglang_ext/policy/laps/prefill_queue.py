@@ -1,0 +1,216 @@
+"""What waits on one prefill instance, kept in the order in which it should run, so that a decision looks at few of it.
+
+Every order is fixed between two events of a request (its arrival, a chunk of it, a lift of its class), so lists stay
+sorted and a decision costs the same with ten requests as with ten thousand:
+
+* short prefills by class, then by the latest time at which they can start and end in time;
+* long ones by class, then by remaining time (shortest first), and once more by their latest start, to find those that
+  are about to be late;
+* requests without a deadline apart from the others, each kind in its own two lists.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from math import isfinite
+from typing import NamedTuple
+
+from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.policy.laps.round_plan import QueuedPrefill
+from sglang_ext.policy.laps.slack import RankedPrefill, Urgency, aged_class
+from sglang_ext.types import LengthClass
+
+
+class Group(IntEnum):
+    """Requests that may share a batch: a deadline is not put at risk by work that has none."""
+
+    WITH_DEADLINE = 0
+    WITHOUT_DEADLINE = 1
+
+
+class _Waiting(NamedTuple):
+    ranked: RankedPrefill
+    lift_s: float  # waiting this long lifts it by one class
+    next_lift_s: float
+    latest_start_s: float  # alone, to end in time
+    group: Group
+    is_batched: bool  # it runs whole with other short ones
+
+
+class _Due(NamedTuple):
+    latest_start_s: float
+    key: int
+
+
+class _Lists:
+    """The requests of one group in their orders."""
+
+    __slots__ = ("due", "longs", "shorts")
+
+    def __init__(self) -> None:
+        self.shorts: list[Urgency] = []
+        self.longs: list[Urgency] = []
+        self.due: list[_Due] = []  # of the long ones
+
+
+class PrefillQueue:
+    """All requests of an instance that have prefill work left.
+
+    `age_s` and `stretch`: a request is lifted by a class every `age_s`, or `stretch` times its own length if that is
+    more.
+    """
+
+    __slots__ = ("_age_s", "_lifts", "_lists", "_stretch", "_waiting", "long_work_s", "started")
+
+    def __init__(self, age_s: float, stretch: float) -> None:
+        self._age_s = age_s
+        self._stretch = stretch
+        self._waiting: dict[int, _Waiting] = {}
+        self._lists = (_Lists(), _Lists())
+        self._lifts: list[tuple[float, int]] = []  # a heap of (when, key); those of earlier events mean nothing
+        self.started: dict[int, RankedPrefill] = {}  # those that hold KV
+        self.long_work_s = [0.0, 0.0]  # predicted time of the long prefills of each group
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._waiting
+
+    def __iter__(self) -> Iterator[RankedPrefill]:
+        """All of them, in no order."""
+        return iter([waiting.ranked for waiting in self._waiting.values()])
+
+    def get(self, key: int) -> RankedPrefill:
+        """KeyError for one that is not in the queue."""
+        return self._waiting[key].ranked
+
+    def put(self, request: QueuedPrefill, now_s: float, cost: CostCoefficients, chunk_s: float) -> None:
+        """Take a request in, or what has become of it: a chunk has run, or its prefix was matched anew.
+
+        `chunk_s` is the time of the chunks that its total time is predicted with.
+        """
+        if request.key in self._waiting:
+            self.remove(request.key)
+        remaining_s = cost.prefill_s(request.new_tokens, request.cached_tokens, chunk_s)
+        total_s = remaining_s
+        computed_tokens = request.total_tokens - request.new_tokens
+        if computed_tokens > 0:
+            total_s = cost.prefill_s(request.total_tokens, max(0, request.cached_tokens - computed_tokens), chunk_s)
+        total_s = max(total_s, 1e-9)
+        lift_s = max(self._age_s, self._stretch * total_s)
+        lifted = aged_class(request.priority, now_s - request.arrival_s, lift_s)
+        self._insert(request, remaining_s, total_s, lift_s, lifted)
+
+    def remove(self, key: int) -> None:
+        """It has ended, or was aborted. KeyError for one that is not in the queue."""
+        self._unlist(self._waiting.pop(key))
+        self.started.pop(key, None)
+
+    def lift(self, now_s: float) -> None:
+        """Raise the class of everything that has waited long enough since the last call."""
+        lifts = self._lifts
+        while lifts and lifts[0][0] <= now_s:
+            lift_at_s, key = heappop(lifts)
+            waiting = self._waiting.get(key)
+            if waiting is None or waiting.next_lift_s != lift_at_s:
+                continue
+            request, lift_s = waiting.ranked.request, waiting.lift_s
+            lifted = aged_class(request.priority, now_s - request.arrival_s, lift_s)
+            self.remove(key)
+            lifted = min(lifted, waiting.ranked.urgency.aged_class - 1)
+            self._insert(request, waiting.ranked.remaining_s, waiting.ranked.total_s, lift_s, lifted)
+        if len(lifts) > 64 + 2 * len(self._waiting):  # mostly of requests that have left
+            self._lifts = [(waiting.next_lift_s, key) for key, waiting in self._waiting.items()]
+            heapify(self._lifts)
+
+    def count_shorts(self, group: Group) -> int:
+        return len(self._lists[group].shorts)
+
+    def count_longs(self, group: Group) -> int:
+        return len(self._lists[group].longs)
+
+    def shorts(self, group: Group, most: int) -> list[RankedPrefill]:
+        """The first short prefills, most urgent first."""
+        waiting = self._waiting
+        return [waiting[urgency.key].ranked for urgency in self._lists[group].shorts[:most]]
+
+    def longs(self, group: Group, now_s: float, margin_s: float, most: int) -> list[RankedPrefill]:
+        """Long prefills in the order in which they should run.
+
+        By class; within one, those first that can still end in time but must start within `margin_s`; then the
+        shortest remaining time. At most `most` of the shortest ones, `most` of those about to be late, and all that
+        have been started.
+        """
+        lists, waiting = self._lists[group], self._waiting
+        chosen = {urgency.key for urgency in lists.longs[:most]}
+        latest_s = now_s + margin_s
+        due: set[int] = set()
+        if lists.due and lists.due[-1].latest_start_s >= now_s:
+            first = bisect_left(lists.due, _Due(now_s, -1))
+            due = {one.key for one in lists.due[first : first + most] if one.latest_start_s <= latest_s}
+        chosen |= due
+        for key in self.started:
+            one = waiting[key]
+            if one.group is group:
+                chosen.add(key)
+                if now_s <= one.latest_start_s <= latest_s:
+                    due.add(key)
+        if not due:
+            return [waiting[urgency.key].ranked for urgency in sorted([waiting[key].ranked.urgency for key in chosen])]
+        order = [(waiting[key].ranked.urgency.aged_class, key not in due, waiting[key].ranked.urgency) for key in chosen]
+        return [waiting[urgency.key].ranked for _, _, urgency in sorted(order)]
+
+    def _insert(
+        self, request: QueuedPrefill, remaining_s: float, total_s: float, lift_s: float, lifted: int
+    ) -> None:
+        has_deadline = isfinite(request.deadline_s)
+        is_batched = request.length_class is LengthClass.SHORT and not request.is_started
+        latest_start_s = request.deadline_s - remaining_s
+        by_s = remaining_s
+        if is_batched:
+            by_s = latest_start_s if has_deadline else request.arrival_s
+        waiting = _Waiting(
+            RankedPrefill(
+                Urgency(lifted, by_s, request.arrival_s, request.key), request, remaining_s, total_s
+            ),
+            lift_s,
+            request.arrival_s + (int(request.priority) - lifted + 1) * lift_s,
+            latest_start_s,
+            Group.WITH_DEADLINE if has_deadline else Group.WITHOUT_DEADLINE,
+            is_batched,
+        )
+        self._waiting[request.key] = waiting
+        heappush(self._lifts, (waiting.next_lift_s, request.key))
+        if request.is_started:
+            self.started[request.key] = waiting.ranked
+        lists = self._lists[waiting.group]
+        if is_batched:
+            insort(lists.shorts, waiting.ranked.urgency)
+        else:
+            insort(lists.longs, waiting.ranked.urgency)
+            insort(lists.due, _Due(latest_start_s, request.key))
+            self.long_work_s[waiting.group] += remaining_s
+
+    def _unlist(self, waiting: _Waiting) -> None:
+        lists, ranked = self._lists[waiting.group], waiting.ranked
+        if waiting.is_batched:
+            del lists.shorts[bisect_left(lists.shorts, ranked.urgency)]
+            return
+        del lists.longs[bisect_left(lists.longs, ranked.urgency)]
+        del lists.due[bisect_left(lists.due, _Due(waiting.latest_start_s, ranked.request.key))]
+        # Without longs, exactly 0: what is left of adding and taking away would grow.
+        self.long_work_s[waiting.group] = self.long_work_s[waiting.group] - ranked.remaining_s if lists.longs else 0.0
+
+
+def queue_of(
+    requests: Iterable[QueuedPrefill], now_s: float, cost: CostCoefficients, chunk_s: float, age_s: float, stretch: float
+) -> PrefillQueue:
+    """A queue of these requests, all of them as of now."""
+    queue = PrefillQueue(age_s, stretch)
+    for request in requests:
+        queue.put(request, now_s, cost, chunk_s)
+    return queue
