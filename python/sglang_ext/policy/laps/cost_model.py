@@ -44,6 +44,12 @@ class CostCoefficients(NamedTuple):
             raise ValueError(f"tokens_per_s must be above 0 and fixed_s at least 0, got {tokens_per_s} and {fixed_s}")
         return cls(0.0, 1.0 / tokens_per_s, 0.0, fixed_s)
 
+    def times(self, factor: float) -> CostCoefficients:
+        """Those of a machine on which everything takes `factor` times as long."""
+        alpha_s, token_s, read_s, kappa_s, request_s = (factor * value for value in self[:5])
+        replayed = None if self.replayed is None else self.replayed.times(factor)
+        return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s, replayed)
+
     def iteration_s(
         self,
         attention_work: float,
@@ -236,8 +242,7 @@ class _Equations:
         ]
         alpha_s, token_s, read_s, request_s, kappa_s = solve_non_negative(gram, moment)
         if token_s <= 0 and kappa_s <= 0:  # by that a lone request takes no time: the samples are of batches alone
-            prior = self.prior
-            return prior._replace(token_s=slowness * prior.token_s, kappa_s=slowness * prior.kappa_s)
+            return self.prior.times(slowness)._replace(replayed=None)
         return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
 
     def determined(self, solution: CostCoefficients, noise: float) -> Determined:

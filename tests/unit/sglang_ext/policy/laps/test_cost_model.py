@@ -22,6 +22,14 @@ def test_an_iteration_is_the_sum_of_its_terms() -> None:
     assert many.chunk_s(20, 300) == COST.chunk_s(20, 300)
 
 
+def test_a_slower_machine() -> None:
+    cost = COST._replace(request_s=2e-3, replayed=CostCoefficients(0.0, 1e-6, 0.0, 1e-3))
+    slower = cost.times(3)
+    for is_replayed in (False, True):
+        features = (1000.0, 20, 300, 4, is_replayed)
+        assert slower.iteration_s(*features) == pytest.approx(3 * cost.iteration_s(*features))
+
+
 def test_a_replayed_iteration_has_costs_of_its_own() -> None:
     both = COST._replace(replayed=CostCoefficients(0.0, 1e-6, 0.0, 1e-3))
     assert both.iteration_s(1000.0, 64, 300, is_replayed=True) == pytest.approx(64e-6 + 1e-3)
@@ -92,11 +100,6 @@ PRIOR = CostCoefficients.from_throughput(5000, 0.01)  # ten times too fast
 ALL = Determined(True, True, True, True)
 
 
-def scaled(cost: CostCoefficients, factor: float) -> CostCoefficients:
-    alpha_s, token_s, read_s, kappa_s, request_s = (factor * value for value in cost[:5])
-    return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
-
-
 def iteration(random: Random, truth: CostCoefficients = TRUTH, *, with_cache: bool = True) -> IterationSample:
     new_tokens = int(2 ** random.uniform(3, 11))
     requests = random.choice([1, 1, 2, 4]) if new_tokens <= 256 else 1
@@ -165,7 +168,7 @@ def test_the_first_iteration_may_be_absurdly_slow() -> None:
 def test_a_machine_that_becomes_slower_is_followed() -> None:
     random = Random(4)
     fit = CostFit(PRIOR)
-    slower = scaled(TRUTH, 3)
+    slower = TRUTH.times(3)
     for _ in range(300):
         fit.add(iteration(random))
     for _ in range(1500):
