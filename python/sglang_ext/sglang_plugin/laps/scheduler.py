@@ -21,7 +21,8 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode, poll_and_all_reduce_attn_cp_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -41,9 +42,11 @@ from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
     as_queued_prefill,
     entry_of,
+    match_again,
     match_prefix,
     prefill_tokens,
     prefix_tokens,
+    reclassify,
     remember,
     requested_priority,
     requested_slo_s,
@@ -74,8 +77,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         super().init_load_inquirer()
         self._parked: list[Any] = []
         self._aborted_while_parked: list[Any] = []
+        self._held: list[Any] = []  # waiting requests that are not in the batch that SGLang builds just now
         self._next_key = 0
-        self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked)
+        self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked, lambda: self._held)
 
     def run_event_loop(self) -> None:
         if self.disaggregation_mode is DisaggregationMode.PREFILL:
@@ -96,6 +100,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
 
     def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
         self._park()
+        self._end_failed()
         self._admit_ready_grammars()
         self._classify_arrivals(laps)
         # Here and not with a result, so that an instance that has become idle says so.
@@ -118,6 +123,21 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             self._parked.append(self.chunked_req)
             self.chunked_req = None
 
+    def _end_failed(self) -> None:
+        """End the started prefills whose transfer has failed, as SGLang does with waiting ones.
+
+        SGLang asks a started one when its last chunk is done: its decode instance may have died long before.
+        """
+        if not self._parked:
+            return
+        polls = poll_and_all_reduce_attn_cp_tp_group(
+            [request.disagg_kv_sender for request in self._parked], self.attn_cp_cpu_group, self.attn_tp_cpu_group
+        )
+        for request, poll in zip(list(self._parked), polls, strict=True):
+            if poll == KVPoll.Failed:
+                self._parked.remove(request)
+                self.handle_bootstrap_failure(request)
+
     def _admit_ready_grammars(self) -> None:
         # Stock SGLang does this at the head of every batch construction; a round that holds constructs none.
         if self.grammar_manager.has_waiting_grammars():
@@ -139,7 +159,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             ):
                 # A prompt that shares its beginning with one that has just been computed may be short now.
                 match_prefix(request, self.tree_cache)
-                entry.length_class = laps.policy.classify(*prefill_tokens(request))
+                reclassify(request, entry, laps.policy, now_s)
         laps.has_tree_grown = False
 
     def _new_entry(self, laps: LapsInstance, request: Any, now_s: float) -> LapsEntry:
@@ -169,8 +189,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def _carry_out(self, step: Step, running_batch: Any) -> NextBatchPlan:
         """Let SGLang build a batch of exactly the requests of `step`; all others wait."""
         wanted = self._requests(step.keys)
+        if step.chunk_tokens is None:
+            wanted = self._without_evicted(wanted)
+            if not wanted:
+                return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         waiting, started = self.waiting_queue, [request for request in wanted if request in self._parked]
         self.waiting_queue = [request for request in wanted if request not in started]
+        self._held = [request for request in waiting if request not in wanted]
         stock_chunk_tokens = self.chunked_prefill_size
         self.chunked_prefill_size = step.chunk_tokens or _whole_tokens(wanted, self.page_size)
         if started:
@@ -182,6 +207,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             next_plan = super().get_new_batch_prefill(running_batch)
         finally:
             self.chunked_prefill_size = stock_chunk_tokens
+            self._held = []
             left = set(self.waiting_queue)
             taken = {request for request in wanted if request not in left and request not in started}
             known = set(waiting)
@@ -198,6 +224,23 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             if entry is not None:
                 entry.is_started = True
         return next_plan
+
+    def _without_evicted(self, wanted: Sequence[Any]) -> list[Any]:
+        """Those of a short batch that are as short as it was planned for.
+
+        The others have lost cached tokens since they were looked up. They are looked at again in the next round: a
+        batch runs its requests whole, and would hold everything up.
+        """
+        kept = []
+        for request in wanted:
+            _, cached_tokens = prefill_tokens(request)
+            entry = entry_of(request)
+            if cached_tokens and entry is not None and match_again(request, self.tree_cache):
+                if self._laps is not None:
+                    reclassify(request, entry, self._laps.policy, self._laps.now_s())
+            else:
+                kept.append(request)
+        return kept
 
     def _requests(self, keys: Sequence[int]) -> list[Any]:
         """The requests with these keys, in their order.
@@ -334,9 +377,16 @@ class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang
     get_parked: Callable[[], Sequence[Any]]
 
     @classmethod
-    def over(cls, stock: SchedulerLoadInquirer, get_parked: Callable[[], Sequence[Any]]) -> ParkedLoadInquirer:
-        """The same inquirer, with parked requests."""
+    def over(
+        cls,
+        stock: SchedulerLoadInquirer,
+        get_parked: Callable[[], Sequence[Any]],
+        get_held: Callable[[], Sequence[Any]],
+    ) -> ParkedLoadInquirer:
+        """The same inquirer, with parked requests, and with those held back while SGLang builds a batch of others."""
         values = {field.name: getattr(stock, field.name) for field in fields(stock)}
+        get_waiting = stock.get_waiting_queue
+        values["get_waiting_queue"] = lambda: [*get_waiting(), *get_held()]
         return cls(**values, get_parked=get_parked)
 
     def _get_num_pending_tokens(self, chunk_deduct: int = 0) -> int:
