@@ -77,7 +77,9 @@ class BatchCost(NamedTuple):
         """Seconds; on a captured shape all of its tokens are computed, but attention only for those of requests."""
         shape = self.shape()
         tokens = self.new_tokens if shape is None else shape.tokens
-        return self.cost.iteration_s(self.attention_work, tokens, self.cached_tokens)
+        return self.cost.iteration_s(
+            self.attention_work, tokens, self.cached_tokens, self.requests, is_replayed=shape is not None
+        )
 
 
 class _Members(NamedTuple):
@@ -130,7 +132,7 @@ def form_batch(
         if not joined.fits(bounds):
             lacks_room = True
             continue
-        if joined.time_s <= members.time_s + candidate.remaining_s:
+        if joined.time_s <= members.time_s + alone_s(candidate, cost, grid):
             if joined.time_s > bounds.budget_s:
                 lacks_room = True
                 continue
@@ -152,6 +154,14 @@ def lone_batch(head: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> 
     """A request by itself, whatever room there is."""
     batch = BatchCost(cost, grid).joined_by(head.request.new_tokens, head.request.cached_tokens)
     return FormedBatch((head,), batch.new_tokens, batch.time_s(), batch.shape(), is_full=True)
+
+
+def alone_s(ranked: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> float:
+    """Seconds that a request takes by itself, on a captured shape where that is known to take less."""
+    if cost.replayed is None:
+        return ranked.remaining_s
+    request = ranked.request
+    return min(ranked.remaining_s, BatchCost(cost, grid).joined_by(request.new_tokens, request.cached_tokens).time_s())
 
 
 def pages(ranked: RankedPrefill, bounds: BatchBounds) -> int:
