@@ -8,7 +8,7 @@ from math import inf
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid, GraphShape
-from sglang_ext.policy.laps.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch
+from sglang_ext.policy.laps.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch, alone_s
 from sglang_ext.policy.laps.slack import RankedPrefill
 
 
@@ -42,7 +42,9 @@ class PlainBatch:
             return 0.0
         shape = self.shape(members)
         tokens = sum(one.request.new_tokens for one in members) if shape is None else shape.tokens
-        return self.cost.iteration_s(self.work(members), tokens, sum(one.request.cached_tokens for one in members))
+        cached_tokens = sum(one.request.cached_tokens for one in members)
+        is_replayed = shape is not None
+        return self.cost.iteration_s(self.work(members), tokens, cached_tokens, len(members), is_replayed)
 
     def kv_tokens(self, members: Sequence[RankedPrefill]) -> int:
         page = self.bounds.page_tokens
@@ -123,7 +125,7 @@ class PlainBatch:
                 self.lacks_room = True
                 continue
             before_s, joined_s = self.time_s(self.members), self.time_s(joined)
-            if not self.grid.shapes or joined_s <= before_s + one.remaining_s:
+            if not self.grid.shapes or joined_s <= before_s + alone_s(one, self.cost, self.grid):
                 if not self.is_in_time(joined):
                     self.lacks_room = True
                     continue

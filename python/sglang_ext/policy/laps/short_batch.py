@@ -105,7 +105,8 @@ def lone_batch(head: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> 
     work = float(new_tokens * (new_tokens + 2 * cached_tokens))
     at = grid.padded_at(new_tokens, 1, new_tokens, cached_tokens)
     shape = grid.by_tokens[at] if at >= 0 else None
-    time_s = cost.iteration_s(work, new_tokens if shape is None else shape.tokens, cached_tokens)
+    tokens = new_tokens if shape is None else shape.tokens
+    time_s = cost.iteration_s(work, tokens, cached_tokens, 1, shape is not None)
     return FormedBatch((head,), new_tokens, cached_tokens, work, time_s, shape, True, request.deadline_s)
 
 
@@ -118,7 +119,14 @@ def joined_s(formed: FormedBatch, cost: CostCoefficients, grid: GraphGrid) -> fl
     new_tokens += formed.new_tokens
     cached_tokens += formed.cached_tokens
     at = grid.padded_at(longest_tokens, depth + 1, new_tokens, cached_tokens)
-    return cost.iteration_s(work, grid.tokens[at] if at >= 0 else new_tokens, cached_tokens)
+    return cost.iteration_s(work, grid.tokens[at] if at >= 0 else new_tokens, cached_tokens, depth + 1, at >= 0)
+
+
+def alone_s(ranked: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> float:
+    """Seconds that a request takes by itself, on a captured shape where that is known to take less."""
+    if cost.replayed is None:
+        return ranked.remaining_s
+    return min(ranked.remaining_s, lone_batch(ranked, cost, grid).predicted_s)
 
 
 def pages(new_tokens: int, page_tokens: int) -> int:
@@ -133,13 +141,12 @@ class _Forming:
     """
 
     __slots__ = (
-        "_alpha_s",
         "_bounds",
+        "_cost",
         "_grid",
-        "_kappa_s",
+        "_has_replayed",
         "_now_s",
-        "_read_s",
-        "_token_s",
+        "_replayed",
         "cached_tokens",
         "end_s",
         "kv_tokens",
@@ -156,7 +163,9 @@ class _Forming:
 
     def __init__(self, now_s: float, cost: CostCoefficients, grid: GraphGrid, bounds: BatchBounds) -> None:
         self._now_s = now_s
-        self._alpha_s, self._token_s, self._read_s, self._kappa_s = cost
+        self._cost = _Rates(cost)
+        self._has_replayed = cost.replayed is not None
+        self._replayed = self._cost if cost.replayed is None else _Rates(cost.replayed)
         self._grid = grid
         self._bounds = bounds
         self.end_s = inf  # the earliest deadline that the batch keeps
@@ -235,7 +244,7 @@ class _Forming:
         With `is_spare` they use what room is left, at most `SPARE` of their objectives.
         """
         grid, bounds = self._grid, self._bounds
-        alpha_s, token_s, read_s, kappa_s = self._alpha_s, self._token_s, self._read_s, self._kappa_s
+        eager, replayed, has_replayed = self._cost, self._replayed, self._has_replayed
         has_shapes = len(grid.shapes) > 0
         now_s, end_s = self._now_s, self.end_s
         budget_s, max_tokens, free_tokens = bounds.budget_s, bounds.max_tokens, bounds.free_kv_tokens
@@ -274,6 +283,7 @@ class _Forming:
                 continue
             joined_at = -1
             tokens = new + own
+            cost = eager
             if has_shapes:
                 if own <= shape_length and requests < shape_slots and tokens <= shape_tokens:
                     joined_at = at if cached + own_cached <= grid.max_prefix_tokens else -1
@@ -281,7 +291,10 @@ class _Forming:
                     joined_at = grid.padded_at(max(longest, own), requests + 1, tokens, cached + own_cached)
                 if joined_at >= 0:
                     tokens = grid.tokens[joined_at]
-            joined_s = alpha_s * (work + own_work) + token_s * tokens + read_s * (cached + own_cached) + kappa_s
+                    cost = replayed
+                if has_replayed and requests > 0:
+                    remaining_s = min(remaining_s, self._time_s(own, 1, own, own_cached, own_work))
+            joined_s = cost.time_s(work + own_work, tokens, cached + own_cached, requests + 1)
             if requests > 0:
                 if has_shapes and joined_s > time_s + remaining_s:
                     if is_spare or requests + len(waiting) + 1 > max_requests:
@@ -297,15 +310,11 @@ class _Forming:
                     both_longest, both_requests = max(longest, more_longest), requests + len(waiting)
                     joined_at = grid.padded_at(both_longest, both_requests, new + more_new, cached + more_cached)
                     tokens = grid.tokens[joined_at] if joined_at >= 0 else new + more_new
-                    joined_s = (
-                        alpha_s * (work + more_work) + token_s * tokens + read_s * (cached + more_cached) + kappa_s
-                    )
+                    cost = replayed if joined_at >= 0 else eager
+                    joined_s = cost.time_s(work + more_work, tokens, cached + more_cached, both_requests)
                     if joined_s > budget_s or now_s + joined_s > end_s:
                         continue
-                    apart_at = grid.padded_at(more_longest, len(waiting), more_new, more_cached)
-                    tokens = grid.tokens[apart_at] if apart_at >= 0 else more_new
-                    apart_s = alpha_s * more_work + token_s * tokens + read_s * more_cached + kappa_s
-                    if joined_s > time_s + apart_s:
+                    if joined_s > time_s + self._time_s(more_longest, len(waiting), more_new, more_cached, more_work):
                         continue
                     members.extend(waiting)
                     requests = both_requests
@@ -362,7 +371,7 @@ class _Forming:
         must: list[_Contender] = []
         may: list[tuple[float, int, _Contender]] = []
         for at, candidate in enumerate(joined):
-            member = _Contender(at, candidate.request, self._alpha_s, self._token_s, self._read_s)
+            member = _Contender(at, candidate.request, self._cost)
             if after_s + candidate.remaining_s <= member.deadline_s:
                 may.append((member.own_s, at, member))
             else:
@@ -450,12 +459,34 @@ class _Forming:
 
     def _time_s(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int, work: int) -> float:
         """Seconds of a batch: on a captured shape all of its tokens are computed, but attention only for requests'."""
-        tokens = new_tokens
         if self._grid.shapes and requests > 0:
             at = self._grid.padded_at(longest_tokens, requests, new_tokens, cached_tokens)
             if at >= 0:
-                tokens = self._grid.tokens[at]
-        return self._alpha_s * work + self._token_s * tokens + self._read_s * cached_tokens + self._kappa_s
+                return self._replayed.time_s(work, self._grid.tokens[at], cached_tokens, requests)
+        return self._cost.time_s(work, new_tokens, cached_tokens, requests)
+
+
+class _Rates:
+    """`CostCoefficients` as plain numbers."""
+
+    __slots__ = ("alpha_s", "kappa_s", "read_s", "request_s", "token_s")
+
+    def __init__(self, cost: CostCoefficients) -> None:
+        self.alpha_s: float = cost.alpha_s
+        self.token_s: float = cost.token_s
+        self.read_s: float = cost.read_s
+        self.kappa_s: float = cost.kappa_s
+        self.request_s: float = cost.request_s
+
+    def time_s(self, work: int, tokens: int, cached_tokens: int, requests: int) -> float:
+        """As `CostCoefficients.iteration_s`, to the last bit."""
+        return (
+            self.alpha_s * work
+            + self.token_s * tokens
+            + self.read_s * cached_tokens
+            + self.request_s * (requests - 1)
+            + self.kappa_s
+        )
 
 
 class _Sums:
@@ -476,7 +507,7 @@ class _Contender:
 
     __slots__ = ("at", "cached_tokens", "deadline_s", "left_at", "new_tokens", "own_s", "work")
 
-    def __init__(self, at: int, request: QueuedPrefill, alpha_s: float, token_s: float, read_s: float) -> None:
+    def __init__(self, at: int, request: QueuedPrefill, cost: _Rates) -> None:
         self.at = at  # its position among those that joined
         self.left_at = 1 << 60  # the step at which it was put back
         self.new_tokens = request.new_tokens
@@ -484,4 +515,4 @@ class _Contender:
         self.deadline_s = request.deadline_s
         self.work = self.new_tokens * (self.new_tokens + 2 * self.cached_tokens)
         # What it adds to a batch that is not padded.
-        self.own_s = alpha_s * self.work + token_s * self.new_tokens + read_s * self.cached_tokens
+        self.own_s = cost.alpha_s * self.work + cost.token_s * self.new_tokens + cost.read_s * self.cached_tokens

@@ -31,7 +31,7 @@ from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.cdsp.engine import build_member
 from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
-from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens
+from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens, reclassify
 from sglang_ext.sglang_plugin.laps.scheduler import LengthAwareScheduler
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.types import LengthClass
@@ -179,7 +179,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         entry = entry_of(request)
         laps = self._laps
         if entry is not None and laps is not None:
-            entry.length_class = laps.policy.classify(*prefill_tokens(request))
+            reclassify(request, entry, laps.policy, laps.now_s())
         self.waiting_queue.insert(0, request)
 
     def _release_locks(self) -> None:

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any
 
+from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.types import LengthClass
 
 ATTRIBUTE = "_sglang_ext_laps"
 TTFT_SLO_MS_PARAMETER = "sglang_ext_ttft_slo_ms"
 PRIORITY_PARAMETER = "sglang_ext_priority"
+_SHOWN_CHARACTERS = 60  # of a value that is refused
 _PRIORITY_NAMES = {
     "real-time": PriorityClass.REAL_TIME,
     "high": PriorityClass.HIGH,
@@ -51,6 +54,33 @@ def remember(request: Any, entry: LapsEntry) -> None:
     setattr(request, ATTRIBUTE, entry)
 
 
+def reclassify(request: Any, entry: LapsEntry, policy: Laps, now_s: float) -> None:
+    """Class and deadline of a waiting request after a new match with the prefix cache; changes `entry`.
+
+    They change together, unless the deadline is the request's own. A prompt that turns long has a long one's deadline
+    from its arrival on: with that of a short one it would go before every other long prefill. One that turns short
+    has a short one's objective from now on, and never more time than it had.
+    """
+    new_tokens, cached_tokens = prefill_tokens(request)
+    entry.total_tokens = new_tokens
+    length_class = policy.classify(new_tokens, cached_tokens)
+    if length_class is entry.length_class:
+        return
+    entry.length_class = length_class
+    is_short = length_class is LengthClass.SHORT
+    own_slo_s = requested_slo_s(request)
+    start_s = now_s if is_short and own_slo_s is None else entry.arrival_s
+    deadline_s = policy.deadline_s(length_class, new_tokens, cached_tokens, start_s, own_slo_s, entry.priority)
+    entry.deadline_s = min(entry.deadline_s, deadline_s) if is_short else deadline_s
+
+
+def match_again(request: Any, tree_cache: Any) -> bool:
+    """Look a waiting request up in the prefix cache anew; whether it has lost some of its prefix since."""
+    before_tokens, _ = prefill_tokens(request)
+    match_prefix(request, tree_cache)
+    return prefill_tokens(request)[0] > before_tokens
+
+
 def prefill_tokens(request: Any) -> tuple[int, int]:
     """New and cached tokens of an SGLang request as of its last prefix match or chunk."""
     total_tokens = len(request.origin_input_ids) + len(request.output_ids)
@@ -76,9 +106,43 @@ def as_queued_prefill(request: Any, entry: LapsEntry, *, is_current: bool) -> Qu
     )
 
 
+class InvalidHintError(ValueError):
+    """A client asks for a deadline or a priority that is none; the message names the field."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"custom_params.{field} {problem}")
+        self.param = f"custom_params.{field}"
+
+
+def check_hints(custom_params: object) -> None:
+    """Raise InvalidHintError for a deadline or a priority in a request's `custom_params` that is none."""
+    if not isinstance(custom_params, dict):
+        return
+    slo_ms = custom_params.get(TTFT_SLO_MS_PARAMETER)
+    if slo_ms is not None and _slo_s(slo_ms) is None:
+        raise InvalidHintError(
+            TTFT_SLO_MS_PARAMETER, f"must be a positive number of milliseconds, got {_shortened(slo_ms)}"
+        )
+    priority = custom_params.get(PRIORITY_PARAMETER)
+    if priority is not None and not (isinstance(priority, str) and priority in _PRIORITY_NAMES):
+        raise InvalidHintError(
+            PRIORITY_PARAMETER, f"must be one of {', '.join(_PRIORITY_NAMES)}, got {_shortened(priority)}"
+        )
+
+
 def requested_slo_s(request: Any) -> float | None:
-    """The TTFT objective that came with the request (s), or None. Anything but a positive number is ignored."""
-    value = _parameters(request).get(TTFT_SLO_MS_PARAMETER)
+    """The TTFT objective that came with the request (s), or None. `check_hints` has refused what is no objective."""
+    return _slo_s(_parameters(request).get(TTFT_SLO_MS_PARAMETER))
+
+
+def requested_priority(request: Any) -> PriorityClass:
+    """The priority class that came with the request; normal when none did."""
+    value = _parameters(request).get(PRIORITY_PARAMETER)
+    return _PRIORITY_NAMES.get(value, PriorityClass.NORMAL) if isinstance(value, str) else PriorityClass.NORMAL
+
+
+def _slo_s(value: object) -> float | None:
+    """A number of milliseconds in seconds; None for what is not above 0 or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -86,13 +150,15 @@ def requested_slo_s(request: Any) -> float | None:
     except OverflowError:  # an integer beyond every float
         return None
     # In seconds: the smallest positive floats are 0 there.
-    return slo_s if slo_s > 0 else None
+    return slo_s if 0 < slo_s < inf else None
 
 
-def requested_priority(request: Any) -> PriorityClass:
-    """The priority class that came with the request; normal when none, or an unknown one, did."""
-    value = _parameters(request).get(PRIORITY_PARAMETER)
-    return _PRIORITY_NAMES.get(value, PriorityClass.NORMAL) if isinstance(value, str) else PriorityClass.NORMAL
+def _shortened(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python writes
+        text = "a number of too many digits"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _parameters(request: Any) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode, poll_and_all_reduce_attn_cp_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -35,15 +36,17 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
 from sglang_ext.policy.laps.round_plan import LapsMode, RoundPlan, RoundSnapshot
-from sglang_ext.sglang_plugin.graphs.runner import graph_status
+from sglang_ext.sglang_plugin.graphs.runner import graph_status, replayed_shape
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance, build_instance
 from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
     as_queued_prefill,
     entry_of,
+    match_again,
     match_prefix,
     prefill_tokens,
     prefix_tokens,
+    reclassify,
     remember,
     requested_priority,
     requested_slo_s,
@@ -74,8 +77,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         super().init_load_inquirer()
         self._parked: list[Any] = []
         self._aborted_while_parked: list[Any] = []
+        self._held: list[Any] = []  # waiting requests that are not in the batch that SGLang builds just now
         self._next_key = 0
-        self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked)
+        self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked, lambda: self._held)
 
     def run_event_loop(self) -> None:
         if self.disaggregation_mode is DisaggregationMode.PREFILL:
@@ -88,7 +92,15 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         laps = self._laps
         if laps is None:
             return super().get_new_batch_prefill(running_batch)
+        laps.clock.note_round(laps.now_s())
+        plan = self._plan_batch(laps, running_batch)
+        if plan.batch_to_run is None:
+            laps.clock.note_idle()
+        return plan
+
+    def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
         self._park()
+        self._end_failed()
         self._admit_ready_grammars()
         self._classify_arrivals(laps)
         # Here and not with a result, so that an instance that has become idle says so.
@@ -111,6 +123,21 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             self._parked.append(self.chunked_req)
             self.chunked_req = None
 
+    def _end_failed(self) -> None:
+        """End the started prefills whose transfer has failed, as SGLang does with waiting ones.
+
+        SGLang asks a started one when its last chunk is done: its decode instance may have died long before.
+        """
+        if not self._parked:
+            return
+        polls = poll_and_all_reduce_attn_cp_tp_group(
+            [request.disagg_kv_sender for request in self._parked], self.attn_cp_cpu_group, self.attn_tp_cpu_group
+        )
+        for request, poll in zip(list(self._parked), polls, strict=True):
+            if poll == KVPoll.Failed:
+                self._parked.remove(request)
+                self.handle_bootstrap_failure(request)
+
     def _admit_ready_grammars(self) -> None:
         # Stock SGLang does this at the head of every batch construction; a round that holds constructs none.
         if self.grammar_manager.has_waiting_grammars():
@@ -132,7 +159,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             ):
                 # A prompt that shares its beginning with one that has just been computed may be short now.
                 match_prefix(request, self.tree_cache)
-                entry.length_class = laps.policy.classify(*prefill_tokens(request))
+                reclassify(request, entry, laps.policy, now_s)
         laps.has_tree_grown = False
 
     def _new_entry(self, laps: LapsInstance, request: Any, now_s: float) -> LapsEntry:
@@ -162,8 +189,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def _carry_out(self, step: Step, running_batch: Any) -> NextBatchPlan:
         """Let SGLang build a batch of exactly the requests of `step`; all others wait."""
         wanted = self._requests(step.keys)
+        if step.chunk_tokens is None:
+            wanted = self._without_evicted(wanted)
+            if not wanted:
+                return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         waiting, started = self.waiting_queue, [request for request in wanted if request in self._parked]
         self.waiting_queue = [request for request in wanted if request not in started]
+        self._held = [request for request in waiting if request not in wanted]
         stock_chunk_tokens = self.chunked_prefill_size
         self.chunked_prefill_size = step.chunk_tokens or _whole_tokens(wanted, self.page_size)
         if started:
@@ -175,6 +207,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             next_plan = super().get_new_batch_prefill(running_batch)
         finally:
             self.chunked_prefill_size = stock_chunk_tokens
+            self._held = []
             left = set(self.waiting_queue)
             taken = {request for request in wanted if request not in left and request not in started}
             known = set(waiting)
@@ -191,6 +224,23 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             if entry is not None:
                 entry.is_started = True
         return next_plan
+
+    def _without_evicted(self, wanted: Sequence[Any]) -> list[Any]:
+        """Those of a short batch that are as short as it was planned for.
+
+        The others have lost cached tokens since they were looked up. They are looked at again in the next round: a
+        batch runs its requests whole, and would hold everything up.
+        """
+        kept = []
+        for request in wanted:
+            _, cached_tokens = prefill_tokens(request)
+            entry = entry_of(request)
+            if cached_tokens and entry is not None and match_again(request, self.tree_cache):
+                if self._laps is not None:
+                    reclassify(request, entry, self._laps.policy, self._laps.now_s())
+            else:
+                kept.append(request)
+        return kept
 
     def _requests(self, keys: Sequence[int]) -> list[Any]:
         """The requests with these keys, in their order.
@@ -213,6 +263,11 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             entry = entry_of(batch.reqs[0])
             length_class = LengthClass.SHORT if entry is None else entry.length_class
             laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
+            result = super().run_batch(batch, *args, **kwargs)
+            shape = replayed_shape(self.tp_worker.model_runner)
+            if shape is not None:
+                laps.clock.note_replay(shape)
+            return result
         return super().run_batch(batch, *args, **kwargs)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
@@ -322,9 +377,16 @@ class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang
     get_parked: Callable[[], Sequence[Any]]
 
     @classmethod
-    def over(cls, stock: SchedulerLoadInquirer, get_parked: Callable[[], Sequence[Any]]) -> ParkedLoadInquirer:
-        """The same inquirer, with parked requests."""
+    def over(
+        cls,
+        stock: SchedulerLoadInquirer,
+        get_parked: Callable[[], Sequence[Any]],
+        get_held: Callable[[], Sequence[Any]],
+    ) -> ParkedLoadInquirer:
+        """The same inquirer, with parked requests, and with those held back while SGLang builds a batch of others."""
         values = {field.name: getattr(stock, field.name) for field in fields(stock)}
+        get_waiting = stock.get_waiting_queue
+        values["get_waiting_queue"] = lambda: [*get_waiting(), *get_held()]
         return cls(**values, get_parked=get_parked)
 
     def _get_num_pending_tokens(self, chunk_deduct: int = 0) -> int:

@@ -343,6 +343,7 @@ PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
             LMSYS,
             CostCoefficients(1e-7, 1e-4, 1e-6, 0.005),
             CostCoefficients(2e-6, 0.0, 1e-5, 0.0),
+            CostCoefficients(1e-7, 1e-4, 1e-6, 0.012, 1e-3, CostCoefficients(1e-7, 5e-5, 1e-6, 0.003, 5e-4)),
         ]
     ),
     grid=st.sampled_from([NO_GRID, GRID, FEW, PREFIXES]),

@@ -7,21 +7,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
+from sglang_ext.policy.laps.policy import Laps
+from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill, RoundSnapshot
 from sglang_ext.sglang_plugin.laps import queued_request
 from sglang_ext.sglang_plugin.laps.queued_request import (
+    InvalidHintError,
     LapsEntry,
     as_queued_prefill,
+    check_hints,
     entry_of,
+    match_again,
     match_prefix,
     prefill_tokens,
     prefix_tokens,
+    reclassify,
     remember,
     requested_priority,
     requested_slo_s,
 )
+from sglang_ext.sglang_plugin.laps.rank_agreement import steps_of
 from sglang_ext.types import LengthClass
+from support.prefill_loop import policy
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
 
@@ -99,6 +108,111 @@ def test_an_evicted_prefix_never_leaves_more_to_do_than_there_was() -> None:
     assert (record.new_tokens, record.total_tokens) == (100, 100)
 
 
+BOUNDARY_TOKENS = 256
+ARRIVAL_S, NOW_S = 100.0, 100.3
+
+
+def laps() -> Laps:
+    return policy(boundary_tokens=BOUNDARY_TOKENS)
+
+
+def classified(request: Any, arrival_s: float = ARRIVAL_S) -> LapsEntry:
+    """As the scheduler does it for a request that is new."""
+    new_tokens, cached_tokens = prefill_tokens(request)
+    length_class = laps().classify(new_tokens, cached_tokens)
+    slo_s, priority = requested_slo_s(request), requested_priority(request)
+    deadline_s = laps().deadline_s(length_class, new_tokens, cached_tokens, arrival_s, slo_s, priority)
+    return entry(
+        new_tokens, length_class=length_class, arrival_s=arrival_s, deadline_s=deadline_s, priority=PriorityClass.NORMAL
+    )
+
+
+def test_a_prompt_that_turns_long_has_the_deadline_of_a_long_one() -> None:
+    request = stub(4000, prefix=3900)
+    mine = classified(request)
+    assert mine.length_class is LengthClass.SHORT
+    request.prefix_len = 0
+    reclassify(request, mine, laps(), NOW_S)
+    expected = classified(stub(4000))
+    assert expected.length_class is LengthClass.LONG
+    assert (mine.length_class, mine.deadline_s, mine.total_tokens) == (
+        *(expected.length_class, expected.deadline_s),
+        4000,
+    )
+
+
+def test_a_prompt_that_turns_long_preempts_no_other() -> None:
+    """It came later and has as much to do as each of them: with its old deadline it would go first."""
+    now_s = ARRIVAL_S + 0.5
+    evicted = stub(4000, prefix=3900)
+    mine = classified(evicted, ARRIVAL_S + 0.2)
+    evicted.prefix_len = 0
+    reclassify(evicted, mine, laps(), now_s)
+    current = classified(stub(4000))
+    current.key, current.is_started = 7, True
+    queue = (
+        as_queued_prefill(stub(4000, prefix=1000), current, is_current=True),
+        as_queued_prefill(evicted, mine, is_current=False),
+    )
+    plan = policy(boundary_tokens=BOUNDARY_TOKENS).choose(RoundSnapshot(now_s, queue, 1 << 20))
+    assert steps_of(plan)[0].keys == (7,)
+
+
+def test_a_prompt_that_turns_short_has_a_short_ones_objective_from_then_on() -> None:
+    request = stub(4000)
+    mine = classified(request)
+    request.prefix_len = 3900
+    reclassify(request, mine, laps(), NOW_S)
+    assert mine.length_class is LengthClass.SHORT
+    assert mine.deadline_s == pytest.approx(NOW_S + 0.4)
+    assert mine.total_tokens == 100
+
+
+def test_turning_short_late_gives_no_more_time() -> None:
+    request = stub(4000)
+    mine = classified(request)
+    before_s = mine.deadline_s
+    request.prefix_len = 3900
+    reclassify(request, mine, laps(), before_s + 1.0)
+    assert (mine.length_class, mine.deadline_s) == (LengthClass.SHORT, before_s)
+
+
+@given(
+    prompt=st.integers(1, 10_000),
+    prefixes=st.lists(st.integers(0, 10_000), min_size=2, max_size=5),
+    slo_ms=st.one_of(st.none(), st.floats(1.0, 1e6)),
+)
+def test_class_and_deadline_change_together_or_the_deadline_is_the_requests_own(
+    prompt: int, prefixes: list[int], slo_ms: float | None
+) -> None:
+    request = stub(prompt, prefix=min(prefixes[0], prompt), custom={"sglang_ext_ttft_slo_ms": slo_ms})
+    mine = classified(request)
+    for number, prefix in enumerate(prefixes[1:], start=1):
+        before = (mine.length_class, mine.deadline_s)
+        request.prefix_len = min(prefix, prompt)
+        now_s = ARRIVAL_S + number
+        reclassify(request, mine, laps(), now_s)
+        new_tokens, cached_tokens = prefill_tokens(request)
+        assert mine.length_class is laps().classify(new_tokens, cached_tokens)
+        assert mine.total_tokens == new_tokens
+        if slo_ms is not None:
+            assert mine.deadline_s == pytest.approx(ARRIVAL_S + slo_ms / 1e3)
+        elif mine.length_class is before[0]:
+            assert mine.deadline_s == before[1]
+        elif mine.length_class is LengthClass.LONG:
+            assert mine.deadline_s == classified(request).deadline_s
+        else:
+            assert mine.deadline_s == pytest.approx(min(before[1], now_s + 0.4))
+
+
+@pytest.mark.parametrize(("after", "has_lost"), [(60, False), (80, False), (59, True), (0, True)])
+def test_whether_a_prefix_has_been_evicted(monkeypatch: pytest.MonkeyPatch, after: int, has_lost: bool) -> None:
+    request = stub(100, prefix=60)
+    monkeypatch.setattr(queued_request, "_match", lambda: lambda found, cache: setattr(found, "prefix_len", cache))
+    assert match_again(request, after) is has_lost
+    assert prefill_tokens(request) == (100 - after, after)
+
+
 @pytest.mark.parametrize(("slo_ms", "expected_s"), [(250, 0.25), (0.5, 0.0005), (1e300, 1e297)])
 def test_requested_objective(slo_ms: float, expected_s: float) -> None:
     assert requested_slo_s(stub(custom={"sglang_ext_ttft_slo_ms": slo_ms})) == pytest.approx(expected_s)
@@ -107,10 +221,36 @@ def test_requested_objective(slo_ms: float, expected_s: float) -> None:
 @pytest.mark.parametrize(
     "slo_ms",
     # 5e-324 ms is above 0, in seconds it is not; 10**400 is no float.
-    [0, -1, -0.0, "250", True, None, [250], {}, float("nan"), float("-inf"), 5e-324, 10**400, -(10**400)],
+    [0, -1, -0.0, "250", True, None, [250], {}, float("nan"), float("-inf"), float("inf"), 5e-324, 10**400, -(10**400)],
 )
-def test_an_objective_that_makes_no_sense_is_ignored(slo_ms: object) -> None:
-    assert requested_slo_s(stub(custom={"sglang_ext_ttft_slo_ms": slo_ms})) is None
+def test_an_objective_that_makes_no_sense_is_refused(slo_ms: object) -> None:
+    custom = {"sglang_ext_ttft_slo_ms": slo_ms}
+    assert requested_slo_s(stub(custom=custom)) is None  # the scheduler goes on, whatever there is
+    if slo_ms is None:
+        check_hints(custom)
+        return
+    with pytest.raises(
+        InvalidHintError, match=r"^custom_params\.sglang_ext_ttft_slo_ms must be a positive number"
+    ) as it:
+        check_hints(custom)
+    assert it.value.param == "custom_params.sglang_ext_ttft_slo_ms"
+    assert "\n" not in str(it.value)
+    assert len(str(it.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "custom", [None, [], "low", {}, {"x": -1}, {"sglang_ext_ttft_slo_ms": 250, "sglang_ext_priority": "real-time"}]
+)
+def test_what_is_asked_for_in_the_right_way_is_not_refused(custom: object) -> None:
+    check_hints(custom)
+
+
+@pytest.mark.parametrize("priority", ["LOW", "", "urgent", 0, ["low"], {"low": 1}, "x" * 1000])
+def test_an_unknown_priority_is_refused(priority: object) -> None:
+    with pytest.raises(InvalidHintError, match="must be one of real-time, high, normal, low") as it:
+        check_hints({"sglang_ext_priority": priority})
+    assert it.value.param == "custom_params.sglang_ext_priority"
+    assert len(str(it.value)) < 200
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_ext.policy.laps.round_plan import PriorityClass
 from sglang_ext.sglang_plugin.hook_table import V23
 from sglang_ext.sglang_plugin.versions import installed_sglang
+from sglang_ext.types import LengthClass
+from support.prefill_loop import policy
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
 
@@ -87,10 +91,10 @@ def stock_inquirer(waiting: list[Any], chunked: Any) -> Any:
     return SchedulerLoadInquirer(**values)
 
 
-def over(stock: Any, parked: list[Any]) -> Any:
+def over(stock: Any, parked: list[Any], held: Sequence[Any] = ()) -> Any:
     from sglang_ext.sglang_plugin.laps.scheduler import ParkedLoadInquirer
 
-    return ParkedLoadInquirer.over(stock, lambda: parked)
+    return ParkedLoadInquirer.over(stock, lambda: parked, lambda: held)
 
 
 def test_tokens_that_parked_requests_have_left_are_waiting() -> None:
@@ -102,6 +106,14 @@ def test_tokens_that_parked_requests_have_left_are_waiting() -> None:
     assert ours.get_num_waiting_uncached_tokens() == waiting_tokens + 600 + 1
     assert ours._get_num_pending_tokens() == stock._get_num_pending_tokens() + 601
     assert ours._get_num_pending_tokens(32) == stock._get_num_pending_tokens(32) + 601
+
+
+def test_requests_that_a_batch_is_built_without_are_waiting() -> None:
+    """SGLang counts in the middle of it, when its queue holds nothing but the members of the batch."""
+    stock = stock_inquirer([request(100)], chunked=None)
+    ours = over(stock, [request(1000, 400)], held=[request(50, 20), request(70)])
+    assert ours._get_num_pending_tokens() == 100 + 50 + 70 + 600
+    assert ours.get_num_waiting_uncached_tokens() == 100 + 30 + 70 + 600
 
 
 def test_it_sees_requests_that_are_parked_later() -> None:
@@ -136,4 +148,71 @@ def test_every_field_of_the_stock_inquirer_is_taken_over() -> None:
     stock = stock_inquirer([request(3)], chunked=None)
     ours = over(stock, [])
     for field in fields(stock):
-        assert getattr(ours, field.name) is getattr(stock, field.name)
+        if field.name == "get_waiting_queue":
+            assert ours.get_waiting_queue() == stock.get_waiting_queue()
+        else:
+            assert getattr(ours, field.name) is getattr(stock, field.name)
+
+
+def started(rid: str, poll: object) -> Any:
+    return SimpleNamespace(rid=rid, disagg_kv_sender=SimpleNamespace(poll=lambda: poll))
+
+
+def test_started_prefills_end_when_their_transfer_has_failed(
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    from sglang_ext.sglang_plugin.laps import scheduler
+
+    monkeypatch.setattr(
+        scheduler, "poll_and_all_reduce_attn_cp_tp_group", lambda senders, *_: [int(one.poll()) for one in senders]
+    )
+    ended: list[str] = []
+    states = (KVPoll.Transferring, KVPoll.Failed, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Bootstrapping)
+    engine = SimpleNamespace(
+        _parked=[started(str(number), state) for number, state in enumerate(states)],
+        attn_cp_cpu_group=None,
+        attn_tp_cpu_group=None,
+        handle_bootstrap_failure=lambda request: ended.append(request.rid),
+    )
+    schedulers[0]._end_failed(engine)
+    assert ended == ["1", "3"]
+    assert [request.rid for request in engine._parked] == ["0", "2", "4"]
+
+
+def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_ext.sglang_plugin.laps import queued_request
+    from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, remember
+
+    matched = []
+
+    def match(request: Any, found: dict[str, int]) -> None:
+        matched.append(request.rid)
+        request.prefix_len = found[request.rid]
+
+    monkeypatch.setattr(queued_request, "_match", lambda: match)
+
+    def waiting(rid: str, prefix: int) -> Any:
+        request = SimpleNamespace(
+            rid=rid,
+            origin_input_ids=[0] * 1000,
+            output_ids=[],
+            prefix_len=prefix,
+            host_hit_length=0,
+            sampling_params=SimpleNamespace(custom_params=None),
+        )
+        remember(request, LapsEntry(1, LengthClass.SHORT, 1000 - prefix, 10.0, 10.4, PriorityClass.NORMAL))
+        return request
+
+    same, evicted, uncached = waiting("same", 900), waiting("evicted", 900), waiting("uncached", 0)
+    laps = SimpleNamespace(policy=policy(boundary_tokens=256), now_s=lambda: 11.0)
+    engine = SimpleNamespace(_laps=laps, tree_cache={"same": 900, "evicted": 0})
+    assert schedulers[0]._without_evicted(engine, [same, evicted, uncached]) == [same, uncached]
+    assert matched == ["same", "evicted"]
+    entry = queued_request.entry_of(evicted)
+    assert entry is not None
+    assert entry.length_class is LengthClass.LONG
+    assert entry.deadline_s == laps.policy.deadline_s(LengthClass.LONG, 1000, 0, 10.0, None)
