@@ -10,9 +10,10 @@ from math import exp, inf, isfinite
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit
 from sglang_ext.policy.laps.graph_grid import GraphGrid
-from sglang_ext.policy.laps.options import DEFAULT_BOUNDARY_TOKENS, Batching, Composition, LapsOptions
+from sglang_ext.policy.laps.options import DEFAULT_BOUNDARY_TOKENS, Batching, LapsOptions
 from sglang_ext.policy.laps.packed_batch import packed_round_s
 from sglang_ext.policy.laps.round_plan import (
+    Composition,
     DispatchReason,
     InstanceLimits,
     LapsMode,
@@ -146,7 +147,7 @@ class InstanceModel:
             latest_start_s=deadline_s - batch.predicted_s,
             break_even_gap_s=break_even_gap_s(depth, apart_s, batch.predicted_s, joined_s(batch, cost, self.grid)),
         )
-        is_offline = all([member.request.deadline_s == inf for member in batch.members])
+        is_offline = all(member.request.deadline_s == inf for member in batch.members)
         if is_offline or self.options.batching is Batching.TOKEN_MAX:
             token_max = min(self.options.token_max, self.limits.max_batch_tokens)
             return self.awd.choose_token_max(now_s, gathering, token_max)

@@ -111,8 +111,8 @@ class LapsOptions:
     max_chunk_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Most new tokens of a batch that holds long prefills (default: four times --chunked-prefill-size on "
-            "a CPU; on a GPU that size, for which memory is reserved)."
+            "help": "Most new tokens of a batch that holds long prefills (default: on a CPU four times "
+            "--chunked-prefill-size; on a GPU that size, for which memory is reserved)."
         },
     )
     max_parked: int = field(

@@ -184,7 +184,7 @@ def _mixed(
         return None
     predicted_s = shorts_s + parts.added_s + parts.requests * cost.request_s
     keys = [member.request.key for member in members]
-    return _batch(keys, len(keys), parts, DispatchReason.MIXED, batch.new_tokens, predicted_s)
+    return _batch(keys, parts, DispatchReason.MIXED, batch.new_tokens, predicted_s)
 
 
 def _without_shorts(
@@ -207,16 +207,14 @@ def _without_shorts(
         reason = DispatchReason.URGENT if shorts else DispatchReason.ALONE
         if parts.requests:
             predicted_s = cost.kappa_s + parts.added_s + (parts.requests - 1) * cost.request_s
-            batches.append(_batch([], 0, parts, reason, 0, predicted_s))
+            batches.append(_batch([], parts, reason, 0, predicted_s))
     if shorts:
         batches.append(batch_of_shorts(lone_batch(shorts[0], cost, model.grid), DispatchReason.FULL_SHAPE))
     return tuple(batches)
 
 
 def _batch(
-    shorts: list[int], short_requests: int, parts: LongParts, reason: DispatchReason, new_tokens: int, predicted_s: float
+    shorts: list[int], parts: LongParts, reason: DispatchReason, new_tokens: int, predicted_s: float
 ) -> PrefillBatch:
     whole = (*shorts, *[ranked.request.key for ranked in parts.whole])
-    return PrefillBatch(
-        whole, cut_of(parts), reason, None, short_requests, new_tokens + parts.new_tokens, predicted_s
-    )
+    return PrefillBatch(whole, cut_of(parts), reason, None, len(shorts), new_tokens + parts.new_tokens, predicted_s)

@@ -13,11 +13,12 @@ from math import ceil, inf, isfinite
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.instance_model import InstanceModel
-from sglang_ext.policy.laps.options import Batching, Composition, LapsOptions
+from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.packed_choice import choose_packed
 from sglang_ext.policy.laps.prefill_queue import Group, PrefillQueue
 from sglang_ext.policy.laps.round_plan import (
     ClassReport,
+    Composition,
     InstanceLimits,
     LapsMode,
     LapsReport,

@@ -12,7 +12,7 @@ sorted and a decision costs the same with ten requests as with ten thousand:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from math import isfinite
@@ -160,13 +160,13 @@ class PrefillQueue:
                 if now_s <= one.latest_start_s <= latest_s:
                     due.add(key)
         if not due:
-            return [waiting[urgency.key].ranked for urgency in sorted([waiting[key].ranked.urgency for key in chosen])]
-        order = [(waiting[key].ranked.urgency.aged_class, key not in due, waiting[key].ranked.urgency) for key in chosen]
-        return [waiting[urgency.key].ranked for _, _, urgency in sorted(order)]
+            return sorted([waiting[key].ranked for key in chosen])
+        ranked = [waiting[key].ranked for key in chosen]
+        return [
+            one for *_, one in sorted([(one.urgency.aged_class, one.request.key not in due, one) for one in ranked])
+        ]
 
-    def _insert(
-        self, request: QueuedPrefill, remaining_s: float, total_s: float, lift_s: float, lifted: int
-    ) -> None:
+    def _insert(self, request: QueuedPrefill, remaining_s: float, total_s: float, lift_s: float, lifted: int) -> None:
         has_deadline = isfinite(request.deadline_s)
         is_batched = request.length_class is LengthClass.SHORT and not request.is_started
         latest_start_s = request.deadline_s - remaining_s
@@ -174,9 +174,7 @@ class PrefillQueue:
         if is_batched:
             by_s = latest_start_s if has_deadline else request.arrival_s
         waiting = _Waiting(
-            RankedPrefill(
-                Urgency(lifted, by_s, request.arrival_s, request.key), request, remaining_s, total_s
-            ),
+            RankedPrefill(Urgency(lifted, by_s, request.arrival_s, request.key), request, remaining_s, total_s),
             lift_s,
             request.arrival_s + (int(request.priority) - lifted + 1) * lift_s,
             latest_start_s,
@@ -204,13 +202,3 @@ class PrefillQueue:
         del lists.due[bisect_left(lists.due, _Due(waiting.latest_start_s, ranked.request.key))]
         # Without longs, exactly 0: what is left of adding and taking away would grow.
         self.long_work_s[waiting.group] = self.long_work_s[waiting.group] - ranked.remaining_s if lists.longs else 0.0
-
-
-def queue_of(
-    requests: Iterable[QueuedPrefill], now_s: float, cost: CostCoefficients, chunk_s: float, age_s: float, stretch: float
-) -> PrefillQueue:
-    """A queue of these requests, all of them as of now."""
-    queue = PrefillQueue(age_s, stretch)
-    for request in requests:
-        queue.put(request, now_s, cost, chunk_s)
-    return queue

@@ -27,7 +27,7 @@ class Composition(StrEnum):
 
     PACKED = "packed"  # shorts, then long prefills in what is left of one time budget
     SEPARATE = "separate"  # one class alone (LAPS)
-    MEDHA = "medha"  # shorts in their share of the budget, one chunk of the long prefill with the least slack in the rest
+    MEDHA = "medha"  # shorts in their share of the budget, one chunk of the most urgent long prefill in the rest
 
 
 class PriorityClass(IntEnum):
