@@ -30,7 +30,7 @@ class RankReport(NamedTuple):
 def random_plan(seed: int) -> RoundPlan:
     """Nothing, one action or both, with keys of any size; now and then the longest that travels."""
     random = Random(seed)
-    actions: list[ShortBatch | LongChunk] = []
+    actions: list[PrefillBatch] = []
     if random.random() < 0.7:
         requests = random.choice((1, 2, random.randrange(1, 65), MAX_BATCH_REQUESTS))
         keys = tuple(random.sample(range(1, 1 << 40), requests))

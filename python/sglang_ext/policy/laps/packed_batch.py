@@ -18,12 +18,13 @@ from sglang_ext.policy.laps.short_batch import FormedBatch
 from sglang_ext.policy.laps.slack import RankedPrefill
 
 _LEAST_OF_SLO = 0.25
-_MOST_OF_SLO = 0.45  # a short prefill waits for the end of one batch and for that of its own
+_MOST_OF_SLO = 0.4  # a short prefill waits for the end of one batch and for that of its own
 _LEAST_OVERHEADS = 2.4  # a chunk costs at least so many times what every chunk costs anew
 _LONG_WEIGHT = 8.0  # time lost to overhead also delays what arrives later: by 1 / (1 - load) in all
 _WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
 _WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
 _MOST_UTILISATION = 0.95
+_OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of the short prefills
 
 
 def packed_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float, longest_short_s: float) -> float:
@@ -32,7 +33,7 @@ def packed_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float, lo
     A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in.
     Batches of T make the long prefills that wait (`long_backlog_s` of work) end later by backlog * fixed / T,
     `fixed_s` being what every batch costs anew. The sum, with a weight of 8 on the latter, is smallest at
-    T = sqrt(2 * 8 * fixed * backlog). It is at least a quarter and at most 45% of the short prefills' objective (or
+    T = sqrt(2 * 8 * fixed * backlog). It is at least a quarter and at most 40% of the short prefills' objective (or
     `longest_short_s`, their own time, if that is more), and at least 2.4 times the fixed cost.
     """
     most_s = max(_MOST_OF_SLO * short_slo_s, longest_short_s)
@@ -142,15 +143,14 @@ def run_shorts_alone(
     """Whether the short prefills should not share their batch with long ones.
 
     They do not where one of them would be late for it that is on time alone, nor where what they wait for together
-    outweighs the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones, and those to come, who
-    are as many again as the utilisation says: 1 / (1 - utilisation) in all. With captured graphs little is saved, and
-    they run alone.
+    outweighs twice the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones and the next to come,
+    1 / (1 - utilisation) times as many in all. With captured graphs little is saved, and they run alone.
     """
     alone_end_s, mixed_end_s = now_s + shorts.predicted_s, now_s + mixed_s
     for member in shorts.members:
         if alone_end_s <= member.request.deadline_s < mixed_end_s:
             return True
-    others = waiting / (1.0 - min(utilisation, _MOST_UTILISATION))
+    others = _OTHERS_WEIGHT * (waiting + 1) / (1.0 - min(utilisation, _MOST_UTILISATION))
     return len(shorts.members) * (mixed_s - shorts.predicted_s) > saved_s * others
 
 

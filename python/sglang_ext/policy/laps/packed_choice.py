@@ -21,7 +21,8 @@ from sglang_ext.policy.laps.round_plan import DispatchReason, LapsMode, PrefillB
 from sglang_ext.policy.laps.short_batch import BatchBounds, FormedBatch, form_batch, lone_batch
 from sglang_ext.policy.laps.slack import RankedPrefill
 
-_MOST_LONGS = 8  # candidates of each kind
+_MOST_SHORTS = 128  # candidates
+_MOST_LONGS = 8  # and those that have been started
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs batches of so many rounds
 _ONLINE, _OFFLINE = Group.WITH_DEADLINE, Group.WITHOUT_DEADLINE
 
@@ -31,13 +32,22 @@ def choose_packed(model: InstanceModel, queue: PrefillQueue, now_s: float, free_
     if not len(queue):
         return RoundPlan((), inf)
     queue.lift(now_s)
-    candidates = min(2 * model.max_requests, 128)
-    group = _group(queue, now_s)
+    first = _group(queue)
+    plan = _choose_of_group(model, queue, now_s, free_kv_tokens, first)
+    if plan.batches or plan.wake_s < inf:
+        return plan
+    # What the memory refuses may be waiting for a request of the other group, which holds it.
+    return _choose_of_group(model, queue, now_s, free_kv_tokens, Group(1 - first))
+
+
+def _choose_of_group(
+    model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int, group: Group
+) -> RoundPlan:
+    candidates = min(2 * model.max_requests, _MOST_SHORTS)
     shorts = queue.shorts(group, candidates)
-    has_online = queue.count_shorts(_ONLINE) + queue.count_longs(_ONLINE) > 0
-    is_online = has_online or model.is_online(now_s)
-    round_s = _round_s(model, queue, now_s, group, is_online=is_online)
-    longs = queue.longs(group, now_s, round_s, _MOST_LONGS)
+    is_online = queue.count(_ONLINE) > 0 or model.is_online(now_s)
+    round_s = _round_s(model, queue, group, is_online=is_online)
+    longs = queue.longs(group, _MOST_LONGS)
     if group is _OFFLINE and is_online and shorts:
         shorts, longs = _cut_long_ones(model, shorts, longs)
     first_long = longs[0] if longs else None
@@ -58,12 +68,15 @@ def choose_packed(model: InstanceModel, queue: PrefillQueue, now_s: float, free_
     )
     batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds)
     if batch is None:
-        return RoundPlan(_without_shorts(model, queue, shorts, longs, round_s, free_kv_tokens), now_s)
+        batches = _without_shorts(model, queue, shorts, longs, round_s, free_kv_tokens)
+        return RoundPlan(batches, now_s if batches else inf)
     verdict = model.verdict(now_s, batch, _deadline_s(shorts), has_longs=first_long is not None)
     if first_long is None or not _may_run(model, now_s, first_long):
-        if verdict.reason is None:
+        is_idle = first_long is not None or not queue.count(Group(1 - group))
+        if verdict.reason is None and is_idle:
             return RoundPlan((), verdict.wake_s)
-        return RoundPlan((batch_of_shorts(batch, verdict.reason),), now_s)
+        # Without a reason: others are there to use the time.
+        return RoundPlan((batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE),), now_s)
     if group is _OFFLINE and not is_online and _gathers(model, now_s, batch):
         # Nobody waits for an answer: short ones join when their batch is full, for decode is not to run dry.
         alone = _without_shorts(model, queue, [], longs, round_s, free_kv_tokens)
@@ -85,23 +98,23 @@ def choose_packed(model: InstanceModel, queue: PrefillQueue, now_s: float, free_
     return RoundPlan((mixed, short), now_s)
 
 
-def _group(queue: PrefillQueue, now_s: float) -> Group:
+def _group(queue: PrefillQueue) -> Group:
     """Requests with deadlines first, unless one without has been lifted above all of them."""
-    heads = [_head_class(queue, group, now_s) for group in (_ONLINE, _OFFLINE)]
+    heads = [_head_class(queue, group) for group in (_ONLINE, _OFFLINE)]
     return _OFFLINE if heads[_OFFLINE] < heads[_ONLINE] else _ONLINE
 
 
-def _head_class(queue: PrefillQueue, group: Group, now_s: float) -> float:
-    first = [*queue.shorts(group, 1), *queue.longs(group, now_s, 0.0, 1)[:1]]
+def _head_class(queue: PrefillQueue, group: Group) -> float:
+    first = [*queue.shorts(group, 1), *queue.longs(group, 1)[:1]]
     return min([ranked.urgency.aged_class for ranked in first], default=inf)
 
 
-def _round_s(model: InstanceModel, queue: PrefillQueue, now_s: float, group: Group, *, is_online: bool) -> float:
+def _round_s(model: InstanceModel, queue: PrefillQueue, group: Group, *, is_online: bool) -> float:
     """The time budget of the batch."""
     backlog_s = queue.long_work_s[_ONLINE]
     if not is_online:
         backlog_s += queue.long_work_s[_OFFLINE]
-    first = queue.longs(group, now_s, 0.0, 1)
+    first = queue.longs(group, 1)
     round_s = model.round_s(first[0].request.cached_tokens if first else 0, backlog_s)
     if model.options.round_ms is not None:
         return round_s

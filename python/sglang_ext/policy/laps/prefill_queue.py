@@ -4,8 +4,7 @@ Every order is fixed between two events of a request (its arrival, a chunk of it
 sorted and a decision costs the same with ten requests as with ten thousand:
 
 * short prefills by class, then by the latest time at which they can start and end in time;
-* long ones by class, then by remaining time (shortest first), and once more by their latest start, to find those that
-  are about to be late;
+* long ones by class, then by remaining time, shortest first;
 * requests without a deadline apart from the others, each kind in its own two lists.
 """
 
@@ -35,25 +34,18 @@ class _Waiting(NamedTuple):
     ranked: RankedPrefill
     lift_s: float  # waiting this long lifts it by one class
     next_lift_s: float
-    latest_start_s: float  # alone, to end in time
     group: Group
     is_batched: bool  # it runs whole with other short ones
-
-
-class _Due(NamedTuple):
-    latest_start_s: float
-    key: int
 
 
 class _Lists:
     """The requests of one group in their orders."""
 
-    __slots__ = ("due", "longs", "shorts")
+    __slots__ = ("longs", "shorts")
 
     def __init__(self) -> None:
         self.shorts: list[Urgency] = []
         self.longs: list[Urgency] = []
-        self.due: list[_Due] = []  # of the long ones
 
 
 class PrefillQueue:
@@ -127,8 +119,8 @@ class PrefillQueue:
             self._lifts = [(waiting.next_lift_s, key) for key, waiting in self._waiting.items()]
             heapify(self._lifts)
 
-    def count_shorts(self, group: Group) -> int:
-        return len(self._lists[group].shorts)
+    def count(self, group: Group) -> int:
+        return len(self._lists[group].shorts) + len(self._lists[group].longs)
 
     def count_longs(self, group: Group) -> int:
         return len(self._lists[group].longs)
@@ -138,46 +130,27 @@ class PrefillQueue:
         waiting = self._waiting
         return [waiting[urgency.key].ranked for urgency in self._lists[group].shorts[:most]]
 
-    def longs(self, group: Group, now_s: float, margin_s: float, most: int) -> list[RankedPrefill]:
-        """Long prefills in the order in which they should run.
-
-        By class; within one, those first that can still end in time but must start within `margin_s`; then the
-        shortest remaining time. At most `most` of the shortest ones, `most` of those about to be late, and all that
-        have been started.
-        """
-        lists, waiting = self._lists[group], self._waiting
-        chosen = {urgency.key for urgency in lists.longs[:most]}
-        latest_s = now_s + margin_s
-        due: set[int] = set()
-        if lists.due and lists.due[-1].latest_start_s >= now_s:
-            first = bisect_left(lists.due, _Due(now_s, -1))
-            due = {one.key for one in lists.due[first : first + most] if one.latest_start_s <= latest_s}
-        chosen |= due
-        for key in self.started:
-            one = waiting[key]
-            if one.group is group:
-                chosen.add(key)
-                if now_s <= one.latest_start_s <= latest_s:
-                    due.add(key)
-        if not due:
-            return sorted([waiting[key].ranked for key in chosen])
-        ranked = [waiting[key].ranked for key in chosen]
-        return [
-            one for *_, one in sorted([(one.urgency.aged_class, one.request.key not in due, one) for one in ranked])
+    def longs(self, group: Group, most: int) -> list[RankedPrefill]:
+        """Long prefills in the order in which they should run: the first `most`, and all that have been started."""
+        waiting = self._waiting
+        chosen = [waiting[urgency.key].ranked for urgency in self._lists[group].longs[:most]]
+        extra = [
+            ranked
+            for ranked in self.started.values()
+            if waiting[ranked.request.key].group is group and ranked not in chosen
         ]
+        return sorted([*chosen, *extra]) if extra else chosen
 
     def _insert(self, request: QueuedPrefill, remaining_s: float, total_s: float, lift_s: float, lifted: int) -> None:
         has_deadline = isfinite(request.deadline_s)
         is_batched = request.length_class is LengthClass.SHORT and not request.is_started
-        latest_start_s = request.deadline_s - remaining_s
         by_s = remaining_s
         if is_batched:
-            by_s = latest_start_s if has_deadline else request.arrival_s
+            by_s = request.deadline_s - remaining_s if has_deadline else request.arrival_s
         waiting = _Waiting(
             RankedPrefill(Urgency(lifted, by_s, request.arrival_s, request.key), request, remaining_s, total_s),
             lift_s,
             request.arrival_s + (int(request.priority) - lifted + 1) * lift_s,
-            latest_start_s,
             Group.WITH_DEADLINE if has_deadline else Group.WITHOUT_DEADLINE,
             is_batched,
         )
@@ -190,7 +163,6 @@ class PrefillQueue:
             insort(lists.shorts, waiting.ranked.urgency)
         else:
             insort(lists.longs, waiting.ranked.urgency)
-            insort(lists.due, _Due(latest_start_s, request.key))
             self.long_work_s[waiting.group] += remaining_s
 
     def _unlist(self, waiting: _Waiting) -> None:
@@ -199,6 +171,5 @@ class PrefillQueue:
             del lists.shorts[bisect_left(lists.shorts, ranked.urgency)]
             return
         del lists.longs[bisect_left(lists.longs, ranked.urgency)]
-        del lists.due[bisect_left(lists.due, _Due(waiting.latest_start_s, ranked.request.key))]
         # Without longs, exactly 0: what is left of adding and taking away would grow.
         self.long_work_s[waiting.group] = self.long_work_s[waiting.group] - ranked.remaining_s if lists.longs else 0.0

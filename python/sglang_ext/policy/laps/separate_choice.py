@@ -154,7 +154,7 @@ def _choose_between(model: InstanceModel, state: Survey, batch: FormedBatch, lon
     late = batch_of_shorts(batch, DispatchReason.SHARE)
     if _can_mix(model, batch, chunk, long):
         return RoundPlan((_mixed(model, batch, chunk, long), late, chunk), state.now_s)
-    if verdict.reason not in _MUST_LEAVE and _can_wait(model, state, batch, chunk):
+    if (state.is_offline or verdict.reason not in _MUST_LEAVE) and _can_wait(model, state, batch, chunk):
         return RoundPlan((chunk, late), state.now_s)
     is_within_share = state.share >= 1 or (state.share > 0 and model.account.can_run_short())
     if is_within_share or (state.short_is_more_urgent and model.account.can_run_urgent()):
