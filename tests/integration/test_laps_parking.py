@@ -162,9 +162,33 @@ def test_unknown_mode_is_refused(pair: Pair, body: object) -> None:
     assert pair.send(SHORT_TOKENS, seed=95).is_exact()
 
 
-@pytest.mark.parametrize("slo_ms", [0, -1, "soon", True, None, 1e-9, 1e300])
-def test_impossible_deadlines_do_no_harm(pair: Pair, slo_ms: object) -> None:
-    shorts = [pair.send(SHORT_TOKENS, seed=96, slo_ms=slo_ms, priority="nonsense") for _ in range(2)]  # type: ignore[arg-type]
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_a_deadline_or_priority_that_is_none_is_refused(pair: Pair, path: str, stream: bool) -> None:
+    for name, value in (
+        *(("ttft_slo_ms", value) for value in (0, -1, "soon", True, 1e-323, [250])),
+        *(("priority", value) for value in ("nonsense", 1)),
+    ):
+        custom = {"custom_params": {f"sglang_ext_{name}": value}}
+        body: dict[str, object] = {"stream": stream}
+        if path == "/generate":
+            body |= {"input_ids": random_prompt(SHORT_TOKENS, seed=96), "sampling_params": custom}
+        elif path == "/v1/completions":
+            body |= {"model": "m", "prompt": random_prompt(SHORT_TOKENS, seed=96), **custom}
+        else:
+            body |= {"model": "m", "messages": [{"role": "user", "content": "hello"}], **custom}
+        for engine in (pair.prefill, pair.decode):
+            reply = engine.post(path, body)
+            assert reply.status == 400, (name, value, reply.body)
+            error = reply.body["error"]
+            assert error["param"] == f"custom_params.sglang_ext_{name}"
+            assert error["type"] == "invalid_request_error"
+            assert f"sglang_ext_{name} must be" in error["message"]
+
+
+@pytest.mark.parametrize("slo_ms", [1e-9, 1e300, None])
+def test_extreme_deadlines_do_no_harm(pair: Pair, slo_ms: float | None) -> None:
+    shorts = [pair.send(SHORT_TOKENS, seed=96, slo_ms=slo_ms) for _ in range(2)]
     assert all(short.is_exact() for short in shorts)
 
 
