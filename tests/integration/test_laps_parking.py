@@ -126,6 +126,29 @@ def test_abort_of_everything_with_several_parked(pair: Pair) -> None:
     assert pair.send(LONG_TOKENS, seed=70).is_exact()
 
 
+def test_prefills_for_a_decode_instance_that_has_died_end(threads: ThreadPoolExecutor) -> None:
+    """Each learns it from the first chunk that it cannot send; what it has left is not computed."""
+    prefill, decode = FLEET.get(prefill_spec(), EngineSpec(Role.DECODE, shape=SHAPE, name="dies"))
+    prefill.wait_idle()
+    pair = Pair(prefill, decode, threads)
+    longs = []
+    for number, priority in enumerate(("low", "normal", "high", "real-time")):
+        longs.append(pair.send(LONG_TOKENS, seed=500 + number, priority=priority))
+        pair.wait_for_running(parked=number)
+    with prefill.frozen_scheduler():
+        decode.kill()
+        decode.stop()
+    status, computed_tokens = pair.status(), prefill.load()["total_prefill_uncached_tokens"]
+    left_tokens = status["long"]["tokens"]
+    pair.wait_for(lambda status: status["long"]["requests"] == 0)
+    assert prefill.load()["total_prefill_uncached_tokens"] - computed_tokens < left_tokens / 2
+    for long in longs:
+        with pytest.raises(OSError):
+            long.replies.result(timeout=20)  # decode's leg
+    prefill.wait_idle()
+    pair.wait_for(lambda status: status["kv"]["locked_tokens"] == 0)
+
+
 def test_flush_waits_for_parked_requests(pair: Pair) -> None:
     long = pair.send(LONG_TOKENS, seed=80, priority="low")
     pair.wait_for(lambda status: status["long"]["requests"] == 1)

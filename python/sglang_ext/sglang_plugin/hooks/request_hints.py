@@ -1,9 +1,9 @@
 """A client that asks for a deadline or a priority that is none learns so: 400, with the field in it.
 
 Both are in the `custom_params` of the sampling parameters (`sglang_ext_ttft_slo_ms`, `sglang_ext_priority`), which
-SGLang hands through to the scheduler unread. A scheduler cannot refuse any more, and without a word a mistyped objective
-would be the default one. Refused here, before a stream begins; what comes in by other ways than these two, in
-`bootstrap_rooms.validate_one_request`.
+SGLang hands through to the scheduler unread. A scheduler cannot refuse any more, and without a word a mistyped
+objective would be the default one. Refused here, before a stream begins; what comes in by other ways than these two,
+in `bootstrap_rooms.validate_one_request`.
 """
 
 from __future__ import annotations

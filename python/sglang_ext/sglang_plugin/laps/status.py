@@ -68,9 +68,9 @@ def _class_status(report: ClassReport, utilisation: float) -> dict[str, Any]:
 def merge_ranks(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The status of an instance with `--dp-size`: that of all its data-parallel ranks together, and each in `ranks`.
 
-    Ranks compute at the same time, so counts and memory add up, while backlogs (s), shares and rates are means over the
-    ranks, and the oldest wait is the longest. A mode counts as switched when the last rank has switched. What a rank has
-    measured for itself (`awd`, `fit`, the boundary) is that of the first one.
+    Ranks compute at the same time, so counts and memory add up, while backlogs (s), shares and rates are means over
+    the ranks, and the oldest wait is the longest. A mode counts as switched when the last rank has switched. What a
+    rank has measured for itself (`awd`, `fit`, the boundary) is that of the first one.
     """
     ranks = sorted(statuses, key=lambda status: int(status["dp_rank"]))
     if len(ranks) == 1:
