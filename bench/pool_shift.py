@@ -234,8 +234,9 @@ def _run(url: str, arrivals: Sequence[Arrival], slowdown: float) -> Run:
     def watch() -> None:
         while not is_over.wait(1.0):
             for move in _get(url + "/pools")["controller"]["moves"]:
-                at_s = (datetime.fromisoformat(move["started_at"]) - began).total_seconds()
                 if move["outcome"] is not None:
+                    started_s = (datetime.fromisoformat(move["started_at"]) - began).total_seconds()
+                    at_s = started_s + move["duration_s"]
                     seen[move["started_at"]] = Move(round(at_s, 1), move["from"], move["to"], move["outcome"])
 
     watcher = threading.Thread(target=watch)

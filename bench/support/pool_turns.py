@@ -17,7 +17,7 @@ class Phase(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A finished move: when it began after the first arrival, at the machine's first speed."""
+    """A finished move: when it ended after the first arrival, at the machine's first speed."""
 
     at_s: float
     source: str
