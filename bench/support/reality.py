@@ -224,7 +224,7 @@ def slowed(engine: SimEngine, slowdown: float) -> SimEngine:
     assert iteration is not None
     assert front_end is not None
     return engine._replace(
-        coefficients=type(engine.coefficients)(*(slowdown * value for value in engine.coefficients)),
+        coefficients=engine.coefficients.times(slowdown),
         iteration=type(iteration)(*(slowdown * value for value in iteration)),
         front_end=type(front_end)(*(slowdown * value for value in front_end)),
     )

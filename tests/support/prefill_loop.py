@@ -227,7 +227,8 @@ def _features(
         lengths = [(queue[key].new_tokens, queue[key].cached_tokens) for key in action.keys]
     attention_work = float(sum(new * (new + 2 * cached) for new, cached in lengths))
     new_tokens, cached_tokens = sum(new for new, _ in lengths), sum(cached for _, cached in lengths)
+    is_replayed = isinstance(action, ShortBatch) and action.shape is not None
     if isinstance(action, ShortBatch) and action.shape is not None and shape_is_padded:
         new_tokens = action.shape.tokens
-    duration_s = truth.iteration_s(attention_work, new_tokens, cached_tokens)
-    return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s)
+    duration_s = truth.iteration_s(attention_work, new_tokens, cached_tokens, len(lengths), is_replayed)
+    return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s, is_replayed)

@@ -24,6 +24,7 @@ from sglang_ext.policy.laps.cost_model import CostCoefficients
 
 FORMAT = "sglang-ext engine profile"
 VERSION = 1
+PREFILL_FIELDS = ("alpha_s", "token_s", "read_s", "kappa_s")
 _SP_FIELDS = ("a_s", "b_s_per_token", "c_s_per_token2", "d_s_per_token2")
 
 
@@ -182,7 +183,8 @@ def _profile(content: object) -> EngineProfile:
         raise ProfileError('a profile has "sp" or "prefill"')
     coefficients = None
     if "prefill" in content:
-        coefficients = CostCoefficients(*_numbers(content, "prefill", CostCoefficients._fields))
+        alpha_s, token_s, read_s, kappa_s = _numbers(content, "prefill", PREFILL_FIELDS)
+        coefficients = CostCoefficients(alpha_s, token_s, read_s, kappa_s)
         if coefficients.token_s == 0 and coefficients.alpha_s == 0:
             raise ProfileError('"prefill": a token costs nothing')
     iteration = None

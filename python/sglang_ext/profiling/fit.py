@@ -114,7 +114,8 @@ def _fit_sp(lone: Iterable[MeasuredPoint], size: int) -> SpCost:
 
 def _fit_prefill(points: Sequence[MeasuredPoint]) -> CostCoefficients:
     rows = [_prefill_features(one.point) for one in points]
-    return CostCoefficients(*fit_relative(rows, [one.duration_s for one in points]))
+    alpha_s, token_s, read_s, kappa_s = fit_relative(rows, [one.duration_s for one in points])
+    return CostCoefficients(alpha_s, token_s, read_s, kappa_s)
 
 
 def _fit_iteration(points: Sequence[MeasuredPoint]) -> IterationCost:

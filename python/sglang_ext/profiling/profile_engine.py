@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sglang_ext import __version__
-from sglang_ext.costs.engine_profile import sp_entry, write_profile
+from sglang_ext.costs.engine_profile import PREFILL_FIELDS, sp_entry, write_profile
 from sglang_ext.profiling.facts import InstanceFacts
 from sglang_ext.profiling.fit import Fit, FitError, FormFit, bad_forms, fit_measurements
 from sglang_ext.profiling.http_client import InstanceError, is_this_machine
@@ -177,7 +177,7 @@ def _content(args: argparse.Namespace, facts: InstanceFacts, measurements: Measu
         "model": facts.model,
         "device": args.device_name or _device_name(args.url, facts),
         "sp": [sp_entry(size, cost) for size, cost in fit.sp.items()],
-        "prefill": fit.prefill._asdict(),
+        "prefill": {field: getattr(fit.prefill, field) for field in PREFILL_FIELDS},
         "iteration": fit.iteration._asdict(),
         "gap_s": gap_s(measurements),
         "busy_request_s": busy_request_s(measurements, fit.iteration),

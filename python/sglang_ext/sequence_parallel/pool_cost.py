@@ -51,8 +51,8 @@ def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[S
     known = {candidate.size: candidate.cost for candidate in profile.candidates}
     if 1 not in known and profile.coefficients is not None:
         # LAPS's work of a request is L (L + 2 C): Eq. 1 of Tetris with c = 2d.
-        alpha_s, token_s, _, kappa_s = profile.coefficients
-        known[1] = SpCost(kappa_s, token_s, 2 * alpha_s, alpha_s)
+        single_cost = profile.coefficients
+        known[1] = SpCost(single_cost.kappa_s, single_cost.token_s, 2 * single_cost.alpha_s, single_cost.alpha_s)
     candidates = []
     for size in sizes:
         cost = known.get(size)

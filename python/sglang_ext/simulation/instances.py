@@ -316,17 +316,33 @@ class InstancePool:
 
 
 def _sample(iteration: Iteration, spec: InstancesSpec) -> IterationSample:
-    """The features of an iteration and its duration; with a captured graph every slot is as long as the graph's."""
+    """The features of an iteration, as an engine notes them, and its duration: padding counts in the new tokens."""
     lengths = [(tokens, item.cached_tokens) for item, tokens in iteration.slices]
-    if iteration.padded_requests:
-        cached = [cached_tokens for _, cached_tokens in lengths]
-        cached += [0] * (iteration.padded_requests - len(cached))
-        lengths = [(iteration.padded_tokens, cached_tokens) for cached_tokens in cached]
-    attention_work = float(sum(new * (new + 2 * cached) for new, cached in lengths))
-    new_tokens = sum(new for new, _ in lengths)
+    attention_work = _attention_work(lengths)
     cached_tokens = sum(cached for _, cached in lengths)
+    is_replayed = iteration.padded_requests > 0
+    computed = _padded(lengths, iteration.padded_requests, iteration.padded_tokens) if is_replayed else lengths
+    new_tokens = sum(new for new, _ in computed)
     if spec.iteration is None:
-        duration_s = spec.coefficients.iteration_s(attention_work, new_tokens, cached_tokens)
+        duration_s = spec.coefficients.iteration_s(
+            _attention_work(computed), new_tokens, cached_tokens, len(computed), is_replayed
+        )
     else:
-        duration_s = spec.iteration.iteration_s(lengths)
-    return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s)
+        duration_s = spec.iteration.iteration_s(computed)
+    return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s, is_replayed)
+
+
+def _attention_work(lengths: Sequence[tuple[int, int]]) -> float:
+    """The sum of L (L + 2 H)."""
+    return float(sum(new * (new + 2 * cached) for new, cached in lengths))
+
+
+def _padded(lengths: Sequence[tuple[int, int]], requests: int, tokens: int) -> list[tuple[int, int]]:
+    """What a captured graph for `requests` of `tokens` each computes: every request is as long as that.
+
+    Where it runs more and shorter ones, what is left of it is one more.
+    """
+    if len(lengths) <= requests:
+        return [(tokens, cached) for _, cached in lengths] + [(tokens, 0)] * (requests - len(lengths))
+    left = requests * tokens - sum(new for new, _ in lengths)
+    return [*lengths, (left, 0)] if left else list(lengths)

@@ -1,7 +1,9 @@
 """What a prefill iteration costs: LAPS's compute and memory terms, and their online fit to one instance's iterations.
 
-T = alpha * sum L(L + 2H) + (beta + gamma_w) * sum L + gamma_r * sum H + kappa, for L new tokens after H cached
-ones of each request (LAPS, section 2.1; kappa, the fixed cost of an iteration, is ours).
+T = alpha * sum L(L + 2H) + (beta + gamma_w) * sum L + gamma_r * sum H + rho * (R - 1) + kappa, for L new tokens after
+H cached ones of each of R requests (LAPS, section 2.1; kappa, the fixed cost of an iteration, and rho, that of each
+further request, are ours). An iteration that replays a captured graph computes all tokens of its shape, and has
+coefficients of its own.
 
 The fit is least squares on relative error with non-negative coefficients. What is kept is stratified: a few of the
 latest samples of each kind of iteration (powers of two of length, cache and batch), so that an hour of short batches
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from math import ceil, exp, inf, isfinite, log, sqrt
 from statistics import median
 from typing import NamedTuple
@@ -31,6 +34,8 @@ class CostCoefficients(NamedTuple):
     token_s: float  # beta + gamma_w: per new token
     read_s: float  # gamma_r: per cached token
     kappa_s: float  # per iteration
+    request_s: float = 0.0  # per request beside the first
+    replayed: CostCoefficients | None = None  # of iterations that replay a captured graph; None: the same
 
     @classmethod
     def from_throughput(cls, tokens_per_s: float, fixed_s: float) -> CostCoefficients:
@@ -39,9 +44,32 @@ class CostCoefficients(NamedTuple):
             raise ValueError(f"tokens_per_s must be above 0 and fixed_s at least 0, got {tokens_per_s} and {fixed_s}")
         return cls(0.0, 1.0 / tokens_per_s, 0.0, fixed_s)
 
-    def iteration_s(self, attention_work: float, new_tokens: int, cached_tokens: int) -> float:
-        """Seconds of an iteration with these features: sum L(L + 2H), sum L, sum H."""
-        return self.alpha_s * attention_work + self.token_s * new_tokens + self.read_s * cached_tokens + self.kappa_s
+    def times(self, factor: float) -> CostCoefficients:
+        """Those of a machine on which everything takes `factor` times as long."""
+        alpha_s, token_s, read_s, kappa_s, request_s = (factor * value for value in self[:5])
+        replayed = None if self.replayed is None else self.replayed.times(factor)
+        return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s, replayed)
+
+    def iteration_s(
+        self,
+        attention_work: float,
+        new_tokens: int,
+        cached_tokens: int,
+        requests: int = 1,
+        is_replayed: bool = False,
+    ) -> float:
+        """Seconds of an iteration with these features: sum L(L + 2H), sum L, sum H, number of requests.
+
+        Replayed, `new_tokens` are those of the captured shape, which are computed all; the rest is of the requests.
+        """
+        cost = self.replayed if is_replayed and self.replayed is not None else self
+        return (
+            cost.alpha_s * attention_work
+            + cost.token_s * new_tokens
+            + cost.read_s * cached_tokens
+            + cost.request_s * (requests - 1)
+            + cost.kappa_s
+        )
 
     def chunk_s(self, new_tokens: int, cached_tokens: int) -> float:
         """Seconds of an iteration that computes `new_tokens` of one request after `cached_tokens`."""
@@ -85,7 +113,7 @@ def boundary_tokens(
     return (root - linear) / (2 * alpha_s) if alpha_s > 0 else None
 
 
-_COEFFICIENTS = 4
+_FEATURES = 5
 _PER_KIND = 16
 _KINDS = 256
 _KEPT_SAMPLES = 20_000  # a kind that was not seen for so many samples is forgotten
@@ -98,20 +126,19 @@ _NOISE_FLOOR = 0.005
 _STANDARD_ERROR = 0.3  # of a coefficient that is determined, relative to it
 _SOLVE_ALWAYS = 64
 _SOLVE_EVERY = 8
-# What the prior claims: the time of prompts of (new, cached) tokens.
-_PRIOR_SHAPES = ((32, 0), (256, 0), (2048, 0), (256, 4096), (2048, 4096))
-
-_Row = tuple[float, float, float, float]
+# What the prior claims: the time of (new, cached) tokens of so many requests each.
+_PRIOR_SHAPES = ((32, 0, 1), (256, 0, 1), (2048, 0, 1), (256, 4096, 1), (2048, 4096, 1), (32, 0, 8))
 
 
 class IterationSample(NamedTuple):
     """One forward iteration as it was measured: the features of the cost model and its duration."""
 
     attention_work: float  # sum over requests of L * (L + 2 H)
-    new_tokens: int  # sum of L
+    new_tokens: int  # sum of L; replayed, the tokens of the captured shape
     cached_tokens: int  # sum of H
     requests: int
     duration_s: float
+    is_replayed: bool = False  # on a captured graph
 
 
 class FitReport(NamedTuple):
@@ -122,10 +149,13 @@ class FitReport(NamedTuple):
     token_s: float  # beta + gamma_w
     read_s: float  # gamma_r
     kappa_s: float
+    request_s: float
     alpha_determined: bool  # whether the samples determine it; where not, it is the prior's
     token_determined: bool
     read_determined: bool
     kappa_determined: bool
+    replayed_token_s: float | None  # per token of a captured shape; None where nothing was replayed
+    replayed_kappa_s: float | None
     error_p50: float | None  # relative error of the latest predictions, before they were learned from
     error_p90: float | None
 
@@ -139,44 +169,120 @@ class Determined(NamedTuple):
     kappa: bool
 
 
+_NOTHING_DETERMINED = Determined(False, False, False, False)
+
+
 class _Kind:
     """The latest samples of one kind of iteration, and when it was last seen."""
 
     __slots__ = ("last_seen", "rows")
 
     def __init__(self) -> None:
-        self.rows: deque[_Row] = deque()
+        self.rows: deque[Vector] = deque()
         self.last_seen = 0
+
+
+class _Equations:
+    """The kept samples of iterations that run in one way, and the coefficients that explain them best.
+
+    What they leave open follows the prior, scaled by the speed that they show.
+    """
+
+    __slots__ = ("_gram", "_moment", "_prior_gram", "_prior_moment", "_speeds", "kinds", "prior", "rows", "taken")
+
+    def __init__(self, prior: CostCoefficients) -> None:
+        self.prior = prior
+        self._gram = _zeros()
+        self._moment: Vector = [0.0] * _FEATURES
+        self._prior_gram = _zeros()
+        self._prior_moment: Vector = [0.0] * _FEATURES
+        for new, cached, requests in _PRIOR_SHAPES:
+            work = requests * new * (new + 2.0 * cached)
+            features = _features(work, requests * new, requests * cached, requests)
+            predicted_s = prior.iteration_s(work, requests * new, requests * cached, requests)
+            _accumulate(self._prior_gram, self._prior_moment, _relative(features, predicted_s), 1)
+        self.kinds: OrderedDict[tuple[int, int, int], _Kind] = OrderedDict()
+        self.rows = 0  # in all kinds
+        self.taken = 0
+        self._speeds: deque[float] = deque(maxlen=33)  # log(measured / prior)
+
+    def add(self, sample: IterationSample) -> None:
+        """Keep one more, and forget what there is too much of."""
+        work, new_tokens, cached_tokens, requests = sample[:4]
+        features = _features(work, new_tokens, cached_tokens, requests)
+        self._speeds.append(log(sample.duration_s / self.prior.iteration_s(work, new_tokens, cached_tokens, requests)))
+        self.taken += 1
+        kinds = self.kinds
+        kind = _kind(sample)
+        if kind not in kinds:
+            kinds[kind] = _Kind()
+        kept = kinds[kind]
+        kinds.move_to_end(kind)
+        kept.last_seen = self.taken
+        row = _relative(features, sample.duration_s)
+        kept.rows.append(row)
+        self._take_in(row, 1)
+        if len(kept.rows) > _PER_KIND:
+            self._take_in(kept.rows.popleft(), -1)
+        oldest = next(iter(kinds))
+        if len(kinds) > _KINDS or self.taken - kinds[oldest].last_seen > _KEPT_SAMPLES:
+            for forgotten in kinds.pop(oldest).rows:
+                self._take_in(forgotten, -1)
+
+    def solve(self) -> CostCoefficients:
+        """The best coefficients for what is kept, which must be something."""
+        slowness = exp(median(self._speeds))
+        weight = 1.0 / (1 + self.rows)
+        gram = [
+            [real + weight * prior / slowness**2 for real, prior in zip(reals, priors, strict=True)]
+            for reals, priors in zip(self._gram, self._prior_gram, strict=True)
+        ]
+        moment = [
+            real + weight * prior / slowness for real, prior in zip(self._moment, self._prior_moment, strict=True)
+        ]
+        alpha_s, token_s, read_s, request_s, kappa_s = solve_non_negative(gram, moment)
+        if token_s <= 0 and kappa_s <= 0:  # by that a lone request takes no time: the samples are of batches alone
+            return self.prior.times(slowness)._replace(replayed=None)
+        return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
+
+    def determined(self, solution: CostCoefficients, noise: float) -> Determined:
+        """Which coefficients of the solution these samples, of so much relative noise, determine by themselves."""
+        if self.rows < _MIN_SAMPLES:
+            return _NOTHING_DETERMINED
+        alpha, token, read, _, kappa = inverse_diagonal(self._gram)
+        pairs = zip(solution[:4], (alpha, token, read, kappa), strict=True)
+        return Determined(
+            *(value > 0 and noise * sqrt(variance) <= _STANDARD_ERROR * value for value, variance in pairs)
+        )
+
+    def _take_in(self, row: Vector, sign: int) -> None:
+        """Add a row to the normal equations, or take it away again."""
+        self.rows += sign
+        _accumulate(self._gram, self._moment, row, sign)
 
 
 class CostFit:
     """The prior before the first sample, the measurements after many, a blend in between.
 
-    What the samples leave open follows the prior, scaled by the speed that they show. Raises ValueError for a prior
-    by which prefills take no time, or less than none.
+    Iterations that replay a captured graph have equations of their own, whose prior is what the others have shown.
+    Raises ValueError for a prior by which prefills take no time, or less than none.
     """
 
     __slots__ = (
+        "_eager",
         "_errors",
-        "_gram",
-        "_kinds",
         "_logs",
-        "_moment",
-        "_prior",
-        "_prior_gram",
-        "_prior_moment",
         "_recent_errors",
         "_recent_excess",
         "_recent_logs",
-        "_recent_speeds",
-        "_rows",
+        "_replayed",
         "_written",
         "coefficients",
         "determined",
     )
 
     def __init__(self, prior: CostCoefficients) -> None:
-        if min(prior) < 0 or not prior.chunk_s(1, 0) > 0:
+        if min(prior[:5]) < 0 or not prior.chunk_s(1, 0) > 0:
             raise ValueError(f"the prior must give every prefill a time above 0, got {prior}")
         self.coefficients = prior
         self._written = 0  # samples taken in so far
@@ -184,23 +290,13 @@ class CostFit:
         self._logs: list[float] = []  # the same, sorted: |log(measured / predicted)|
         self._recent_errors: deque[float] = deque()
         self._errors: list[float] = []  # the same, sorted: |predicted - measured| / measured
-        self._start_from(prior)
+        self._start_from(prior, None)
 
-    def _start_from(self, prior: CostCoefficients) -> None:
+    def _start_from(self, eager: CostCoefficients, replayed: CostCoefficients | None) -> None:
         """Keep no samples, and believe this meanwhile."""
-        self._prior = prior
-        self.determined = Determined(False, False, False, False)
-        self._gram: Matrix = [[0.0] * _COEFFICIENTS for _ in range(_COEFFICIENTS)]
-        self._moment: Vector = [0.0] * _COEFFICIENTS
-        self._prior_gram: Matrix = [[0.0] * _COEFFICIENTS for _ in range(_COEFFICIENTS)]
-        self._prior_moment: Vector = [0.0] * _COEFFICIENTS
-        for new_tokens, cached_tokens in _PRIOR_SHAPES:
-            features = (new_tokens * (new_tokens + 2.0 * cached_tokens), float(new_tokens), float(cached_tokens), 1.0)
-            predicted_s = prior.chunk_s(new_tokens, cached_tokens)
-            _accumulate(self._prior_gram, self._prior_moment, _relative(features, predicted_s), 1)
-        self._kinds: OrderedDict[tuple[int, int, int], _Kind] = OrderedDict()
-        self._rows = 0  # in all kinds
-        self._recent_speeds: deque[float] = deque(maxlen=33)  # log(measured / prior)
+        self.determined = _NOTHING_DETERMINED
+        self._eager = _Equations(eager)
+        self._replayed = None if replayed is None else _Equations(replayed)
         self._recent_excess: deque[float] = deque(maxlen=_CHANGE_SAMPLES)  # log(measured / predicted)
 
     def add(self, sample: IterationSample) -> None:
@@ -208,24 +304,24 @@ class CostFit:
         duration_s = sample.duration_s
         if not (isfinite(duration_s) and duration_s > 0 and sample.new_tokens > 0):
             return
-        features = (sample.attention_work, float(sample.new_tokens), float(sample.cached_tokens), 1.0)
-        predicted_s = self.coefficients.iteration_s(features[0], sample.new_tokens, sample.cached_tokens)
+        sample = sample._replace(requests=max(1, sample.requests))
+        work, new_tokens, cached_tokens, requests, _, is_replayed = sample
+        predicted_s = self.coefficients.iteration_s(work, new_tokens, cached_tokens, requests, is_replayed)
         excess = log(duration_s / predicted_s) if predicted_s > 0 else inf
-        clip = self._clip()
-        credible_s = duration_s
+        equations = self._equations(is_replayed)
+        clip = self._clip() if equations.rows >= _MIN_SAMPLES else inf
+        credible = sample
         if predicted_s > 0 and abs(excess) > clip:  # an outlier weighs no more than an odd sample
-            credible_s = predicted_s * exp(clip if excess > 0 else -clip)
+            credible = sample._replace(duration_s=predicted_s * exp(clip if excess > 0 else -clip))
         _push(self._recent_logs, self._logs, min(abs(excess), 1e3))
         _push(self._recent_errors, self._errors, abs(predicted_s - duration_s) / duration_s)
-        prior_s = self._prior.iteration_s(features[0], sample.new_tokens, sample.cached_tokens)
-        self._recent_speeds.append(log(credible_s / prior_s))
         self._recent_excess.append(excess)
         self._written += 1
         if self._is_another_machine():
-            self._start_from(self.coefficients if self.coefficients.token_s > 0 else self._prior)
+            self._start_again()
             return
-        self._keep(sample, _relative(features, credible_s))
-        if self._written <= _SOLVE_ALWAYS or self._written % _SOLVE_EVERY == 0:
+        equations.add(credible)
+        if equations.taken <= _SOLVE_ALWAYS or self._written % _SOLVE_EVERY == 0:
             self._solve()
 
     def boundary_tokens(self, write_s: float | None, cached_tokens: int) -> float | None:
@@ -241,14 +337,30 @@ class CostFit:
         return boundary_tokens(self.coefficients, write_s, cached_tokens, with_kappa=determined.kappa)
 
     def report(self) -> FitReport:
-        errors = self._errors
+        errors, cost = self._errors, self.coefficients
         return FitReport(
-            self._written,
-            *self.coefficients,
-            *self.determined,
-            errors[len(errors) // 2] if errors else None,
-            errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else None,
+            samples=self._written,
+            alpha_s=cost.alpha_s,
+            token_s=cost.token_s,
+            read_s=cost.read_s,
+            kappa_s=cost.kappa_s,
+            request_s=cost.request_s,
+            alpha_determined=self.determined.alpha,
+            token_determined=self.determined.token,
+            read_determined=self.determined.read,
+            kappa_determined=self.determined.kappa,
+            replayed_token_s=None if cost.replayed is None else cost.replayed.token_s,
+            replayed_kappa_s=None if cost.replayed is None else cost.replayed.kappa_s,
+            error_p50=errors[len(errors) // 2] if errors else None,
+            error_p90=errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else None,
         )
+
+    def _equations(self, is_replayed: bool) -> _Equations:
+        if not is_replayed:
+            return self._eager
+        if self._replayed is None:
+            self._replayed = _Equations(self.coefficients)
+        return self._replayed
 
     def _clip(self) -> float:
         """How far a sample may be from its prediction, as a logarithm: three robust standard deviations."""
@@ -264,71 +376,55 @@ class CostFit:
         excess = self._recent_excess
         return len(excess) == _CHANGE_SAMPLES and abs(median(excess)) > _CHANGE
 
-    def _keep(self, sample: IterationSample, row: _Row) -> None:
-        requests = max(1, sample.requests)
-        kind = (
-            (sample.new_tokens // requests).bit_length(),
-            (sample.cached_tokens // requests).bit_length(),
-            requests.bit_length(),
+    def _start_again(self) -> None:
+        """Forget the samples; what they showed is the prior, where it says what a token costs."""
+        eager, replayed = self.coefficients._replace(replayed=None), self.coefficients.replayed
+        before = self._replayed
+        self._start_from(
+            eager if eager.token_s > 0 else self._eager.prior,
+            replayed if before is None or replayed is None or replayed.token_s > 0 else before.prior,
         )
-        kinds = self._kinds
-        if kind not in kinds:
-            kinds[kind] = _Kind()
-        kept = kinds[kind]
-        kinds.move_to_end(kind)
-        kept.last_seen = self._written
-        kept.rows.append(row)
-        self._take_in(row, 1)
-        if len(kept.rows) > _PER_KIND:
-            self._take_in(kept.rows.popleft(), -1)
-        oldest = next(iter(kinds))
-        if len(kinds) > _KINDS or self._written - kinds[oldest].last_seen > _KEPT_SAMPLES:
-            for forgotten in kinds.pop(oldest).rows:
-                self._take_in(forgotten, -1)
-
-    def _take_in(self, row: _Row, sign: int) -> None:
-        """Add a row to the normal equations, or take it away again."""
-        self._rows += sign
-        _accumulate(self._gram, self._moment, row, sign)
 
     def _solve(self) -> None:
-        slowness = exp(median(self._recent_speeds))
-        weight = 1.0 / (1 + self._rows)
-        gram = [
-            [real + weight * prior / slowness**2 for real, prior in zip(reals, priors, strict=True)]
-            for reals, priors in zip(self._gram, self._prior_gram, strict=True)
-        ]
-        moment = [
-            real + weight * prior / slowness for real, prior in zip(self._moment, self._prior_moment, strict=True)
-        ]
-        solution = solve_non_negative(gram, moment)
-        self.coefficients = CostCoefficients(*solution)
-        noise = max(_NOISE_FLOOR, 1.4826 * self._logs[len(self._logs) // 2])
-        is_enough = self._rows >= _MIN_SAMPLES
-        self.determined = Determined(
-            *(
-                is_enough and value > 0 and noise * sqrt(variance) <= _STANDARD_ERROR * value
-                for value, variance in zip(solution, inverse_diagonal(self._gram), strict=True)
-            )
-        )
+        cost = self.coefficients
+        if self._eager.rows:
+            cost = self._eager.solve()
+            noise = max(_NOISE_FLOOR, 1.4826 * self._logs[len(self._logs) // 2])
+            self.determined = self._eager.determined(cost, noise)
+        if self._replayed is not None and self._replayed.rows:
+            cost = cost._replace(replayed=self._replayed.solve())
+        self.coefficients = cost
 
 
-def _relative(features: _Row, duration_s: float) -> _Row:
+def _kind(sample: IterationSample) -> tuple[int, int, int]:
+    """Samples of one kind differ by less than a factor of two in length, cache and batch."""
+    requests = sample.requests
     return (
-        features[0] / duration_s,
-        features[1] / duration_s,
-        features[2] / duration_s,
-        features[3] / duration_s,
+        (sample.new_tokens // requests).bit_length(),
+        (sample.cached_tokens // requests).bit_length(),
+        requests.bit_length(),
     )
 
 
-def _accumulate(gram: Matrix, moment: Vector, row: _Row, sign: int) -> None:
+def _features(attention_work: float, new_tokens: int, cached_tokens: int, requests: int) -> Vector:
+    return [attention_work, float(new_tokens), float(cached_tokens), requests - 1.0, 1.0]
+
+
+def _relative(features: Vector, duration_s: float) -> Vector:
+    return [feature / duration_s for feature in features]
+
+
+def _zeros() -> Matrix:
+    return [[0.0] * _FEATURES for _ in range(_FEATURES)]
+
+
+def _accumulate(gram: Matrix, moment: Vector, row: Sequence[float], sign: int) -> None:
     """Add (or take away) a row whose target is 1."""
-    for i in range(_COEFFICIENTS):
+    for i in range(_FEATURES):
         value = sign * row[i]
         moment[i] += value
         line = gram[i]
-        for j in range(_COEFFICIENTS):
+        for j in range(_FEATURES):
             line[j] += value * row[j]
 
 

@@ -31,6 +31,7 @@ from sglang_ext.policy.laps.round_plan import (
 from sglang_ext.policy.laps.short_batch import (
     BatchBounds,
     FormedBatch,
+    alone_s,
     form_batch,
     joined_s,
     lone_batch,
@@ -185,7 +186,7 @@ class Laps:
     def predicted_s(self, new_tokens: Sequence[int], cached_tokens: Sequence[int]) -> float:
         """Seconds of a forward iteration over requests with these tokens, one number each."""
         work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
-        return self._fit.coefficients.iteration_s(work, sum(new_tokens), sum(cached_tokens))
+        return self._fit.coefficients.iteration_s(work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
 
     def note_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
@@ -257,7 +258,7 @@ class Laps:
             self._limits.page_tokens,
             budget_s,
         )
-        batch = form_batch(candidates, cost, self._grid, bounds)
+        batch = form_batch(candidates, now_s, cost, self._grid, bounds)
         share, is_more_urgent = 0.0, True
         if shorts and choice is not None:
             share, is_more_urgent = self._compare(shorts[0], choice.ranked)
@@ -351,7 +352,7 @@ class Laps:
         cost = self._fit.coefficients
         depth = len(batch.members)
         arrivals_s = [member.request.arrival_s for member in batch.members]
-        alone_s = sum(member.remaining_s for member in batch.members) / depth
+        apart_s = sum(alone_s(member, cost, self._grid) for member in batch.members) / depth
         gathering = GatheringBatch(
             depth=depth,
             new_tokens=batch.new_tokens,
@@ -359,7 +360,7 @@ class Laps:
             oldest_arrival_s=min(arrivals_s),
             newest_arrival_s=max(arrivals_s),
             latest_start_s=min(ranked.request.deadline_s for ranked in state.shorts) - batch.predicted_s,
-            break_even_gap_s=break_even_gap_s(depth, alone_s, batch.predicted_s, joined_s(batch, cost, self._grid)),
+            break_even_gap_s=break_even_gap_s(depth, apart_s, batch.predicted_s, joined_s(batch, cost, self._grid)),
         )
         is_offline = all(member.request.deadline_s == inf for member in batch.members)
         if is_offline or self._options.batching is Batching.TOKEN_MAX:

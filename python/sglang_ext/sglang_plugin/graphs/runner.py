@@ -25,6 +25,7 @@ class GridPrefillRunner:
         self._stock = stock
         self._eager = eager
         self._graphs: PrefillGraphs | None = None
+        self.replayed: GraphShape | None = None  # the shape that the last prefill ran on; None: on none of the grid
         self._static: dict[GraphShape, tuple[CapturedAttention, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -47,6 +48,7 @@ class GridPrefillRunner:
     def can_run_graph(self, forward_batch: Any) -> bool:
         """SGLang asks this once for each prefill, which is where those that do not fit are counted."""
         choice = self._choose(forward_batch)
+        self.replayed = None
         if isinstance(choice, GraphShape):
             return True
         if self._graphs is not None:
@@ -56,12 +58,14 @@ class GridPrefillRunner:
     def execute(self, forward_batch: Any, **kwargs: Any) -> Any:
         """What `model.forward` returns for this batch."""
         shape = self._choose(forward_batch)
+        self.replayed = None
         if not isinstance(shape, GraphShape) or self._graphs is None:
             return self._stock.execute(forward_batch, **kwargs)
         if not self._graphs.make_ready(shape):
             self._graphs.fallbacks[Fallback.MEMORY] += 1
             return self._eager.execute(forward_batch)
         self._wait_for_cached_kv()
+        self.replayed = shape
         self._graphs.load(shape, self._ragged(forward_batch))
         hidden = self._graphs.replay(shape)[: forward_batch.input_ids.shape[0]]
         return self._tail(forward_batch, hidden, kwargs)
@@ -158,6 +162,12 @@ def _static_forward_batch(model_runner: Any, shape: GraphShape, batch: PaddedBat
     if hasattr(model_runner, "kv_index_translator"):
         model_runner.kv_index_translator.bind_runner_slots(forward_batch)
     return forward_batch
+
+
+def replayed_shape(model_runner: Any) -> GraphShape | None:
+    """The captured shape that the prefill which was launched last runs on; None: it runs on the ordinary kernels."""
+    runner = getattr(model_runner, "prefill_cuda_graph_runner", None)
+    return runner.replayed if isinstance(runner, GridPrefillRunner) else None
 
 
 def graph_status(model_runner: Any) -> dict[str, Any] | None:

@@ -10,11 +10,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
-from sglang_ext.policy.laps.graph_grid import GraphGrid
+from sglang_ext.policy.laps.graph_grid import GraphGrid, GraphShape
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
     InstanceLimits,
@@ -124,18 +123,18 @@ def _agreement(scheduler: Any) -> RankAgreement:
 BUSY_WINDOW_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
+class _Launched(NamedTuple):
     at_s: float
     length_class: LengthClass
-    attention_work: float
-    new_tokens: int
-    cached_tokens: int
-    requests: int
+    sample: IterationSample  # its duration is not known yet
 
 
 class IterationClock:
-    """Pairs launches with results, in order, and remembers how busy the last ten seconds were."""
+    """Pairs launches with results, in order, and remembers how busy the last ten seconds were.
+
+    An iteration takes from the end of the one before to its own, intake and batch preparation included. After a round
+    that launched nothing it begins with the round that does.
+    """
 
     def __init__(self) -> None:
         self._launched: deque[_Launched] = deque()
@@ -143,17 +142,36 @@ class IterationClock:
         self._busy_s = dict.fromkeys(LengthClass, 0.0)
         self._started_s: float | None = None
         self._last_end_s = float("-inf")
+        self._was_idle = True
+        self._round_s: float | None = None
+
+    def note_round(self, now_s: float) -> None:
+        """A decision about what runs next begins."""
+        if self._was_idle:
+            self._round_s = now_s
+
+    def note_idle(self) -> None:
+        """The round launched nothing: until the next one the instance is idle, but for what is launched already."""
+        self._was_idle = True
 
     def note_launch(
         self, now_s: float, length_class: LengthClass, new_tokens: Sequence[int], cached_tokens: Sequence[int]
     ) -> None:
         """A batch of one class was launched: `new_tokens` (L) and `cached_tokens` (H) of each of its requests."""
-        work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
-        self._launched.append(
-            _Launched(now_s, length_class, work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
-        )
+        work = float(sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True)))
+        at_s = self._last_end_s
+        if self._was_idle:
+            at_s = now_s if self._round_s is None else self._round_s
+        sample = IterationSample(work, sum(new_tokens), sum(cached_tokens), len(new_tokens), 0.0)
+        self._launched.append(_Launched(at_s, length_class, sample))
+        self._was_idle, self._round_s = False, None
         if self._started_s is None:
-            self._started_s = now_s
+            self._started_s = at_s
+
+    def note_replay(self, shape: GraphShape) -> None:
+        """The batch that was launched last runs on this captured shape: all tokens of the shape are computed."""
+        last = self._launched.pop()
+        self._launched.append(last._replace(sample=last.sample._replace(new_tokens=shape.tokens, is_replayed=True)))
 
     def note_result(self, now_s: float) -> IterationSample:
         """The oldest launched batch ended. Raises IndexError when none was launched."""
@@ -163,9 +181,7 @@ class IterationClock:
         self._busy.append((now_s, duration_s, launched.length_class))
         self._busy_s[launched.length_class] += duration_s
         self._forget(now_s)
-        return IterationSample(
-            launched.attention_work, launched.new_tokens, launched.cached_tokens, launched.requests, duration_s
-        )
+        return launched.sample._replace(duration_s=duration_s)
 
     def utilisation(self, now_s: float, length_class: LengthClass | None = None) -> float:
         """Share of the last ten seconds spent in forward iterations, of one class or of both: 0 to 1."""

@@ -16,7 +16,7 @@ from sglang_ext.types import LengthClass
 _PUBLISH_INTERVAL_S = 1.0
 _DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 _WAITS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-_COEFFICIENTS = ("alpha", "token", "read", "kappa")
+_COEFFICIENTS = ("alpha", "token", "read", "kappa", "request", "replayed_token", "replayed_kappa")
 _FILLS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -146,8 +146,10 @@ class PrometheusMetrics:
         self._parked.set(report.parked)
         self._boundary.set(report.boundary_tokens)
         fit = report.fit
-        for name, value in zip(_COEFFICIENTS, (fit.alpha_s, fit.token_s, fit.read_s, fit.kappa_s), strict=True):
-            self._coefficients.labels(name).set(value)
+        for name in _COEFFICIENTS:
+            value = getattr(fit, name + "_s")
+            if value is not None:
+                self._coefficients.labels(name).set(value)
         for quantile, error in (("0.5", fit.error_p50), ("0.9", fit.error_p90)):
             if error is not None:
                 self._fit_error.labels(quantile).set(error)

@@ -36,7 +36,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
 from sglang_ext.policy.laps.round_plan import LapsMode, RoundPlan, RoundSnapshot
-from sglang_ext.sglang_plugin.graphs.runner import graph_status
+from sglang_ext.sglang_plugin.graphs.runner import graph_status, replayed_shape
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance, build_instance
 from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
@@ -92,6 +92,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         laps = self._laps
         if laps is None:
             return super().get_new_batch_prefill(running_batch)
+        laps.clock.note_round(laps.now_s())
+        plan = self._plan_batch(laps, running_batch)
+        if plan.batch_to_run is None:
+            laps.clock.note_idle()
+        return plan
+
+    def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
         self._park()
         self._end_failed()
         self._admit_ready_grammars()
@@ -256,6 +263,11 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             entry = entry_of(batch.reqs[0])
             length_class = LengthClass.SHORT if entry is None else entry.length_class
             laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
+            result = super().run_batch(batch, *args, **kwargs)
+            shape = replayed_shape(self.tp_worker.model_runner)
+            if shape is not None:
+                laps.clock.note_replay(shape)
+            return result
         return super().run_batch(batch, *args, **kwargs)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:

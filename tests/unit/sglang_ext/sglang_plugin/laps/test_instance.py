@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from sglang_ext.policy.laps.cost_model import IterationSample
+from sglang_ext.policy.laps.graph_grid import GraphShape
 from sglang_ext.sglang_plugin.laps.instance import BUSY_WINDOW_S, IterationClock
 from sglang_ext.types import LengthClass
 
@@ -36,8 +37,55 @@ def test_idle_time_between_two_iterations_belongs_to_neither() -> None:
     clock = IterationClock()
     clock.note_launch(0.0, SHORT, [8], [0])
     clock.note_result(1.0)
+    clock.note_idle()
     clock.note_launch(5.0, SHORT, [8], [0])
     assert clock.note_result(5.5).duration_s == 0.5
+
+
+def test_an_iteration_takes_from_the_end_of_the_one_before_while_the_instance_is_busy() -> None:
+    """Intake, polls and the preparation of the batch are part of it."""
+    clock = IterationClock()
+    clock.note_round(0.0)
+    clock.note_launch(0.1, SHORT, [8], [0])
+    assert clock.note_result(1.0).duration_s == 1.0
+    clock.note_round(1.2)
+    clock.note_launch(1.3, SHORT, [8], [0])
+    assert clock.note_result(2.0).duration_s == 1.0
+
+
+def test_after_a_round_without_a_launch_it_takes_from_the_round_that_launches() -> None:
+    clock = IterationClock()
+    clock.note_launch(0.0, SHORT, [8], [0])
+    clock.note_result(1.0)
+    for now_s in (1.1, 3.0, 5.0):
+        clock.note_round(now_s)
+        clock.note_idle()
+    clock.note_round(7.0)
+    clock.note_launch(7.1, SHORT, [8], [0])
+    assert clock.note_result(8.0).duration_s == 1.0
+    assert clock.utilisation(8.0) == pytest.approx(2 / 8)
+
+
+def test_a_round_that_launches_nothing_while_a_batch_runs() -> None:
+    clock = IterationClock()
+    clock.note_round(0.0)
+    clock.note_launch(0.0, SHORT, [8], [0])
+    clock.note_round(0.5)
+    clock.note_idle()
+    clock.note_round(0.8)
+    clock.note_launch(0.8, SHORT, [16], [0])
+    assert clock.note_result(1.0).duration_s == 1.0
+    assert clock.note_result(2.5).duration_s == 1.5
+
+
+def test_a_replayed_batch_computes_the_tokens_of_its_shape() -> None:
+    clock = IterationClock()
+    clock.note_launch(0.0, SHORT, [8], [0])
+    clock.note_launch(0.0, SHORT, [10, 20, 25], [0, 4, 0])
+    clock.note_replay(GraphShape(32, 4))
+    assert clock.note_result(1.0) == IterationSample(64.0, 8, 0, 1, 1.0)
+    work = 10.0 * 10 + 20 * 28 + 25 * 25
+    assert clock.note_result(2.0) == IterationSample(work, 128, 4, 3, 1.0, is_replayed=True)
 
 
 def test_a_result_without_a_launch_is_an_error() -> None:
@@ -75,11 +123,13 @@ def test_each_class_has_its_share() -> None:
     clock = IterationClock()
     clock.note_launch(0.0, SHORT, [8], [0])
     clock.note_result(1.0)
+    clock.note_idle()
     clock.note_launch(2.0, LONG, [8], [0])
     clock.note_result(4.0)
     assert clock.utilisation(5.0, SHORT) == pytest.approx(1 / 5)
     assert clock.utilisation(5.0, LONG) == pytest.approx(2 / 5)
     assert clock.utilisation(5.0) == pytest.approx(3 / 5)
+    clock.note_idle()
     clock.note_launch(5.0, LONG, [8], [0])
     # What runs counts for its own class.
     assert clock.utilisation(8.0, SHORT) == pytest.approx(1 / 8)
