@@ -18,8 +18,8 @@ from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 
+from sglang_ext.sglang_plugin.hooks.request_hints import check_hints
 from sglang_ext.sglang_plugin.hooks.scoring import excess_top_logprobs, note_wanted_tokens
-from sglang_ext.sglang_plugin.laps.queued_request import check_hints
 
 
 def normalize_batch_and_arguments(stock: Callable[[Any], None], request: Any) -> None:

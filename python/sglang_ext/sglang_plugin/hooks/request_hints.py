@@ -10,9 +10,64 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
+from math import inf
 from typing import Any
 
-from sglang_ext.sglang_plugin.laps.queued_request import InvalidHintError, check_hints
+from sglang_ext.policy.laps.round_plan import PriorityClass
+
+TTFT_SLO_MS_PARAMETER = "sglang_ext_ttft_slo_ms"
+PRIORITY_PARAMETER = "sglang_ext_priority"
+_SHOWN_CHARACTERS = 60  # of a value that is refused
+PRIORITY_NAMES = {
+    "real-time": PriorityClass.REAL_TIME,
+    "high": PriorityClass.HIGH,
+    "normal": PriorityClass.NORMAL,
+    "low": PriorityClass.LOW,
+}
+
+
+class InvalidHintError(ValueError):
+    """A client asks for a deadline or a priority that is none; the message names the field."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"custom_params.{field} {problem}")
+        self.param = f"custom_params.{field}"
+
+
+def check_hints(custom_params: object) -> None:
+    """Raise InvalidHintError for a deadline or a priority in a request's `custom_params` that is none."""
+    if not isinstance(custom_params, dict):
+        return
+    slo_ms = custom_params.get(TTFT_SLO_MS_PARAMETER)
+    if slo_ms is not None and slo_seconds(slo_ms) is None:
+        raise InvalidHintError(
+            TTFT_SLO_MS_PARAMETER, f"must be a positive number of milliseconds, got {_shortened(slo_ms)}"
+        )
+    priority = custom_params.get(PRIORITY_PARAMETER)
+    if priority is not None and not (isinstance(priority, str) and priority in PRIORITY_NAMES):
+        raise InvalidHintError(
+            PRIORITY_PARAMETER, f"must be one of {', '.join(PRIORITY_NAMES)}, got {_shortened(priority)}"
+        )
+
+
+def slo_seconds(value: object) -> float | None:
+    """A number of milliseconds in seconds; None for what is not above 0 or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        slo_s = value / 1e3
+    except OverflowError:  # an integer beyond every float
+        return None
+    # In seconds: the smallest positive floats are 0 there.
+    return slo_s if 0 < slo_s < inf else None
+
+
+def _shortened(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python writes
+        text = "a number of too many digits"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 async def handle_request(

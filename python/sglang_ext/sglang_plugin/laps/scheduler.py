@@ -338,12 +338,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         output = super().get_internal_state(recv_req)
         laps = self._laps
         if laps is not None and laps.agreement.is_deciding:
-            status = status_of(
-                laps,
-                self._snapshot(laps),
-                locked_tokens=self.tree_cache.protected_size(),
-                dp_rank=self.load_inquirer.get_loads().dp_rank,
-            )
+            status = status_of(laps, self._snapshot(laps), locked_tokens=self.tree_cache.protected_size())
             graphs = graph_status(self.tp_worker.model_runner)
             output.internal_state[STATUS_KEY] = status if graphs is None else {**status, "graphs": graphs}
         return output

@@ -7,9 +7,7 @@ server; the status and the switch come from its scheduler through SGLang's contr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from http import HTTPStatus
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -32,11 +30,10 @@ def mode_number(mode: LapsMode) -> int:
     return list(LapsMode).index(mode)
 
 
-def status_of(laps: LapsInstance, snapshot: RoundSnapshot, *, locked_tokens: int, dp_rank: int = 0) -> dict[str, Any]:
+def status_of(laps: LapsInstance, snapshot: RoundSnapshot, *, locked_tokens: int) -> dict[str, Any]:
     """The status as JSON-safe values. `locked_tokens`: cached KV that running or parked requests hold."""
     report = laps.policy.report(snapshot)
     return {
-        "dp_rank": dp_rank,
         "mode": report.mode.value,
         "generation": laps.generation,
         "short": _class_status(report.short, laps.clock.utilisation(snapshot.now_s, LengthClass.SHORT)),
@@ -62,39 +59,6 @@ def _class_status(report: ClassReport, utilisation: float) -> dict[str, Any]:
         "slo_violation_rate": report.slo_violation_rate,
         "tardiness": report.tardiness,
         "utilisation": utilisation,
-    }
-
-
-def merge_ranks(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The status of an instance with `--dp-size`: that of all its data-parallel ranks together, and each in `ranks`.
-
-    Ranks compute at the same time, so counts and memory add up, while backlogs (s), shares and rates are means over
-    the ranks, and the oldest wait is the longest. A mode counts as switched when the last rank has switched. What a
-    rank has measured for itself (`awd`, `fit`, the boundary) is that of the first one.
-    """
-    ranks = sorted(statuses, key=lambda status: int(status["dp_rank"]))
-    if len(ranks) == 1:
-        return ranks[0]
-    last = min(ranks, key=lambda status: int(status["generation"]))
-    return {
-        **ranks[0],
-        **{name: last[name] for name in ("mode", "generation")},
-        **{name: _merge_class([rank[name] for rank in ranks]) for name in ("short", "long")},
-        **{name: sum(rank[name] for rank in ranks) for name in ("parked", "parks")},
-        **{name: fmean(rank[name] for rank in ranks) for name in ("utilisation", "round_s", "short_share")},
-        "kv": {name: sum(rank["kv"][name] for rank in ranks) for name in ranks[0]["kv"]},
-        "ranks": ranks,
-    }
-
-
-def _merge_class(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        **{name: sum(one[name] for one in classes) for name in ("requests", "tokens")},
-        "oldest_wait_s": max(one["oldest_wait_s"] for one in classes),
-        **{
-            name: fmean(one[name] for one in classes)
-            for name in ("backlog_s", "slo_violation_rate", "tardiness", "utilisation")
-        },
     }
 
 
@@ -138,7 +102,8 @@ async def set_mode(request: Request) -> JSONResponse:
 
 async def _status() -> dict[str, Any]:
     states = await _tokenizer_manager().get_internal_state()
-    return merge_ranks([state[STATUS_KEY] for state in states])
+    status: dict[str, Any] = states[0][STATUS_KEY]  # there is one scheduler
+    return status
 
 
 def _tokenizer_manager() -> Any:

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.sglang_plugin.hooks.request_hints import generate_contract_error, handle_request
-from sglang_ext.sglang_plugin.laps.queued_request import check_hints
+from sglang_ext.sglang_plugin.hooks.request_hints import (
+    check_hints,
+    generate_contract_error,
+    handle_request,
+)
 from sglang_ext_router.prepared_request import _slo_seconds
 from sglang_ext_router.prompt import BadRequestError
 from sglang_ext_router.request_body import PRIORITIES, CleanBody, HintField, RequestHints

@@ -21,7 +21,7 @@ from sglang_ext.policy.laps.round_plan import (
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
 from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRankAgreement
-from sglang_ext.sglang_plugin.laps.status import MODES, merge_ranks, mode_number, status_of
+from sglang_ext.sglang_plugin.laps.status import MODES, mode_number, status_of
 from sglang_ext.types import LengthClass
 from sglang_ext_router.laps_monitor import read_report
 from support.prefill_loop import policy
@@ -112,46 +112,3 @@ def _chunk(key: int) -> LongChunk:
 
 def _batch(key: int) -> ShortBatch:
     return ShortBatch((key,), DispatchReason.SHARE, None, 10, 0.01)
-
-
-def test_ranks_that_compute_at_the_same_time() -> None:
-    first, second = instance(), instance()
-    second.clock.note_launch(3.0, LengthClass.SHORT, [100], [0])
-    second.clock.note_result(4.0)
-    busy = (queued(1, 100), queued(2, 4000, arrival_s=1.0, is_started=True))
-    lone = (queued(1, 50, arrival_s=3.0),)
-    ranks = [
-        status_of(second, RoundSnapshot(5.0, busy, 500), locked_tokens=64, dp_rank=1),
-        status_of(first, RoundSnapshot(5.0, lone, 900), locked_tokens=1, dp_rank=0),
-    ]
-    status = merge_ranks(ranks)
-    assert json.loads(json.dumps(status, allow_nan=False)) == status
-    report = read_report(status)
-    assert (report.short.requests, report.short.tokens, report.short.oldest_wait_s) == (2, 150, 5.0)
-    assert (report.long.requests, report.long.tokens, report.parked) == (1, 4000, 1)
-    assert report.long.backlog_s == pytest.approx(ranks[0]["long"]["backlog_s"] / 2)
-    assert report.utilisation == pytest.approx(0.25)
-    assert status["kv"] == {"free_tokens": 1400, "locked_tokens": 65}
-    assert [rank["dp_rank"] for rank in status["ranks"]] == [0, 1]
-
-
-def test_a_mode_is_switched_when_every_rank_has_switched() -> None:
-    first, second = instance(), instance()
-    first.switch_mode(LapsMode.LONG)
-
-    def merged() -> tuple[str, int]:
-        ranks = (
-            status_of(one, RoundSnapshot(5.0, (), 9), locked_tokens=0, dp_rank=rank)
-            for rank, one in enumerate((first, second))
-        )
-        status = merge_ranks(list(ranks))
-        return status["mode"], status["generation"]
-
-    assert merged() == ("both", 0)
-    second.switch_mode(LapsMode.LONG)
-    assert merged() == ("long", 1)
-
-
-def test_one_rank_is_reported_as_it_is() -> None:
-    status = status_of(instance(), RoundSnapshot(5.0, (), 1000), locked_tokens=0)
-    assert merge_ranks([status]) is status
