@@ -59,10 +59,20 @@ class GraphGrid:
     `max_prefix_tokens`: of all cached prefixes of a batch. Raises ValueError for an empty shape.
     """
 
-    __slots__ = ("_by_tokens", "_left_out", "_max_prefix_tokens", "lengths_tokens", "shapes")
+    __slots__ = (
+        "_deepest",
+        "_left_out",
+        "_lengths",
+        "_slots",
+        "by_tokens",
+        "lengths_tokens",
+        "max_prefix_tokens",
+        "shapes",
+        "tokens",
+    )
 
     def __init__(self, shapes: Iterable[GraphShape] = (), max_prefix_tokens: float = inf) -> None:
-        self._max_prefix_tokens = max_prefix_tokens
+        self.max_prefix_tokens = max_prefix_tokens
         self._left_out: list[GraphShape] = []
         self._use(shapes)
 
@@ -83,7 +93,19 @@ class GraphGrid:
             return Fallback.MEMORY if has_lost else Fallback.TOO_LARGE
         if shape.tokens > max(FREE_TOKENS, MAX_PADDING_FACTOR * new_tokens):
             return Fallback.PADDING
-        return shape if cached_tokens <= self._max_prefix_tokens else Fallback.PREFIXES
+        return shape if cached_tokens <= self.max_prefix_tokens else Fallback.PREFIXES
+
+    def padded_at(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int) -> int:
+        """`choose` for those who ask often: the position in `by_tokens`, or -1: the batch runs on ordinary kernels."""
+        tokens = self.tokens
+        lengths = self._lengths
+        slots = self._slots
+        for at in range(bisect_left(tokens, new_tokens), len(tokens)):
+            if lengths[at] >= longest_tokens and slots[at] >= requests:
+                if tokens[at] > FREE_TOKENS and tokens[at] > MAX_PADDING_FACTOR * new_tokens:
+                    return -1
+                return at if cached_tokens <= self.max_prefix_tokens else -1
+        return -1
 
     def leave_out(self, shape: GraphShape) -> None:
         """From now on no batch is padded to this shape."""
@@ -93,15 +115,15 @@ class GraphGrid:
 
     def nearest(self, longest_tokens: int, requests: int, new_tokens: int) -> GraphShape | None:
         """The captured shape with the least padding that holds such a batch; None if none. Of two, the shorter."""
-        for shape in self._by_tokens[bisect_left(self._by_tokens, new_tokens, key=_tokens) :]:
+        for shape in self.by_tokens[bisect_left(self.tokens, new_tokens) :]:
             if _holds(shape, longest_tokens, requests, new_tokens):
                 return shape
         return None
 
     def deepest(self, length_tokens: int) -> int | None:
         """Most requests of up to `length_tokens` that a captured shape has slots for; None if none holds one."""
-        slots = (shape.slots for shape in self.shapes if shape.length_tokens >= length_tokens)
-        return max(slots, default=None)
+        at = bisect_left(self.lengths_tokens, length_tokens)
+        return self._deepest[at] if at < len(self._deepest) else None
 
     def depths(self, max_requests: int) -> list[int]:
         """Numbers of requests that a batch can aim at: the captured ones, or powers of two."""
@@ -117,11 +139,13 @@ class GraphGrid:
                 raise ValueError(f"a captured shape holds at least one token of one request, got {shape}")
         self.shapes = tuple(unique)
         self.lengths_tokens = sorted({shape.length_tokens for shape in unique})
-        self._by_tokens = sorted(unique, key=lambda shape: (shape.tokens, shape.length_tokens))
-
-
-def _tokens(shape: GraphShape) -> int:
-    return shape.tokens
+        self._deepest = [
+            max(shape.slots for shape in unique if shape.length_tokens >= length) for length in self.lengths_tokens
+        ]
+        self.by_tokens = sorted(unique, key=lambda shape: (shape.tokens, shape.length_tokens))
+        self.tokens = [shape.tokens for shape in self.by_tokens]  # of a replay; in this order, as are the next two
+        self._lengths = [shape.length_tokens for shape in self.by_tokens]
+        self._slots = [shape.slots for shape in self.by_tokens]
 
 
 def _holds(shape: GraphShape, longest_tokens: int, requests: int, new_tokens: int) -> bool:

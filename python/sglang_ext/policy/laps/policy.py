@@ -258,7 +258,7 @@ class Laps:
             self._limits.page_tokens,
             budget_s,
         )
-        batch = form_batch(candidates, cost, self._grid, bounds)
+        batch = form_batch(candidates, now_s, cost, self._grid, bounds)
         share, is_more_urgent = 0.0, True
         if shorts and choice is not None:
             share, is_more_urgent = self._compare(shorts[0], choice.ranked)

@@ -1,8 +1,10 @@
-"""Bucket first, then neighbours while padding pays, within requests, tokens, memory and time."""
+"""As many on time as possible; bucket first, then neighbours while padding pays, within the bounds of a batch."""
 
 from __future__ import annotations
 
+from itertools import combinations
 from math import inf
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,8 @@ from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid, GraphShape
 from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.policy.laps.short_batch import (
+    DUE_AFTER,
+    SPARE,
     BatchBounds,
     FormedBatch,
     form_batch,
@@ -20,26 +24,46 @@ from sglang_ext.policy.laps.short_batch import (
 )
 from sglang_ext.policy.laps.slack import RankedPrefill, Urgency
 from sglang_ext.types import LengthClass
+from support.plain_batches import plain_form_batch
 
 GRID = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
 NO_GRID = GraphGrid()
 OVERHEAD_BOUND = CostCoefficients(0.0, 1e-6, 0.0, 0.01)
 COMPUTE_BOUND = CostCoefficients(0.0, 1e-3, 0.0, 1e-4)
+LMSYS = CostCoefficients(0.0, 1.5e-4, 0.0, 0.02)  # as of Qwen2.5-32B on an H100, without attention
 BOUNDS = BatchBounds(max_requests=64, max_tokens=8192, free_kv_tokens=100_000, page_tokens=1, budget_s=inf)
 
 
-def short(key: int, new_tokens: int, cost: CostCoefficients, cached_tokens: int = 0) -> RankedPrefill:
+def short(
+    key: int,
+    new_tokens: int,
+    cost: CostCoefficients,
+    cached_tokens: int = 0,
+    *,
+    arrival_s: float = 0.0,
+    deadline_s: float = inf,
+    aged_class: int = 2,
+) -> RankedPrefill:
     request = QueuedPrefill(
-        key, LengthClass.SHORT, new_tokens, cached_tokens, new_tokens, 0.0, inf, PriorityClass.NORMAL, False, False
+        key,
+        LengthClass.SHORT,
+        new_tokens,
+        cached_tokens,
+        new_tokens,
+        arrival_s,
+        deadline_s,
+        PriorityClass.NORMAL,
+        False,
+        False,
     )
     time_s = cost.chunk_s(new_tokens, cached_tokens)
-    return RankedPrefill(Urgency(2, float(key), 0.0, key), request, time_s, time_s)
+    return RankedPrefill(Urgency(aged_class, float(key), arrival_s, key), request, time_s, time_s)
 
 
 def form(
     lengths: list[int], cost: CostCoefficients = OVERHEAD_BOUND, grid: GraphGrid = GRID, bounds: BatchBounds = BOUNDS
 ) -> FormedBatch:
-    formed = form_batch([short(key, length, cost) for key, length in enumerate(lengths)], cost, grid, bounds)
+    formed = form_batch([short(key, length, cost) for key, length in enumerate(lengths)], 0.0, cost, grid, bounds)
     assert formed is not None
     return formed
 
@@ -49,7 +73,7 @@ def keys(formed: FormedBatch) -> list[int]:
 
 
 def test_no_short_prefill_waits() -> None:
-    assert form_batch([], OVERHEAD_BOUND, GRID, BOUNDS) is None
+    assert form_batch([], 0.0, OVERHEAD_BOUND, GRID, BOUNDS) is None
 
 
 def test_the_heads_bucket_comes_first() -> None:
@@ -85,7 +109,7 @@ def test_without_shapes_urgency_alone_decides() -> None:
 def test_the_time_on_a_shape_is_that_of_its_padding() -> None:
     cost = CostCoefficients(1e-6, 1e-4, 1e-6, 0.01)
     ranked = [short(0, 20, cost, 100), short(1, 30, cost, 50), short(2, 25, cost, 0)]
-    formed = form_batch(ranked, cost, GRID, BOUNDS)
+    formed = form_batch(ranked, 0.0, cost, GRID, BOUNDS)
     assert formed is not None
     assert formed.shape == GraphShape(32, 4)
     attention_work = sum(new * (new + 2 * cached) for new, cached in ((20, 100), (30, 50), (25, 0)))
@@ -139,7 +163,7 @@ def test_a_smaller_one_takes_the_room_that_is_left() -> None:
 def test_the_head_goes_whatever_it_costs_unless_memory_refuses() -> None:
     assert keys(form([100], grid=NO_GRID, bounds=BOUNDS._replace(budget_s=0.0, max_tokens=10))) == [0]
     head = short(0, 100, OVERHEAD_BOUND)
-    assert form_batch([head], OVERHEAD_BOUND, NO_GRID, BOUNDS._replace(free_kv_tokens=99)) is None
+    assert form_batch([head], 0.0, OVERHEAD_BOUND, NO_GRID, BOUNDS._replace(free_kv_tokens=99)) is None
 
 
 def test_one_more_of_average_length() -> None:
@@ -172,3 +196,225 @@ def test_every_batch_keeps_its_bounds(
     if formed.shape is not None:
         assert max(members) <= formed.shape.length_tokens
         assert len(members) <= formed.shape.slots
+
+
+# -- on time ----------------------------------------------------------------------------------------------------------
+
+
+def batch_keys(ranked: list[RankedPrefill], now_s: float, bounds: BatchBounds = BOUNDS) -> list[int]:
+    """The members of a batch without captured shapes: 20 ms and 0.15 ms a token."""
+    formed = form_batch(ranked, now_s, LMSYS, NO_GRID, bounds)
+    assert formed is not None
+    return keys(formed)
+
+
+def test_the_longest_is_put_back_where_not_all_can_be_on_time() -> None:
+    # 20 ms + 0.15 ms a token: all take 245 ms, and the first has 200 ms left.
+    ranked = [
+        short(0, 100, LMSYS, deadline_s=0.2),
+        short(1, 1000, LMSYS, deadline_s=0.3),
+        short(2, 400, LMSYS, deadline_s=0.3),
+    ]
+    formed = form_batch(ranked, 0.0, LMSYS, NO_GRID, BOUNDS)
+    assert formed is not None
+    assert keys(formed) == [0, 2]
+    assert formed.is_full
+    assert formed.deadline_s == 0.2
+    assert batch_keys(ranked, -0.05) == [0, 1, 2]
+
+
+def test_those_that_can_wait_are_put_back_before_those_that_cannot() -> None:
+    # A long prompt that is about to be late, and shorter ones that have seconds: they wait, although it is the longest.
+    tight = short(0, 1000, LMSYS, deadline_s=0.18)
+    others = [short(key, 100, LMSYS, deadline_s=2.0) for key in range(1, 5)]
+    assert batch_keys([tight, *others], 0.0) == [0]
+    # Two of them fit beside it where it has 30 ms more.
+    assert batch_keys([short(0, 1000, LMSYS, deadline_s=0.21), *others], 0.0) == [0, 1, 2]
+    # And where they would be late as well, the one is put back and not the four.
+    hurried = [short(key, 100, LMSYS, deadline_s=0.2) for key in range(1, 5)]
+    assert batch_keys([tight, *hurried], 0.0) == [1, 2, 3, 4]
+
+
+def test_late_ones_use_what_room_is_left() -> None:
+    late = [short(key, 200, LMSYS, arrival_s=-0.5, deadline_s=-0.1) for key in (1, 2, 3, 4)]  # 30 ms each
+    on_time = short(0, 100, LMSYS, deadline_s=0.4)
+    assert batch_keys([*late, on_time], 0.0) == [0, 1, 2, 3]  # at most 100 ms, a quarter of their objective
+    assert SPARE == 0.25
+    assert batch_keys([*late, short(0, 100, LMSYS, deadline_s=0.08)], 0.0) == [0, 1]  # and before its deadline
+    assert batch_keys(late, 0.0) == [1, 2, 3, 4]  # on their own they fill the bounds
+    assert batch_keys(late, 0.0, BOUNDS._replace(budget_s=0.09)) == [1, 2]
+
+
+def test_a_late_one_that_has_waited_for_long_goes_first() -> None:
+    late = short(1, 1000, LMSYS, arrival_s=0.0, deadline_s=0.4)
+    tight = [short(key, 100, LMSYS, arrival_s=1.9, deadline_s=2.2) for key in (2, 3)]
+    assert batch_keys([late, *tight], 1.99) == [2, 3]
+    assert DUE_AFTER == 5
+    assert batch_keys([late, *tight], 2.01) == [1, 2]  # one waits for the next batch
+
+
+def test_a_more_urgent_class_is_not_made_late() -> None:
+    urgent = short(0, 100, LMSYS, deadline_s=0.05, aged_class=1)
+    normal = [short(key, 100, LMSYS, deadline_s=0.06) for key in (1, 2)]
+    due = short(3, 1000, LMSYS, arrival_s=-9.0, deadline_s=-8.6)
+    assert batch_keys([urgent, *normal, due], 0.0) == [0, 1]
+    # A late one of a more urgent class runs before those of the next that are on time.
+    late = short(0, 1000, LMSYS, arrival_s=-0.5, deadline_s=-0.1, aged_class=1)
+    assert batch_keys([late, *normal], 0.0)[0] == 0
+
+
+def test_where_nothing_can_be_on_time_as_it_runs_the_batch_is_filled_all_the_same() -> None:
+    # On its own tokens each takes 130 ms and would be on time; padded to 256 it takes 256 ms, and both take 512.
+    ranked = [short(key, 130, COMPUTE_BOUND, deadline_s=0.14) for key in (0, 1)]
+    formed = form_batch(ranked, 0.0, COMPUTE_BOUND, GraphGrid.from_product((256,), (1, 2)), BOUNDS)
+    assert formed is not None
+    assert keys(formed) == [0, 1]
+
+
+def plain_time_s(members: tuple[RankedPrefill, ...] | list[RankedPrefill], cost: CostCoefficients) -> float:
+    lengths = [(one.request.new_tokens, one.request.cached_tokens) for one in members]
+    work = float(sum(new * (new + 2 * cached) for new, cached in lengths))
+    return cost.iteration_s(work, sum(new for new, _ in lengths), sum(cached for _, cached in lengths))
+
+
+@given(
+    waiting=st.lists(
+        st.tuples(st.integers(1, 1000), st.integers(0, 500), st.integers(1, 60)),
+        min_size=1,
+        max_size=9,
+    ),
+    alpha_s=st.sampled_from([0.0, 1e-7]),
+)
+def test_no_subset_has_more_on_time_than_the_batch(waiting: list[tuple[int, int, int]], alpha_s: float) -> None:
+    """Against all subsets: most of those that cannot wait, and with them most of those that can."""
+    cost = CostCoefficients(alpha_s, 1.5e-4, 1e-6, 0.02)
+    ranked = [
+        short(key, new, cost, cached, deadline_s=0.01 * hundredths)
+        for key, (new, cached, hundredths) in enumerate(waiting)
+    ]
+    formed = form_batch(ranked, 0.0, cost, NO_GRID, BOUNDS)
+    assert formed is not None
+    joined = [one for one in ranked if one.remaining_s <= one.request.deadline_s]
+    after_s = plain_time_s(joined, cost)
+    must = {one.request.key for one in joined if after_s + one.remaining_s > one.request.deadline_s}
+
+    def on_time(members: tuple[RankedPrefill, ...] | list[RankedPrefill]) -> tuple[int, int]:
+        count = sum(one.request.key in must for one in members)
+        return count, len(members) - count
+
+    best = (0, 0)
+    if after_s <= min((one.request.deadline_s for one in joined), default=inf):
+        best = on_time(joined)
+    else:
+        for size in range(len(joined) + 1):
+            for members in combinations(joined, size):
+                earliest_s = min((one.request.deadline_s for one in members), default=inf)
+                if not members or plain_time_s(members, cost) <= earliest_s:
+                    best = max(best, on_time(members))
+    kept = [one for one in formed.members if formed.predicted_s <= one.request.deadline_s]
+    assert on_time(kept) >= best
+    if best > (0, 0):  # none of those that were put into it for being on time is late
+        assert {one.request.key for one in formed.members} - {one.request.key for one in kept} <= {
+            one.request.key for one in ranked if one not in joined
+        }
+
+
+candidates = st.lists(
+    st.tuples(
+        st.integers(1, 400),  # new tokens
+        st.sampled_from([0, 0, 0, 50, 3000]),  # cached
+        st.integers(0, 40),  # arrived so many tenths of a second ago
+        st.sampled_from([1, 3, 4, 4, 4, 10, 20, None]),  # tenths of a second to the deadline from the arrival
+        st.sampled_from([1, 2, 2, 2, 2, 3]),  # class
+    ),
+    min_size=1,
+    max_size=24,
+)
+FEW = GraphGrid.from_product((32, 256), (1, 4, 16))
+PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
+
+
+@given(
+    waiting=candidates,
+    cost=st.sampled_from(
+        [
+            OVERHEAD_BOUND,
+            COMPUTE_BOUND,
+            LMSYS,
+            CostCoefficients(1e-7, 1e-4, 1e-6, 0.005),
+            CostCoefficients(2e-6, 0.0, 1e-5, 0.0),
+            CostCoefficients(1e-7, 1e-4, 1e-6, 0.012, 1e-3, CostCoefficients(1e-7, 5e-5, 1e-6, 0.003, 5e-4)),
+        ]
+    ),
+    grid=st.sampled_from([NO_GRID, GRID, FEW, PREFIXES]),
+    max_requests=st.sampled_from([1, 2, 5, 64]),
+    max_tokens=st.sampled_from([300, 1500, 8192]),
+    free=st.sampled_from([100, 700, 100_000]),
+    page=st.sampled_from([1, 16]),
+    budget_s=st.sampled_from([0.02, 0.1, 0.4, inf]),
+)
+def test_it_decides_as_the_plain_version(
+    waiting: list[tuple[int, int, int, int | None, int]],
+    cost: CostCoefficients,
+    grid: GraphGrid,
+    max_requests: int,
+    max_tokens: int,
+    free: int,
+    page: int,
+    budget_s: float,
+) -> None:
+    now_s = 10.0
+    ranked = []
+    for key, (new, cached, ago, objective, aged_class) in enumerate(waiting):
+        arrival_s = now_s - ago / 10
+        deadline_s = inf if objective is None else arrival_s + objective / 10
+        ranked.append(short(key, new, cost, cached, arrival_s=arrival_s, deadline_s=deadline_s, aged_class=aged_class))
+    ranked.sort()
+    bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s)
+    formed = form_batch(ranked, now_s, cost, grid, bounds)
+    assert formed == plain_form_batch(ranked, now_s, cost, grid, bounds)
+    if formed is None:
+        return
+    assert now_s + formed.predicted_s <= formed.deadline_s
+    assert formed.new_tokens <= max_tokens or len(formed.members) == 1
+    assert sum(-(-one.request.new_tokens // page) * page for one in formed.members) <= free
+    assert len(formed.members) <= max_requests
+    assert formed.predicted_s <= budget_s or len(formed.members) == 1
+
+
+@pytest.mark.parametrize("grid", [NO_GRID, GRID])
+@pytest.mark.parametrize("load", [0.9, 1.3])
+def test_a_request_waits_for_one_batch_more_than_there_are_due_ones_before_it(grid: GraphGrid, load: float) -> None:
+    """Also under a load that no machine could serve in time: every batch takes the due one that arrived first."""
+    random = Random(7)
+    lengths = [int(2 ** random.uniform(3, 10)) for _ in range(1500)]
+    per_s = load / (LMSYS.token_s * sum(lengths) / len(lengths))
+    arrivals_s, now_s = [], 0.0
+    for _ in lengths:
+        now_s += random.expovariate(per_s)
+        arrivals_s.append(now_s)
+    queue: list[RankedPrefill] = []
+    batches_left: dict[int, int] = {}  # of those that are due: after how many batches they must have left
+    index, now_s = 0, 0.0
+    while index < len(lengths) or queue:
+        while index < len(lengths) and arrivals_s[index] <= now_s:
+            arrival_s = arrivals_s[index]
+            queue.append(short(index, lengths[index], LMSYS, arrival_s=arrival_s, deadline_s=arrival_s + 0.4))
+            index += 1
+        if not queue:
+            now_s = arrivals_s[index]
+            continue
+        due = [one.request.key for one in queue if now_s - one.request.arrival_s > DUE_AFTER * 0.4]
+        for before, key in enumerate(due):
+            batches_left.setdefault(key, before + 1)
+        random.shuffle(queue)
+        formed = form_batch(queue[:64] if not due else queue, now_s, LMSYS, grid, BOUNDS._replace(budget_s=0.3))
+        assert formed is not None
+        left = set(keys(formed))
+        assert not due or due[0] in left
+        for key in due:
+            batches_left[key] -= 1
+            assert key in left or batches_left[key] > 0
+        queue = sorted((one for one in queue if one.request.key not in left), key=lambda one: one.request.arrival_s)
+        now_s += formed.predicted_s
+    assert load < 1 or len(batches_left) > 100
