@@ -1,15 +1,23 @@
-"""Load that turns from short-heavy to long-heavy and back: a static split of two instances against the controller.
+"""A load that turns several times between short and long prompts: two instances with and without the controller.
 
-    python bench/pool_shift.py [--full] [--data FOLDER] [--out FOLDER]
+    python bench/pool_shift.py [--full | --trial] [--data FOLDER] [--out FOLDER]
 
-Two real prefill instances, one short and one long, each on a core of its own, a decode instance and the router on
-both. Three phases: short prompts ask for more than one instance can do, then long ones, then short ones again. The
-same requests are served with `--controller off` and with `--controller on`, which may give both instances to one
-class (`--controller-min-short 0 --controller-min-long 0`; what is left of the other class is served beside it).
+Two real prefill instances on a core each, a decode instance and the router on both. In a short-heavy phase short
+prompts ask for more than one instance can do, in a long-heavy one long prompts do; in a balanced one each class asks
+for half an instance. Three systems serve the same requests:
 
-Writes `pool-shift.png` and `pool-shift.json`; the last line is `RESULT {json}`: violations of the TTFT objective
-over those of the static split ((ours + 1) / (static + 1)), moves, and the longest time from a turn of the load to the
-last move that it caused.
+* **static**: one instance for short prompts, one for long ones, for ever;
+* **both**: each instance serves both classes, and the router sends a prompt to the one with less to do;
+* **controller**: the static split to begin with, and a controller that moves instances as the load turns
+  (`--controller on --controller-min-short 0 --controller-min-long 0`: it may give both to one class; what is left of
+  the other is served beside it).
+
+A turn is *answered* when the class that asks for more than one instance has both. A turn that is not answered before
+the next one counts with the whole phase. Arrivals are stretched by as much as the machine is slower than when
+capacities were measured.
+
+Writes `pool-shift.png` and `pool-shift.json`; the last line is `RESULT {json}`: violations of the TTFT objective over
+those of each baseline ((ours + 1) / (theirs + 1)), moves, and how long each turn went unanswered.
 """
 
 from __future__ import annotations
@@ -32,6 +40,7 @@ from typing import Any, NamedTuple
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.idle_ttft import IdleTtft, measure_idle_ttft
 from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
+from support.pool_turns import Move, Phase, turns_s, unanswered
 from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
@@ -44,20 +53,34 @@ LONG_RANGE_TOKENS = (1024, 2048)
 DIVIDE_LENGTHS_BY = 1
 OUTPUT_TOKENS = 1
 BOUNDARY_TOKENS = 512
-HEAVY, LIGHT = 1.1, 0.05  # offered load of a class, in instances
+HEAVY, LIGHT, EVEN = 1.1, 0.05, 0.5  # offered load of a class, in instances
+INSTANCES = 2
 CONTROLLER = (
     *("--controller", "on", "--controller-interval-secs", "1", "--controller-cooldown-secs", "8"),
     *("--controller-min-short", "0", "--controller-min-long", "0", "--controller-drain-timeout-secs", "10"),
 )
 
 
-class Phase(NamedTuple):
-    """Offered load of each class, in instances, and the seconds that it lasts."""
+SHORT_HEAVY = Phase("short-heavy", HEAVY, LIGHT, 35.0)
+LONG_HEAVY = Phase("long-heavy", LIGHT, HEAVY, 35.0)
+BALANCED = Phase("balanced", EVEN, EVEN, 35.0)
+PHASES = (SHORT_HEAVY, LONG_HEAVY, SHORT_HEAVY, BALANCED, LONG_HEAVY, SHORT_HEAVY)
+
+
+class System(NamedTuple):
+    """How the two instances are used."""
 
     name: str
-    short: float
-    long: float
-    duration_s: float
+    modes: tuple[str, str]  # of the instances
+    router_options: tuple[str, ...]
+
+
+OURS = "controller"
+SYSTEMS = (
+    System("static", ("short", "long"), ()),
+    System("both", ("both", "both"), ()),
+    System(OURS, ("short", "long"), CONTROLLER),
+)
 
 
 class Capacity(NamedTuple):
@@ -67,20 +90,12 @@ class Capacity(NamedTuple):
     long_per_s: float
 
 
-class Move(NamedTuple):
-    """A finished move, timed from the first arrival."""
-
-    at_s: float
-    source: str
-    target: str
-    outcome: str
-
-
 class Run(NamedTuple):
     """One service of the whole workload."""
 
     outcomes: list[Outcome]
     moves: list[Move]
+    slowdown: float  # of the machine, against when capacities were measured; arrivals are stretched by it
 
 
 def main() -> None:
@@ -88,34 +103,36 @@ def main() -> None:
     arguments = _arguments()
     began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+    if len(cores) < INSTANCES:
         give_up("two cores are needed, one for each prefill instance")
     others = OtherLoad()
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY, LEAST_SHORT_TOKENS)
-    duration_s = 120.0 if arguments.full else 60.0
-    phases = [
-        Phase("short-heavy", HEAVY, LIGHT, duration_s),
-        Phase("long-heavy", LIGHT, HEAVY, duration_s),
-        Phase("short-heavy again", HEAVY, LIGHT, duration_s),
-    ]
+    stretch = 2.0 if arguments.full else 0.3 if arguments.trial else 1.0
+    phases = [phase._replace(duration_s=phase.duration_s * stretch) for phase in PHASES]
     progress(f"model: {MODEL}, float32; workload: {mix.describe(0.5)}")
     try:
         with tempfile.TemporaryDirectory(prefix="pool-shift-") as scratch:
-            static, ours, idle, capacity = _measure(Path(scratch), cores, mix, phases)
+            runs, idle, capacity = _measure(Path(scratch), cores, mix, phases)
     except EngineStartError as error:
         give_up(str(error))
-    violations = {name: _violations(run, idle) for name, run in (("static", static), ("controller", ours))}
-    turns_s = [sum(phase.duration_s for phase in phases[:number]) for number in range(len(phases))]
-    done = [move for move in ours.moves if move.outcome == "moved"]
+    violations = {name: _violations(run, idle) for name, run in runs.items()}
+    moves = [move for move in runs[OURS].moves if move.outcome == "moved"]
+    unanswered_s = unanswered(phases, moves)
     result = {
-        "violations_over_static": round((violations["controller"] + 1) / (violations["static"] + 1), 3),
-        "moves": len(done),
-        "settle_s": round(_settle_s(done, turns_s), 1),
+        **{
+            f"violations_over_{name}": round((violations[OURS] + 1) / (violations[name] + 1), 3)
+            for name in runs
+            if name != OURS
+        },
+        "moves": len(moves),
+        "settle_s": round(max(unanswered_s), 1),
+        "unanswered_s": [round(one, 1) for one in unanswered_s],
         "violations": violations,
-        "requests": len(static.outcomes),
-        "failed": sum(outcome.ttft_s is None for run in (static, ours) for outcome in run.outcomes),
-        "moves_made": [move._asdict() for move in ours.moves],
+        "requests": len(runs[OURS].outcomes),
+        "failed": sum(outcome.ttft_s is None for run in runs.values() for outcome in run.outcomes),
+        "moves_made": [move._asdict() for move in runs[OURS].moves],
         "capacity_per_s": {name: round(value, 3) for name, value in capacity._asdict().items()},
+        "slowdowns": {name: round(run.slowdown, 3) for name, run in runs.items()},
         "phases": [phase._asdict() for phase in phases],
         "duration_s": round(time.monotonic() - began_s, 1),
         "other_load_cores": round(others.mean_cores(), 2),
@@ -123,10 +140,10 @@ def main() -> None:
         "versions": versions("sglang", "torch"),
         "date": datetime.now(UTC).date().isoformat(),
     }
-    for name, run in (("static", static), ("controller", ours)):
-        _print_run(name, run, phases, turns_s)
+    for name, run in runs.items():
+        _print_run(name, run, phases)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    _draw(arguments.out / "pool-shift.png", {"static": static, "controller": ours}, turns_s)
+    _draw(arguments.out / "pool-shift.png", runs, phases)
     (arguments.out / "pool-shift.json").write_text(json.dumps(result, indent=1) + "\n")
     progress(f"wrote {arguments.out / 'pool-shift.png'} and pool-shift.json")
     print_result(result)
@@ -134,7 +151,7 @@ def main() -> None:
 
 def _measure(
     scratch: Path, cores: Sequence[int], mix: TraceMix, phases: Sequence[Phase]
-) -> tuple[Run, Run, IdleTtft, Capacity]:
+) -> tuple[dict[str, Run], IdleTtft, Capacity]:
     model = scratch / "model"
     model.mkdir()
     build_random_llama(MODEL, model)
@@ -156,15 +173,26 @@ def _measure(
             f"idle TTFT: {idle}"
         )
         arrivals = _arrivals(mix, phases, capacity)
-        runs = []
-        for name, options in (("static", ()), ("controller", CONTROLLER)):
-            with _router(engines, options) as url:
-                progress(f"{name}: {len(arrivals)} requests over {sum(phase.duration_s for phase in phases):.0f} s")
-                runs.append(_run(url, arrivals))
-            for role in ("short", "long"):
-                # Back to the split that both runs begin with.
-                engines[role].post("/laps/mode", {"mode": role})
-    return runs[0], runs[1], idle, capacity
+        first_per_s = _speed(engines, mix, seed=20)
+        runs = {}
+        for number, system in enumerate(SYSTEMS):
+            for role, mode in zip(("short", "long"), system.modes, strict=True):
+                engines[role].post("/laps/mode", {"mode": mode})
+            slowdown = first_per_s / _speed(engines, mix, seed=21 + number)
+            stretched = [arrival._replace(at_s=arrival.at_s * slowdown) for arrival in arrivals]
+            with _router(engines, system) as url:
+                progress(
+                    f"{system.name}: {len(arrivals)} requests over {stretched[-1].at_s:.0f} s, slowdown {slowdown:.2f}"
+                )
+                runs[system.name] = _run(url, stretched, slowdown)
+    return runs, idle, capacity
+
+
+def _speed(engines: dict[str, BenchEngine], mix: TraceMix, seed: int) -> float:
+    """Requests per second of one and the same work on the short instance alone, to compare with later."""
+    replayer = Replayer(engines["decode"].url, MODEL.vocabulary, OUTPUT_TOKENS, engines["short"])
+    prompts = [arrival.prompt_tokens for arrival in mix.arrivals(10.0, 4.0, 0.0, seed=9)]
+    return len(prompts) / replayer.run_closed(prompts, 16, seed)
 
 
 def _capacity(engines: dict[str, BenchEngine], mix: TraceMix) -> tuple[Capacity, IdleTtft]:
@@ -197,7 +225,7 @@ def _arrivals(mix: TraceMix, phases: Sequence[Phase], capacity: Capacity) -> lis
     return sorted(arrivals)
 
 
-def _run(url: str, arrivals: Sequence[Arrival]) -> Run:
+def _run(url: str, arrivals: Sequence[Arrival], slowdown: float) -> Run:
     """Replay the workload; moves are read from the router's `GET /pools` while it runs."""
     began = datetime.now(UTC)
     seen: dict[str, Move] = {}
@@ -206,8 +234,9 @@ def _run(url: str, arrivals: Sequence[Arrival]) -> Run:
     def watch() -> None:
         while not is_over.wait(1.0):
             for move in _get(url + "/pools")["controller"]["moves"]:
-                at_s = (datetime.fromisoformat(move["started_at"]) - began).total_seconds()
                 if move["outcome"] is not None:
+                    started_s = (datetime.fromisoformat(move["started_at"]) - began).total_seconds()
+                    at_s = started_s + move["duration_s"]
                     seen[move["started_at"]] = Move(round(at_s, 1), move["from"], move["to"], move["outcome"])
 
     watcher = threading.Thread(target=watch)
@@ -217,18 +246,24 @@ def _run(url: str, arrivals: Sequence[Arrival]) -> Run:
     finally:
         is_over.set()
         watcher.join()
-    return Run(outcomes, [seen[started_at] for started_at in sorted(seen)])
+    moves = [seen[started_at]._replace(at_s=round(seen[started_at].at_s / slowdown, 1)) for started_at in sorted(seen)]
+    return Run(outcomes, moves, slowdown)
 
 
 @contextmanager
-def _router(engines: dict[str, BenchEngine], options: Sequence[str]) -> Iterator[str]:
+def _router(engines: dict[str, BenchEngine], system: System) -> Iterator[str]:
     port = free_port()
+    flags = {"short": "--prefill-short", "long": "--prefill-long", "both": "--prefill"}
+    prefills = [
+        word
+        for engine, mode in zip((engines["short"], engines["long"]), system.modes, strict=True)
+        for word in (flags[mode], engine.url, str(engine.bootstrap_port))
+    ]
     command = [
         *(sys.executable, "-m", "sglang_ext.cli", "router", "--pd-disaggregation", "--port", str(port)),
-        *("--prefill-short", engines["short"].url, str(engines["short"].bootstrap_port)),
-        *("--prefill-long", engines["long"].url, str(engines["long"].bootstrap_port)),
+        *prefills,
         *("--decode", engines["decode"].url, "--length-boundary-tokens", str(BOUNDARY_TOKENS)),
-        *("--log-level", "warning", *options),
+        *("--log-level", "warning", *system.router_options),
     ]
     process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
@@ -259,22 +294,14 @@ def _get(url: str) -> Any:
 
 def _violations(run: Run, idle: IdleTtft) -> int:
     return sum(
-        one.ttft_s is None or one.ttft_s > idle.objective_s(one.arrival.prompt_tokens, 1.0) for one in run.outcomes
+        one.ttft_s is None or one.ttft_s > idle.objective_s(one.arrival.prompt_tokens, run.slowdown)
+        for one in run.outcomes
     )
 
 
-def _settle_s(moves: Sequence[Move], turns_s: Sequence[float]) -> float:
-    """The longest time from a turn of the load to the last move before the next one; 0 without moves."""
-    longest_s = 0.0
-    for number, turn_s in enumerate(turns_s):
-        end_s = turns_s[number + 1] if number + 1 < len(turns_s) else float("inf")
-        longest_s = max([longest_s, *(move.at_s - turn_s for move in moves if turn_s <= move.at_s < end_s)])
-    return longest_s
-
-
-def _print_run(name: str, run: Run, phases: Sequence[Phase], turns_s: Sequence[float]) -> None:
-    for phase, turn_s in zip(phases, turns_s, strict=True):
-        within = [one for one in run.outcomes if turn_s <= one.arrival.at_s < turn_s + phase.duration_s]
+def _print_run(name: str, run: Run, phases: Sequence[Phase]) -> None:
+    for phase, turn_s in zip(phases, turns_s(phases), strict=True):
+        within = [one for one in run.outcomes if turn_s <= one.arrival.at_s / run.slowdown < turn_s + phase.duration_s]
         cells = []
         for is_long in (False, True):
             times = [one.ttft_s for one in within if one.arrival.is_long is is_long and one.ttft_s is not None]
@@ -285,23 +312,23 @@ def _print_run(name: str, run: Run, phases: Sequence[Phase], turns_s: Sequence[f
         progress(f"{name:<11}at {move.at_s:.0f} s an instance moves {move.source} -> {move.target}: {move.outcome}")
 
 
-def _draw(path: Path, runs: dict[str, Run], turns_s: Sequence[float]) -> None:
-    """TTFT of every request by its arrival, static above, controller below, with its moves."""
+def _draw(path: Path, runs: dict[str, Run], phases: Sequence[Phase]) -> None:
+    """TTFT of every request by its arrival, one system below the other, with the controller's moves."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 6.6), sharex=True, sharey=True)
+    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 9.0), sharex=True, sharey=True)
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         for is_long, colour in ((False, "tab:blue"), (True, "tab:orange")):
             points = [
-                (one.arrival.at_s, one.ttft_s)
+                (one.arrival.at_s / run.slowdown, one.ttft_s)
                 for one in run.outcomes
                 if one.arrival.is_long is is_long and one.ttft_s is not None
             ]
             axis.scatter(*zip(*points, strict=True), s=6, color=colour, label="long" if is_long else "short")
-        for turn_s in turns_s[1:]:
+        for turn_s in turns_s(phases)[1:]:
             axis.axvline(turn_s, color="grey", linestyle=":")
         for move in run.moves:
             axis.axvline(move.at_s, color="tab:green")
@@ -319,6 +346,7 @@ def _draw(path: Path, runs: dict[str, Run], turns_s: Sequence[float]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent
+    parser.add_argument("--trial", action="store_true", help="phases of 10 s, to see that it works")
     parser.add_argument("--full", action="store_true", help="twice as long")
     parser.add_argument(
         "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"

@@ -1,14 +1,25 @@
 """Short prompts beside long ones on one prefill instance: SGLang's own schedulers and LAPS, the same requests.
 
-    python bench/prefill_mix.py [--full] [--data FOLDER] [--out FOLDER]
+    python bench/prefill_mix.py [--full | --trial] [--seeds N] [--data FOLDER] [--out FOLDER]
 
 One real prefill instance pinned to the first core, one decode instance and the client on the second, a random
-Llama whose prefill is computation. Each policy has a prefill server of its own, started once; block by block
-(light, medium and near-saturated load, three seeds) they serve the same requests one after the other. Reports
-TTFT per length class, requests per second and the share of requests that missed their TTFT objective: the larger
-of 400 ms and five times what the prompt takes on an idle instance.
+Llama whose prefill is computation. Each policy has a prefill server of its own.
 
-Writes `prefill-mix.png` and `prefill-mix.json`; the last line is `RESULT {json}`.
+1. **Tuning.** Each of SGLang's policies has the chunk size that suits it best, of 256, 512, 1024 and 2048 tokens: the
+   one with the lowest share of requests that miss their objective (in whole percent) at the near-saturated load, ties
+   by the lower P90 of long prompts. All sizes serve one short workload, the best two a second one. Ours runs with its
+   default options, and so does LAPS as printed (with `--full` Medha's mixed batch, too).
+2. **Comparison.** Rounds of the near-saturated load, each with requests of its own: every policy serves them, one
+   after the other in a changing order, and then a closed loop (sixteen requests in the system, the same prompts for
+   all) shows what it can do at most. With `--full` under light and medium load, too.
+
+Load is a share of what `fcfs` with SGLang's own chunk size does in a closed loop. A shared machine is not equally fast
+at all times, so that is measured anew before each run: arrivals are stretched by as much as the machine has become
+slower, and times are divided by it. A request's TTFT objective is the larger of 400 ms and five times what the prompt
+takes on an idle instance.
+
+Intervals are those of 90% of bootstrap samples, of whole rounds. Writes `prefill-mix.png` and `prefill-mix.json`; the
+last line is `RESULT {json}`. No round begins after 18 minutes (three times that with `--full`).
 """
 
 from __future__ import annotations
@@ -18,15 +29,29 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
+from sglang_ext.policy.laps.options import LapsOptions
 from support.engines import BenchEngine, EngineStartError
 from support.idle_ttft import IdleTtft, measure_idle_ttft
-from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
+from support.mixed_load import Replayer, TraceMix, load_mix, percentile
+from support.policy_comparison import (
+    Figures,
+    MachineSpeed,
+    Round,
+    Run,
+    figures,
+    headline,
+    intervals,
+    order_chunk_sizes,
+)
 from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
@@ -37,39 +62,54 @@ LONG_RANGE_TOKENS = (1024, 4096)
 DIVIDE_LENGTHS_BY = 2  # torch's attention on one core takes seconds for 4,096 tokens
 OUTPUT_TOKENS = 4
 OURS = "laps"
-STOCK = ("--laps-mode", "off")
-POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # worker options, engine arguments
-    "fcfs": (STOCK, ()),
-    "hrrn": (STOCK, ("--schedule-policy", "hrrn")),
-    "shortest-prefill-first": (STOCK, ("--schedule-policy", "shortest-prefill-first")),
-    OURS: (("--laps-mode", "both"), ()),
+REFERENCE = "fcfs"
+PEERS: dict[str, tuple[str, ...]] = {  # SGLang's own, by engine arguments
+    REFERENCE: (),
+    "hrrn": ("--schedule-policy", "hrrn"),
+    "shortest-prefill-first": ("--schedule-policy", "shortest-prefill-first"),
 }
+# Other papers' ways to compose a batch, by the value of an option of LAPS's.
+PRINTED = "laps as printed"
+COMPOSITIONS = {PRINTED: "printed", "medha": "medha"}
+STOCK_CHUNK_TOKENS = 512
+CHUNKS_TOKENS = (256, STOCK_CHUNK_TOKENS, 1024, 2048)
+IN_SYSTEM = 16
+TUNING_S = 8.0
+LAST_ROUND_S = 1080.0  # after the start
 
 
 class Load(NamedTuple):
-    """How hard, as a share of the measured saturation rate, and for how long."""
+    """How hard, as a share of the saturation rate, and for how long a round."""
 
     name: str
     share: float
     duration_s: float
 
 
-LOADS = (Load("light", 0.4, 10.0), Load("medium", 0.65, 12.0), Load("near-saturated", 0.9, 30.0))
+NEAR = Load("near-saturated", 0.9, 12.0)
+EASIER_LOADS = (Load("light", 0.4, 12.0), Load("medium", 0.65, 12.0))  # with --full
 
 
-class Figures(NamedTuple):
-    """One policy at one load, all seeds together; latencies in seconds."""
+class Plan(NamedTuple):
+    """How much is measured."""
 
-    requests: int
-    failed: int
-    short_p50_s: float
-    short_p90_s: float
-    short_p99_s: float
-    long_p50_s: float
-    long_p90_s: float
-    long_p99_s: float
-    requests_per_s: float
-    violation_share: float
+    seeds: int
+    parts: int  # rounds of a load with one seed
+    loads: tuple[Load, ...]
+    chunks_tokens: tuple[int, ...]
+    compositions: tuple[str, ...]
+    last_round_s: float
+
+
+class Result(NamedTuple):
+    """What was measured, all policies by name."""
+
+    rounds: dict[str, list[Round]]  # by load
+    chunk_tokens: dict[str, int]  # of each peer
+    tuning: list[dict[str, Any]]
+    idle: IdleTtft
+    saturation_per_s: float
+    laps: Mapping[str, Any]  # the instance's `GET /laps` at the end
 
 
 def main() -> None:
@@ -81,108 +121,209 @@ def main() -> None:
         give_up("two cores are needed: one for the prefill instance, one for everything else")
     others, facts = OtherLoad(), machine()
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY)
-    seeds = range(arguments.seeds)
-    stretch = 3.0 if arguments.full else 1.0
-    loads = [load._replace(duration_s=load.duration_s * stretch) for load in LOADS]
     progress(f"model: {MODEL}, float32; prefill on core {cores[0]}, the rest on core {cores[1]}")
     progress(f"workload: {mix.describe(LONG_SHARE)}; {OUTPUT_TOKENS} output tokens")
     try:
-        with tempfile.TemporaryDirectory(prefix="prefill-mix-") as scratch:
-            blocks, idle, saturation_per_s = _measure(Path(scratch), cores, mix, loads, seeds)
+        with tempfile.TemporaryDirectory(prefix="prefill-mix-") as scratch, ExitStack() as stack:
+            plan = _plan(arguments)
+            bench = Bench(Path(scratch), cores, mix, stack, plan, began_s)
+            measured = bench.run()
     except EngineStartError as error:
         give_up(str(error))
-    figures = {
-        (policy, load.name): _figures(policy, [block for block in blocks if block.load is load], idle)
-        for policy in POLICIES
-        for load in loads
+    table = {
+        (policy, load): figures([one.runs[policy] for one in rounds], measured.idle)
+        for load, rounds in measured.rounds.items()
+        for policy in rounds[0].runs
     }
-    _print_table(figures, loads)
+    capacity = {
+        policy: median(one.capacity_per_s[policy] for one in measured.rounds[NEAR.name]) for policy in bench.policies
+    }
+    _print_table(table, capacity)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    _draw(arguments.out / "prefill-mix.png", blocks, loads)
+    _draw(arguments.out / "prefill-mix.png", measured)
     result = {
-        **_headline({policy: figures[policy, loads[-1].name] for policy in POLICIES}),
-        "saturation_requests_per_s": round(saturation_per_s, 3),
-        "slowdowns": [round(block.slowdown, 2) for block in blocks],
+        **_headline(measured),
+        "slo_violation_share": {policy: round(table[policy, NEAR.name].violation_share, 4) for policy in capacity},
+        "failed": sum(row.failed for row in table.values()),
+        "chunk_tokens": measured.chunk_tokens,
+        "cost_error_p50": measured.laps["fit"]["error_p50"],
+        "cost_error_p90": measured.laps["fit"]["error_p90"],
+        "capacity_requests_per_s": {policy: round(value, 3) for policy, value in capacity.items()},
+        "saturation_requests_per_s": round(measured.saturation_per_s, 3),
+        "rounds": {load: len(rounds) for load, rounds in measured.rounds.items()},
         "duration_s": round(time.monotonic() - began_s, 1),
         "other_load_cores": round(others.mean_cores(), 2),
         "machine": facts,
         "versions": versions("sglang", "torch"),
         "date": datetime.now(UTC).date().isoformat(),
     }
-    table = [
-        {"policy": policy, "load": load, **{name: round(value, 4) for name, value in row._asdict().items()}}
-        for (policy, load), row in figures.items()
-    ]
-    (arguments.out / "prefill-mix.json").write_text(json.dumps({**result, "table": table}, indent=1) + "\n")
+    details = {
+        "table": [{"policy": policy, "load": load, **_rounded(row)} for (policy, load), row in table.items()],
+        "tuning": measured.tuning,
+        "slowdowns": {
+            load: [{policy: round(run.slowdown, 3) for policy, run in one.runs.items()} for one in rounds]
+            for load, rounds in measured.rounds.items()
+        },
+    }
+    (arguments.out / "prefill-mix.json").write_text(json.dumps({**result, **details}, indent=1) + "\n")
     progress(f"wrote {arguments.out / 'prefill-mix.png'} and prefill-mix.json")
     print_result(result)
 
 
-class Block(NamedTuple):
-    """One load with one seed: every policy serves the same requests, one after the other."""
+class Bench:
+    """The servers, and everything that is measured at them. Servers that are not asked sleep."""
 
-    load: Load
-    seed: int
-    arrivals: list[Arrival]
-    slowdown: float  # of the machine, against when idle latencies were measured
-    outcomes: dict[str, list[Outcome]]  # by policy
+    def __init__(
+        self, scratch: Path, cores: Sequence[int], mix: TraceMix, stack: ExitStack, plan: Plan, began_s: float
+    ) -> None:
+        self._scratch, self._cores, self._mix, self._stack = scratch, cores, mix, stack
+        self._plan, self._began_s = plan, began_s
+        self._model = scratch / "model"
+        self._engines: list[BenchEngine] = []
+        self._own: dict[str, BenchEngine] = {}
+        self.policies: dict[str, Replayer] = {}
+        self._token_seed = 0
 
-
-def _measure(
-    scratch: Path, cores: Sequence[int], mix: TraceMix, loads: Sequence[Load], seeds: Sequence[int]
-) -> tuple[list[Block], IdleTtft, float]:
-    """Every policy under every load, interleaved; idle latencies and saturation rates are those of the first policy.
-
-    All servers run from the start, idle ones asleep. The saturation rate is measured anew before each block,
-    because a shared machine is not equally fast at all times.
-    """
-    model = scratch / "model"
-    model.mkdir()
-    build_random_llama(MODEL, model)
-    with ExitStack() as stack:
-        decode = stack.enter_context(_engine("decode", model, scratch))
-        prefills = {
-            policy: stack.enter_context(_engine("both", model, scratch, worker_options, engine_arguments))
-            for policy, (worker_options, engine_arguments) in POLICIES.items()
-        }
-        for engine in (decode, *prefills.values()):
-            engine.wait_ready()
-        # All at once: ending takes an instance some seconds.
-        stack.callback(lambda: [engine.terminate() for engine in (decode, *prefills.values())])
-        for prefill in prefills.values():
-            prefill.pin({cores[0]})
-        decode.pin({cores[1]})
-        os.sched_setaffinity(0, {cores[1]})
-        progress(f"{len(prefills)} prefill instances and one decode instance are up")
-        replayers = {
-            policy: Replayer(decode.url, MODEL.vocabulary, OUTPUT_TOKENS, prefill)
-            for policy, prefill in prefills.items()
-        }
-        warm_up = [arrival.prompt_tokens for arrival in mix.arrivals(5.0, 6.0, LONG_SHARE, seed=999)]
-        for replayer in replayers.values():
-            replayer.run_closed(warm_up, 8, seed=999)
-        reference = replayers["fcfs"]
-        idle = measure_idle_ttft(reference)
+    def run(self) -> Result:
+        """Tune the peers, then compare."""
+        plan = self._plan
+        candidates = self._start()
+        self._reference = candidates[REFERENCE, STOCK_CHUNK_TOKENS]
+        for replayer in (*candidates.values(), *self.policies.values()):
+            self._warm_up(replayer)
+        idle = measure_idle_ttft(self._reference)
         progress(f"idle TTFT: {idle}")
-        first_per_s = _saturation(reference, mix, seed=500)
-        blocks = []
-        for number, (load, seed) in enumerate((load, seed) for seed in seeds for load in loads):
-            saturation_per_s = _saturation(reference, mix, seed=501 + number)
-            block = Block(
-                load,
-                seed,
-                mix.arrivals(load.share * saturation_per_s, load.duration_s, LONG_SHARE, seed),
-                first_per_s / saturation_per_s,
-                {},
+        self._first_per_s = median(self._saturation() for _ in range(3))
+        self._speed = MachineSpeed(self._first_per_s)
+        progress(f"{REFERENCE} with chunks of {STOCK_CHUNK_TOKENS} saturates at {self._first_per_s:.2f} requests/s")
+        chunk_tokens, tuning = self._tune(candidates, idle)
+        self.policies = {
+            **{peer: candidates[peer, tokens] for peer, tokens in chunk_tokens.items()},
+            **self.policies,
+        }
+        rounds: dict[str, list[Round]] = {load.name: [] for load in plan.loads}
+        for number, (part, seed, load) in enumerate(product(range(plan.parts), range(plan.seeds), plan.loads)):
+            if time.monotonic() > self._began_s + plan.last_round_s and all(rounds.values()):
+                progress("no time for more rounds")
+                break
+            progress(f"{load.name}, seed {seed}, part {part + 1}")
+            rounds[load.name].append(self._round(number, load, 10 * seed + part))
+        return Result(rounds, chunk_tokens, tuning, idle, self._first_per_s, self._own[OURS].get("/laps"))
+
+    def _start(self) -> dict[tuple[str, int], Replayer]:
+        """All servers. The peers' come back by policy and chunk size, the others are in `policies`."""
+        self._model.mkdir()
+        build_random_llama(MODEL, self._model)
+        # At the end all at once: ending takes an instance some seconds.
+        self._stack.callback(lambda: [engine.terminate() for engine in self._engines])
+        decode = self._engine("decode")
+        stock = {
+            (peer, tokens): self._engine(
+                "both",
+                ("--laps-mode", "off"),
+                (*arguments, "--chunked-prefill-size", str(tokens)),
             )
-            progress(f"{load.name}, seed {seed}: saturates at {saturation_per_s:.2f} requests/s")
-            order = list(POLICIES)
-            for policy in order[number % len(order) :] + order[: number % len(order)]:
-                # Prompts differ between blocks, so nothing is cached from an earlier one.
-                block.outcomes[policy] = replayers[policy].run(block.arrivals, seed=1000 * number)
-                progress(f"  {policy:<24}{_brief(block.outcomes[policy])}")
-            blocks.append(block)
-    return blocks, idle, first_per_s
+            for peer, arguments in PEERS.items()
+            for tokens in self._plan.chunks_tokens
+        }
+        self._own = {
+            name: self._engine("both", options) for name, options in _own_policies(self._plan.compositions).items()
+        }
+        for engine in self._engines:
+            engine.wait_ready()
+        for prefill in (*stock.values(), *self._own.values()):
+            prefill.pin({self._cores[0]})
+        decode.pin({self._cores[1]})
+        os.sched_setaffinity(0, {self._cores[1]})
+        progress(f"{len(stock) + len(self._own)} prefill instances and one decode instance are up")
+
+        def replayer(prefill: BenchEngine) -> Replayer:
+            return Replayer(decode.url, MODEL.vocabulary, OUTPUT_TOKENS, prefill)
+
+        self.policies = {name: replayer(engine) for name, engine in self._own.items()}
+        return {key: replayer(engine) for key, engine in stock.items()}
+
+    def _engine(
+        self, role: str, worker_options: Sequence[str] = (), engine_arguments: Sequence[str] = ()
+    ) -> BenchEngine:
+        engine = self._stack.enter_context(_engine(role, self._model, self._scratch, worker_options, engine_arguments))
+        self._engines.append(engine)
+        return engine
+
+    def _warm_up(self, replayer: Replayer) -> None:
+        count_s = 10.0 if replayer in self.policies.values() else 3.0  # those that learn what iterations cost
+        self._closed(replayer, count_s, seed=999, in_system=8)
+
+    def _closed(self, replayer: Replayer, count_s: float, seed: int, in_system: int = IN_SYSTEM) -> float:
+        """Requests per second with so many of the mix in the system; prompts are new ones each time."""
+        prompts = [arrival.prompt_tokens for arrival in self._mix.arrivals(10.0, count_s, LONG_SHARE, seed)]
+        self._token_seed += 1
+        return len(prompts) / replayer.run_closed(prompts, in_system, 1_000_000 + self._token_seed)
+
+    def _saturation(self) -> float:
+        return self._closed(self._reference, 5.0, seed=500)
+
+    def _open(self, replayer: Replayer, load: Load, seed: int, token_seed: int) -> Run:
+        """One open-loop run, at the speed that the machine has now."""
+        slowdown = self._speed.observe(self._saturation())
+        arrivals = self._mix.arrivals(load.share * self._first_per_s, load.duration_s, LONG_SHARE, seed)
+        stretched = [arrival._replace(at_s=arrival.at_s * slowdown) for arrival in arrivals]
+        return Run(replayer.run(stretched, seed=token_seed), slowdown)
+
+    def _tune(
+        self, candidates: Mapping[tuple[str, int], Replayer], idle: IdleTtft
+    ) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        """The chunk size of each peer, and all that was tried."""
+        load = NEAR._replace(duration_s=TUNING_S)
+        runs: dict[tuple[str, int], list[Run]] = {key: [] for key in candidates}
+        best = {peer: list(self._plan.chunks_tokens) for peer in PEERS}
+        for attempt, kept in enumerate((2, 1)):
+            # By chunk size first, so that a slow moment of the machine meets all policies.
+            for tokens in self._plan.chunks_tokens:
+                for peer in PEERS:
+                    if tokens in best[peer]:
+                        runs[peer, tokens].append(
+                            self._open(candidates[peer, tokens], load, seed=300 + attempt, token_seed=300 + attempt)
+                        )
+            for peer in PEERS:
+                tried = {tokens: figures(runs[peer, tokens], idle) for tokens in best[peer]}
+                best[peer] = order_chunk_sizes(tried)[:kept]
+        rows = [
+            {"policy": peer, "chunk_tokens": tokens, "is_best": tokens == best[peer][0], **_rounded(row)}
+            for (peer, tokens), row in ((key, figures(done, idle)) for key, done in runs.items())
+        ]
+        for row in rows:
+            progress(
+                f"  {row['policy']:<24}chunks of {row['chunk_tokens']:>4}: {row['violation_share']:.1%} late, short "
+                f"P90 {row['short_p90_s']:.2f} s, long P90 {row['long_p90_s']:.2f} s{' *' if row['is_best'] else ''}"
+            )
+        return {peer: sizes[0] for peer, sizes in best.items()}, rows
+
+    def _round(self, number: int, load: Load, seed: int) -> Round:
+        order = list(self.policies)
+        order = order[number % len(order) :] + order[: number % len(order)]
+        runs: dict[str, Run] = {}
+        capacity: dict[str, float] = {}
+        for policy in order:
+            # Tokens differ between rounds, so nothing is cached from an earlier one.
+            runs[policy] = self._open(self.policies[policy], load, seed, token_seed=1000 * (number + 1))
+            progress(f"  {policy:<24}{_brief(runs[policy])}")
+        for policy in reversed(order):
+            capacity[policy] = self._closed(self.policies[policy], 8.0, seed=seed)
+        progress("  closed loop: " + ", ".join(f"{policy} {value:.2f}" for policy, value in capacity.items()))
+        return Round(runs, capacity)
+
+
+def _own_policies(compositions: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Ours, and these compositions of a batch where LAPS has the option, by worker options."""
+    has_compositions = any(field.name == "composition" for field in fields(LapsOptions))
+    return {
+        OURS: ("--laps-mode", "both"),
+        **{
+            name: ("--laps-mode", "both", "--laps-composition", COMPOSITIONS[name])
+            for name in (compositions if has_compositions else ())
+        },
+    }
 
 
 @contextmanager
@@ -200,101 +341,77 @@ def _engine(
         engine.stop()
 
 
-def _saturation(replayer: Replayer, mix: TraceMix, seed: int) -> float:
-    """Requests per second with always sixteen of the mix in the system."""
-    prompts = [arrival.prompt_tokens for arrival in mix.arrivals(4.0, 10.0, LONG_SHARE, seed)]
-    return len(prompts) / replayer.run_closed(prompts, 16, seed)
+def _headline(measured: Result) -> dict[str, object]:
+    """Each figure, and its interval under the same name in `intervals`."""
+    rounds = measured.rounds[NEAR.name]
 
+    def measure(some: Sequence[Round]) -> Any:
+        return headline(some, OURS, tuple(PEERS), measured.idle)
 
-def _figures(policy: str, blocks: Sequence[Block], idle: IdleTtft) -> Figures:
-    """Of blocks with one load."""
-    everything = [outcome for block in blocks for outcome in block.outcomes[policy]]
-    ttft_s = {
-        is_long: [one.ttft_s for one in everything if one.arrival.is_long is is_long and one.ttft_s is not None]
-        for is_long in (False, True)
-    }
-    late = sum(
-        one.ttft_s is None or one.ttft_s > idle.objective_s(one.arrival.prompt_tokens, block.slowdown)
-        for block in blocks
-        for one in block.outcomes[policy]
-    )
-    return Figures(
-        len(everything),
-        sum(outcome.ttft_s is None for outcome in everything),
-        *(percentile(ttft_s[is_long], share) for is_long in (False, True) for share in (0.5, 0.9, 0.99)),
-        len(everything) / sum(_span_s(block.outcomes[policy]) for block in blocks),
-        late / len(everything),
-    )
-
-
-def _span_s(run: Sequence[Outcome]) -> float:
-    """From the first arrival to the last end."""
-    ends = [outcome.arrival.at_s + outcome.end_s for outcome in run if outcome.end_s is not None]
-    return max(ends) - run[0].arrival.at_s if ends else float("inf")
-
-
-def _headline(near: dict[str, Figures]) -> dict[str, object]:
-    ours = near[OURS]
-    upstream = [figures for policy, figures in near.items() if policy != OURS]
     return {
-        "short_p90_gain_over_fcfs": round(near["fcfs"].short_p90_s / ours.short_p90_s, 3),
-        "short_p90_gain_over_best": round(min(one.short_p90_s for one in upstream) / ours.short_p90_s, 3),
-        "long_p90_over_fcfs": round(ours.long_p90_s / near["fcfs"].long_p90_s, 3),
-        "rps_over_best": round(ours.requests_per_s / max(one.requests_per_s for one in upstream), 3),
-        "slo_violation_share": {policy: round(figures.violation_share, 4) for policy, figures in near.items()},
-        "failed": sum(figures.failed for figures in near.values()),
+        **{name: round(value, 3) for name, value in measure(rounds)._asdict().items()},
+        "intervals": {
+            name: [round(low, 3), round(high, 3)] for name, (low, high) in intervals(rounds, measure).items()
+        },
     }
 
 
-def _brief(run: Sequence[Outcome]) -> str:
-    short = [one.ttft_s for one in run if not one.arrival.is_long and one.ttft_s is not None]
-    long = [one.ttft_s for one in run if one.arrival.is_long and one.ttft_s is not None]
+def _rounded(row: Figures) -> dict[str, Any]:
+    return {name: round(value, 4) for name, value in row._asdict().items()}
+
+
+def _brief(run: Run) -> str:
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for one in run.outcomes:
+        if one.ttft_s is not None:
+            times[one.arrival.is_long].append(one.ttft_s / run.slowdown)
     return (
-        f"{len(run)} requests, short P90 {percentile(short, 0.9):.2f} s, long P90 {percentile(long, 0.9):.2f} s, "
-        f"{sum(one.ttft_s is None for one in run)} failed"
+        f"{len(run.outcomes)} requests, short P90 {percentile(times[False], 0.9):.2f} s, long P90 "
+        f"{percentile(times[True], 0.9):.2f} s, {sum(one.ttft_s is None for one in run.outcomes)} failed; "
+        f"slowdown {run.slowdown:.2f}"
     )
 
 
-def _print_table(figures: dict[tuple[str, str], Figures], loads: Sequence[Load]) -> None:
+def _print_table(table: Mapping[tuple[str, str], Figures], capacity: Mapping[str, float]) -> None:
     progress(
         f"\n{'load':<15}{'policy':<24}{'short P50':>10}{'P90':>7}{'P99':>7}{'long P50':>10}{'P90':>7}{'P99':>7}"
-        f"{'req/s':>7}{'late':>7}"
+        f"{'req/s':>7}{'late':>7}{'capacity':>10}"
     )
-    for load in loads:
-        for policy in POLICIES:
-            row = figures[policy, load.name]
-            progress(
-                f"{load.name:<15}{policy:<24}{row.short_p50_s:>10.2f}{row.short_p90_s:>7.2f}{row.short_p99_s:>7.2f}"
-                f"{row.long_p50_s:>10.2f}{row.long_p90_s:>7.2f}{row.long_p99_s:>7.2f}"
-                f"{row.requests_per_s:>7.2f}{row.violation_share:>7.1%}"
-            )
+    for (policy, load), row in table.items():
+        progress(
+            f"{load:<15}{policy:<24}{row.short_p50_s:>10.2f}{row.short_p90_s:>7.2f}{row.short_p99_s:>7.2f}"
+            f"{row.long_p50_s:>10.2f}{row.long_p90_s:>7.2f}{row.long_p99_s:>7.2f}"
+            f"{row.requests_per_s:>7.2f}{row.violation_share:>7.1%}{capacity[policy]:>10.2f}"
+        )
 
 
-def _draw(path: Path, blocks: Sequence[Block], loads: Sequence[Load]) -> None:
+def _draw(path: Path, measured: Result) -> None:
     """TTFT distributions: a row per class, a column per load."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(loads), figsize=(4.2 * len(loads), 6.4), squeeze=False)
+    loads = list(measured.rounds)
+    figure, axes = plt.subplots(2, len(loads), figsize=(max(6.0, 4.2 * len(loads)), 6.4), squeeze=False)
     for column, load in enumerate(loads):
         for row, is_long in enumerate((False, True)):
             axis = axes[row][column]
-            for policy in POLICIES:
+            for policy in measured.rounds[load][0].runs:
                 times = sorted(
-                    outcome.ttft_s
-                    for block in blocks
-                    if block.load is load
-                    for outcome in block.outcomes[policy]
+                    outcome.ttft_s / run.slowdown
+                    for run in (one.runs[policy] for one in measured.rounds[load])
+                    for outcome in run.outcomes
                     if outcome.arrival.is_long is is_long and outcome.ttft_s is not None
                 )
                 shares = [(position + 1) / len(times) for position in range(len(times))]
-                axis.step(times, shares, where="post", label=policy, linewidth=2.2 if policy == OURS else 1.2)
+                tokens = measured.chunk_tokens.get(policy)
+                label = policy if tokens is None else f"{policy}, chunks of {tokens}"
+                axis.step(times, shares, where="post", label=label, linewidth=2.2 if policy == OURS else 1.2)
             axis.set_xscale("log")
             axis.set_ylim(0, 1.02)
             axis.grid(alpha=0.3)
-            axis.set_title(f"{'long' if is_long else 'short'} prompts, {load.name} ({load.share:.0%})", fontsize=10)
+            axis.set_title(f"{'long' if is_long else 'short'} prompts, {load}", fontsize=10)
             axis.set_xlabel("TTFT, s")
     axes[0][0].set_ylabel("share of requests")
     axes[1][0].set_ylabel("share of requests")
@@ -303,11 +420,22 @@ def _draw(path: Path, blocks: Sequence[Block], loads: Sequence[Load]) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _plan(arguments: argparse.Namespace) -> Plan:
+    if arguments.trial:
+        chunks_tokens = (STOCK_CHUNK_TOKENS, CHUNKS_TOKENS[-1])
+        return Plan(1, 1, (NEAR._replace(duration_s=4.0),), chunks_tokens, (PRINTED,), LAST_ROUND_S)
+    if arguments.full:
+        loads = (*EASIER_LOADS, NEAR)
+        return Plan(2 * arguments.seeds, 2, loads, CHUNKS_TOKENS, tuple(COMPOSITIONS), 3 * LAST_ROUND_S)
+    return Plan(arguments.seeds, 2, (NEAR,), CHUNKS_TOKENS, (PRINTED,), LAST_ROUND_S)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent
-    parser.add_argument("--full", action="store_true", help="three times as long")
-    parser.add_argument("--seeds", type=int, default=3, help="workloads per load (default: 3)")
+    parser.add_argument("--trial", action="store_true", help="two minutes, to see that it works")
+    parser.add_argument("--full", action="store_true", help="twice as many seeds, three loads; an hour")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds, each with two rounds of a load (default: 3)")
     parser.add_argument(
         "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"
     )

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 
-from support.engines import BenchEngine
+if TYPE_CHECKING:
+    from support.engines import BenchEngine
 
 SHORT_LIMIT_TOKENS = 256
 FIRST_ORDINARY_TOKEN = 8

@@ -126,6 +126,29 @@ def test_abort_of_everything_with_several_parked(pair: Pair) -> None:
     assert pair.send(LONG_TOKENS, seed=70).is_exact()
 
 
+def test_prefills_for_a_decode_instance_that_has_died_end(threads: ThreadPoolExecutor) -> None:
+    """Each learns it from the first chunk that it cannot send; what it has left is not computed."""
+    prefill, decode = FLEET.get(prefill_spec(), EngineSpec(Role.DECODE, shape=SHAPE, name="dies"))
+    prefill.wait_idle()
+    pair = Pair(prefill, decode, threads)
+    longs = []
+    for number, priority in enumerate(("low", "normal", "high", "real-time")):
+        longs.append(pair.send(LONG_TOKENS, seed=500 + number, priority=priority))
+        pair.wait_for_running(parked=number)
+    with prefill.frozen_scheduler():
+        decode.kill()
+        decode.stop()
+    status, computed_tokens = pair.status(), prefill.load()["total_prefill_uncached_tokens"]
+    left_tokens = status["long"]["tokens"]
+    pair.wait_for(lambda status: status["long"]["requests"] == 0)
+    assert prefill.load()["total_prefill_uncached_tokens"] - computed_tokens < left_tokens / 2
+    for long in longs:
+        with pytest.raises(OSError):
+            long.replies.result(timeout=20)  # decode's leg
+    prefill.wait_idle()
+    pair.wait_for(lambda status: status["kv"]["locked_tokens"] == 0)
+
+
 def test_flush_waits_for_parked_requests(pair: Pair) -> None:
     long = pair.send(LONG_TOKENS, seed=80, priority="low")
     pair.wait_for(lambda status: status["long"]["requests"] == 1)
@@ -162,9 +185,33 @@ def test_unknown_mode_is_refused(pair: Pair, body: object) -> None:
     assert pair.send(SHORT_TOKENS, seed=95).is_exact()
 
 
-@pytest.mark.parametrize("slo_ms", [0, -1, "soon", True, None, 1e-9, 1e300])
-def test_impossible_deadlines_do_no_harm(pair: Pair, slo_ms: object) -> None:
-    shorts = [pair.send(SHORT_TOKENS, seed=96, slo_ms=slo_ms, priority="nonsense") for _ in range(2)]  # type: ignore[arg-type]
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_a_deadline_or_priority_that_is_none_is_refused(pair: Pair, path: str, stream: bool) -> None:
+    for name, value in (
+        *(("ttft_slo_ms", value) for value in (0, -1, "soon", True, 1e-323, [250])),
+        *(("priority", value) for value in ("nonsense", 1)),
+    ):
+        custom = {"custom_params": {f"sglang_ext_{name}": value}}
+        body: dict[str, object] = {"stream": stream}
+        if path == "/generate":
+            body |= {"input_ids": random_prompt(SHORT_TOKENS, seed=96), "sampling_params": custom}
+        elif path == "/v1/completions":
+            body |= {"model": "m", "prompt": random_prompt(SHORT_TOKENS, seed=96), **custom}
+        else:
+            body |= {"model": "m", "messages": [{"role": "user", "content": "hello"}], **custom}
+        for engine in (pair.prefill, pair.decode):
+            reply = engine.post(path, body)
+            assert reply.status == 400, (name, value, reply.body)
+            error = reply.body["error"]
+            assert error["param"] == f"custom_params.sglang_ext_{name}"
+            assert error["type"] == "invalid_request_error"
+            assert f"sglang_ext_{name} must be" in error["message"]
+
+
+@pytest.mark.parametrize("slo_ms", [1e-9, 1e300, None])
+def test_extreme_deadlines_do_no_harm(pair: Pair, slo_ms: float | None) -> None:
+    shorts = [pair.send(SHORT_TOKENS, seed=96, slo_ms=slo_ms) for _ in range(2)]
     assert all(short.is_exact() for short in shorts)
 
 

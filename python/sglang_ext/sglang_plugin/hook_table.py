@@ -118,6 +118,20 @@ HOOK_TABLE: tuple[Hook, ...] = (
         targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"),
     ),
     Hook(
+        name="hint-guard",
+        why="a deadline or a priority that is none reaches the scheduler unread; refuses the request",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.request_hints:handle_request",
+        targets=_same_in_all("sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request"),
+    ),
+    Hook(
+        name="hint-guard-generate",
+        why="the same for /generate, before a stream has begun; without it a stream begins, and ends with the error",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.request_hints:generate_contract_error",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.entrypoints.api_contract.generate_contract_error"}),
+    ),
+    Hook(
         name="shutdown",
         why="a request that comes while an instance ends may wait for a scheduler that is gone, and hold up the end",
         kind=HookKind.AROUND,

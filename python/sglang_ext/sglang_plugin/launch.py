@@ -30,7 +30,7 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     `has_imports`: this process was forked from one that has SGLang imported.
     """
     _end_when_asked()
-    from sglang_ext.sglang_plugin.launch_plan import START_METHOD_VARIABLE, StartMethod
+    from sglang_ext.sglang_plugin.launch_plan import START_METHOD_VARIABLE, StartMethod, data_parallel_problem
     from sglang_ext.sglang_plugin.options import InvalidOptionsError, options_from_environment
     from sglang_ext.sglang_plugin.verification import HookNotInForceError, verify_hooks
 
@@ -62,6 +62,9 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     except HookNotInForceError as error:
         return _refuse(str(error))
     server_args = prepare_server_args(list(argv))
+    problem = data_parallel_problem(server_args.dp_size)  # a file of arguments may have it
+    if problem is not None:
+        return _refuse(problem)
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.sglang_plugin.hooks.shutdown import ShutdownMiddleware

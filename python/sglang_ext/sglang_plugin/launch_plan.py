@@ -24,6 +24,7 @@ START_METHOD_VARIABLE = "SGLANG_EXT_START_METHOD"
 LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
 TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+DATA_PARALLEL_FLAGS = ("--dp", "--dp-size", "--data-parallel-size")
 TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
 CPU_CHUNK_TOKENS = 512
@@ -93,7 +94,10 @@ def build_launch(
 
     Raises ValueError when the options contradict each other.
     """
-    ranks = _tensor_parallel_size(worker.engine_arguments)
+    ranks = _size(worker.engine_arguments, TENSOR_PARALLEL_FLAGS)
+    problem = data_parallel_problem(_size(worker.engine_arguments, DATA_PARALLEL_FLAGS))
+    if problem is not None:
+        raise ValueError(problem)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
     options = ExtensionOptions(
         worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer, worker.graphs, worker.revision
@@ -204,11 +208,22 @@ def _bind_ranks(core_ids: Sequence[int], ranks: int, threads: int) -> str:
     return "|".join(",".join(map(str, sorted(set(group)))) for group in groups)
 
 
-def _tensor_parallel_size(arguments: Sequence[str]) -> int:
+def data_parallel_problem(size: int) -> str | None:
+    """Why an instance with so many data-parallel ranks is refused; None for one rank."""
+    if size == 1:
+        return None
+    return (
+        f"--dp-size {size}: an instance has one scheduler (requests are sent to it by what it reports); "
+        f"start {size} instances instead, and give all of them to the router"
+    )
+
+
+def _size(arguments: Sequence[str], flags: Sequence[str]) -> int:
+    """The number behind the last of these flags; 1 without any. Raises ValueError for one that is no number."""
     size = 1
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
-        if flag in TENSOR_PARALLEL_FLAGS:
+        if flag in flags:
             text = value if equals else "".join(arguments[position + 1 : position + 2])
             if not text.isdigit() or int(text) < 1:
                 raise ValueError(f"{flag} needs a positive number, got {text!r}")

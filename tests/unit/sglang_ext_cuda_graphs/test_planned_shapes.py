@@ -16,7 +16,6 @@ from sglang_ext.policy.laps.round_plan import (
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,
-    ShortBatch,
 )
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs

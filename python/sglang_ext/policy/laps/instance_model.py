@@ -6,9 +6,9 @@ The compositions (`packed_choice`, `separate_choice`) decide with it; `Laps` fee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, inf, isfinite
+from math import inf, isfinite
 
-from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit
+from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import DEFAULT_BOUNDARY_TOKENS, Batching, LapsOptions
 from sglang_ext.policy.laps.packed_batch import packed_round_s
@@ -26,16 +26,17 @@ from sglang_ext.policy.laps.time_sharing import TimeAccount, automatic_round_s
 from sglang_ext.policy.laps.wait_depth import (
     AdaptiveWaitDepth,
     ArrivalRate,
+    BusyShare,
     GatheringBatch,
     Verdict,
     WindowLimits,
     break_even_gap_s,
+    others_served,
 )
 
 _ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
 _YIELD_OF_SLO = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
 _YIELD_OVERHEAD = 0.3  # share of such work's time that may go to what every batch costs anew
-_UTILISATION_HORIZON_S = 5.0
 
 
 class InstanceModel:
@@ -51,12 +52,10 @@ class InstanceModel:
         self.fit = CostFit(prior)
         self.rate = ArrivalRate()
         self.account = TimeAccount()
-        self.utilisation = 0.5  # share of the time lately that iterations took
+        self.busy = BusyShare()
         self.online_s = -inf  # when a request with a deadline arrived last
         self.max_requests = min(options.depth_max, limits.max_requests)
         self._aimed_shapes = grid.shapes  # those that the depths of the windows are from
-        self._dispatched_s: float | None = None
-        self._iteration_s = 0.0  # of the last iteration that has ended
         self.awd = AdaptiveWaitDepth(
             WindowLimits(
                 options.w_min_ms / 1e3,
@@ -76,21 +75,12 @@ class InstanceModel:
     def short_slo_s(self) -> float:
         return self.options.short_ttft_slo_ms / 1e3
 
-    def note_iteration_s(self, duration_s: float) -> None:
-        """An iteration has ended. It may have cost the grid a shape."""
-        self._iteration_s = duration_s
+    def note_iteration(self, sample: IterationSample) -> None:
+        """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
+        self.fit.add(sample)
         if self.grid.shapes is not self._aimed_shapes:
             self._aimed_shapes = self.grid.shapes
             self.awd.use_depths(self.grid.depths(self.max_requests))
-
-    def note_dispatch_s(self, now_s: float) -> None:
-        """A batch leaves: the time since the last one left was spent on that one, or idle."""
-        if self._dispatched_s is not None and now_s > self._dispatched_s:
-            span_s = now_s - self._dispatched_s
-            weight = 1.0 - exp(-span_s / _UTILISATION_HORIZON_S)
-            self.utilisation += weight * (min(1.0, self._iteration_s / span_s) - self.utilisation)
-        self._dispatched_s = now_s
-        self._iteration_s = 0.0
 
     def is_online(self, now_s: float) -> bool:
         """Whether clients with deadlines are near, though none waits."""
@@ -137,6 +127,8 @@ class InstanceModel:
         cost = self.fit.coefficients
         depth = len(batch.members)
         arrivals_s = [member.request.arrival_s for member in batch.members]
+        arrivals_per_s = self.rate.per_s(now_s)
+        others = others_served(arrivals_per_s, batch.predicted_s, self.busy.share)
         apart_s = sum([alone_s(member, cost, self.grid) for member in batch.members]) / depth
         gathering = GatheringBatch(
             depth=depth,
@@ -145,13 +137,15 @@ class InstanceModel:
             oldest_arrival_s=min(arrivals_s),
             newest_arrival_s=max(arrivals_s),
             latest_start_s=deadline_s - batch.predicted_s,
-            break_even_gap_s=break_even_gap_s(depth, apart_s, batch.predicted_s, joined_s(batch, cost, self.grid)),
+            break_even_gap_s=break_even_gap_s(
+                depth, apart_s, batch.predicted_s, joined_s(batch, cost, self.grid), others
+            ),
         )
         is_offline = all(member.request.deadline_s == inf for member in batch.members)
         if is_offline or self.options.batching is Batching.TOKEN_MAX:
             token_max = min(self.options.token_max, self.limits.max_batch_tokens)
             return self.awd.choose_token_max(now_s, gathering, token_max)
-        return self.awd.choose(now_s, gathering, self.rate.per_s(now_s))
+        return self.awd.choose(now_s, gathering, arrivals_per_s)
 
     def learn_depth(self, now_s: float, reason: DispatchReason, members: Sequence[QueuedPrefill]) -> None:
         """A short batch has left with these members."""

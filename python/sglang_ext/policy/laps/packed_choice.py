@@ -92,7 +92,7 @@ def _choose_of_group(
     saved_s = max(0.0, batch.predicted_s - (shorts_s - cost.kappa_s))
     waiting = len(queue) - len(batch.members)
     if model.account.can_run_short() and run_shorts_alone(
-        now_s, batch, mixed.predicted_s, saved_s, waiting, model.utilisation
+        now_s, batch, mixed.predicted_s, saved_s, waiting, model.busy.share
     ):
         return RoundPlan((short, mixed), now_s)
     return RoundPlan((mixed, short), now_s)

@@ -152,8 +152,7 @@ class Laps:
 
     def note_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
-        self._model.fit.add(sample)
-        self._model.note_iteration_s(sample.duration_s)
+        self._model.note_iteration(sample)
 
     def note_first_token(self, now_s: float, length_class: LengthClass, arrival_s: float, deadline_s: float) -> None:
         """A prefill has ended. One without a deadline says nothing about how deadlines are kept."""
@@ -210,7 +209,7 @@ class Laps:
         """The account of the classes' time, and the depth of short batches."""
         model = self._model
         members = [queue.get(key).request for key in batch.keys]
-        model.note_dispatch_s(now_s)
+        model.busy.add(now_s, batch.predicted_s)
         if model.options.composition is Composition.PACKED:
             has_longs = any(queue.count_longs(group) for group in Group)
             share, round_s = model.most_share(), model.round_s(0, 0.0)

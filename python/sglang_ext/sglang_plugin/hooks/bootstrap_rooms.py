@@ -5,7 +5,8 @@ bootstrap room. Here a request with batch size B and n samples becomes a plain b
 prompt-major order, with rooms `room`, `room + 1`, … `room + B*n - 1`. Prefill and decode expand alike, so the
 sender of the request reserves a range of rooms and sends its first.
 
-Refused, too, is what ends a stock engine for all: token ids that the model does not have.
+Refused, too, is what ends a stock engine for all, token ids that the model does not have, and what `request_hints` has
+not seen.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 
+from sglang_ext.sglang_plugin.hooks.request_hints import check_hints
 from sglang_ext.sglang_plugin.hooks.scoring import excess_top_logprobs, note_wanted_tokens
 
 
@@ -120,7 +122,8 @@ def live_requests(scheduler: Any) -> Iterator[Any]:
 
 
 def validate_one_request(stock: Callable[..., None], manager: Any, request: Any, input_ids: Any) -> None:
-    """AROUND `TokenizerManager._validate_one_request(obj, input_ids)`: ValueError (400) for ids that are not.
+    """AROUND `TokenizerManager._validate_one_request(obj, input_ids)`: ValueError (400) for ids that are not, and for
+    deadlines and priorities that are none.
 
     A prompt has tokens; token ids, those of stops too, are of the vocabulary. At others the stock engine ends: they are
     errors of the forward pass, or of the sampler beside `min_new_tokens`, on a GPU such that nothing recovers from.
@@ -130,8 +133,10 @@ def validate_one_request(stock: Callable[..., None], manager: Any, request: Any,
         raise ValueError("the prompt has no tokens")
     if getattr(request, "input_ids", None) is not None:
         check_token_ids(input_ids, size, "the prompt")
-    parameters = getattr(request, "sampling_params", None)
-    stop_ids = parameters.get("stop_token_ids") if isinstance(parameters, dict) else None
+    given = getattr(request, "sampling_params", None)
+    parameters = given if isinstance(given, dict) else {}
+    check_hints(parameters.get("custom_params"))
+    stop_ids = parameters.get("stop_token_ids")
     if stop_ids:
         if not all(type(token) is int for token in stop_ids):
             raise ValueError("stop_token_ids must be a list of integers")

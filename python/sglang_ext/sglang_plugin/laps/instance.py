@@ -177,10 +177,10 @@ class IterationClock:
     ) -> None:
         """A batch of one class was launched: `new_tokens` (L) and `cached_tokens` (H) of each of its requests."""
         work = float(sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True)))
-        at_s = self._last_end_s
+        at_s, is_first = self._last_end_s, self._was_idle and not self._launched
         if self._was_idle:
             at_s = now_s if self._round_s is None else self._round_s
-        sample = IterationSample(work, sum(new_tokens), sum(cached_tokens), len(new_tokens), 0.0)
+        sample = IterationSample(work, sum(new_tokens), sum(cached_tokens), len(new_tokens), 0.0, is_first=is_first)
         self._launched.append(_Launched(at_s, length_class, sample))
         self._was_idle, self._round_s = False, None
         if self._started_s is None:

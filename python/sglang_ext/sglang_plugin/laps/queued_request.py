@@ -10,23 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from math import inf
 from typing import Any
 
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill
+from sglang_ext.sglang_plugin.hooks.request_hints import (
+    PRIORITY_NAMES,
+    PRIORITY_PARAMETER,
+    TTFT_SLO_MS_PARAMETER,
+    slo_seconds,
+)
 from sglang_ext.types import LengthClass
 
 ATTRIBUTE = "_sglang_ext_laps"
-TTFT_SLO_MS_PARAMETER = "sglang_ext_ttft_slo_ms"
-PRIORITY_PARAMETER = "sglang_ext_priority"
-_SHOWN_CHARACTERS = 60  # of a value that is refused
-_PRIORITY_NAMES = {
-    "real-time": PriorityClass.REAL_TIME,
-    "high": PriorityClass.HIGH,
-    "normal": PriorityClass.NORMAL,
-    "low": PriorityClass.LOW,
-}
 
 
 @dataclass(slots=True)
@@ -106,59 +102,15 @@ def as_queued_prefill(request: Any, entry: LapsEntry, *, is_current: bool) -> Qu
     )
 
 
-class InvalidHintError(ValueError):
-    """A client asks for a deadline or a priority that is none; the message names the field."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"custom_params.{field} {problem}")
-        self.param = f"custom_params.{field}"
-
-
-def check_hints(custom_params: object) -> None:
-    """Raise InvalidHintError for a deadline or a priority in a request's `custom_params` that is none."""
-    if not isinstance(custom_params, dict):
-        return
-    slo_ms = custom_params.get(TTFT_SLO_MS_PARAMETER)
-    if slo_ms is not None and _slo_s(slo_ms) is None:
-        raise InvalidHintError(
-            TTFT_SLO_MS_PARAMETER, f"must be a positive number of milliseconds, got {_shortened(slo_ms)}"
-        )
-    priority = custom_params.get(PRIORITY_PARAMETER)
-    if priority is not None and not (isinstance(priority, str) and priority in _PRIORITY_NAMES):
-        raise InvalidHintError(
-            PRIORITY_PARAMETER, f"must be one of {', '.join(_PRIORITY_NAMES)}, got {_shortened(priority)}"
-        )
-
-
 def requested_slo_s(request: Any) -> float | None:
-    """The TTFT objective that came with the request (s), or None. `check_hints` has refused what is no objective."""
-    return _slo_s(_parameters(request).get(TTFT_SLO_MS_PARAMETER))
+    """The TTFT objective that came with the request (s), or None. What is no objective has been refused."""
+    return slo_seconds(_parameters(request).get(TTFT_SLO_MS_PARAMETER))
 
 
 def requested_priority(request: Any) -> PriorityClass:
     """The priority class that came with the request; normal when none did."""
     value = _parameters(request).get(PRIORITY_PARAMETER)
-    return _PRIORITY_NAMES.get(value, PriorityClass.NORMAL) if isinstance(value, str) else PriorityClass.NORMAL
-
-
-def _slo_s(value: object) -> float | None:
-    """A number of milliseconds in seconds; None for what is not above 0 or not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        slo_s = value / 1e3
-    except OverflowError:  # an integer beyond every float
-        return None
-    # In seconds: the smallest positive floats are 0 there.
-    return slo_s if 0 < slo_s < inf else None
-
-
-def _shortened(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python writes
-        text = "a number of too many digits"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+    return PRIORITY_NAMES.get(value, PriorityClass.NORMAL) if isinstance(value, str) else PriorityClass.NORMAL
 
 
 def _parameters(request: Any) -> dict[str, Any]:

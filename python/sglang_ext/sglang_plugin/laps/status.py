@@ -102,7 +102,7 @@ async def set_mode(request: Request) -> JSONResponse:
 
 async def _status() -> dict[str, Any]:
     states = await _tokenizer_manager().get_internal_state()
-    status: dict[str, Any] = states[0][STATUS_KEY]
+    status: dict[str, Any] = states[0][STATUS_KEY]  # there is one scheduler
     return status
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device, MachineFacts
 from sglang_ext.sglang_plugin.hook_table import V17
 from sglang_ext.sglang_plugin.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_launch
@@ -126,6 +127,20 @@ def test_cores_are_divided_among_ranks(arguments: tuple[str, ...], threads: str,
 def test_nonsense_tensor_parallel_size_is_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="--tp needs a positive number"):
         build_launch(replace(SHORT, engine_arguments=arguments), CPU)
+
+
+@pytest.mark.parametrize("arguments", [("--dp-size", "2"), ("--dp=2",), ("--data-parallel-size", "2"), ("--dp", "0")])
+@pytest.mark.parametrize("laps", [None, LapsOptions()])
+def test_data_parallel_ranks_are_refused(arguments: tuple[str, ...], laps: LapsOptions | None) -> None:
+    with pytest.raises(
+        ValueError, match=r"^--dp(-size 2: .* start 2 instances instead| needs a positive number)"
+    ) as it:
+        build_launch(replace(SHORT, engine_arguments=arguments, laps=laps), CPU)
+    assert "\n" not in str(it.value)
+
+
+def test_one_data_parallel_rank_is_not_refused() -> None:
+    assert "--dp-size" in build_launch(replace(SHORT, engine_arguments=("--dp-size", "1")), CPU).argv
 
 
 def test_compilation_is_off_unless_asked_for() -> None:

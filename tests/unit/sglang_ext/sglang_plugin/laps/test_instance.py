@@ -20,7 +20,7 @@ def test_features_of_a_batch() -> None:
     clock.note_launch(1.0, SHORT, new_tokens=[10, 3], cached_tokens=[0, 100])
     sample = clock.note_result(1.25)
     assert sample == IterationSample(
-        attention_work=10 * 10 + 3 * (3 + 2 * 100), new_tokens=13, cached_tokens=100, requests=2, duration_s=0.25
+        10 * 10 + 3 * (3 + 2 * 100), new_tokens=13, cached_tokens=100, requests=2, duration_s=0.25, is_first=True
     )
 
 
@@ -47,10 +47,12 @@ def test_an_iteration_takes_from_the_end_of_the_one_before_while_the_instance_is
     clock = IterationClock()
     clock.note_round(0.0)
     clock.note_launch(0.1, SHORT, [8], [0])
-    assert clock.note_result(1.0).duration_s == 1.0
+    first = clock.note_result(1.0)
+    assert (first.duration_s, first.is_first) == (1.0, True)
     clock.note_round(1.2)
     clock.note_launch(1.3, SHORT, [8], [0])
-    assert clock.note_result(2.0).duration_s == 1.0
+    second = clock.note_result(2.0)
+    assert (second.duration_s, second.is_first) == (1.0, False)
 
 
 def test_after_a_round_without_a_launch_it_takes_from_the_round_that_launches() -> None:
@@ -62,7 +64,8 @@ def test_after_a_round_without_a_launch_it_takes_from_the_round_that_launches() 
         clock.note_idle()
     clock.note_round(7.0)
     clock.note_launch(7.1, SHORT, [8], [0])
-    assert clock.note_result(8.0).duration_s == 1.0
+    sample = clock.note_result(8.0)
+    assert (sample.duration_s, sample.is_first) == (1.0, True)
     assert clock.utilisation(8.0) == pytest.approx(2 / 8)
 
 
@@ -83,7 +86,7 @@ def test_a_replayed_batch_computes_the_tokens_of_its_shape() -> None:
     clock.note_launch(0.0, SHORT, [8], [0])
     clock.note_launch(0.0, SHORT, [10, 20, 25], [0, 4, 0])
     clock.note_replay(GraphShape(32, 4))
-    assert clock.note_result(1.0) == IterationSample(64.0, 8, 0, 1, 1.0)
+    assert clock.note_result(1.0) == IterationSample(64.0, 8, 0, 1, 1.0, is_first=True)
     work = 10.0 * 10 + 20 * 28 + 25 * 25
     assert clock.note_result(2.0) == IterationSample(work, 128, 4, 3, 1.0, is_replayed=True)
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import PriorityClass, QueuedPrefill, RoundSnapshot
+from sglang_ext.sglang_plugin.hooks.request_hints import InvalidHintError, check_hints
 from sglang_ext.sglang_plugin.laps import queued_request
 from sglang_ext.sglang_plugin.laps.queued_request import (
-    InvalidHintError,
     LapsEntry,
     as_queued_prefill,
-    check_hints,
     entry_of,
     match_again,
     match_prefix,
