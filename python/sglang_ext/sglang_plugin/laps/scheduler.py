@@ -104,7 +104,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
 
     def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
         self._park(laps)
-        self._end_failed(laps)
+        self._end_failed()
         self._admit_ready_grammars()
         self._follow_queue(laps)
         # Here and not with a result, so that an instance that has become idle says so.
@@ -133,7 +133,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         if entry is not None:  # what has been computed is known by now
             laps.put(request, entry, laps.now_s())
 
-    def _end_failed(self, laps: LapsInstance) -> None:
+    def _end_failed(self) -> None:
         """End the started prefills whose transfer has failed, as SGLang does with waiting ones.
 
         SGLang asks a started one when its last chunk is done: its decode instance may have died long before.

@@ -70,7 +70,7 @@ def test_the_longest_plan_of_a_policy_travels_and_no_longer_one() -> None:
     assert len(encode(longest)) <= PLAN_NUMBERS
     assert decode(encode(longest)) == longest
     with pytest.raises(PlanTooLongError):
-        encode(steps_of(RoundPlan((mixed_batch(most + 1), short_batch(most + 2), CHUNK), 0.0)))
+        encode(steps_of(RoundPlan((mixed_batch(most + 2), short_batch(most + 2), CHUNK), 0.0)))
 
 
 def test_a_single_rank_decides_for_itself() -> None:
