@@ -111,8 +111,8 @@ class LapsOptions:
     max_chunk_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Most new tokens of a batch that holds long prefills (default: on a CPU four times "
-            "--chunked-prefill-size; on a GPU that size, for which memory is reserved)."
+            "help": "Most new tokens of a batch (default: --chunked-prefill-size, for which a GPU has memory reserved; "
+            "2048 on a CPU where that is not given either)."
         },
     )
     max_parked: int = field(

@@ -45,7 +45,6 @@ _PRIOR = {
 
 # SGLang's method that says how many tokens a started prefill gets at most: from 0.5.23 on.
 STARTED_LIMIT = "shortest_prefill_chunk_limit"
-_CPU_CHUNKS = 4  # SGLang's chunk for a CPU is small, and no memory is reserved by it
 
 
 class LapsInstance:
@@ -106,7 +105,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
         return None
     most_tokens = options.laps.max_chunk_tokens
     if most_tokens is None:
-        most_tokens = scheduler.chunked_prefill_size * (_CPU_CHUNKS if options.device is Device.CPU else 1)
+        most_tokens = scheduler.chunked_prefill_size
     most_tokens = max(scheduler.page_size, min(most_tokens, scheduler.max_prefill_tokens))
     policy = Laps(
         options.laps,
