@@ -38,14 +38,18 @@ class _Waiting(NamedTuple):
     is_batched: bool  # it runs whole with other short ones
 
 
+# An urgency with every number negated: ascending, the most urgent is last, where taking it moves nothing.
+_Turn = tuple[int, float, float, int]
+
+
 class _Lists:
     """The requests of one group in their orders."""
 
     __slots__ = ("longs", "shorts")
 
     def __init__(self) -> None:
-        self.shorts: list[Urgency] = []
-        self.longs: list[Urgency] = []
+        self.shorts: list[_Turn] = []
+        self.longs: list[_Turn] = []
 
 
 class PrefillQueue:
@@ -128,12 +132,12 @@ class PrefillQueue:
     def shorts(self, group: Group, most: int) -> list[RankedPrefill]:
         """The first short prefills, most urgent first."""
         waiting = self._waiting
-        return [waiting[urgency.key].ranked for urgency in self._lists[group].shorts[:most]]
+        return [waiting[-turn[3]].ranked for turn in reversed(self._lists[group].shorts[-most:])]
 
     def longs(self, group: Group, most: int) -> list[RankedPrefill]:
         """Long prefills in the order in which they should run: the first `most`, and all that have been started."""
         waiting = self._waiting
-        chosen = [waiting[urgency.key].ranked for urgency in self._lists[group].longs[:most]]
+        chosen = [waiting[-turn[3]].ranked for turn in reversed(self._lists[group].longs[-most:])]
         extra = [
             ranked
             for ranked in self.started.values()
@@ -160,16 +164,20 @@ class PrefillQueue:
             self.started[request.key] = waiting.ranked
         lists = self._lists[waiting.group]
         if is_batched:
-            insort(lists.shorts, waiting.ranked.urgency)
+            insort(lists.shorts, _turn(waiting.ranked.urgency))
         else:
-            insort(lists.longs, waiting.ranked.urgency)
+            insort(lists.longs, _turn(waiting.ranked.urgency))
             self.long_work_s[waiting.group] += remaining_s
 
     def _unlist(self, waiting: _Waiting) -> None:
         lists, ranked = self._lists[waiting.group], waiting.ranked
         if waiting.is_batched:
-            del lists.shorts[bisect_left(lists.shorts, ranked.urgency)]
+            del lists.shorts[bisect_left(lists.shorts, _turn(ranked.urgency))]
             return
-        del lists.longs[bisect_left(lists.longs, ranked.urgency)]
+        del lists.longs[bisect_left(lists.longs, _turn(ranked.urgency))]
         # Without longs, exactly 0: what is left of adding and taking away would grow.
         self.long_work_s[waiting.group] = self.long_work_s[waiting.group] - ranked.remaining_s if lists.longs else 0.0
+
+
+def _turn(urgency: Urgency) -> _Turn:
+    return (-urgency.aged_class, -urgency.relative_slack, -urgency.arrival_s, -urgency.key)
