@@ -42,10 +42,12 @@ from sglang_ext.policy.laps.time_sharing import TimeAccount, automatic_round_s, 
 from sglang_ext.policy.laps.wait_depth import (
     AdaptiveWaitDepth,
     ArrivalRate,
+    BusyShare,
     GatheringBatch,
     Verdict,
     WindowLimits,
     break_even_gap_s,
+    others_served,
 )
 from sglang_ext.types import LengthClass
 
@@ -88,6 +90,7 @@ class Laps:
         self._fit = CostFit(prior)
         self._boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
         self._rate = ArrivalRate()
+        self._busy = BusyShare()
         self._account = TimeAccount()
         self._online_s = -inf  # when a request with a deadline arrived last
         self._deviation = {length_class: SlaDeviation() for length_class in LengthClass}
@@ -167,6 +170,7 @@ class Laps:
 
     def note_dispatch(self, snapshot: RoundSnapshot, action: ShortBatch | LongChunk) -> None:
         """An action of the plan for this snapshot is carried out."""
+        self._busy.add(snapshot.now_s, action.predicted_s)
         if isinstance(action, LongChunk):
             state = self._survey(snapshot)
             self._account.earn(action.predicted_s, state.share, self._most_share(), state.round_s)
@@ -358,6 +362,8 @@ class Laps:
         depth = len(batch.members)
         arrivals_s = [member.request.arrival_s for member in batch.members]
         apart_s = sum(alone_s(member, cost, self._grid) for member in batch.members) / depth
+        arrivals_per_s = self._rate.per_s(state.now_s)
+        others = others_served(arrivals_per_s, batch.predicted_s, self._busy.share)
         gathering = GatheringBatch(
             depth=depth,
             new_tokens=batch.new_tokens,
@@ -365,13 +371,15 @@ class Laps:
             oldest_arrival_s=min(arrivals_s),
             newest_arrival_s=max(arrivals_s),
             latest_start_s=min(ranked.request.deadline_s for ranked in state.shorts) - batch.predicted_s,
-            break_even_gap_s=break_even_gap_s(depth, apart_s, batch.predicted_s, joined_s(batch, cost, self._grid)),
+            break_even_gap_s=break_even_gap_s(
+                depth, apart_s, batch.predicted_s, joined_s(batch, cost, self._grid), others
+            ),
         )
         is_offline = all(member.request.deadline_s == inf for member in batch.members)
         if is_offline or self._options.batching is Batching.TOKEN_MAX:
             token_max = min(self._options.token_max, self._limits.max_batch_tokens)
             return self._awd.choose_token_max(state.now_s, gathering, token_max)
-        return self._awd.choose(state.now_s, gathering, self._rate.per_s(state.now_s))
+        return self._awd.choose(state.now_s, gathering, arrivals_per_s)
 
     def _long_action(self, state: _Round, long: LongChoice) -> LongChunk:
         """The next chunk of the long prefill, within the budget, the engine's limit and the free memory."""
