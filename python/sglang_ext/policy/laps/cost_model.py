@@ -8,6 +8,7 @@ coefficients of its own.
 The fit is least squares on relative error with non-negative coefficients. What is kept is stratified: a few of the
 latest samples of each kind of iteration (powers of two of length, cache and batch), so that an hour of short batches
 does not make the fit forget what a long chunk costs. A sample enters and leaves the normal equations in constant time.
+Predictions follow the pace of the latest iterations, as a machine that others use is not equally fast at all times.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def boundary_tokens(
     return (root - linear) / (2 * alpha_s) if alpha_s > 0 else None
 
 
-_FEATURES = 5
+_FEATURES = 6
+_GAP = 5  # the feature that is not one of the sum: whether the iteration follows another one directly
 _PER_KIND = 16
 _KINDS = 256
 _KEPT_SAMPLES = 20_000  # a kind that was not seen for so many samples is forgotten
@@ -124,6 +126,9 @@ _CHANGE_SAMPLES = 64
 _CHANGE = 0.3  # of the logarithm: a factor of 1.35
 _NOISE_FLOOR = 0.005
 _STANDARD_ERROR = 0.3  # of a coefficient that is determined, relative to it
+_PACE_SAMPLES = 8  # the latest, by which predictions are scaled
+_PACE_WEIGHT = 0.7  # of what they show, as a logarithm
+_MOST_PACE = 4.0
 _SOLVE_ALWAYS = 64
 _SOLVE_EVERY = 8
 # What the prior claims: the time of (new, cached) tokens of so many requests each.
@@ -139,6 +144,7 @@ class IterationSample(NamedTuple):
     requests: int
     duration_s: float
     is_replayed: bool = False  # on a captured graph
+    is_first: bool = False  # after idle time: what passes between two iterations of a busy instance is not in it
 
 
 class FitReport(NamedTuple):
@@ -188,17 +194,29 @@ class _Equations:
     What they leave open follows the prior, scaled by the speed that they show.
     """
 
-    __slots__ = ("_gram", "_moment", "_prior_gram", "_prior_moment", "_speeds", "kinds", "prior", "rows", "taken")
+    __slots__ = (
+        "_gram",
+        "_moment",
+        "_prior_gram",
+        "_prior_moment",
+        "_speeds",
+        "gap_s",
+        "kinds",
+        "prior",
+        "rows",
+        "taken",
+    )
 
     def __init__(self, prior: CostCoefficients) -> None:
         self.prior = prior
+        self.gap_s = 0.0  # the part of kappa that passes between two iterations
         self._gram = _zeros()
         self._moment: Vector = [0.0] * _FEATURES
         self._prior_gram = _zeros()
         self._prior_moment: Vector = [0.0] * _FEATURES
         for new, cached, requests in _PRIOR_SHAPES:
             work = requests * new * (new + 2.0 * cached)
-            features = _features(work, requests * new, requests * cached, requests)
+            features = _features(work, requests * new, requests * cached, requests, is_first=True)
             predicted_s = prior.iteration_s(work, requests * new, requests * cached, requests)
             _accumulate(self._prior_gram, self._prior_moment, _relative(features, predicted_s), 1)
         self.kinds: OrderedDict[tuple[int, int, int], _Kind] = OrderedDict()
@@ -209,7 +227,7 @@ class _Equations:
     def add(self, sample: IterationSample) -> None:
         """Keep one more, and forget what there is too much of."""
         work, new_tokens, cached_tokens, requests = sample[:4]
-        features = _features(work, new_tokens, cached_tokens, requests)
+        features = _features(work, new_tokens, cached_tokens, requests, sample.is_first)
         self._speeds.append(log(sample.duration_s / self.prior.iteration_s(work, new_tokens, cached_tokens, requests)))
         self.taken += 1
         kinds = self.kinds
@@ -240,8 +258,10 @@ class _Equations:
         moment = [
             real + weight * prior / slowness for real, prior in zip(self._moment, self._prior_moment, strict=True)
         ]
-        alpha_s, token_s, read_s, request_s, kappa_s = solve_non_negative(gram, moment)
+        alpha_s, token_s, read_s, request_s, alone_s, self.gap_s = solve_non_negative(gram, moment)
+        kappa_s = alone_s + self.gap_s
         if token_s <= 0 and kappa_s <= 0:  # by that a lone request takes no time: the samples are of batches alone
+            self.gap_s = 0.0
             return self.prior.times(slowness)._replace(replayed=None)
         return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
 
@@ -249,7 +269,8 @@ class _Equations:
         """Which coefficients of the solution these samples, of so much relative noise, determine by themselves."""
         if self.rows < _MIN_SAMPLES:
             return _NOTHING_DETERMINED
-        alpha, token, read, _, kappa = inverse_diagonal(self._gram)
+        # Without the gap: on an instance that is never idle nothing tells it from the rest of kappa.
+        alpha, token, read, _, kappa = inverse_diagonal([line[:_GAP] for line in self._gram[:_GAP]])
         pairs = zip(solution[:4], (alpha, token, read, kappa), strict=True)
         return Determined(
             *(value > 0 and noise * sqrt(variance) <= _STANDARD_ERROR * value for value, variance in pairs)
@@ -265,12 +286,14 @@ class CostFit:
     """The prior before the first sample, the measurements after many, a blend in between.
 
     Iterations that replay a captured graph have equations of their own, whose prior is what the others have shown.
+    `fitted` are the coefficients that explain the samples best, `coefficients` the same at the present pace.
     Raises ValueError for a prior by which prefills take no time, or less than none.
     """
 
     __slots__ = (
         "_eager",
         "_errors",
+        "_latest",
         "_logs",
         "_recent_errors",
         "_recent_excess",
@@ -279,12 +302,13 @@ class CostFit:
         "_written",
         "coefficients",
         "determined",
+        "fitted",
     )
 
     def __init__(self, prior: CostCoefficients) -> None:
         if min(prior[:5]) < 0 or not prior.chunk_s(1, 0) > 0:
             raise ValueError(f"the prior must give every prefill a time above 0, got {prior}")
-        self.coefficients = prior
+        self.fitted = self.coefficients = prior
         self._written = 0  # samples taken in so far
         self._recent_logs: deque[float] = deque()
         self._logs: list[float] = []  # the same, sorted: |log(measured / predicted)|
@@ -297,7 +321,8 @@ class CostFit:
         self.determined = _NOTHING_DETERMINED
         self._eager = _Equations(eager)
         self._replayed = None if replayed is None else _Equations(replayed)
-        self._recent_excess: deque[float] = deque(maxlen=_CHANGE_SAMPLES)  # log(measured / predicted)
+        self._recent_excess: deque[float] = deque(maxlen=_CHANGE_SAMPLES)  # log(measured / fitted)
+        self._latest: deque[IterationSample] = deque(maxlen=_PACE_SAMPLES)
 
     def add(self, sample: IterationSample) -> None:
         """Learn from one iteration. One without new tokens or without a duration says nothing and is ignored."""
@@ -305,14 +330,14 @@ class CostFit:
         if not (isfinite(duration_s) and duration_s > 0 and sample.new_tokens > 0):
             return
         sample = sample._replace(requests=max(1, sample.requests))
-        work, new_tokens, cached_tokens, requests, _, is_replayed = sample
-        predicted_s = self.coefficients.iteration_s(work, new_tokens, cached_tokens, requests, is_replayed)
-        excess = log(duration_s / predicted_s) if predicted_s > 0 else inf
-        equations = self._equations(is_replayed)
+        equations = self._equations(sample.is_replayed)
+        predicted_s = self._predicted_s(self.coefficients, sample)
+        fitted_s = self._predicted_s(self.fitted, sample)
+        excess = log(duration_s / fitted_s) if fitted_s > 0 else inf
         clip = self._clip() if equations.rows >= _MIN_SAMPLES else inf
         credible = sample
-        if predicted_s > 0 and abs(excess) > clip:  # an outlier weighs no more than an odd sample
-            credible = sample._replace(duration_s=predicted_s * exp(clip if excess > 0 else -clip))
+        if fitted_s > 0 and abs(excess) > clip:  # an outlier weighs no more than an odd sample
+            credible = sample._replace(duration_s=fitted_s * exp(clip if excess > 0 else -clip))
         _push(self._recent_logs, self._logs, min(abs(excess), 1e3))
         _push(self._recent_errors, self._errors, abs(predicted_s - duration_s) / duration_s)
         self._recent_excess.append(excess)
@@ -321,8 +346,10 @@ class CostFit:
             self._start_again()
             return
         equations.add(credible)
+        self._latest.append(sample)
         if equations.taken <= _SOLVE_ALWAYS or self._written % _SOLVE_EVERY == 0:
             self._solve()
+        self.coefficients = self.fitted.times(self._pace())
 
     def boundary_tokens(self, write_s: float | None, cached_tokens: int) -> float | None:
         """L_m(H), or None where the samples or an unknown gamma_w (`write_s`) leave it open.
@@ -330,14 +357,14 @@ class CostFit:
         With kappa if the samples show that there is one, else in the paper's form.
         """
         determined = self.determined
-        if write_s is None or not (determined.alpha and determined.token) or write_s > self.coefficients.token_s:
+        if write_s is None or not (determined.alpha and determined.token) or write_s > self.fitted.token_s:
             return None
         if cached_tokens > 0 and not determined.read:
             return None
-        return boundary_tokens(self.coefficients, write_s, cached_tokens, with_kappa=determined.kappa)
+        return boundary_tokens(self.fitted, write_s, cached_tokens, with_kappa=determined.kappa)
 
     def report(self) -> FitReport:
-        errors, cost = self._errors, self.coefficients
+        errors, cost = self._errors, self.fitted
         return FitReport(
             samples=self._written,
             alpha_s=cost.alpha_s,
@@ -359,8 +386,21 @@ class CostFit:
         if not is_replayed:
             return self._eager
         if self._replayed is None:
-            self._replayed = _Equations(self.coefficients)
+            self._replayed = _Equations(self.fitted)
         return self._replayed
+
+    def _predicted_s(self, cost: CostCoefficients, sample: IterationSample) -> float:
+        work, new_tokens, cached_tokens, requests, _, is_replayed, is_first = sample
+        predicted_s = cost.iteration_s(work, new_tokens, cached_tokens, requests, is_replayed)
+        return predicted_s - self._equations(is_replayed).gap_s if is_first else predicted_s
+
+    def _pace(self) -> float:
+        """How much longer than fitted the latest iterations took, as far as they can be believed."""
+        if len(self._latest) < _PACE_SAMPLES:
+            return 1.0
+        fitted_s = [self._predicted_s(self.fitted, sample) for sample in self._latest]
+        ratios = [sample.duration_s / max(1e-9, one_s) for sample, one_s in zip(self._latest, fitted_s, strict=True)]
+        return min(_MOST_PACE, max(1 / _MOST_PACE, exp(_PACE_WEIGHT * log(max(1e-9, median(ratios))))))
 
     def _clip(self) -> float:
         """How far a sample may be from its prediction, as a logarithm: three robust standard deviations."""
@@ -378,7 +418,7 @@ class CostFit:
 
     def _start_again(self) -> None:
         """Forget the samples; what they showed is the prior, where it says what a token costs."""
-        eager, replayed = self.coefficients._replace(replayed=None), self.coefficients.replayed
+        eager, replayed = self.fitted._replace(replayed=None), self.fitted.replayed
         before = self._replayed
         self._start_from(
             eager if eager.token_s > 0 else self._eager.prior,
@@ -386,14 +426,14 @@ class CostFit:
         )
 
     def _solve(self) -> None:
-        cost = self.coefficients
+        cost = self.fitted
         if self._eager.rows:
             cost = self._eager.solve()
             noise = max(_NOISE_FLOOR, 1.4826 * self._logs[len(self._logs) // 2])
             self.determined = self._eager.determined(cost, noise)
         if self._replayed is not None and self._replayed.rows:
             cost = cost._replace(replayed=self._replayed.solve())
-        self.coefficients = cost
+        self.fitted = cost
 
 
 def _kind(sample: IterationSample) -> tuple[int, int, int]:
@@ -406,8 +446,9 @@ def _kind(sample: IterationSample) -> tuple[int, int, int]:
     )
 
 
-def _features(attention_work: float, new_tokens: int, cached_tokens: int, requests: int) -> Vector:
-    return [attention_work, float(new_tokens), float(cached_tokens), requests - 1.0, 1.0]
+def _features(attention_work: float, new_tokens: int, cached_tokens: int, requests: int, is_first: bool) -> Vector:
+    gap = 0.0 if is_first else 1.0
+    return [attention_work, float(new_tokens), float(cached_tokens), requests - 1.0, 1.0, gap]
 
 
 def _relative(features: Vector, duration_s: float) -> Vector:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from math import ceil, inf, isfinite
 from typing import NamedTuple
 
+from sglang_ext.policy.laps.boundary import ClassBoundary
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.long_prefill import LongChoice, choose_chunk, choose_long
-from sglang_ext.policy.laps.options import DEFAULT_BOUNDARY_TOKENS, Batching, LapsOptions
+from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.round_plan import (
     ClassReport,
     DispatchReason,
@@ -41,10 +42,12 @@ from sglang_ext.policy.laps.time_sharing import TimeAccount, automatic_round_s, 
 from sglang_ext.policy.laps.wait_depth import (
     AdaptiveWaitDepth,
     ArrivalRate,
+    BusyShare,
     GatheringBatch,
     Verdict,
     WindowLimits,
     break_even_gap_s,
+    others_served,
 )
 from sglang_ext.types import LengthClass
 
@@ -85,7 +88,9 @@ class Laps:
         self._limits = limits
         self._mode = options.mode
         self._fit = CostFit(prior)
+        self._boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
         self._rate = ArrivalRate()
+        self._busy = BusyShare()
         self._account = TimeAccount()
         self._online_s = -inf  # when a request with a deadline arrived last
         self._deviation = {length_class: SlaDeviation() for length_class in LengthClass}
@@ -112,7 +117,7 @@ class Laps:
 
     def classify(self, new_tokens: int, cached_tokens: int) -> LengthClass:
         """The class of a prefill that arrives now; it keeps it."""
-        return LengthClass.SHORT if new_tokens <= self._boundary_tokens(cached_tokens) else LengthClass.LONG
+        return LengthClass.SHORT if new_tokens <= self._boundary.tokens else LengthClass.LONG
 
     def deadline_s(
         self,
@@ -165,6 +170,7 @@ class Laps:
 
     def note_dispatch(self, snapshot: RoundSnapshot, action: ShortBatch | LongChunk) -> None:
         """An action of the plan for this snapshot is carried out."""
+        self._busy.add(snapshot.now_s, action.predicted_s)
         if isinstance(action, LongChunk):
             state = self._survey(snapshot)
             self._account.earn(action.predicted_s, state.share, self._most_share(), state.round_s)
@@ -191,6 +197,8 @@ class Laps:
     def note_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
         self._fit.add(sample)
+        options = self._options
+        self._boundary.note_iteration(self._fit, options.write_s, options.short_ttft_slo_ms / 1e3)
         if self._grid.shapes is not self._aimed_shapes:
             self._aimed_shapes = self._grid.shapes
             self._awd.use_depths(self._grid.depths(self._max_requests))
@@ -217,7 +225,8 @@ class Laps:
             short_rate_per_s=rate_per_s,
             short_share=self._account.short_share(),
             round_s=state.round_s,
-            boundary_tokens=self._boundary_tokens(0),
+            boundary_tokens=self._boundary.tokens,
+            boundary_is_fitted=self._boundary.is_fitted,
             parked=started - current,
             short=self._class_report(state, LengthClass.SHORT),
             long=self._class_report(state, LengthClass.LONG),
@@ -353,6 +362,8 @@ class Laps:
         depth = len(batch.members)
         arrivals_s = [member.request.arrival_s for member in batch.members]
         apart_s = sum(alone_s(member, cost, self._grid) for member in batch.members) / depth
+        arrivals_per_s = self._rate.per_s(state.now_s)
+        others = others_served(arrivals_per_s, batch.predicted_s, self._busy.share)
         gathering = GatheringBatch(
             depth=depth,
             new_tokens=batch.new_tokens,
@@ -360,13 +371,15 @@ class Laps:
             oldest_arrival_s=min(arrivals_s),
             newest_arrival_s=max(arrivals_s),
             latest_start_s=min(ranked.request.deadline_s for ranked in state.shorts) - batch.predicted_s,
-            break_even_gap_s=break_even_gap_s(depth, apart_s, batch.predicted_s, joined_s(batch, cost, self._grid)),
+            break_even_gap_s=break_even_gap_s(
+                depth, apart_s, batch.predicted_s, joined_s(batch, cost, self._grid), others
+            ),
         )
         is_offline = all(member.request.deadline_s == inf for member in batch.members)
         if is_offline or self._options.batching is Batching.TOKEN_MAX:
             token_max = min(self._options.token_max, self._limits.max_batch_tokens)
             return self._awd.choose_token_max(state.now_s, gathering, token_max)
-        return self._awd.choose(state.now_s, gathering, self._rate.per_s(state.now_s))
+        return self._awd.choose(state.now_s, gathering, arrivals_per_s)
 
     def _long_action(self, state: _Round, long: LongChoice) -> LongChunk:
         """The next chunk of the long prefill, within the budget, the engine's limit and the free memory."""
@@ -400,14 +413,6 @@ class Laps:
 
     # -- what follows from the cost model ------------------------------------------------------------------------
 
-    def _boundary_tokens(self, cached_tokens: int) -> int:
-        """Most new tokens of a short prefill."""
-        options = self._options
-        if options.boundary_tokens is not None:
-            return options.boundary_tokens
-        fitted_tokens = self._fit.boundary_tokens(options.write_s, cached_tokens)
-        return DEFAULT_BOUNDARY_TOKENS if fitted_tokens is None else int(fitted_tokens)
-
     def _round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
         """Time budget of a round while so much long work waits and the next chunk follows `cached_tokens`."""
         options = self._options
@@ -418,7 +423,7 @@ class Laps:
             cost.kappa_s + cost.read_s * cached_tokens,
             long_backlog_s,
             options.short_ttft_slo_ms / 1e3,
-            cost.chunk_s(self._boundary_tokens(0), 0),
+            cost.chunk_s(self._boundary.tokens, 0),
         )
 
     def _yield_s(self) -> float:

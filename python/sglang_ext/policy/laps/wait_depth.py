@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
+from math import exp
 from typing import NamedTuple
 
 from sglang_ext.policy.laps.round_plan import DispatchReason
@@ -19,6 +20,8 @@ _LEARNING_RATE = 1 / 8
 _HEADROOM = 1.5  # the next batch may take longer to fill than this one
 _GROW_AT = 0.75  # of the way to the next depth
 _SHRINK_AT = 0.1  # of the way up from the depth below
+_VALUE_OF_OTHERS = 0.3
+_MOST_OTHERS = 3.0
 _LEAST_SPAN_S = 1e-3  # arrivals of one instant are a burst, not an infinite rate
 
 
@@ -59,15 +62,31 @@ class Evidence(Enum):
     NONE = "none"  # cut short, drained, or nothing was waited for
 
 
-def break_even_gap_s(depth: int, alone_s: float, batch_s: float, joined_s: float) -> float:
+def break_even_gap_s(depth: int, alone_s: float, batch_s: float, joined_s: float, others: float = 0.0) -> float:
     """Longest expected gap to the next short request for which waiting lowers the sum of latencies; 0 if none does.
 
     `alone_s` is the time T(1) of a short prefill by itself, `batch_s` T(d) that of the batch, `joined_s` T(d+1) with
     one more. Leaving now, the d requests end at T(d) and the next, which arrives after g, at T(d) + T(1); waiting,
     all end at g + T(d+1). The sums are equal at g = T(1) / (d+1) - (T(d+1) - T(d)): where a padded or
     overhead-bound batch takes one more for free, T(1) / (d+1); where time is linear in tokens, never above 0.
+
+    `others` is the number n of requests, beside these, for which the machine is free earlier by what waiting saves,
+    T(1) - (T(d+1) - T(d)) - g: with them the gap is (1+n) T(1) / (d+1+n) - (T(d+1) - T(d)).
     """
-    return max(0.0, alone_s / (depth + 1) - max(0.0, joined_s - batch_s))
+    grown_s = max(0.0, joined_s - batch_s)
+    return max(0.0, (1 + others) * alone_s / (depth + 1 + others) - grown_s)
+
+
+def others_served(arrivals_per_s: float, batch_s: float, busy_share: float) -> float:
+    """n of `break_even_gap_s`: to how many that will come a second of the machine's time is worth a second.
+
+    On an idle machine to none. On a busy one those who arrive during a batch start when it ends, but they are not
+    served a second later for each second lost: the busier the machine, the deeper their batches get by themselves. So
+    each counts for 0.3, and three at most. In simulation that saves an overhead-bound machine 2 to 7% of its time for
+    0 to 3% of the mean TTFT at high rates, and changes nothing at low ones. If each counted in full, or n were
+    1 / (1 - busy share), it would cost 10 to 60%.
+    """
+    return _VALUE_OF_OTHERS * min(arrivals_per_s * batch_s, _MOST_OTHERS) * busy_share * busy_share
 
 
 class AdaptiveWaitDepth:
@@ -225,3 +244,26 @@ class ArrivalRate:
         if count < 2:
             return count / self.horizon_s
         return (count - 1) / max(now_s - arrivals_s[first], _LEAST_SPAN_S)
+
+
+class BusyShare:
+    """Share of the time in which the machine has computed lately: an average over about `horizon_s`."""
+
+    __slots__ = ("_busy_s", "_since_s", "horizon_s", "share")
+
+    def __init__(self, horizon_s: float = 2.0) -> None:
+        if not horizon_s > 0:
+            raise ValueError(f"horizon_s must be above 0, got {horizon_s}")
+        self.horizon_s = horizon_s
+        self.share = 0.0  # when the latest iteration started
+        self._since_s = 0.0
+        self._busy_s = 0.0
+
+    def add(self, now_s: float, duration_s: float) -> None:
+        """An iteration starts that should take `duration_s`. One that starts earlier has taken less than it should."""
+        span_s = now_s - self._since_s
+        if span_s > 0:
+            weight = 1 - exp(-span_s / self.horizon_s)
+            self.share += weight * (min(1.0, self._busy_s / span_s) - self.share)
+        self._since_s = now_s
+        self._busy_s = duration_s

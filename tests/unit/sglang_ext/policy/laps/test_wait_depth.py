@@ -16,10 +16,12 @@ from sglang_ext.policy.laps.round_plan import DispatchReason
 from sglang_ext.policy.laps.wait_depth import (
     AdaptiveWaitDepth,
     ArrivalRate,
+    BusyShare,
     Evidence,
     GatheringBatch,
     WindowLimits,
     break_even_gap_s,
+    others_served,
 )
 
 LIMITS = WindowLimits(w_min_s=0.0, w_max_s=0.03, t_max_s=0.1, sigma_s=0.02, delta_s=0.01)
@@ -153,6 +155,42 @@ def test_linear_cost_never_pays_and_free_seats_do() -> None:
     assert break_even_gap_s(3, 0.02, 0.02, 0.02) == pytest.approx(0.005)  # a padded graph
 
 
+@given(
+    depth=st.integers(1, 64),
+    alone_s=st.floats(1e-4, 1.0),
+    marginal=st.floats(0, 1),
+    others=st.floats(0, 5),
+    gap_s=st.floats(0, 2),
+)
+def test_others_count_with_the_time_that_waiting_saves(
+    depth: int, alone_s: float, marginal: float, others: float, gap_s: float
+) -> None:
+    """Written out: each of the others ends when the machine has computed both."""
+    batch_s = alone_s * (1 + marginal * (depth - 1))
+    joined_s = alone_s * (1 + marginal * depth)
+    at_once_s = depth * batch_s + batch_s + alone_s - gap_s + others * (batch_s + alone_s)
+    waiting_s = depth * (gap_s + joined_s) + joined_s + others * (gap_s + joined_s)
+    break_even_s = break_even_gap_s(depth, alone_s, batch_s, joined_s, others)
+    assert break_even_s >= break_even_gap_s(depth, alone_s, batch_s, joined_s)
+    if abs(gap_s - break_even_s) > 1e-9:
+        assert (gap_s < break_even_s) == (waiting_s < at_once_s - 1e-12)
+
+
+def test_the_share_of_time_that_is_busy() -> None:
+    busy = BusyShare(horizon_s=2.0)
+    assert busy.share == 0.0
+    for step in range(400):
+        busy.add(0.05 * step, 0.04)
+    assert busy.share == pytest.approx(0.8, abs=0.01)
+    for step in range(400):
+        busy.add(20.0 + 0.05 * step, 0.06)  # predicted to take longer than it does
+    assert busy.share == pytest.approx(1.0, abs=0.01)
+    busy.add(100.0, 0.05)
+    assert busy.share < 0.01
+    with pytest.raises(ValueError, match="horizon"):
+        BusyShare(horizon_s=0.0)
+
+
 class Round(NamedTuple):
     at_s: float
     depth: int
@@ -163,10 +201,16 @@ class Round(NamedTuple):
 
 
 def serve(
-    arrivals_s: list[float], time_s: Callable[[int], float], controller: AdaptiveWaitDepth, slo_s: float = 10.0
+    arrivals_s: list[float],
+    time_s: Callable[[int], float],
+    controller: AdaptiveWaitDepth,
+    slo_s: float = 10.0,
+    *,
+    counts_others: bool = True,
 ) -> list[Round]:
     """One machine that does nothing else; every batch is learned from."""
     rate = ArrivalRate()
+    busy = BusyShare()
     rounds: list[Round] = []
     queue: list[float] = []
     now_s, index = 0.0, 0
@@ -180,6 +224,8 @@ def serve(
             now_s = next_s
             continue
         depth = min(len(queue), 64)
+        per_s = rate.per_s(now_s)
+        others = others_served(per_s, time_s(depth), busy.share) if counts_others else 0.0
         batch = GatheringBatch(
             depth,
             depth,
@@ -187,9 +233,8 @@ def serve(
             queue[0],
             queue[depth - 1],
             queue[0] + slo_s - time_s(depth),
-            break_even_gap_s(depth, time_s(1), time_s(depth), time_s(depth + 1)),
+            break_even_gap_s(depth, time_s(1), time_s(depth), time_s(depth + 1), others),
         )
-        per_s = rate.per_s(now_s)
         verdict = controller.choose(now_s, batch, per_s)
         if verdict.reason is None:
             assert verdict.wake_s > now_s
@@ -202,6 +247,7 @@ def serve(
         assert controller.depth >= 1
         assert LIMITS.w_min_s <= controller.learned_window_s <= LIMITS.w_max_s
         del queue[:depth]
+        busy.add(now_s, time_s(depth))
         now_s += time_s(depth)
     return rounds
 
@@ -222,6 +268,47 @@ def poisson_s(random: Random, per_s: float, start_s: float, end_s: float) -> lis
     while (now_s := now_s + random.expovariate(per_s)) < end_s:
         times_s.append(now_s)
     return times_s
+
+
+def graph_s(depth: int) -> float:
+    """On captured graphs: 3 ms to read the weights, and padding to powers of two."""
+    return 0.003 + 3e-5 * (1 << (depth - 1).bit_length())
+
+
+def mean_and_busy(rounds: list[Round], time_s: Callable[[int], float], arrivals_s: list[float]) -> tuple[float, float]:
+    """Mean TTFT, s, and the time in which the machine computes, s."""
+    total_s, first = 0.0, 0
+    for one in rounds:
+        total_s += sum(one.at_s + time_s(one.depth) - at_s for at_s in arrivals_s[first : first + one.depth])
+        first += one.depth
+    return total_s / len(arrivals_s), sum(time_s(one.depth) for one in rounds)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "per_s", "least_saved", "most_lost"),
+    [
+        (graph_s, 20, 0.0, 0.0),
+        (graph_s, 100, 0.0, 0.0),
+        (graph_s, 300, 0.0, 0.001),
+        (graph_s, 700, 0.015, 0.01),
+        (graph_s, 900, 0.025, 0.015),
+        (gpu_s, 20, 0.0, 0.0),
+        (gpu_s, 60, 0.0, 0.001),
+        (gpu_s, 200, 0.03, 0.015),
+        (gpu_s, 450, 0.05, 0.03),
+    ],
+)
+def test_the_machines_time_counts_where_it_is_scarce(
+    time_s: Callable[[int], float], per_s: float, least_saved: float, most_lost: float
+) -> None:
+    """Against waiting for the batch's own sake: at high rates time is saved for little, at low ones nothing changes."""
+    arrivals_s = poisson_s(Random(5), per_s, 0.0, 6000 / per_s)
+    without, counting = (
+        mean_and_busy(serve(arrivals_s, time_s, awd(), counts_others=counts), time_s, arrivals_s)
+        for counts in (False, True)
+    )
+    assert counting[0] <= (1 + most_lost) * without[0]
+    assert counting[1] <= (1 - least_saved) * without[1]
 
 
 @given(per_s=st.floats(1, 2000), seed=st.integers(0, 10_000))

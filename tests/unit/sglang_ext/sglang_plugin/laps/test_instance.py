@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang_ext.policy.laps.cost_model import IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphShape
-from sglang_ext.sglang_plugin.laps.instance import BUSY_WINDOW_S, IterationClock
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.sglang_plugin.laps.instance import BUSY_WINDOW_S, IterationClock, with_write_cost
 from sglang_ext.types import LengthClass
 
 SHORT, LONG = LengthClass.SHORT, LengthClass.LONG
@@ -20,7 +23,7 @@ def test_features_of_a_batch() -> None:
     clock.note_launch(1.0, SHORT, new_tokens=[10, 3], cached_tokens=[0, 100])
     sample = clock.note_result(1.25)
     assert sample == IterationSample(
-        attention_work=10 * 10 + 3 * (3 + 2 * 100), new_tokens=13, cached_tokens=100, requests=2, duration_s=0.25
+        10 * 10 + 3 * (3 + 2 * 100), new_tokens=13, cached_tokens=100, requests=2, duration_s=0.25, is_first=True
     )
 
 
@@ -47,10 +50,12 @@ def test_an_iteration_takes_from_the_end_of_the_one_before_while_the_instance_is
     clock = IterationClock()
     clock.note_round(0.0)
     clock.note_launch(0.1, SHORT, [8], [0])
-    assert clock.note_result(1.0).duration_s == 1.0
+    first = clock.note_result(1.0)
+    assert (first.duration_s, first.is_first) == (1.0, True)
     clock.note_round(1.2)
     clock.note_launch(1.3, SHORT, [8], [0])
-    assert clock.note_result(2.0).duration_s == 1.0
+    second = clock.note_result(2.0)
+    assert (second.duration_s, second.is_first) == (1.0, False)
 
 
 def test_after_a_round_without_a_launch_it_takes_from_the_round_that_launches() -> None:
@@ -62,7 +67,8 @@ def test_after_a_round_without_a_launch_it_takes_from_the_round_that_launches() 
         clock.note_idle()
     clock.note_round(7.0)
     clock.note_launch(7.1, SHORT, [8], [0])
-    assert clock.note_result(8.0).duration_s == 1.0
+    sample = clock.note_result(8.0)
+    assert (sample.duration_s, sample.is_first) == (1.0, True)
     assert clock.utilisation(8.0) == pytest.approx(2 / 8)
 
 
@@ -83,7 +89,7 @@ def test_a_replayed_batch_computes_the_tokens_of_its_shape() -> None:
     clock.note_launch(0.0, SHORT, [8], [0])
     clock.note_launch(0.0, SHORT, [10, 20, 25], [0, 4, 0])
     clock.note_replay(GraphShape(32, 4))
-    assert clock.note_result(1.0) == IterationSample(64.0, 8, 0, 1, 1.0)
+    assert clock.note_result(1.0) == IterationSample(64.0, 8, 0, 1, 1.0, is_first=True)
     work = 10.0 * 10 + 20 * 28 + 25 * 25
     assert clock.note_result(2.0) == IterationSample(work, 128, 4, 3, 1.0, is_replayed=True)
 
@@ -161,3 +167,32 @@ def test_utilisation_never_leaves_its_range() -> None:
         shares = [clock.utilisation(now_s, length_class) for length_class in (SHORT, LONG, None)]
         assert all(0.0 <= share <= 1.0 for share in shares)
         assert min(1.0, shares[0] + shares[1]) == pytest.approx(shares[2])
+
+
+def scheduler(page_tokens: int, page_bytes: list[int], device: str = "cpu") -> Any:
+    """What SGLang's scheduler has of its KV pool."""
+    pool = SimpleNamespace(get_contiguous_buf_infos=lambda: ([0] * len(page_bytes), [1 << 20], page_bytes))
+    return SimpleNamespace(
+        page_size=page_tokens,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device=device)),
+    )
+
+
+def test_what_writing_kv_takes_is_measured() -> None:
+    options = with_write_cost(LapsOptions(), scheduler(4, [512, 512, 512, 512]))
+    assert options.kv_bytes_per_token == 512
+    assert options.kv_bandwidth_gb_per_s is not None
+    assert 0.1 < options.kv_bandwidth_gb_per_s < 10_000
+    assert options.write_s == pytest.approx(512 / options.kv_bandwidth_gb_per_s / 1e9)
+
+
+@pytest.mark.parametrize(
+    "given", [LapsOptions(boundary_tokens=64), LapsOptions(kv_bytes_per_token=7, kv_bandwidth_gb_per_s=5.0)]
+)
+def test_what_is_given_is_not_measured(given: LapsOptions) -> None:
+    assert with_write_cost(given, None) == given
+
+
+def test_without_room_to_measure_it_is_left_open() -> None:
+    assert with_write_cost(LapsOptions(), scheduler(1, [512], "no-such-device")) == LapsOptions()
