@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, isfinite
 
+from sglang_ext.policy.laps.boundary import ClassBoundary
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
-from sglang_ext.policy.laps.options import DEFAULT_BOUNDARY_TOKENS, Batching, LapsOptions
+from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.packed_batch import packed_round_s
 from sglang_ext.policy.laps.round_plan import (
     Composition,
@@ -50,6 +51,7 @@ class InstanceModel:
         self.limits = limits
         self.mode = options.mode
         self.fit = CostFit(prior)
+        self.boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
         self.rate = ArrivalRate()
         self.account = TimeAccount()
         self.busy = BusyShare()
@@ -78,6 +80,7 @@ class InstanceModel:
     def note_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
         self.fit.add(sample)
+        self.boundary.note_iteration(self.fit, self.options.write_s, self.short_slo_s)
         if self.grid.shapes is not self._aimed_shapes:
             self._aimed_shapes = self.grid.shapes
             self.awd.use_depths(self.grid.depths(self.max_requests))
@@ -86,14 +89,6 @@ class InstanceModel:
         """Whether clients with deadlines are near, though none waits."""
         return now_s <= self.online_s + _ONLINE_FOR_S
 
-    def boundary_tokens(self, cached_tokens: int) -> int:
-        """Most new tokens of a short prefill."""
-        options = self.options
-        if options.boundary_tokens is not None:
-            return options.boundary_tokens
-        fitted_tokens = self.fit.boundary_tokens(options.write_s, cached_tokens)
-        return DEFAULT_BOUNDARY_TOKENS if fitted_tokens is None else int(fitted_tokens)
-
     def round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
         """Time budget of a round while so much long work waits and the next chunk follows `cached_tokens`."""
         options = self.options
@@ -101,9 +96,9 @@ class InstanceModel:
             return options.round_ms / 1e3
         cost = self.fit.coefficients
         fixed_s = cost.kappa_s + cost.read_s * cached_tokens
-        longest_short_s = cost.chunk_s(self.boundary_tokens(0), 0)
         if options.composition is Composition.PACKED:
-            return packed_round_s(fixed_s, long_backlog_s, self.short_slo_s, longest_short_s)
+            return packed_round_s(fixed_s, long_backlog_s, self.short_slo_s)
+        longest_short_s = cost.chunk_s(self.boundary.tokens, 0)
         return automatic_round_s(fixed_s, long_backlog_s, self.short_slo_s, longest_short_s)
 
     def yield_s(self) -> float:

@@ -27,18 +27,17 @@ _MOST_UTILISATION = 0.95
 _OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of the short prefills
 
 
-def packed_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float, longest_short_s: float) -> float:
+def packed_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float) -> float:
     """Time budget of a batch that holds short and long prefills, s.
 
     A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in.
     Batches of T make the long prefills that wait (`long_backlog_s` of work) end later by backlog * fixed / T,
     `fixed_s` being what every batch costs anew. The sum, with a weight of 8 on the latter, is smallest at
-    T = sqrt(2 * 8 * fixed * backlog). It is at least a quarter and at most 40% of the short prefills' objective (or
-    `longest_short_s`, their own time, if that is more), and at least 2.4 times the fixed cost.
+    T = sqrt(2 * 8 * fixed * backlog). It is at least a quarter and at most 40% of the short prefills' objective, and
+    at least 2.4 times the fixed cost.
     """
-    most_s = max(_MOST_OF_SLO * short_slo_s, longest_short_s)
-    round_s = min(max(sqrt(2 * _LONG_WEIGHT * fixed_s * long_backlog_s), _LEAST_OF_SLO * short_slo_s), most_s)
-    return max(round_s, _LEAST_OVERHEADS * fixed_s)
+    wanted_s = max(sqrt(2 * _LONG_WEIGHT * fixed_s * long_backlog_s), _LEAST_OF_SLO * short_slo_s)
+    return max(min(wanted_s, _MOST_OF_SLO * short_slo_s), _LEAST_OVERHEADS * fixed_s)
 
 
 def without_shorts_s(round_s: float) -> float:

@@ -58,7 +58,7 @@ class Laps:
 
     def classify(self, new_tokens: int, cached_tokens: int) -> LengthClass:
         """The class of a prefill that arrives now; it keeps it."""
-        return LengthClass.SHORT if new_tokens <= self._model.boundary_tokens(cached_tokens) else LengthClass.LONG
+        return LengthClass.SHORT if new_tokens <= self._model.boundary.tokens else LengthClass.LONG
 
     def deadline_s(
         self,
@@ -177,7 +177,8 @@ class Laps:
             short_rate_per_s=rate_per_s,
             short_share=model.account.short_share(),
             round_s=state.round_s,
-            boundary_tokens=model.boundary_tokens(0),
+            boundary_tokens=model.boundary.tokens,
+            boundary_is_fitted=model.boundary.is_fitted,
             parked=started - current,
             short=self._class_report(state, LengthClass.SHORT),
             long=self._class_report(state, LengthClass.LONG),
