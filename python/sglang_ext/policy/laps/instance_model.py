@@ -153,7 +153,7 @@ class InstanceModel:
 
 
 def has_deadline(request: QueuedPrefill) -> bool:
-    """Whether somebody waits for its answer."""
+    """Whether a client waits for its answer."""
     return isfinite(request.deadline_s)
 
 

@@ -78,7 +78,7 @@ def _choose_of_group(
         # Without a reason: others are there to use the time.
         return RoundPlan((batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE),), now_s)
     if group is _OFFLINE and not is_online and _gathers(model, now_s, batch):
-        # Nobody waits for an answer: short ones join when their batch is full, for decode is not to run dry.
+        # No client waits for an answer: short ones join when their batch is full, for decode is not to run dry.
         alone = _without_shorts(model, queue, [], longs, round_s, free_kv_tokens)
         if alone:
             return RoundPlan((*alone, batch_of_shorts(batch, DispatchReason.SHARE)), now_s)

@@ -139,7 +139,7 @@ def test_what_holds_for_any_room(
             assert len(after) <= parked
             promised = sum(one.new_tokens for one in after) + parts.cut.request.new_tokens
             assert promised <= free
-    # Whoever may run does: with room for a page, and nothing promised, nobody is kept from it.
+    # With room for a page, and nothing promised, one of them runs.
     can_start = not any(one.is_started for one in queue) and min(tokens, free) >= page
     assert chosen or not can_start
     if len(chosen) > 1:
