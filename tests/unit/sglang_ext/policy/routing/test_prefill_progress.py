@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.routing.prefill_progress import PrefillProgress
+from sglang_ext.policy.routing.prefill_progress import ONE_ITERATION_TOKENS, PrefillProgress
 
 
 def test_it_computes_what_it_had_at_its_rate() -> None:
@@ -16,6 +16,8 @@ def test_it_computes_what_it_had_at_its_rate() -> None:
     assert progress.computed_tokens(11.0, 1000.0) == 500  # one that hangs: what it is sent after that counts in full
     assert progress.computed_tokens(10.25, 0.0) == 0
     assert progress.computed_tokens(9.0, 1000.0) == 0  # a clock of another process
+    progress.begin(10.0, ONE_ITERATION_TOKENS + 1)
+    assert progress.computed_tokens(20.0, 1000.0) == 0  # a long prompt, say
     progress.begin(10.5, 2000)
     assert progress.computed_tokens(11.5, 1000.0) == 1000
 
