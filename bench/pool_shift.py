@@ -158,7 +158,8 @@ def _measure(
     with ExitStack() as stack:
         engines = {}
         for role in ("short", "long", "decode"):
-            engines[role] = BenchEngine.start(role, model, scratch)
+            boundary = () if role == "decode" else ("--laps-boundary-tokens", str(BOUNDARY_TOKENS))
+            engines[role] = BenchEngine.start(role, model, scratch, worker_options=boundary)
             stack.callback(engines[role].stop)
         # All at once: ending takes an instance some seconds.
         stack.callback(lambda: [engine.terminate() for engine in engines.values()])
@@ -178,13 +179,14 @@ def _measure(
         for number, system in enumerate(SYSTEMS):
             for role, mode in zip(("short", "long"), system.modes, strict=True):
                 engines[role].post("/laps/mode", {"mode": mode})
+                engines[role].post("/flush_cache", {})
             slowdown = first_per_s / _speed(engines, mix, seed=21 + number)
             stretched = [arrival._replace(at_s=arrival.at_s * slowdown) for arrival in arrivals]
             with _router(engines, system) as url:
                 progress(
                     f"{system.name}: {len(arrivals)} requests over {stretched[-1].at_s:.0f} s, slowdown {slowdown:.2f}"
                 )
-                runs[system.name] = _run(url, stretched, slowdown)
+                runs[system.name] = _run(url, stretched, slowdown, seed=3 + number)
     return runs, idle, capacity
 
 
@@ -225,8 +227,11 @@ def _arrivals(mix: TraceMix, phases: Sequence[Phase], capacity: Capacity) -> lis
     return sorted(arrivals)
 
 
-def _run(url: str, arrivals: Sequence[Arrival], slowdown: float) -> Run:
-    """Replay the workload; moves are read from the router's `GET /pools` while it runs."""
+def _run(url: str, arrivals: Sequence[Arrival], slowdown: float, seed: int) -> Run:
+    """Replay the workload; moves are read from the router's `GET /pools` while it runs.
+
+    Prompts of another seed have the same lengths and other tokens: nothing is cached from an earlier run.
+    """
     began = datetime.now(UTC)
     seen: dict[str, Move] = {}
     is_over = threading.Event()
@@ -242,7 +247,7 @@ def _run(url: str, arrivals: Sequence[Arrival], slowdown: float) -> Run:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        outcomes = Replayer(url, MODEL.vocabulary, OUTPUT_TOKENS).run(arrivals, seed=3)
+        outcomes = Replayer(url, MODEL.vocabulary, OUTPUT_TOKENS).run(arrivals, seed)
     finally:
         is_over.set()
         watcher.join()

@@ -130,8 +130,11 @@ class MachineSpeed:
         self._last: list[float] = []
 
     def observe(self, per_s: float) -> float:
-        """The slowdown against the first measurement: over the last three of them, or since a jump of over 15%."""
-        if self._last and not 1 / 1.15 < per_s / median(self._last) < 1.15:
+        """The slowdown against the first measurement: by the median of the last five, or of those since a jump of 20%.
+
+        A single one is off by some percent, and so would be the load of a run that it stretches.
+        """
+        if self._last and not 1 / 1.2 < per_s / median(self._last) < 1.2:
             self._last.clear()
-        self._last = [*self._last[-2:], per_s]
+        self._last = [*self._last[-4:], per_s]
         return self._first_per_s / median(self._last)

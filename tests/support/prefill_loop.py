@@ -85,7 +85,8 @@ class Outcome:
 def policy(
     truth: CostCoefficients = CPU, grid: GraphGrid | None = None, limits: InstanceLimits = LIMITS, **options: object
 ) -> Laps:
-    return Laps(LapsOptions(**options), grid or GraphGrid(), truth, limits)  # type: ignore[arg-type]
+    chosen = LapsOptions(**{"boundary_tokens": 256} | options)  # type: ignore[arg-type]
+    return Laps(chosen, grid or GraphGrid(), truth, limits)
 
 
 def mixed(random: Random, count: int, load: float, truth: CostCoefficients, long_share: float = 0.25) -> list[Arrival]:

@@ -159,7 +159,9 @@ def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         "hooks": verify_hooks(),
         "start_method": os.environ.get(START_METHOD_VARIABLE, StartMethod.SPAWN),
         "context_tokens": scheduler.model_config.context_len,
-        "length_boundary_tokens": None if options.laps is None else options.laps.fixed_boundary_tokens,
+        "length_boundary_tokens": None if options.laps is None else options.laps.boundary_tokens,
+        # Then `GET /laps` has it, and it may change.
+        "fits_length_boundary": options.laps is not None and options.laps.boundary_tokens is None,
         "architecture": _architecture(scheduler.model_config.hf_config),
         **_kv_cache(scheduler.tp_worker.model_runner),
     }

@@ -106,6 +106,7 @@ def test_the_speed_follows_jumps_and_not_noise() -> None:
     speed = MachineSpeed(10.0)
     assert speed.observe(10.0) == 1.0
     assert speed.observe(10.4) == pytest.approx(10.0 / 10.2)
-    assert speed.observe(9.6) == 1.0  # the median of three
+    assert speed.observe(9.6) == 1.0
+    assert [speed.observe(11.0) for _ in range(4)][-1] == pytest.approx(10.0 / 11.0)  # the median of five
     assert speed.observe(7.0) == pytest.approx(10.0 / 7.0)  # another machine
     assert speed.observe(7.2) == pytest.approx(10.0 / 7.1)

@@ -10,8 +10,6 @@ from math import isfinite
 
 from sglang_ext.policy.laps.round_plan import LapsMode
 
-DEFAULT_BOUNDARY_TOKENS = 256  # until the cost model says more
-
 
 class Batching(StrEnum):
     """What a short batch waits for."""
@@ -38,8 +36,8 @@ class LapsOptions:
     boundary_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Most new tokens of a short prefill. Default: from the cost model where the measurements determine "
-            "it (that takes --laps-kv-bytes-per-token and --laps-kv-bandwidth-gb-per-s), else 256."
+            "help": "Most new tokens of a short prefill. Default: from what the instance's iterations cost: what takes "
+            "half of --laps-short-ttft-slo-ms, and 512 until some have run."
         },
     )
     batching: Batching = field(
@@ -116,7 +114,10 @@ class LapsOptions:
         },
     )
     kv_bytes_per_token: int | None = field(
-        default=None, metadata={"help": "Bytes of KV cache per token; with the bandwidth it fixes the write cost."}
+        default=None,
+        metadata={
+            "help": "Bytes of KV cache per token; with the bandwidth, the cost of writing it. Default: measured."
+        },
     )
     kv_bandwidth_gb_per_s: float | None = field(
         default=None, metadata={"help": "Memory bandwidth at which KV is written, in 10^9 bytes per second."}
@@ -151,13 +152,6 @@ class LapsOptions:
             if self.kv_bytes_per_token is None:
                 given, missing = missing, given
             raise ValueError(f"{option_name(given)} needs {option_name(missing)} too")
-
-    @property
-    def fixed_boundary_tokens(self) -> int | None:
-        """Most new tokens of a short prefill; None where that follows from the cost model as it is measured."""
-        if self.boundary_tokens is not None:
-            return self.boundary_tokens
-        return DEFAULT_BOUNDARY_TOKENS if self.write_s is None else None
 
     @property
     def write_s(self) -> float | None:

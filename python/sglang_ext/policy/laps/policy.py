@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from math import ceil, inf, isfinite
 from typing import NamedTuple
 
+from sglang_ext.policy.laps.boundary import ClassBoundary
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.long_prefill import LongChoice, choose_chunk, choose_long
-from sglang_ext.policy.laps.options import DEFAULT_BOUNDARY_TOKENS, Batching, LapsOptions
+from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.round_plan import (
     ClassReport,
     DispatchReason,
@@ -87,6 +88,7 @@ class Laps:
         self._limits = limits
         self._mode = options.mode
         self._fit = CostFit(prior)
+        self._boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
         self._rate = ArrivalRate()
         self._busy = BusyShare()
         self._account = TimeAccount()
@@ -115,7 +117,7 @@ class Laps:
 
     def classify(self, new_tokens: int, cached_tokens: int) -> LengthClass:
         """The class of a prefill that arrives now; it keeps it."""
-        return LengthClass.SHORT if new_tokens <= self._boundary_tokens(cached_tokens) else LengthClass.LONG
+        return LengthClass.SHORT if new_tokens <= self._boundary.tokens else LengthClass.LONG
 
     def deadline_s(
         self,
@@ -195,6 +197,8 @@ class Laps:
     def note_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
         self._fit.add(sample)
+        options = self._options
+        self._boundary.note_iteration(self._fit, options.write_s, options.short_ttft_slo_ms / 1e3)
         if self._grid.shapes is not self._aimed_shapes:
             self._aimed_shapes = self._grid.shapes
             self._awd.use_depths(self._grid.depths(self._max_requests))
@@ -221,7 +225,8 @@ class Laps:
             short_rate_per_s=rate_per_s,
             short_share=self._account.short_share(),
             round_s=state.round_s,
-            boundary_tokens=self._boundary_tokens(0),
+            boundary_tokens=self._boundary.tokens,
+            boundary_is_fitted=self._boundary.is_fitted,
             parked=started - current,
             short=self._class_report(state, LengthClass.SHORT),
             long=self._class_report(state, LengthClass.LONG),
@@ -408,14 +413,6 @@ class Laps:
 
     # -- what follows from the cost model ------------------------------------------------------------------------
 
-    def _boundary_tokens(self, cached_tokens: int) -> int:
-        """Most new tokens of a short prefill."""
-        options = self._options
-        if options.boundary_tokens is not None:
-            return options.boundary_tokens
-        fitted_tokens = self._fit.boundary_tokens(options.write_s, cached_tokens)
-        return DEFAULT_BOUNDARY_TOKENS if fitted_tokens is None else int(fitted_tokens)
-
     def _round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
         """Time budget of a round while so much long work waits and the next chunk follows `cached_tokens`."""
         options = self._options
@@ -426,7 +423,7 @@ class Laps:
             cost.kappa_s + cost.read_s * cached_tokens,
             long_backlog_s,
             options.short_ttft_slo_ms / 1e3,
-            cost.chunk_s(self._boundary_tokens(0), 0),
+            cost.chunk_s(self._boundary.tokens, 0),
         )
 
     def _yield_s(self) -> float:

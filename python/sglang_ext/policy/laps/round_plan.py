@@ -127,7 +127,8 @@ class LapsReport(NamedTuple):
     short_rate_per_s: float  # estimated arrivals of short prefills
     short_share: float  # of the time used lately while both classes waited
     round_s: float  # time budget of a round
-    boundary_tokens: int  # most new tokens of a short prefill without cached tokens
+    boundary_tokens: int  # most new tokens of a short prefill
+    boundary_is_fitted: bool  # to what iterations cost; else it was given, or nothing is known yet
     parked: int  # started long prefills other than the current one
     short: ClassReport
     long: ClassReport

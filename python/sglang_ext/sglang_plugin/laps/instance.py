@@ -10,10 +10,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid, GraphShape
+from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
     InstanceLimits,
@@ -41,6 +43,10 @@ _PRIOR = {
     Device.CPU: CostCoefficients.from_throughput(tokens_per_s=400.0, fixed_s=0.02),
     Device.CUDA: CostCoefficients.from_throughput(tokens_per_s=20_000.0, fixed_s=0.01),
 }
+
+
+_COPIED_BYTES = 64 << 20  # more than a cache holds
+_COPIES = 6
 
 
 class LapsInstance:
@@ -92,7 +98,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     if options is None or options.laps is None:
         return None
     policy = Laps(
-        options.laps,
+        with_write_cost(options.laps, scheduler),
         _captured_grid(scheduler),
         _PRIOR[options.device],
         InstanceLimits(
@@ -105,6 +111,43 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     agreement = _agreement(scheduler)
     counts = agreement.is_deciding and scheduler.server_args.enable_metrics
     return LapsInstance(policy, agreement, PrometheusMetrics.shared() if counts else NoMetrics())
+
+
+def with_write_cost(options: LapsOptions, scheduler: Any) -> LapsOptions:
+    """With what writing a token's KV takes, measured, where it is wanted and was not given."""
+    if options.boundary_tokens is not None or options.write_s is not None:
+        return options
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    _, _, page_bytes = pool.get_contiguous_buf_infos()  # as a KV transfer sees it: of each buffer
+    token_bytes = max(1, sum(page_bytes) // scheduler.page_size)
+    gb_per_s = copy_gb_per_s(scheduler.tp_worker.model_runner.device)
+    if gb_per_s is None:
+        return options
+    logger.info("laps: %d bytes of KV per token, copied at %.1f GB/s", token_bytes, gb_per_s)
+    return replace(options, kv_bytes_per_token=token_bytes, kv_bandwidth_gb_per_s=gb_per_s)
+
+
+def copy_gb_per_s(device: str) -> float | None:
+    """How fast memory is copied on a device, in 10^9 bytes per second; None where there is no room to try.
+
+    The best of some runs: others may use the machine meanwhile.
+    """
+    import torch
+
+    try:
+        source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+        target = torch.zeros_like(source)
+    except RuntimeError:  # out of memory
+        return None
+
+    def copy_s() -> float:
+        began_s = time.perf_counter()
+        target.copy_(source)
+        if target.is_cuda:
+            torch.cuda.synchronize(target.device)
+        return time.perf_counter() - began_s
+
+    return _COPIED_BYTES / min(copy_s() for _ in range(_COPIES)) / 1e9
 
 
 def _captured_grid(scheduler: Any) -> GraphGrid:

@@ -42,6 +42,7 @@ def status_of(laps: LapsInstance, snapshot: RoundSnapshot, *, locked_tokens: int
         "parks": laps.parks,
         "utilisation": laps.clock.utilisation(snapshot.now_s),
         "boundary_tokens": report.boundary_tokens,
+        "boundary_is_fitted": report.boundary_is_fitted,
         "round_s": report.round_s,
         "short_share": report.short_share,
         "awd": {"window_s": report.window_s, "depth": report.depth, "short_rate_per_s": report.short_rate_per_s},

@@ -234,21 +234,21 @@ def test_switching_under_load_loses_nothing() -> None:
 # -- classes, deadlines, report --------------------------------------------------------------------------------------
 
 
-def test_the_boundary_is_the_option_or_the_fit_or_256() -> None:
+def test_the_boundary_is_the_option_or_what_takes_half_of_the_objective() -> None:
     assert policy(boundary_tokens=100).classify(101, 0) is LONG
-    assert policy().classify(256, 0) is SHORT
-    assert policy().classify(257, 0) is LONG
     random = Random(15)
-    laps = policy(kv_bytes_per_token=1_000_000, kv_bandwidth_gb_per_s=50.0)
+    laps = policy(boundary_tokens=None, short_ttft_slo_ms=200.0)
+    assert laps.classify(512, 0) is SHORT
+    assert laps.classify(513, 0) is LONG
     for _ in range(300):
         new, cached = int(2 ** random.uniform(3, 12)), random.choice([0, int(2 ** random.uniform(4, 12))])
         laps.note_iteration(IterationSample(float(new * (new + 2 * cached)), new, cached, 1, CPU.chunk_s(new, cached)))
-    limit = laps.report(RoundSnapshot(0.0, (), 1000)).boundary_tokens
-    assert limit != 256
-    compute_s = CPU.alpha_s * limit**2 + (CPU.token_s - 2e-5) * limit
-    assert compute_s == pytest.approx(2e-5 * limit + CPU.kappa_s, rel=0.1)
-    assert laps.classify(limit, 0) is SHORT
-    assert laps.classify(limit + 1, 0) is LONG
+    report = laps.report(RoundSnapshot(0.0, (), 1000))
+    limit = report.boundary_tokens
+    assert report.boundary_is_fitted
+    assert CPU.chunk_s(limit, 0) <= 0.1 < CPU.chunk_s(3 * limit // 2, 0)
+    assert laps.classify(limit, 4096) is SHORT
+    assert laps.classify(limit + 1, 4096) is LONG
 
 
 def test_deadlines() -> None:

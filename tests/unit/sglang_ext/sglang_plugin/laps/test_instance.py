@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang_ext.policy.laps.cost_model import IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphShape
-from sglang_ext.sglang_plugin.laps.instance import BUSY_WINDOW_S, IterationClock
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.sglang_plugin.laps.instance import BUSY_WINDOW_S, IterationClock, with_write_cost
 from sglang_ext.types import LengthClass
 
 SHORT, LONG = LengthClass.SHORT, LengthClass.LONG
@@ -164,3 +167,32 @@ def test_utilisation_never_leaves_its_range() -> None:
         shares = [clock.utilisation(now_s, length_class) for length_class in (SHORT, LONG, None)]
         assert all(0.0 <= share <= 1.0 for share in shares)
         assert min(1.0, shares[0] + shares[1]) == pytest.approx(shares[2])
+
+
+def scheduler(page_tokens: int, page_bytes: list[int], device: str = "cpu") -> Any:
+    """What SGLang's scheduler has of its KV pool."""
+    pool = SimpleNamespace(get_contiguous_buf_infos=lambda: ([0] * len(page_bytes), [1 << 20], page_bytes))
+    return SimpleNamespace(
+        page_size=page_tokens,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device=device)),
+    )
+
+
+def test_what_writing_kv_takes_is_measured() -> None:
+    options = with_write_cost(LapsOptions(), scheduler(4, [512, 512, 512, 512]))
+    assert options.kv_bytes_per_token == 512
+    assert options.kv_bandwidth_gb_per_s is not None
+    assert 0.1 < options.kv_bandwidth_gb_per_s < 10_000
+    assert options.write_s == pytest.approx(512 / options.kv_bandwidth_gb_per_s / 1e9)
+
+
+@pytest.mark.parametrize(
+    "given", [LapsOptions(boundary_tokens=64), LapsOptions(kv_bytes_per_token=7, kv_bandwidth_gb_per_s=5.0)]
+)
+def test_what_is_given_is_not_measured(given: LapsOptions) -> None:
+    assert with_write_cost(given, None) == given
+
+
+def test_without_room_to_measure_it_is_left_open() -> None:
+    assert with_write_cost(LapsOptions(), scheduler(1, [512], "no-such-device")) == LapsOptions()
