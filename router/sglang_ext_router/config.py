@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_ext.policy.laps.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
@@ -51,7 +52,11 @@ class RouterConfig:
     port: int = _option(30000, "port to listen on")
     processes: int = _option(1, "router processes that share the port (SO_REUSEPORT)")
     # Which pool, which instance
-    length_boundary_tokens: int = _option(512, "a prefill of at most this many new tokens is short, a larger one long")
+    length_boundary_tokens: int = _option(
+        0,
+        "a prefill of at most this many new tokens is short, a larger one long; 0: what the prefill instances say, "
+        f"{DEFAULT_BOUNDARY_TOKENS} while none does",
+    )
     image_tokens: int = _option(
         1024, "tokens that an image in a prompt is taken for when its class is chosen; a video counts as 16 images"
     )
@@ -360,7 +365,7 @@ class RouterConfig:
 
 
 _POSITIVE = (
-    *("port", "processes", "length_boundary_tokens", "prefix_index_blocks", "max_payload_size"),
+    *("port", "processes", "prefix_index_blocks", "max_payload_size"),
     *("max_connections", "max_control_payload_size", "max_pipelined_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
     *("liveness_failure_threshold", "max_sequences_per_request"),
@@ -375,7 +380,7 @@ _MAY_BE_OFF = (
 )  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
-    *("image_tokens", "audio_tokens"),
+    *("length_boundary_tokens", "image_tokens", "audio_tokens"),
     *("metrics_port", "peer_port", "service_discovery_port"),
     *("retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),

@@ -13,10 +13,10 @@ import aiohttp
 from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.policy.pools.instance_pressure import InstanceSignals
 from sglang_ext.types import LengthClass
-from sglang_ext_router.probe import Prober
+from sglang_ext_router.probe import LAPS_PATH, Prober
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
-REPORT_PATH = "/laps"
+REPORT_PATH = LAPS_PATH
 MODE_PATH = "/laps/mode"
 logger = logging.getLogger(__name__)
 

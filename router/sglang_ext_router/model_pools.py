@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang_ext.policy.laps.boundary import DEFAULT_BOUNDARY_TOKENS
+from sglang_ext.policy.routing.pool_choice import FixedBoundary
 from sglang_ext.policy.routing.token_estimate import TokenEstimator
 from sglang_ext.types import Role
 from sglang_ext_router.tokenising import PromptTokeniser
@@ -29,6 +31,7 @@ class ModelPools:
         self.shortest_limit_tokens = 0
         self.longest_prompt_tokens: int | None = None
         self.longest_prefill_tokens: int | None = None  # for prompts that prefill serves alone
+        self.boundary = FixedBoundary(DEFAULT_BOUNDARY_TOKENS)  # where short ends, as its prefill instances say
         self.estimator = TokenEstimator()
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
 

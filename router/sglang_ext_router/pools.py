@@ -18,6 +18,7 @@ from sglang_ext_router.api_document import ADMIN_ONLY, WORKER_URL_PATTERN, answe
 from sglang_ext_router.config import RouterConfig, RouterConfigError, parse_worker_url
 from sglang_ext_router.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
 from sglang_ext_router.long_pool import LongPoolMonitor
+from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.workers import Worker, WorkerRegistry, describe_roles
 
 
@@ -34,6 +35,8 @@ class PoolsTarget(Protocol):
 
     @property
     def requests_queued(self) -> int: ...
+
+    def length_boundary_tokens(self, models: Sequence[ModelPools]) -> int: ...
 
 
 class Move(BaseModel):
@@ -70,7 +73,7 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
         """The pools: instances, load and pressure of each, the latest moves between them, and shared long prefills."""
         await router.controller.refresh_if_stale()
         return {
-            "length_boundary_tokens": router.config.length_boundary_tokens,
+            "length_boundary_tokens": router.length_boundary_tokens(list(router.registry.models.values())),
             "ready": describe_roles(router.registry),
             "requests_in_flight": router.requests_in_flight,
             "requests_queued": router.requests_queued,
@@ -101,7 +104,8 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
 def describe_model(router: PoolsTarget, model: str) -> dict[str, Any]:
     """The pools of one model as JSON, and what is decided for them."""
     pools = {role.value: describe_pool(router, role, model) for role in Role}
-    return {"pools": pools, **_describe_control(router.controller, model)}
+    boundary_tokens = router.length_boundary_tokens([router.registry.models[model]])
+    return {"length_boundary_tokens": boundary_tokens, "pools": pools, **_describe_control(router.controller, model)}
 
 
 def describe_pool(router: PoolsTarget, role: Role, model: str | None = None) -> dict[str, Any]:
@@ -134,6 +138,7 @@ def _describe_member(controller: PoolController, worker: Worker) -> dict[str, An
         "role": worker.role.value,
         "model": worker.model or None,
         "state": worker_state(worker),
+        "length_boundary_tokens": worker.length_boundary_tokens,
         "mode": None if report is None else report.mode.value,
         "generation": None if report is None else report.generation,
         "can_switch": None if report is None and worker.id not in controller.monitor.stock else report is not None,

@@ -28,6 +28,7 @@ LIVENESS_STEPS = 10
 RETURN_S = 60.0  # for which one that is out may come back to the others of its model as it was
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
+LAPS_PATH = "/laps"
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
 ABORT_FAMILY_HOOK = "abort-family"
 _ELEMENT_TYPES = {"half": "float16", "float": "float32"}  # SGLang's other names of them
@@ -165,6 +166,8 @@ class Prober:
                     raise ValueError(f"/health answered {reply.status}")
             if not worker.has_info:
                 self._take_info(worker, await self.get_json(worker, "/server_info"))
+            if worker.fits_length_boundary:
+                await self._read_boundary(worker)
         except _ANSWER_ERRORS as error:
             is_refused = isinstance(error, _MisfitError)
             if is_refused and worker.last_error != str(error):
@@ -179,6 +182,18 @@ class Prober:
             worker.is_healthy = True
             self._registry.refresh()
             logger.info("worker %s (%s) is healthy", worker.url, worker.role)
+
+    async def _read_boundary(self, worker: Worker) -> None:
+        """An instance that finds out itself where short ends may find something else later."""
+        try:
+            status = await self.get_json(worker, LAPS_PATH)
+            tokens = _positive(status.get("boundary_tokens"))
+        except _ANSWER_ERRORS as error:
+            logger.debug("no length boundary from %s: %s", worker.url, error)
+            return
+        if tokens is not None and tokens != worker.length_boundary_tokens:
+            worker.length_boundary_tokens = tokens
+            self._on_info(worker)
 
     async def why_refused(self, address: WorkerAddress) -> str | None:
         """Why an instance must not be added; None if it may, or does not answer yet: its checks judge it then."""
@@ -300,6 +315,7 @@ class Prober:
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
+        worker.fits_length_boundary = own.get("fits_length_boundary") is True
         worker.has_info = worker.serves_facts = True
         self._registry.refresh()
         self._on_info(worker)

@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from sglang_ext.policy.laps.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.policy.routing.admission import AdmissionQueue, Demand
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
@@ -359,13 +360,19 @@ class Router:
         now_s = self.loop.time()
         waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
-            "length_boundary_tokens": self.config.length_boundary_tokens,
+            "length_boundary_tokens": self.length_boundary_tokens(models),
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
                 one.value: describe_class(models, one, waits, under_way, siblings, now_s) for one in LengthClass
             },
         }
+
+    def length_boundary_tokens(self, models: Sequence[ModelPools]) -> int:
+        """Most new tokens of a short prefill of these models; of several that differ the middle one."""
+        told = sorted(self.planner.boundary(model).limit_tokens for model in models)
+        given = self.config.length_boundary_tokens or DEFAULT_BOUNDARY_TOKENS
+        return told[(len(told) - 1) // 2] if told else given
 
     def online_load(self) -> SiblingLoad:
         """What the other processes get to know of the online requests here."""
@@ -464,7 +471,7 @@ class Router:
     def _compare_boundary(self, worker: Worker) -> None:
         """Say it once where an instance takes for long what the router sends as short, or the other way round."""
         own, others = self.config.length_boundary_tokens, worker.length_boundary_tokens
-        if others is None or others == own or others in self._told_boundaries:
+        if not own or others is None or others == own or others in self._told_boundaries:
             return
         self._told_boundaries.add(others)
         logger.warning(
@@ -476,6 +483,7 @@ class Router:
 
     def _on_worker_info(self, worker: Worker) -> None:
         self.planner.learn_capacity(worker)
+        self.planner.learn_boundary(worker)
         self._compare_boundary(worker)
         model = self.registry.models.get(worker.model)
         if model is not None and model.tokeniser is None:

@@ -38,7 +38,8 @@ class RoutePlanner:
     def __init__(self, config: RouterConfig, registry: WorkerRegistry, draw: Callable[[], float]) -> None:
         self._registry = registry
         self._draw = draw
-        self._boundary = FixedBoundary(config.length_boundary_tokens)
+        given = config.length_boundary_tokens
+        self._given_boundary = FixedBoundary(given) if given else None
         self._prefill_policy = prefill_policy(config.prefill_policy)
         self._decode_policy = decode_policy(config.decode_policy)
         self._allow_spill = config.pool_spill
@@ -71,7 +72,11 @@ class RoutePlanner:
         if matched:
             most_bytes = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
             cached = int(most_bytes * _tokens_per_byte(prompt, (low + high) // 2))
-        return is_in_doubt(low, high, cached, self._boundary)
+        return is_in_doubt(low, high, cached, self.boundary(model))
+
+    def boundary(self, model: ModelPools) -> FixedBoundary:
+        """Where short ends for a model: as the option says, else as its prefill instances do."""
+        return self._given_boundary or model.boundary
 
     # -- choice -----------------------------------------------------------------------------------------
 
@@ -109,7 +114,7 @@ class RoutePlanner:
                 raise NoInstanceError(model.lacks_pair())
             roles = [worker.role for worker in prefills]
         cached = self._cached_tokens(prompt, prompt_tokens, prefills)
-        pool = choose_pool(prompt_tokens, roles, cached, self._boundary, self._allow_spill)
+        pool = choose_pool(prompt_tokens, roles, cached, self.boundary(model), self._allow_spill)
         if not pool.candidates:
             raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
         if needs_decode and model.has_revisions:
@@ -214,6 +219,19 @@ class RoutePlanner:
         """An instance told how many tokens the prompt had."""
         if prompt.sequence_count == 1 and prompt.text_bytes and not (prompt.images or prompt.audios):
             model.estimator.observe(prompt.text_bytes, prompt_tokens)
+
+    def learn_boundary(self, prefill: Worker) -> None:
+        """A prefill instance told where short ends on it; of several that differ the middle one counts."""
+        model = self._registry.models.get(prefill.model)
+        told = sorted(
+            one.length_boundary_tokens
+            for one in self._registry
+            if one.model == prefill.model and one.role.is_prefill and one.length_boundary_tokens is not None
+        )
+        if model is not None and told:
+            tokens = told[(len(told) - 1) // 2]
+            if tokens != model.boundary.limit_tokens:
+                model.boundary = FixedBoundary(tokens)
 
     def learn_capacity(self, prefill: Worker) -> None:
         """An instance told the size of its KV cache: it cannot hold more prefixes than that."""

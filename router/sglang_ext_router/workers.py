@@ -94,6 +94,7 @@ class Worker:
         self.out_since_s = 0.0  # when it was taken out, on the loop's clock
         self.tokenizer_path = ""
         self.length_boundary_tokens: int | None = None  # of its own scheduler
+        self.fits_length_boundary = False  # the scheduler finds it out, and may change it
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
         self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
         self.serves_parallel_samples = False

@@ -84,4 +84,5 @@ def test_what_an_instance_tells_of_itself(engines: list[Engine]) -> None:
     assert told[0]["architecture"].startswith("LlamaForCausalLM, layers 2, ")
     assert "vocabulary 1024" in told[2]["architecture"]
     assert {one["kv_element_type"] for one in told} == {"float32"}
-    assert [one["length_boundary_tokens"] for one in told] == [256, None, 256, None]
+    assert [one["length_boundary_tokens"] for one in told] == [None] * 4
+    assert [one["fits_length_boundary"] for one in told] == [True, False, True, False]

@@ -185,7 +185,10 @@ class RouterSettings:
     host: str = field(metadata=_help("address that the router listens on"), default="127.0.0.1")
     port: int = field(metadata=_help("port that the router listens on; 0: a free one is picked"), default=30000)
     length_boundary_tokens: int = field(
-        metadata=_help("a prefill of at most this many new tokens is short, a larger one long"), default=512
+        metadata=_help(
+            "a prefill of at most this many new tokens is short, a larger one long; 0: what the prefill instances find"
+        ),
+        default=0,
     )
     api_key: str | None = field(metadata=_help("key that clients must send; left out: none is asked for"), default=None)
     api_keys_file: str | None = field(
@@ -208,7 +211,7 @@ class RouterSettings:
         if self.api_keys_file is not None and not Path(self.api_keys_file).is_file():
             raise ConfigError("api_keys_file", f"{self.api_keys_file} is not a file")
         check_port("port", self.port)
-        check_at_least("length_boundary_tokens", self.length_boundary_tokens, 1)
+        check_at_least("length_boundary_tokens", self.length_boundary_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)

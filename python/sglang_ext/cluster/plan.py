@@ -237,7 +237,9 @@ def _worker_command(
     if role.is_prefill and not _decides_boundary((*given, *config.args, *pool.args)):
         # The router's own arguments win over the setting.
         asked = _last_value("--length-boundary-tokens", config.router.args)
-        command += ["--laps-boundary-tokens", asked or str(config.router.length_boundary_tokens)]
+        boundary_tokens = asked or str(config.router.length_boundary_tokens)
+        if boundary_tokens != "0":
+            command += ["--laps-boundary-tokens", boundary_tokens]
     command += [*pool_options, *given]
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:
@@ -295,7 +297,8 @@ def _router(
             command += [_PREFILL_OPTIONS[instance.role], instance.url, str(instance.bootstrap_port)]
     if coordinator is not None:
         command += ["--coordinator-url", coordinator.url]
-    command += ["--length-boundary-tokens", str(config.router.length_boundary_tokens)]
+    if config.router.length_boundary_tokens:
+        command += ["--length-boundary-tokens", str(config.router.length_boundary_tokens)]
     command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}"]
     if config.router.api_keys_file is not None:
         command += ["--api-keys-file", config.router.api_keys_file]

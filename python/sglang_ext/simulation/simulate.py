@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang_ext.policy.laps.boundary import expected_boundary_tokens
 from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.simulation.events import ServedPrefill, SimRequest
@@ -124,7 +125,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scaler-stabilisation-s", type=float, default=300.0, help="so long fewer are needed before one is ended"
     )
     policy.add_argument("--scaler-max", type=int, default=32, help="most instances of a pool")
-    policy.add_argument("--boundary-tokens", type=int, default=256, help="most new tokens of a short prompt")
+    policy.add_argument(
+        "--boundary-tokens",
+        type=int,
+        help="most new tokens of a short prompt (default: what instances of this engine find, half of --slo)",
+    )
     policy.add_argument("--slo", type=float, default=1.0, help="TTFT objective (s), counted for all requests")
     decode = parser.add_argument_group("decode")
     decode.add_argument("--decode", type=int, default=0, help="decode instances; 0: prefill alone")
@@ -180,6 +185,8 @@ def _run(args: argparse.Namespace) -> int:
     engine = load_engine(
         args.engine, largest_size=1 << max(0, min(args.prefill, 1024).bit_length() - 1), model=args.model
     )
+    if args.boundary_tokens is None:
+        args.boundary_tokens = expected_boundary_tokens(engine.coefficients, args.slo, args.chunk_tokens)
     for doubt in engine_doubts(args.policy, engine):
         print(f"sglang-ext simulate: {doubt}", file=sys.stderr)
     workload = load_workload(args.workload)

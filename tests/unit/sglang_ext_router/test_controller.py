@@ -275,3 +275,43 @@ async def test_a_router_that_stops_in_the_middle_stops() -> None:
         laps(served.short[0]).behaviour = "ignore"
         assert (await move(served, served.short[0])).status == 202
         await served.until(lambda: laps(served.short[0]).switches == ["long"])
+
+
+async def test_where_short_ends_is_what_the_prefill_instances_find() -> None:
+    """The middle one of their numbers, and the next one when they find another."""
+    async with controlled(short=2, long=1, health_check_interval_secs=0.05, **SLOW) as served:
+        assert (await served.pools())["length_boundary_tokens"] == 512
+        for engine, tokens in zip((*served.short, *served.long), (256, 384, 1024), strict=True):
+            laps(engine).info = {**engine.info, "sglang_ext": {"fits_length_boundary": True}}
+            laps(engine).report["boundary_tokens"] = tokens
+            served.worker(engine.url).has_info = False  # it is asked again
+        members = [served.worker(engine.url) for engine in (*served.short, *served.long)]
+        await served.until(lambda: [one.length_boundary_tokens for one in members] == [256, 384, 1024])
+        pools = await served.pools()
+        assert pools["length_boundary_tokens"] == 384
+        assert [one["length_boundary_tokens"] for one in pools["pools"]["short"]["members"]] == [256, 384]
+        (model,) = pools["models"].values()
+        assert model["length_boundary_tokens"] == 384
+        assert (await served.ask("GET", "/load")).json["length_boundary_tokens"] == 384
+        planner, model_pools = served.router.planner, served.model
+        assert planner.boundary(model_pools).limit_tokens == 384
+        for engine in served.short:
+            laps(engine).report["boundary_tokens"] = 192
+        await served.until(lambda: planner.boundary(model_pools).limit_tokens == 192)
+        laps(served.short[0]).report["boundary_tokens"] = "many"  # the last that made sense holds
+        await asyncio.sleep(0.2)
+        assert planner.boundary(model_pools).limit_tokens == 192
+
+
+async def test_a_boundary_that_is_given_holds() -> None:
+    async with controlled(
+        short=1, long=1, health_check_interval_secs=0.05, length_boundary_tokens=100, **SLOW
+    ) as served:
+        for engine in (*served.short, *served.long):
+            laps(engine).info = {**engine.info, "sglang_ext": {"fits_length_boundary": True}}
+            laps(engine).report["boundary_tokens"] = 256
+            served.worker(engine.url).has_info = False
+        members = [served.worker(engine.url) for engine in (*served.short, *served.long)]
+        await served.until(lambda: all(one.length_boundary_tokens == 256 for one in members))
+        assert (await served.pools())["length_boundary_tokens"] == 100
+        assert served.router.planner.boundary(served.model).limit_tokens == 100

@@ -77,7 +77,7 @@ async def test_a_request_is_told_of_while_it_waits_for_prefill_or_for_admission(
 async def test_online_requests_are_told_of_and_those_of_low_priority_are_not() -> None:
     async with cluster() as served:
         empty = (await served.ask("GET", "/load")).json
-        assert empty["length_boundary_tokens"] == served.router.config.length_boundary_tokens
+        assert empty["length_boundary_tokens"] == 512
         assert empty["classes"]["short"] == {
             "online_in_flight": 0,
             "online_wait_s": None,

@@ -1,7 +1,7 @@
 """Where short ends on an instance: one number, from what its iterations cost, that changes seldom.
 
 A prefill is short while memory and launches bound it rather than computation (LAPS's L_m), or while its time is a small
-part of the short prefills' objective: one that ends within half of it holds nobody up for long, and is served best
+part of the short prefills' objective: one that ends within half of it holds no other up for long, and is served best
 in one piece, with others. The larger of the two is taken, because a boundary below the second makes prompts wait
 in chunks that could have been answered in time.
 
@@ -32,6 +32,14 @@ def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: flo
         return None
     memory_bound = fit.boundary_tokens(write_s or 0.0, 0) or 0.0
     return max(memory_bound, tokens_within(fit.fitted, _OBJECTIVE_SHARE * objective_s))
+
+
+def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, most_tokens: int) -> int:
+    """What an instance with these costs will find, where memory does not bound it for longer than the objective does.
+
+    `most_tokens`: what one of its iterations may compute.
+    """
+    return min(coarse_tokens(min(tokens_within(cost, _OBJECTIVE_SHARE * objective_s), most_tokens)), most_tokens)
 
 
 def tokens_within(cost: CostCoefficients, budget_s: float) -> float:
@@ -80,7 +88,7 @@ class ClassBoundary:
         fitted = fitted_boundary_tokens(fit, write_s, objective_s)
         if fitted is None:
             return
-        fitted = min(fitted, float(self._most_tokens))
+        fitted = min(fitted, self._most_tokens)
         if not self.is_fitted:
             self._use(fitted)
         elif self._contradicts(fitted):

@@ -39,6 +39,7 @@ def option(program: Program, name: str) -> str:
 
 def test_a_small_cluster_word_by_word() -> None:
     config = cluster(
+        RouterSettings(port=0, length_boundary_tokens=512),
         short=PoolConfig(args=("--chunked-prefill-size", "64")),
         long=PoolConfig(ports=(31000,), bootstrap_ports=(31001,)),
         decode=PoolConfig(tp=3),
@@ -157,7 +158,6 @@ def test_addresses_can_be_ipv6_and_wildcards_are_reached_by_loopback() -> None:
 @pytest.mark.parametrize(
     ("router", "boundary"),
     [
-        ({}, "512"),
         ({"length_boundary_tokens": 64}, "64"),
         ({"length_boundary_tokens": 64, "args": ("--length-boundary-tokens", "99")}, "99"),
         ({"args": ("--length-boundary-tokens=7", "--length-boundary-tokens=8")}, "8"),
@@ -170,6 +170,13 @@ def test_prefill_instances_are_given_the_boundary_of_the_router(router: dict[str
     assert "--laps-boundary-tokens" not in decode.command
 
 
+@pytest.mark.parametrize("router", [{}, {"args": ("--length-boundary-tokens", "0")}])
+def test_without_a_boundary_the_instances_find_it_and_the_router_asks_them(router: dict[str, Any]) -> None:
+    plan = plan_of(cluster(RouterSettings(port=0, **router), short=PoolConfig(), decode=PoolConfig()))
+    assert all("--laps-boundary-tokens" not in program.command for program in plan.instances)
+    assert "--length-boundary-tokens" not in plan.router.command[: -len(router.get("args", ())) or None]
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -180,15 +187,16 @@ def test_prefill_instances_are_given_the_boundary_of_the_router(router: dict[str
     ],
 )
 def test_instances_that_are_told_otherwise_are_not_given_it(given: dict[str, tuple[str, ...]]) -> None:
-    short = plan_of(cluster(short=PoolConfig(**given), decode=PoolConfig())).instances[0]  # type: ignore[arg-type]
-    assert "512" not in short.command
+    router = RouterSettings(port=0, length_boundary_tokens=333)
+    short = plan_of(cluster(router, short=PoolConfig(**given), decode=PoolConfig())).instances[0]  # type: ignore[arg-type]
+    assert "333" not in short.command
     config = ClusterConfig(
         model="m",
         pools=PoolsConfig(short=PoolConfig(), decode=PoolConfig()),
-        router=RouterSettings(port=0),
+        router=router,
         **given,  # type: ignore[arg-type]
     )
-    assert "512" not in plan_of(config).instances[0].command
+    assert "333" not in plan_of(config).instances[0].command
 
 
 def test_keys_are_in_the_environment_alone() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglang_ext.policy.laps.boundary import (
     ClassBoundary,
     coarse_tokens,
+    expected_boundary_tokens,
     fitted_boundary_tokens,
     tokens_within,
 )
@@ -86,6 +87,9 @@ def test_it_is_what_takes_half_of_the_objective() -> None:
     assert boundary.is_fitted
     assert boundary.tokens == coarse_tokens(tokens_within(COST, OBJECTIVE_S / 2)) == 384
     assert changes(seen) == 1
+    assert boundary.tokens == expected_boundary_tokens(COST, OBJECTIVE_S, 8192)
+    assert expected_boundary_tokens(COST, OBJECTIVE_S, 300) == 256
+    assert expected_boundary_tokens(COST, OBJECTIVE_S, 20) == 20
 
 
 def test_what_launches_and_memory_bound_is_short_whatever_the_objective() -> None:
