@@ -171,7 +171,7 @@ def main() -> None:
 
 
 class Bench:
-    """The servers, and everything that is measured at them. Servers that are not asked sleep."""
+    """The servers, and everything that is measured at them."""
 
     def __init__(
         self, scratch: Path, cores: Sequence[int], mix: TraceMix, stack: ExitStack, plan: Plan, began_s: float
@@ -180,6 +180,7 @@ class Bench:
         self._plan, self._began_s = plan, began_s
         self._model = scratch / "model"
         self._engines: list[BenchEngine] = []
+        self._stock: dict[tuple[str, int], BenchEngine] = {}
         self._own: dict[str, BenchEngine] = {}
         self.policies: dict[str, Replayer] = {}
         self._token_seed = 0
@@ -201,6 +202,7 @@ class Bench:
             **{peer: candidates[peer, tokens] for peer, tokens in chunk_tokens.items()},
             **self.policies,
         }
+        self._stop_all_but({*chunk_tokens.items(), (REFERENCE, STOCK_CHUNK_TOKENS)})
         round_s = 0.0  # the last one
         rounds: dict[str, list[Round]] = {load.name: [] for load in plan.loads}
         for number, (part, seed, load) in enumerate(product(range(plan.parts), range(plan.seeds), plan.loads)):
@@ -252,6 +254,14 @@ class Bench:
         engine = self._stack.enter_context(_engine(role, self._model, self._scratch, worker_options, engine_arguments))
         self._engines.append(engine)
         return engine
+
+    def _stop_all_but(self, kept: set[tuple[str, int]]) -> None:
+        """An idle server takes a percent of a core."""
+        rest = [engine for key, engine in self._stock.items() if key not in kept]
+        for engine in rest:
+            engine.terminate()
+        for engine in rest:
+            engine.stop()
 
     def _warm_up(self, replayer: Replayer) -> None:
         count_s = 10.0 if replayer in self.policies.values() else 3.0  # those that learn what iterations cost

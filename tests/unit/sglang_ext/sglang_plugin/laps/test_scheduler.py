@@ -221,3 +221,70 @@ def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
     assert entry is not None
     assert entry.length_class is LengthClass.LONG
     assert entry.deadline_s == laps.policy.deadline_s(LengthClass.LONG, 1000, 0, 10.0, None)
+
+
+class Waiting(SimpleNamespace):
+    """A request in a queue: equal to itself alone, as SGLang's."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang writes what is pending into its log from within the construction of a batch."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    from sglang_ext.sglang_plugin.laps import queued_request
+    from sglang_ext.sglang_plugin.laps.instance import LapsInstance
+    from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
+    from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRankAgreement
+
+    ours, stock = schedulers
+    engine = ours.__new__(ours)
+
+    def waiting(tokens: int) -> Any:
+        return Waiting(
+            rid=str(tokens),
+            seqlen=tokens,
+            origin_input_ids=[0] * tokens,
+            output_ids=[],
+            prefix_len=0,
+            host_hit_length=0,
+            num_matched_prefix_tokens=0,
+            sampling_params=SimpleNamespace(custom_params=None),
+            time_stats=SimpleNamespace(prefill_bootstrap_queue_entry_time=0.0),
+        )
+
+    engine.waiting_queue = [waiting(100), waiting(5000), waiting(4000)]
+    engine.chunked_req, engine.page_size, engine.chunked_prefill_size = None, 1, 512
+    engine.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
+    engine.tree_cache = SimpleNamespace(evictable_size=lambda: 0)
+    engine.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: 1 << 20)
+    engine._parked, engine._held, engine._aborted_while_parked, engine._next_key = [], [], [], 0
+    engine._laps = LapsInstance(policy(boundary_tokens=256), SingleRankAgreement(), NoMetrics())
+    monkeypatch.setattr(queued_request, "_match", lambda: lambda *_: None)
+    built: list[tuple[int, int]] = []
+
+    def build(scheduler: Any, running_batch: Any) -> Any:
+        inquirer = ours_over(stock_inquirer_of(scheduler), scheduler)
+        built.append((len(scheduler.waiting_queue), inquirer._get_num_pending_tokens()))
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+    monkeypatch.setattr(stock, "get_new_batch_prefill", build)
+    engine.get_new_batch_prefill(SimpleNamespace(batch_is_full=False))
+    assert built
+    assert all(members < 3 for members, _ in built)
+    assert {tokens for _, tokens in built} == {9100}
+    assert sorted(one.seqlen for one in engine.waiting_queue) == [100, 4000, 5000]
+
+
+def stock_inquirer_of(scheduler: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(stock_inquirer([], chunked=None), get_waiting_queue=lambda: scheduler.waiting_queue)
+
+
+def ours_over(stock: Any, scheduler: Any) -> Any:
+    return over(stock, scheduler._parked, scheduler._held)
