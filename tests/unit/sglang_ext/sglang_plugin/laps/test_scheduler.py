@@ -174,6 +174,7 @@ def test_started_prefills_end_when_their_transfer_has_failed(
         _parked=[started(str(number), state) for number, state in enumerate(states)],
         attn_cp_cpu_group=None,
         attn_tp_cpu_group=None,
+        _unpark=lambda request: engine._parked.remove(request),
         handle_bootstrap_failure=lambda request: ended.append(request.rid),
     )
     schedulers[0]._end_failed(engine)
@@ -208,10 +209,14 @@ def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
         return request
 
     same, evicted, uncached = waiting("same", 900), waiting("evicted", 900), waiting("uncached", 0)
-    laps = SimpleNamespace(policy=policy(boundary_tokens=256), now_s=lambda: 11.0)
-    engine = SimpleNamespace(_laps=laps, tree_cache={"same": 900, "evicted": 0})
-    assert schedulers[0]._without_evicted(engine, [same, evicted, uncached]) == [same, uncached]
+    put = []
+    laps = SimpleNamespace(
+        policy=policy(boundary_tokens=256), now_s=lambda: 11.0, put=lambda request, *_: put.append(request.rid)
+    )
+    engine = SimpleNamespace(tree_cache={"same": 900, "evicted": 0})
+    assert schedulers[0]._without_evicted(engine, laps, [same, evicted, uncached]) == [same, uncached]
     assert matched == ["same", "evicted"]
+    assert put == ["evicted"]
     entry = queued_request.entry_of(evicted)
     assert entry is not None
     assert entry.length_class is LengthClass.LONG
