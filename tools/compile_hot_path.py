@@ -28,7 +28,7 @@ PACKAGES = {"sglang_ext": ROOT / "python", "sglang_ext_router": ROOT / "router"}
 HOT_MODULES = (
     *(f"sglang_ext/policy/routing/{name}.py" for name in (
         *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
-        *("pool_choice", "prefill_choice", "prefix_index", "retry_budget", "token_estimate"),
+        *("pool_choice", "prefill_choice", "prefill_progress", "prefix_index", "retry_budget", "token_estimate"),
     )),
     *(f"sglang_ext_router/{name}.py" for name in (
         *("aborting", "access", "admitted_request", "attempt", "client_requests", "histograms"),

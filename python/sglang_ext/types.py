@@ -64,6 +64,7 @@ class PrefillLoad(NamedTuple):
     in_flight: int  # requests sent there whose prefill has not ended
     cached_tokens: int  # of this request's prompt, believed to be in its prefix cache
     tokens_per_s: float  # prefill rate last observed, or a prior
+    computed_tokens: int = 0  # of the pending ones, that should be computed by now
 
 
 class DecodeLoad(NamedTuple):

@@ -48,6 +48,8 @@ class Attempt:
         # Until the prefill has ended, from now on.
         self.predicted_s = route.decision.predicted_wait_s + new_tokens / prefill.rate.tokens_per_s
         prefill.in_flight += 1
+        if prefill.pending_tokens == 0:
+            prefill.progress.begin(now_s, new_tokens)
         prefill.pending_tokens += new_tokens
         if decode is not None:
             decode.in_flight += 1
@@ -166,6 +168,7 @@ class Attempt:
         worker.in_flight -= 1
         if leg is _PREFILL:
             worker.pending_tokens -= self._new_tokens
+            worker.progress.begin(self._services.loop.time(), worker.pending_tokens)
         elif not self._has_first_byte:
             worker.reserved_tokens -= self._request.prompt_tokens
 

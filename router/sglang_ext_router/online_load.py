@@ -98,7 +98,7 @@ def describe_class(
     by_model = [[worker for worker in one.ready_prefill if worker.role.serves(length_class)] for one in models]
     urls = {worker.url for workers in by_model for worker in workers}
     backlog_s = max(
-        (min(predicted_wait_s(worker.prefill_load(0)) for worker in workers) for workers in by_model if workers),
+        (min(predicted_wait_s(worker.prefill_load(0, now_s)) for worker in workers) for workers in by_model if workers),
         default=None,
     )
     own_s = [wait_s for url, wait_s in (*waits.recent(now_s), *under_way.unfinished) if url in urls]

@@ -119,7 +119,7 @@ class RoutePlanner:
             raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
         if needs_decode and model.has_revisions:
             pool, decodes = self._of_one_revision(pool, prefills, cached, prompt_tokens, decodes)
-        prefill_loads = [prefills[i].prefill_load(cached[i]) for i in pool.candidates]
+        prefill_loads = [prefills[i].prefill_load(cached[i], now_s) for i in pool.candidates]
         chosen = self._prefill_policy.choose(prefill_loads, prompt_tokens, self._draw())
         load = prefill_loads[chosen]
         prefill = prefills[pool.candidates[chosen]]

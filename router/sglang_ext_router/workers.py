@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
+from sglang_ext.policy.routing.prefill_progress import PrefillProgress
 from sglang_ext.policy.routing.served_models import ADAPTER_SEPARATOR, PairingFacts, find_model
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
@@ -82,6 +83,7 @@ class Worker:
             window_s=config.cb_window_duration_secs,
         )
         self.rate = PrefillRate()
+        self.progress = PrefillProgress()
         # Told by the instance
         self.bootstrap_port = address.bootstrap_port
         self.has_given_bootstrap_port = address.bootstrap_port is not None
@@ -158,7 +160,7 @@ class Worker:
         """Whether its first health check has ended, either way."""
         return self.has_info or self.failed_checks > 0
 
-    def prefill_load(self, cached_tokens: int) -> PrefillLoad:
+    def prefill_load(self, cached_tokens: int, now_s: float) -> PrefillLoad:
         return _new(
             PrefillLoad,
             (
@@ -167,6 +169,7 @@ class Worker:
                 self.in_flight + self.sibling_in_flight,
                 cached_tokens,
                 self.rate.tokens_per_s,
+                self.progress.computed_tokens(now_s, self.rate.tokens_per_s),
             ),
         )
 

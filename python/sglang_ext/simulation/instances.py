@@ -17,6 +17,7 @@ from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool
 from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
+from sglang_ext.policy.routing.prefill_progress import PrefillProgress
 from sglang_ext.policy.routing.prefix_index import PrefixIndex
 from sglang_ext.simulation.cluster import Failure
 from sglang_ext.simulation.events import (
@@ -70,6 +71,7 @@ class SimulatedInstance:
     running: _Running | None = None
     computed_tokens: int = 0
     pending_tokens: int = 0
+    progress: PrefillProgress = field(default_factory=PrefillProgress)  # as a router sees it
     busy_s: float = 0.0  # of iterations that have ended
     generation: int = 0  # a wake-up or an end of an earlier one means nothing
     is_alive: bool = True
@@ -135,6 +137,8 @@ class InstancePool:
         request = request._replace(cached_tokens=cached_tokens)
         item = WorkItem(request, request.new_tokens, request.cached_tokens, instance.computed_tokens)
         instance.items.append(item)
+        if instance.pending_tokens == 0:
+            instance.progress.begin(self._loop.now_s, item.new_tokens)
         instance.pending_tokens += item.new_tokens
         instance.policy.note_arrival(item, self._loop.now_s)
         if instance.running is None:
@@ -183,7 +187,14 @@ class InstancePool:
         pool = choose_pool(request.prompt_tokens, roles, cached_tokens, self._boundary, True)
         able = [(alive[at], cached_tokens[at]) for at in pool.candidates]
         loads = [
-            PrefillLoad(one.number, one.pending_tokens, len(one.items), cached, self._tokens_per_s)
+            PrefillLoad(
+                one.number,
+                one.pending_tokens,
+                len(one.items),
+                cached,
+                self._tokens_per_s,
+                one.progress.computed_tokens(self._loop.now_s, self._tokens_per_s),
+            )
             for one, cached in able
         ]
         return able[self._router.choose(loads, request.prompt_tokens, self._draws.random())]
@@ -243,6 +254,7 @@ class InstancePool:
         instance.busy_s += now_s - running.start_s
         self._record(instance, running)
         ended = self._advance(instance, running.iteration)
+        instance.progress.begin(now_s, instance.pending_tokens)
         instance.policy.note_end(running.sample, ended, now_s)
         for item in ended:
             assert item.start_s is not None

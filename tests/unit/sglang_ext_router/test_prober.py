@@ -157,7 +157,7 @@ async def test_loads_of_all_ranks_are_added_up() -> None:
         assert worker.reported_free_kv_tokens == 1800
         prefill = served.worker(served.short[0].url)
         await served.until(lambda: prefill.foreign_tokens == 140)
-        assert prefill.prefill_load(0).pending_tokens == 140
+        assert prefill.prefill_load(0, 0.0).pending_tokens == 140
 
 
 async def test_kv_on_its_way_is_told_from_kv_that_is_used() -> None:

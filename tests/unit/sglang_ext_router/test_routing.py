@@ -139,6 +139,18 @@ def test_waiting_work_counts() -> None:
     assert pools.prefill_of(100) is pools.workers[1]
 
 
+def test_what_should_be_computed_by_now_does_not_count() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    for worker, tokens in zip(pools.workers, (3000, 1000), strict=False):
+        worker.pending_tokens = tokens
+    assert pools.prefill_of(100) is pools.workers[1]
+    rate = pools.workers[0].rate.tokens_per_s
+    pools.workers[0].progress.begin(100.0 - 2900 / rate, 3000)
+    assert pools.prefill_of(100) is pools.workers[0]
+    pools.workers[0].pending_tokens += 2000  # sent since then
+    assert pools.prefill_of(100) is pools.workers[1]
+
+
 def test_equal_instances_are_drawn() -> None:
     pools = Pools(SHORT, SHORT, DECODE)
     seen = set()

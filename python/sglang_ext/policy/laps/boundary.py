@@ -20,6 +20,8 @@ LEAST_BOUNDARY_TOKENS = 32
 _OBJECTIVE_SHARE = 0.5
 _SAMPLES = 32  # between two looks at the measurements
 _LOOKS = 8  # that contradict one after the other, before the number changes
+_FIRST_LOOKS = 2  # of the first so many iterations: an instance starts while others do
+_FIRST_SAMPLES = 512
 _MARGIN = 1.25  # beyond the step above or below
 
 
@@ -93,7 +95,7 @@ class ClassBoundary:
             self._use(fitted)
         elif self._contradicts(fitted):
             self._contradictions += 1
-            if self._contradictions == _LOOKS:
+            if self._contradictions >= (_FIRST_LOOKS if self._samples <= _FIRST_SAMPLES else _LOOKS):
                 self._use(fitted)
         else:
             self._contradictions = 0

@@ -22,17 +22,18 @@ class PrefillPolicy(Protocol):
 
 
 def predicted_wait_s(load: PrefillLoad) -> float:
-    """Time until the instance has worked off what it has: its uncached tokens over its rate.
+    """Time until the instance has worked off what it has: its uncached tokens, less what is computed, over its rate.
 
     Without a rate it is never done, unless it has nothing to do.
     """
+    left_tokens = load.pending_tokens - load.computed_tokens
     if load.tokens_per_s > 0:
-        return load.pending_tokens / load.tokens_per_s
-    return float("inf") if load.pending_tokens > 0 else 0.0
+        return left_tokens / load.tokens_per_s
+    return float("inf") if left_tokens > 0 else 0.0
 
 
 class PredictedWait:
-    """Earliest predicted end of this prefill: (pending + prompt - cached) / rate is lowest.
+    """Earliest predicted end of this prefill: (pending - computed + prompt - cached) / rate is lowest.
 
     Prefix affinity is part of the formula: a cached prefix is worth the time that it saves, no more. Ties go
     to the fewest requests in flight, then by the draw, so that an idle pool is not served by its first
@@ -46,11 +47,11 @@ class PredictedWait:
         best_s = float("inf")
         best_in_flight = -1
         ties: list[int] | None = None
-        for position, (_, pending_tokens, in_flight, cached_tokens, tokens_per_s) in enumerate(loads):
+        for position, (_, pending_tokens, in_flight, cached_tokens, tokens_per_s, computed_tokens) in enumerate(loads):
             if tokens_per_s > 0:
                 # The engine computes at least the last token, however much is cached.
                 own_tokens = new_prompt_tokens - cached_tokens if new_prompt_tokens > cached_tokens else 1
-                end_s = (pending_tokens + own_tokens) / tokens_per_s
+                end_s = (pending_tokens - computed_tokens + own_tokens) / tokens_per_s
             else:
                 end_s = float("inf")
             if end_s < best_s or best_in_flight < 0 or (end_s == best_s and in_flight < best_in_flight):

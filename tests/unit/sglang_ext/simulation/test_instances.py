@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -95,6 +97,20 @@ def test_round_robin_takes_turns_and_least_loaded_looks() -> None:
     requests = [(0, 1000), (0, 10), (0, 10)]
     assert ttfts_s(serve(requests, chunked(QueueOrder.FCFS), BOTH * 2))[2] == pytest.approx(1.21)
     assert ttfts_s(serve(requests, chunked(QueueOrder.FCFS), BOTH * 2, "least_loaded"))[2] == pytest.approx(0.22)
+
+
+def test_predicted_wait_counts_what_a_running_iteration_has_done() -> None:
+    """Behind `least_loaded` an instance that is about to end a large batch looks busier than one that has begun."""
+    draw = Random(3)
+    requests, now_s = [], 0.0
+    for _ in range(2000):
+        now_s += draw.expovariate(18)
+        requests.append((now_s, draw.randint(20, 300)))
+
+    def mean_s(router: str) -> float:
+        return fmean(ttfts_s(serve(requests, chunked(QueueOrder.FCFS), BOTH * 4, router)))
+
+    assert mean_s("predicted_wait") < 0.95 * mean_s("least_loaded")
 
 
 def test_a_router_sends_short_and_long_prompts_to_their_pools() -> None:

@@ -122,11 +122,19 @@ def test_one_length_says_nothing() -> None:
 
 def test_a_machine_that_is_faster_and_slower_in_turn_does_not_make_it_flap() -> None:
     boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(5)
-    run(boundary, fit, random, COST, 200)
+    run(boundary, fit, random, COST, 600)
     seen = []
     for turn in range(20):
         seen += run(boundary, fit, random, COST.times(1.3 if turn % 2 else 1 / 1.3), 100)
     assert changes(seen) == 0
+
+
+def test_a_start_beside_others_does_not_decide_for_long() -> None:
+    boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(8)
+    run(boundary, fit, random, COST.times(4), 64)
+    assert boundary.tokens < 128
+    run(boundary, fit, random, COST, 320)
+    assert boundary.tokens in {256, 384}
 
 
 def test_a_machine_that_has_become_slower_for_good_is_followed_once() -> None:

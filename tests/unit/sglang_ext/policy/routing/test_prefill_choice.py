@@ -23,18 +23,31 @@ from sglang_ext.types import PrefillLoad
 DRAWS = st.floats(0, 1, exclude_max=True)
 
 
-def load(index: int = 0, *, pending: int = 0, in_flight: int = 0, cached: int = 0, rate: float = 1000.0) -> PrefillLoad:
-    return PrefillLoad(index, pending, in_flight, cached, rate)
+def load(
+    index: int = 0,
+    *,
+    pending: int = 0,
+    in_flight: int = 0,
+    cached: int = 0,
+    rate: float = 1000.0,
+    computed: int = 0,
+) -> PrefillLoad:
+    return PrefillLoad(index, pending, in_flight, cached, rate, computed)
+
+
+def partly_computed(index: int, pending: int, in_flight: int, cached: int, rate: float, share: float) -> PrefillLoad:
+    return PrefillLoad(index, pending, in_flight, cached, rate, int(share * pending))
 
 
 LOADS = st.lists(
     st.builds(
-        PrefillLoad,
+        partly_computed,
         st.integers(0, 1000),
         st.integers(0, 3) | st.integers(0, 10**6),
         st.integers(0, 3),
         st.integers(0, 3) | st.integers(0, 10**6),
         st.sampled_from([0.0, 1.0, 1000.0, 1234.5]),
+        st.sampled_from([0.0, 0.5, 1.0]),
     ),
     min_size=1,
     max_size=9,
@@ -58,6 +71,7 @@ def test_predicted_wait_s() -> None:
     assert predicted_wait_s(load(pending=1, rate=0.5)) == 2.0
     assert predicted_wait_s(load(pending=0, rate=0.0)) == 0.0
     assert predicted_wait_s(load(pending=1, rate=0.0)) == float("inf")
+    assert predicted_wait_s(load(pending=500, computed=400)) == 0.1
 
 
 class TestPredictedWait:
@@ -81,6 +95,9 @@ class TestPredictedWait:
         assert self.choose([load(cached=100, in_flight=1), load(cached=99)], 100, 0.0) == 1
         assert self.choose([load(cached=100, in_flight=1), load(cached=98)], 100, 0.0) == 0
 
+    def test_a_large_batch_that_is_about_to_end_is_less_than_a_small_one_that_has_begun(self) -> None:
+        assert self.choose([load(pending=900, computed=800), load(pending=200)], 100, 0.0) == 0
+
     def test_ties_go_to_the_fewest_in_flight(self) -> None:
         assert self.choose([load(in_flight=2), load(in_flight=1), load(in_flight=2)], 10, 0.0) == 1
 
@@ -96,7 +113,7 @@ class TestPredictedWait:
     @given(loads=LOADS, prompt=st.integers(1, 10**6), draw=DRAWS)
     def test_no_instance_would_end_earlier(self, loads: list[PrefillLoad], prompt: int, draw: float) -> None:
         def key(one: PrefillLoad) -> tuple[float, int]:
-            tokens = one.pending_tokens + max(1, prompt - one.cached_tokens)
+            tokens = one.pending_tokens - one.computed_tokens + max(1, prompt - one.cached_tokens)
             end_s = tokens / one.tokens_per_s if one.tokens_per_s else float("inf")
             return end_s, one.in_flight
 

@@ -1,0 +1,34 @@
+"""How far a prefill instance has come with what it was sent, by what the router sees of it: which prefills ended when.
+
+Without this an instance that is about to end a large batch looks as loaded as one that has just begun it.
+"""
+
+from __future__ import annotations
+
+ONE_ITERATION_TOKENS = 8192  # an instance with more works on long prompts, of whose parts the router sees no end
+
+
+class PrefillProgress:
+    """Of one instance: since it was last known to begin something it computes at its rate, at most what it had then.
+
+    So one that hangs does not look idle: what it is sent after that counts in full. Where it had more than an iteration
+    holds nothing is counted: with long prompts its rate says too little, and the estimate would draw work to it.
+    """
+
+    __slots__ = ("_since_s", "_tokens")
+
+    def __init__(self) -> None:
+        self._since_s = 0.0
+        self._tokens = 0
+
+    def begin(self, now_s: float, pending_tokens: int) -> None:
+        """A prefill has ended there, or it was idle and has been sent one; now it has this many tokens left."""
+        self._since_s = now_s
+        self._tokens = pending_tokens if pending_tokens <= ONE_ITERATION_TOKENS else 0
+
+    def computed_tokens(self, now_s: float, tokens_per_s: float) -> int:
+        """How many of its pending tokens it should have computed by now. Never negative."""
+        tokens = (now_s - self._since_s) * tokens_per_s
+        if tokens <= 0:
+            return 0
+        return int(tokens) if tokens < self._tokens else self._tokens
