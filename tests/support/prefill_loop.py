@@ -17,12 +17,11 @@ from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
     InstanceLimits,
-    LongChunk,
+    PrefillBatch,
     PriorityClass,
     QueuedPrefill,
     RoundPlan,
     RoundSnapshot,
-    ShortBatch,
 )
 from sglang_ext.types import LengthClass
 
@@ -55,10 +54,10 @@ class Ended:
 
 @dataclass
 class Step:
-    """An action that was carried out."""
+    """A batch that was carried out."""
 
     now_s: float
-    action: ShortBatch | LongChunk
+    batch: PrefillBatch
     snapshot: RoundSnapshot
     duration_s: float
 
@@ -106,24 +105,29 @@ def mixed(random: Random, count: int, load: float, truth: CostCoefficients, long
 def check_plan(snapshot: RoundSnapshot, plan: RoundPlan, limits: InstanceLimits = LIMITS) -> None:
     """What holds for every plan, whatever the policy had in mind."""
     queue = {request.key: request for request in snapshot.queue}
-    for action in plan.actions:
-        assert action.predicted_s > 0
-        if isinstance(action, ShortBatch):
-            assert len(set(action.keys)) == len(action.keys) >= 1
-            members = [queue[key] for key in action.keys]
-            assert all(member.length_class is LengthClass.SHORT for member in members)
-            assert sum(member.new_tokens for member in members) == action.new_tokens
-            assert len(members) <= limits.max_requests
-            assert action.new_tokens <= limits.max_batch_tokens or len(members) == 1
-            if action.shape is not None:
-                assert len(members) <= action.shape.slots
-                assert max(member.new_tokens for member in members) <= action.shape.length_tokens
+    for batch in plan.batches:
+        assert batch.predicted_s > 0
+        assert len(set(batch.keys)) == len(batch.keys) >= 1
+        members = [queue[key] for key in batch.whole]
+        whole_tokens = sum(member.new_tokens for member in members)
+        shorts = members[: batch.short_requests]
+        assert all(short.length_class is LengthClass.SHORT and not short.is_started for short in shorts)
+        assert sum(queue[key].is_started for key in batch.keys) <= 1
+        assert len(batch.keys) <= limits.max_requests
+        assert batch.new_tokens <= limits.max_batch_tokens or len(batch.keys) == 1
+        if batch.shape is not None:
+            assert batch.is_short
+            assert len(members) <= batch.shape.slots
+            assert max(member.new_tokens for member in members) <= batch.shape.length_tokens
+        if batch.cut is None:
+            assert whole_tokens == batch.new_tokens
         else:
-            remaining_tokens = queue[action.key].new_tokens
-            assert 0 < action.chunk_tokens <= remaining_tokens
-            assert action.chunk_tokens <= limits.max_chunk_tokens
-            assert action.chunk_tokens == remaining_tokens or action.chunk_tokens % limits.page_tokens == 0
-    if not plan.actions:
+            cut = queue[batch.cut.key]
+            assert 0 < batch.cut.tokens < cut.new_tokens
+            assert batch.cut.tokens <= limits.max_chunk_tokens
+            assert batch.cut.tokens % limits.page_tokens == 0
+            assert whole_tokens + batch.cut.tokens == batch.new_tokens
+    if not plan.batches:
         assert plan.wake_s > snapshot.now_s
 
 
@@ -137,8 +141,11 @@ def run_laps(
     noise: Callable[[], float] = lambda: 1.0,
     shape_is_padded: bool = True,
     max_steps: int = 1_000_000,
+    is_compared: bool = False,
 ) -> Outcome:
     """Serve the arrivals to the end. A prefill holds KV from its first chunk to its end.
+
+    `is_compared`: each decision is made on a new queue as well, and must be the same; costs must not be learned then.
 
     AssertionError when a plan breaks a rule, memory is exceeded, or nothing moves although something could.
     """
@@ -172,41 +179,43 @@ def run_laps(
                 is_started=False,
                 is_current=False,
             )
+            laps.put(queue[key], now_s)
         if not queue and not pending:
             outcome.end_s = now_s
             return outcome
         snapshot = RoundSnapshot(now_s, tuple(queue.values()), kv_tokens - used_tokens)
-        plan = laps.choose(snapshot)
+        plan = laps.choose(now_s, kv_tokens - used_tokens)
+        assert plan == laps.choose_of(snapshot) or not is_compared, "the queue that is kept decides as a new one"
         check_plan(snapshot, plan, limits)
-        action = next((action for action in plan.actions if _tokens(action) <= kv_tokens - used_tokens), None)
-        if action is None:
+        batch = next((batch for batch in plan.batches if batch.new_tokens <= kv_tokens - used_tokens), None)
+        if batch is None:
             next_s = pending[-1][1].at_s if pending else inf
-            wake_s = plan.wake_s if not plan.actions else inf
+            wake_s = plan.wake_s if not plan.batches else inf
             assert min(next_s, wake_s) < inf, f"stuck at {now_s}: {snapshot}"
             now_s = max(now_s, min(next_s, wake_s))
             continue
-        laps.note_dispatch(snapshot, action)
-        sample = _features(action, queue, truth, shape_is_padded)
+        laps.note_dispatch(now_s, batch)
+        sample = _features(batch, queue, truth, shape_is_padded)
         sample = sample._replace(duration_s=sample.duration_s * noise())
-        outcome.steps.append(Step(now_s, action, snapshot, sample.duration_s))
+        outcome.steps.append(Step(now_s, batch, snapshot, sample.duration_s))
         now_s += sample.duration_s
         laps.note_iteration(sample)
-        ended = action.keys if isinstance(action, ShortBatch) else ()
-        if isinstance(action, LongChunk):
+        if not batch.is_short:
             queue = {key: request._replace(is_current=False) for key, request in queue.items()}
-            request = queue[action.key]
-            used_tokens += action.chunk_tokens
-            queue[action.key] = request._replace(
-                new_tokens=request.new_tokens - action.chunk_tokens,
-                cached_tokens=request.cached_tokens + action.chunk_tokens,
+        if batch.cut is not None:
+            request, tokens = queue[batch.cut.key], batch.cut.tokens
+            used_tokens += tokens
+            queue[batch.cut.key] = request._replace(
+                new_tokens=request.new_tokens - tokens,
+                cached_tokens=request.cached_tokens + tokens,
                 is_started=True,
                 is_current=True,
             )
-            if queue[action.key].new_tokens == 0:
-                ended = (action.key,)
-                used_tokens -= request.total_tokens
+        for key in batch.whole:
+            if queue[key].is_started:
+                used_tokens -= queue[key].total_tokens - queue[key].new_tokens
         assert 0 <= used_tokens <= kv_tokens
-        for key in ended:
+        for key in batch.whole:
             request = queue.pop(key)
             laps.note_first_token(now_s, request.length_class, request.arrival_s, request.deadline_s)
             outcome.ended.append(
@@ -215,21 +224,16 @@ def run_laps(
     raise AssertionError(f"not done after {max_steps} steps, {len(queue)} waiting at {now_s}")
 
 
-def _tokens(action: ShortBatch | LongChunk) -> int:
-    return action.new_tokens if isinstance(action, ShortBatch) else action.chunk_tokens
-
-
 def _features(
-    action: ShortBatch | LongChunk, queue: dict[int, QueuedPrefill], truth: CostCoefficients, shape_is_padded: bool
+    batch: PrefillBatch, queue: dict[int, QueuedPrefill], truth: CostCoefficients, shape_is_padded: bool
 ) -> IterationSample:
-    if isinstance(action, LongChunk):
-        lengths = [(action.chunk_tokens, queue[action.key].cached_tokens)]
-    else:
-        lengths = [(queue[key].new_tokens, queue[key].cached_tokens) for key in action.keys]
+    lengths = [(queue[key].new_tokens, queue[key].cached_tokens) for key in batch.whole]
+    if batch.cut is not None:
+        lengths.append((batch.cut.tokens, queue[batch.cut.key].cached_tokens))
     attention_work = float(sum(new * (new + 2 * cached) for new, cached in lengths))
     new_tokens, cached_tokens = sum(new for new, _ in lengths), sum(cached for _, cached in lengths)
-    is_replayed = isinstance(action, ShortBatch) and action.shape is not None
-    if isinstance(action, ShortBatch) and action.shape is not None and shape_is_padded:
-        new_tokens = action.shape.tokens
+    if batch.shape is not None and shape_is_padded:
+        new_tokens = batch.shape.tokens
+    is_replayed = batch.shape is not None
     duration_s = truth.iteration_s(attention_work, new_tokens, cached_tokens, len(lengths), is_replayed)
     return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s, is_replayed)

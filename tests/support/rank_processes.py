@@ -8,12 +8,12 @@ from random import Random
 from typing import NamedTuple
 
 from sglang_ext.policy.laps.round_plan import (
+    Cut,
     DispatchReason,
-    LongChunk,
+    PrefillBatch,
     RoundPlan,
-    ShortBatch,
 )
-from sglang_ext.sglang_plugin.laps.rank_agreement import MAX_BATCH_REQUESTS, BroadcastAgreement, steps_of
+from sglang_ext.sglang_plugin.laps.rank_agreement import MAX_BATCH_REQUESTS, BroadcastAgreement, Step, steps_of
 from support.preloaded import preloaded_context
 
 JOIN_TIMEOUT_S = 120.0
@@ -24,26 +24,29 @@ class RankReport(NamedTuple):
 
     decisions: int  # how often it was asked to decide
     plans: int  # how often it was handed the plan itself
-    steps: list[list[list[object]]]  # per round and step: keys and chunk tokens
+    steps: list[list[list[object]]]  # per round and step: whole keys and the cut one
 
 
 def random_plan(seed: int) -> RoundPlan:
-    """Nothing, one action or both, with keys of any size; now and then the longest that travels."""
+    """Nothing, one batch or two, with keys of any size; now and then the longest that travels."""
     random = Random(seed)
-    actions: list[ShortBatch | LongChunk] = []
-    if random.random() < 0.7:
+    batches = []
+    for _ in range(random.randrange(3)):
         requests = random.choice((1, 2, random.randrange(1, 65), MAX_BATCH_REQUESTS))
         keys = tuple(random.sample(range(1, 1 << 40), requests))
-        actions.append(ShortBatch(keys, DispatchReason.WINDOW, None, requests, 0.1))
-    if random.random() < 0.7:
-        actions.append(LongChunk(random.randrange(1, 1 << 60), random.randrange(1, 1 << 20), DispatchReason.SHARE, 0.1))
-    random.shuffle(actions)
-    return RoundPlan(tuple(actions), random.random())
+        cut = Cut(random.randrange(1, 1 << 60), random.randrange(1, 1 << 20)) if random.random() < 0.5 else None
+        whole = keys if cut is None else keys[1:]
+        batches.append(PrefillBatch(whole, cut, DispatchReason.WINDOW, None, len(whole), requests, 0.1))
+    return RoundPlan(tuple(batches), random.random())
 
 
 def steps_as_json(plan: RoundPlan) -> list[list[object]]:
     """A plan's steps as `RankReport` holds them."""
-    return [[list(step.keys), step.chunk_tokens] for step in steps_of(plan)]
+    return [_step_as_json(step) for step in steps_of(plan)]
+
+
+def _step_as_json(step: Step) -> list[object]:
+    return [list(step.whole), None if step.cut is None else list(step.cut)]
 
 
 def run_ranks(ranks: int, rounds: int, folder: Path) -> list[RankReport]:
@@ -83,7 +86,7 @@ def _run_rank(rank: int, ranks: int, rounds: int, folder: str) -> None:
 
         plan, agreed = agreement.agree(decide)
         plans += plan is not None
-        steps.append([[list(step.keys), step.chunk_tokens] for step in agreed])
+        steps.append([_step_as_json(step) for step in agreed])
     Path(folder, f"rank{rank}.json").write_text(json.dumps([decisions, plans, steps]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

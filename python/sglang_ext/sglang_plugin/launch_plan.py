@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from sglang_ext.policy.laps.options import LapsOptions
@@ -28,6 +28,8 @@ DATA_PARALLEL_FLAGS = ("--dp", "--dp-size", "--data-parallel-size")
 TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
 CPU_CHUNK_TOKENS = 512
+CPU_LAPS_CHUNK_TOKENS = 4 * CPU_CHUNK_TOKENS  # the time that a batch may take bounds it before
+CHUNK_FLAG = "--chunked-prefill-size"
 CPU_MAX_RUNNING_REQUESTS = 32
 MAX_KV_TOKENS = 65536
 UNKNOWN_MODEL_KV_TOKENS = 8192
@@ -100,7 +102,13 @@ def build_launch(
         raise ValueError(problem)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
     options = ExtensionOptions(
-        worker.role, machine.device, worker.laps, worker.cdsp, worker.transfer, worker.graphs, worker.revision
+        worker.role,
+        machine.device,
+        _laps_options(worker, machine),
+        worker.cdsp,
+        worker.transfer,
+        worker.graphs,
+        worker.revision,
     )
     environment = options.to_environment()
     by_device = StartMethod.FORK if machine.device is Device.CPU else StartMethod.SPAWN
@@ -113,6 +121,15 @@ def build_launch(
     if worker.threads is not None:
         environment |= {"OMP_NUM_THREADS": str(worker.threads)}
     return LaunchCommand((*argv, *worker.engine_arguments), environment, defaults)
+
+
+def _laps_options(worker: WorkerOptions, machine: MachineFacts) -> LapsOptions | None:
+    """The CPU's chunk is small for SGLang's own order, which knows no time: LAPS chooses up to a multiple of it."""
+    laps = worker.laps
+    is_given = any(argument.partition("=")[0] == CHUNK_FLAG for argument in worker.engine_arguments)
+    if laps is None or laps.max_chunk_tokens is not None or is_given or machine.device is not Device.CPU:
+        return laps
+    return replace(laps, max_chunk_tokens=CPU_LAPS_CHUNK_TOKENS)
 
 
 def _common_flags(worker: WorkerOptions, machine: MachineFacts) -> Iterable[str]:
@@ -134,7 +151,7 @@ def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None, sglang: SglangVe
     yield "--disable-overlap-schedule"
     # An idle scheduler polls otherwise, with 90% of a core.
     yield "--sleep-on-idle"
-    yield from ("--chunked-prefill-size", str(CPU_CHUNK_TOKENS))
+    yield from (CHUNK_FLAG, str(CPU_CHUNK_TOKENS))
     yield from ("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS))
     yield from ("--max-total-tokens", str(_cpu_kv_tokens(worker.kv_memory_mib, model)))
     if not worker.role.is_prefill and sglang >= V23:

@@ -14,11 +14,10 @@ from typing import NamedTuple, Protocol
 from sglang_ext.policy.laps.cost_model import IterationSample
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
-    LongChunk,
+    PrefillBatch,
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,
-    ShortBatch,
 )
 from sglang_ext.simulation.events import SimRequest
 from sglang_ext.types import LengthClass
@@ -150,20 +149,23 @@ class LapsPolicy:
             item.length_class, item.new_tokens, item.cached_tokens, item.request.arrival_s, self._ttft_slo_s
         )
         laps.note_arrival(now_s, item.length_class, item.new_tokens, item.cached_tokens, item.deadline_s)
+        laps.put(_queued(item), now_s)
 
     def choose(self, items: Sequence[WorkItem], free_kv_tokens: int, computed_tokens: int, now_s: float) -> Iteration:
         by_key = {item.request.key: item for item in items}
-        snapshot = self.snapshot(items, free_kv_tokens, now_s)
-        plan = self.laps.choose(snapshot)
-        for action in plan.actions:
-            if isinstance(action, LongChunk):
-                if action.chunk_tokens <= free_kv_tokens:
-                    self.laps.note_dispatch(snapshot, action)
-                    return Iteration((Slice(by_key[action.key], action.chunk_tokens),), plan.wake_s)
-            elif action.new_tokens <= free_kv_tokens:
-                self.laps.note_dispatch(snapshot, action)
-                return _batch(action, by_key, plan.wake_s)
-        return Iteration((), float("inf") if plan.actions else plan.wake_s)
+        queue = self.laps.queue
+        if len(queue) != len(by_key):  # the instance has failed meanwhile
+            for key in [ranked.request.key for ranked in queue if ranked.request.key not in by_key]:
+                self.laps.remove(key)
+        plan = self.laps.choose(now_s, free_kv_tokens)
+        for batch in plan.batches:
+            if batch.new_tokens <= free_kv_tokens:
+                slices = [Slice(by_key[key], by_key[key].new_tokens) for key in batch.whole]
+                if batch.cut is not None:
+                    slices.append(Slice(by_key[batch.cut.key], batch.cut.tokens))
+                self.laps.note_dispatch(now_s, batch)
+                return _iteration(slices, batch, plan.wake_s)
+        return Iteration((), float("inf") if plan.batches else plan.wake_s)
 
     def note_end(self, sample: IterationSample, ended: Sequence[WorkItem], now_s: float) -> None:
         self.laps.note_iteration(sample)
@@ -173,26 +175,25 @@ class LapsPolicy:
     @staticmethod
     def snapshot(items: Sequence[WorkItem], free_kv_tokens: int, now_s: float) -> RoundSnapshot:
         """The queue as the policy wants it."""
-        queue = tuple(
-            QueuedPrefill(
-                item.request.key,
-                item.length_class,
-                item.new_tokens,
-                item.cached_tokens,
-                item.request.new_tokens,
-                item.request.arrival_s,
-                item.deadline_s,
-                PriorityClass.NORMAL,
-                item.start_s is not None,
-                item.is_current,
-            )
-            for item in items
-        )
-        return RoundSnapshot(now_s, queue, free_kv_tokens)
+        return RoundSnapshot(now_s, tuple([_queued(item) for item in items]), free_kv_tokens)
 
 
-def _batch(action: ShortBatch, by_key: dict[int, WorkItem], wake_s: float) -> Iteration:
-    slices = tuple(Slice(by_key[key], by_key[key].new_tokens) for key in action.keys)
-    if action.shape is None:
-        return Iteration(slices, wake_s)
-    return Iteration(slices, wake_s, action.shape.requests, action.shape.length_tokens)
+def _queued(item: WorkItem) -> QueuedPrefill:
+    return QueuedPrefill(
+        item.request.key,
+        item.length_class,
+        item.new_tokens,
+        item.cached_tokens,
+        item.request.new_tokens,
+        item.request.arrival_s,
+        item.deadline_s,
+        PriorityClass.NORMAL,
+        item.start_s is not None,
+        item.is_current,
+    )
+
+
+def _iteration(slices: Sequence[Slice], batch: PrefillBatch, wake_s: float) -> Iteration:
+    if batch.shape is None:
+        return Iteration(tuple(slices), wake_s)
+    return Iteration(tuple(slices), wake_s, batch.shape.requests, batch.shape.length_tokens)

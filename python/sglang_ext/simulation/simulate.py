@@ -208,7 +208,10 @@ def _run(args: argparse.Namespace) -> int:
             if outcome.pool_sizes:
                 draw_pools(outcome.pool_sizes, outcome.end_s, args.pictures / f"pools{suffix}.png")
     reports = [report for report, _ in runs]
-    print(f"{engine.name}; {args.prefill} prefill instances, policy {args.policy}; time to first token in seconds")
+    print(
+        f"{engine.name}; {args.prefill} prefill instances, policy {args.policy}; short: up to {args.boundary_tokens} "
+        "new tokens; time to first token in seconds"
+    )
     print(table(reports))
     if args.json is not None:
         content = {"engine": engine.name, "policy": args.policy, "runs": [as_json(report) for report in reports]}

@@ -16,7 +16,6 @@ from sglang_ext.policy.laps.round_plan import (
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,
-    ShortBatch,
 )
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
@@ -84,8 +83,8 @@ def test_what_is_planned_is_what_the_runner_chooses(
     laps = Laps(LapsOptions(), graphs.grid, cost, LIMITS)
     refused: set[GraphShape] = set()
     for number, (lengths, free_tokens) in enumerate(rounds):
-        for action in laps.choose(snapshot(10.0 * number, lengths, free_tokens)).actions:
-            assert isinstance(action, ShortBatch)
+        for action in laps.choose_of(snapshot(10.0 * number, lengths, free_tokens)).batches:
+            assert action.is_short
             members = [lengths[key] for key in action.keys]
             choice = graphs.choose([new for new, _ in members], [cached for _, cached in members])
             if action.shape is None:
@@ -103,12 +102,12 @@ def test_depths_follow_the_shapes_that_are_left() -> None:
     laps = Laps(LapsOptions(), graphs.grid, GPU, LIMITS)
     before = snapshot(10.0, [(8, 0)] * 16, 10_000)
     assert laps.report(before).depth == 16
-    (action,) = laps.choose(before).actions
-    assert isinstance(action, ShortBatch)
+    (action,) = laps.choose_of(before).batches
+    assert action.is_short
     assert action.shape == (8, 16)
     assert not graphs.make_ready(action.shape)
     laps.note_iteration(ONE_TOKEN)
     assert laps.report(before).depth == 4
-    (action,) = laps.choose(before).actions
-    assert isinstance(action, ShortBatch)
+    (action,) = laps.choose_of(before).batches
+    assert action.is_short
     assert (len(action.keys), action.shape) == (4, (8, 4))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import isfinite
 
-from sglang_ext.policy.laps.round_plan import LapsMode
+from sglang_ext.policy.laps.round_plan import Composition, LapsMode
 
 
 class Batching(StrEnum):
@@ -38,6 +38,13 @@ class LapsOptions:
         metadata={
             "help": "Most new tokens of a short prefill. Default: from what the instance's iterations cost: what takes "
             "half of --laps-short-ttft-slo-ms, and 512 until some have run."
+        },
+    )
+    composition: Composition = field(
+        default=Composition.PACKED,
+        metadata={
+            "help": "What a batch holds while both classes wait: shorts and long prefills in one time budget (packed), "
+            "one class alone (separate, as in LAPS), or shorts within their share and one long chunk (medha)."
         },
     )
     batching: Batching = field(
@@ -82,9 +89,12 @@ class LapsOptions:
             "Default: from the cost model and the long work that waits."
         },
     )
-    rho_max: float = field(
-        default=0.4,
-        metadata={"help": "Largest share of the time that short prefills take while a long one waits."},
+    rho_max: float | None = field(
+        default=None,
+        metadata={
+            "help": "Largest share of the time that short prefills take while a long one waits (default: 0.75 packed, "
+            "0.4 otherwise)."
+        },
     )
     rho_min: float = field(
         default=0.3,
@@ -95,6 +105,13 @@ class LapsOptions:
     )
     min_chunk_tokens: int = field(
         default=64, metadata={"help": "Smallest chunk of a long prefill, unless less is left of it."}
+    )
+    max_chunk_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most new tokens of a batch (default: --chunked-prefill-size, for which a GPU has memory reserved; "
+            "2048 on a CPU where that is not given either)."
+        },
     )
     max_parked: int = field(
         default=4, metadata={"help": "Most long prefills that are started and wait while another one runs."}
@@ -133,7 +150,14 @@ class LapsOptions:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ValueError(f"{option_name(name)} must be at least 0, got {value:g}")
-        for name in ("boundary_tokens", "depth_max", "token_max", "min_chunk_tokens", "kv_bytes_per_token"):
+        for name in (
+            "boundary_tokens",
+            "depth_max",
+            "token_max",
+            "min_chunk_tokens",
+            "max_chunk_tokens",
+            "kv_bytes_per_token",
+        ):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{option_name(name)} must be at least 1, got {count}")
@@ -142,16 +166,27 @@ class LapsOptions:
         if not (isfinite(self.long_slo_stretch) and self.long_slo_stretch >= 1):
             raise ValueError(f"{option_name('long_slo_stretch')} must be at least 1, got {self.long_slo_stretch:g}")
         for name in ("rho_max", "rho_min"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{option_name(name)} must be at least 0 and below 1, got {getattr(self, name):g}")
+            share = getattr(self, name)
+            if share is not None and not 0 <= share < 1:
+                raise ValueError(f"{option_name(name)} must be at least 0 and below 1, got {share:g}")
         self._require_order("w_min_ms", "w_max_ms")
         self._require_order("w_max_ms", "t_max_ms")
-        self._require_order("rho_min", "rho_max")
+        if self.rho_min > self.most_share:
+            raise ValueError(
+                f"{option_name('rho_min')} {self.rho_min:g} is larger than {option_name('rho_max')} {self.most_share:g}"
+            )
         if (self.kv_bytes_per_token is None) is not (self.kv_bandwidth_gb_per_s is None):
             given, missing = ("kv_bytes_per_token", "kv_bandwidth_gb_per_s")
             if self.kv_bytes_per_token is None:
                 given, missing = missing, given
             raise ValueError(f"{option_name(given)} needs {option_name(missing)} too")
+
+    @property
+    def most_share(self) -> float:
+        """The largest share of the time that short prefills take while a long one waits."""
+        if self.rho_max is not None:
+            return self.rho_max
+        return 0.75 if self.composition is Composition.PACKED else 0.4
 
     @property
     def write_s(self) -> float | None:

@@ -1,7 +1,7 @@
 """What the LAPS policy of a prefill instance is asked and what it answers, once per scheduler iteration.
 
 The engine and the simulator build a `RoundSnapshot`, `Laps.choose` returns a `RoundPlan`, and the one that
-asked carries out the first action of the plan that its memory admits.
+asked carries out the first batch of the plan that its memory admits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ class LapsMode(StrEnum):
     SHORT = "short"
     LONG = "long"
     BOTH = "both"
+
+
+class Composition(StrEnum):
+    """What a batch is made of while both classes wait."""
+
+    PACKED = "packed"  # shorts, then long prefills in what is left of one time budget
+    SEPARATE = "separate"  # one class alone (LAPS)
+    MEDHA = "medha"  # shorts in their share of the budget, one chunk of the most urgent long prefill in the rest
 
 
 class PriorityClass(IntEnum):
@@ -44,6 +52,7 @@ class DispatchReason(StrEnum):
     SHARE = "share"  # the other class has used its share of the round
     URGENT = "urgent"  # lowest relative slack
     ALONE = "alone"  # nothing of the other class waits
+    MIXED = "mixed"  # both classes share the iteration
 
 
 class QueuedPrefill(NamedTuple):
@@ -69,32 +78,42 @@ class RoundSnapshot(NamedTuple):
     free_kv_tokens: int  # free or evictable
 
 
-class ShortBatch(NamedTuple):
-    """Run these short prefills together, whole."""
+class Cut(NamedTuple):
+    """The next tokens of one request, which has more left after them."""
 
-    keys: tuple[int, ...]
+    key: int
+    tokens: int
+
+
+class PrefillBatch(NamedTuple):
+    """Run these requests together: all whole, but for at most one."""
+
+    whole: tuple[int, ...]  # keys of requests that end with it: short prefills first
+    cut: Cut | None
     reason: DispatchReason
-    shape: GraphShape | None  # the captured graph that they are padded to
+    shape: GraphShape | None  # the captured graph that it is padded to
+    short_requests: int  # of `whole`: short prefills
     new_tokens: int
     predicted_s: float
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Of all requests in it."""
+        return self.whole if self.cut is None else (*self.whole, self.cut.key)
 
-class LongChunk(NamedTuple):
-    """Run the next tokens of one long prefill, alone."""
-
-    key: int
-    chunk_tokens: int
-    reason: DispatchReason
-    predicted_s: float
+    @property
+    def is_short(self) -> bool:
+        """Whether there are short prefills in it alone."""
+        return self.cut is None and self.short_requests == len(self.whole)
 
 
 class RoundPlan(NamedTuple):
-    """Actions in order of preference; the first that fits in memory is carried out.
+    """Batches in order of preference; the first that fits in memory is carried out.
 
-    Without actions, nothing should run before `wake_s` (absolute), unless something arrives or ends.
+    Without one, nothing should run before `wake_s` (absolute), unless something arrives or ends.
     """
 
-    actions: tuple[ShortBatch | LongChunk, ...]
+    batches: tuple[PrefillBatch, ...]
     wake_s: float
 
 
@@ -102,9 +121,10 @@ class InstanceLimits(NamedTuple):
     """What the engine of an instance admits, whatever a policy wants. All of them are at least 1."""
 
     page_tokens: int  # a chunk that is not a prompt's last is a multiple of this
-    max_chunk_tokens: int  # new tokens of one long chunk
-    max_batch_tokens: int  # new tokens of a short batch
-    max_requests: int  # requests of a short batch
+    max_chunk_tokens: int  # new tokens of one long prefill in a batch
+    max_batch_tokens: int  # new tokens of a batch
+    max_requests: int  # requests of a batch
+    mixes_started: bool = True  # a batch may hold others beside the next chunk of a started prefill
 
 
 class ClassReport(NamedTuple):

@@ -19,7 +19,7 @@ class Urgency(NamedTuple):
     """Sorts most urgent first."""
 
     aged_class: int  # priority class less one for each lift; below REAL_TIME for the longest waiting
-    relative_slack: float
+    relative_slack: float  # or whatever else orders a class, ascending
     arrival_s: float  # decides among requests without deadlines
     key: int
 

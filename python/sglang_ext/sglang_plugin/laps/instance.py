@@ -20,13 +20,13 @@ from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
     InstanceLimits,
     LapsMode,
-    LongChunk,
+    PrefillBatch,
     RoundSnapshot,
-    ShortBatch,
 )
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
 from sglang_ext.sglang_plugin.laps.metrics import LapsMetrics, NoMetrics, PrometheusMetrics
+from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, as_queued_prefill
 from sglang_ext.sglang_plugin.laps.rank_agreement import (
     MAX_BATCH_REQUESTS,
     BroadcastAgreement,
@@ -45,6 +45,8 @@ _PRIOR = {
 }
 
 
+# SGLang's method that says how many tokens a started prefill gets at most: from 0.5.23 on.
+STARTED_LIMIT = "shortest_prefill_chunk_limit"
 _COPIED_BYTES = 64 << 20  # more than a cache holds
 _COPIES = 6
 
@@ -64,18 +66,26 @@ class LapsInstance:
         self._metrics = metrics
         self.now_s = time.perf_counter
 
-    def note_dispatch(self, snapshot: RoundSnapshot, action: ShortBatch | LongChunk) -> None:
-        """SGLang has built the batch of `action`."""
-        self.policy.note_dispatch(snapshot, action)
-        chosen = action.key if isinstance(action, LongChunk) else None
-        in_hand = next((item for item in snapshot.queue if item.is_current and item.is_started), None)
-        if in_hand is not None and in_hand.key != chosen and not self._is_yielding:
+    def note_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
+        """SGLang has built this batch of the plan."""
+        queue = self.policy.queue
+        members = [queue.get(key).request for key in batch.keys]
+        in_hand = next((ranked.request for ranked in queue.started.values() if ranked.request.is_current), None)
+        self.policy.note_dispatch(now_s, batch)
+        is_yielding = in_hand is not None and in_hand.key not in batch.keys
+        if is_yielding and not self._is_yielding:
             self.parks += 1
             self._metrics.note_park()
-        self._is_yielding = in_hand is not None and in_hand.key != chosen and chosen is None
-        if chosen is not None:
-            self.current_key = chosen
-        self._metrics.note_dispatch(snapshot, action)
+        self._is_yielding = is_yielding and batch.is_short
+        if batch.cut is not None:
+            self.current_key = batch.cut.key
+        self._metrics.note_dispatch(now_s, batch, members)
+
+    def put(self, request: Any, entry: LapsEntry, now_s: float) -> None:
+        """A request waits, or has changed."""
+        if self.agreement.is_deciding:
+            is_current = entry.key == self.current_key
+            self.policy.put(as_queued_prefill(request, entry, is_current=is_current), now_s)
 
     def switch_mode(self, mode: LapsMode) -> None:
         """Takes effect with the next round; whatever is queued stays queued."""
@@ -97,15 +107,20 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     options = options_from_environment(os.environ)
     if options is None or options.laps is None:
         return None
+    most_tokens = options.laps.max_chunk_tokens
+    if most_tokens is None:
+        most_tokens = scheduler.chunked_prefill_size
+    most_tokens = max(scheduler.page_size, min(most_tokens, scheduler.max_prefill_tokens))
     policy = Laps(
         with_write_cost(options.laps, scheduler),
         _captured_grid(scheduler),
         _PRIOR[options.device],
         InstanceLimits(
             page_tokens=scheduler.page_size,
-            max_chunk_tokens=scheduler.chunked_prefill_size,
-            max_batch_tokens=min(scheduler.chunked_prefill_size, scheduler.max_prefill_tokens),
+            max_chunk_tokens=most_tokens,
+            max_batch_tokens=most_tokens,
             max_requests=min(scheduler.max_running_requests, MAX_BATCH_REQUESTS),
+            mixes_started=hasattr(scheduler.policy, STARTED_LIMIT),
         ),
     )
     agreement = _agreement(scheduler)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_ext.policy.laps.round_plan import (
     LapsMode,
     LapsReport,
-    LongChunk,
-    RoundSnapshot,
-    ShortBatch,
+    PrefillBatch,
+    QueuedPrefill,
 )
 from sglang_ext.types import LengthClass
 
@@ -25,7 +25,7 @@ class LapsMetrics(Protocol):
 
     def is_due(self, now_s: float) -> bool: ...
 
-    def note_dispatch(self, snapshot: RoundSnapshot, action: ShortBatch | LongChunk) -> None: ...
+    def note_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None: ...
 
     def note_park(self) -> None: ...
 
@@ -40,7 +40,7 @@ class NoMetrics:
     def is_due(self, now_s: float) -> bool:
         return False
 
-    def note_dispatch(self, snapshot: RoundSnapshot, action: ShortBatch | LongChunk) -> None:
+    def note_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None:
         pass
 
     def note_park(self) -> None:
@@ -84,7 +84,7 @@ class PrometheusMetrics:
             ["length_class"],
             buckets=_WAITS_S,
         )
-        self._depths = Histogram("sglang_ext:laps_batch_requests", "Requests in a short batch", buckets=_DEPTHS)
+        self._depths = Histogram("sglang_ext:laps_batch_requests", "Short prefills in a batch", buckets=_DEPTHS)
         self._fills = Histogram(
             "sglang_ext:laps_batch_fill",
             "Tokens of a short batch over those of its captured shape",
@@ -92,7 +92,9 @@ class PrometheusMetrics:
         )
         self._padding = Counter("sglang_ext:laps_padding_tokens", "Tokens computed for padding alone")
         self._dispatches = Counter(
-            "sglang_ext:laps_dispatches", "Batches and chunks by what made them leave", ["length_class", "reason"]
+            "sglang_ext:laps_dispatches",
+            "Batches by what made them leave; long: with a long prefill in it",
+            ["length_class", "reason"],
         )
         self._parks = Counter("sglang_ext:laps_parks", "Long prefills that yielded between two chunks")
         self._resumes = Counter("sglang_ext:laps_resumes", "Parked long prefills that went on")
@@ -109,24 +111,20 @@ class PrometheusMetrics:
     def is_due(self, now_s: float) -> bool:
         return now_s - self._published_s >= _PUBLISH_INTERVAL_S
 
-    def note_dispatch(self, snapshot: RoundSnapshot, action: ShortBatch | LongChunk) -> None:
-        is_short = isinstance(action, ShortBatch)
-        keys = action.keys if isinstance(action, ShortBatch) else (action.key,)
-        length_class = LengthClass.SHORT if is_short else LengthClass.LONG
-        self._dispatches.labels(length_class, action.reason).inc()
-        for item in snapshot.queue:
-            if item.key not in keys:
-                continue
-            if not item.is_started:
-                self._waits.labels(length_class).observe(max(0.0, snapshot.now_s - item.arrival_s))
-            elif not is_short and not item.is_current:
+    def note_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None:
+        length_class = LengthClass.SHORT if batch.is_short else LengthClass.LONG
+        self._dispatches.labels(length_class, batch.reason).inc()
+        for member in members:
+            if not member.is_started:
+                self._waits.labels(member.length_class).observe(max(0.0, now_s - member.arrival_s))
+            elif not member.is_current:
                 self._resumes.inc()
-        if isinstance(action, ShortBatch):
-            self._depths.observe(len(keys))
-            if action.shape is not None:
-                padded_tokens = action.shape.tokens
-                self._fills.observe(action.new_tokens / padded_tokens)
-                self._padding.inc(padded_tokens - action.new_tokens)
+        if batch.short_requests:
+            self._depths.observe(batch.short_requests)
+        if batch.shape is not None:
+            padded_tokens = batch.shape.tokens
+            self._fills.observe(batch.new_tokens / padded_tokens)
+            self._padding.inc(padded_tokens - batch.new_tokens)
 
     def note_park(self) -> None:
         self._parks.inc()

@@ -12,20 +12,20 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.policy.laps.round_plan import LongChunk, RoundPlan, ShortBatch
+from sglang_ext.policy.laps.round_plan import Cut, PrefillBatch, RoundPlan
 
-PLAN_NUMBERS = 512
+PLAN_NUMBERS = 1024
 _STEP_HEAD = 3  # numbers of a step before its keys
-# Most requests of a short batch whose plan, with a long chunk beside it, travels: see `encode`.
-MAX_BATCH_REQUESTS = PLAN_NUMBERS - 1 - _STEP_HEAD - (_STEP_HEAD + 1)
-_SHORT_BATCH, _LONG_CHUNK = 1, 2
+_STEPS = 3
+# Most requests of a batch whose plan travels: two of that size, and one long prefill alone (see `encode`).
+MAX_BATCH_REQUESTS = (PLAN_NUMBERS - 1 - _STEPS * _STEP_HEAD - 1) // 2
 
 
 class Step(NamedTuple):
-    """What a rank needs to know of an action: which requests, and how many tokens of a long one."""
+    """What a rank needs to know of a batch: which requests run whole, and so many tokens of which one does not."""
 
-    keys: tuple[int, ...]
-    chunk_tokens: int | None  # None: the requests run whole
+    whole: tuple[int, ...]
+    cut: Cut | None
 
 
 class PlanTooLongError(ValueError):
@@ -73,18 +73,19 @@ class BroadcastAgreement:
 
 def steps_of(plan: RoundPlan) -> tuple[Step, ...]:
     """The steps of a plan, in its order of preference."""
-    return tuple(_step(action) for action in plan.actions)
+    return tuple([_step(batch) for batch in plan.batches])
 
 
 def encode(steps: tuple[Step, ...]) -> list[int]:
-    """At most PLAN_NUMBERS numbers: the number of steps, then kind, tokens, number of keys and keys of each.
+    """At most PLAN_NUMBERS numbers: the number of steps, then key and tokens of the cut request (0 and 0: none), the
+    number of whole ones and their keys, of each.
 
     Raises PlanTooLongError.
     """
     numbers = [len(steps)]
     for step in steps:
-        kind = _SHORT_BATCH if step.chunk_tokens is None else _LONG_CHUNK
-        numbers += [kind, step.chunk_tokens or 0, len(step.keys), *step.keys]
+        key, tokens = (0, 0) if step.cut is None else step.cut
+        numbers += [key, tokens, len(step.whole), *step.whole]
     if len(numbers) > PLAN_NUMBERS:
         raise PlanTooLongError(f"a plan of {len(numbers)} numbers; {PLAN_NUMBERS} travel")
     return numbers
@@ -95,14 +96,12 @@ def decode(numbers: list[int]) -> tuple[Step, ...]:
     steps = []
     position = 1
     for _ in range(numbers[0]):
-        kind, chunk_tokens, count = numbers[position : position + _STEP_HEAD]
+        key, tokens, count = numbers[position : position + _STEP_HEAD]
         position += _STEP_HEAD
-        steps.append(Step(tuple(numbers[position : position + count]), chunk_tokens if kind == _LONG_CHUNK else None))
+        steps.append(Step(tuple(numbers[position : position + count]), Cut(key, tokens) if tokens else None))
         position += count
     return tuple(steps)
 
 
-def _step(action: ShortBatch | LongChunk) -> Step:
-    if isinstance(action, LongChunk):
-        return Step((action.key,), action.chunk_tokens)
-    return Step(action.keys, None)
+def _step(batch: PrefillBatch) -> Step:
+    return Step(batch.whole, batch.cut)

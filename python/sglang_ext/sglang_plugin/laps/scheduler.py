@@ -2,9 +2,8 @@
 
 One round, once per scheduler iteration (`get_new_batch_prefill`):
 
-1. the long prefill whose chunk has just run is parked: it keeps its KV, its row and its lock on the prefix tree;
-2. the policy sees everything that has prefill work left, waiting or parked, and plans: all-short batch, one
-   long chunk, or nothing yet;
+1. the prefill that was cut is parked: it keeps its KV, its row and its lock on the prefix tree;
+2. the policy, which follows the queue from round to round, plans: which requests run whole, and which one in part;
 3. SGLang's own batch construction runs over exactly the planned requests; everybody else stays in
    `waiting_queue`, where aborts, timeouts, load reports and flushes find them.
 
@@ -35,9 +34,9 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
-from sglang_ext.policy.laps.round_plan import LapsMode, RoundPlan, RoundSnapshot
+from sglang_ext.policy.laps.round_plan import LapsMode, PrefillBatch, RoundSnapshot
 from sglang_ext.sglang_plugin.graphs.runner import graph_status, replayed_shape
-from sglang_ext.sglang_plugin.laps.instance import LapsInstance, build_instance
+from sglang_ext.sglang_plugin.laps.instance import STARTED_LIMIT, LapsInstance, build_instance
 from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
     as_queued_prefill,
@@ -53,6 +52,7 @@ from sglang_ext.sglang_plugin.laps.queued_request import (
 )
 from sglang_ext.sglang_plugin.laps.rank_agreement import Step
 from sglang_ext.sglang_plugin.laps.status import MODE_PARAMETER, MODES, STATUS_KEY, status_of
+from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
 from sglang_ext.types import LengthClass
 
 # Of the first so many requests that wait, those with more new tokens than this are matched with the prefix cache
@@ -77,13 +77,17 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         super().init_load_inquirer()
         self._parked: list[Any] = []
         self._aborted_while_parked: list[Any] = []
-        self._held: list[Any] = []  # waiting requests that are not in the batch that SGLang builds just now
+        self._waiting = WaitingRequests()
+        self._held: list[Any] = []  # SGLang's queue, while it builds a batch of some of it
+        self._started_tokens: int | None = None  # most of the started prefill in the batch that is built
         self._next_key = 0
-        self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked, lambda: self._held)
+        self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked, self._held_back)
 
     def run_event_loop(self) -> None:
         if self.disaggregation_mode is DisaggregationMode.PREFILL:
             self._laps = build_instance(self)
+            if self._laps is not None and hasattr(self.policy, STARTED_LIMIT):
+                setattr(self.policy, STARTED_LIMIT, lambda *_: self._started_tokens)
         super().run_event_loop()
 
     # ---------------------------------------------------------------- a round
@@ -99,29 +103,35 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         return plan
 
     def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
-        self._park()
+        self._park(laps)
         self._end_failed()
         self._admit_ready_grammars()
-        self._classify_arrivals(laps)
+        self._follow_queue(laps)
         # Here and not with a result, so that an instance that has become idle says so.
         laps.publish(laps.now_s(), lambda: self._snapshot(laps))
         if not self.waiting_queue and not self._parked:
             return super().get_new_batch_prefill(running_batch)
-        snapshot = self._snapshot(laps) if laps.agreement.is_deciding else None
-        plan, steps = laps.agreement.agree(lambda: _decide(laps, snapshot))
+        plan, steps = laps.agreement.agree(lambda: laps.policy.choose(laps.now_s(), self._free_tokens()))
         for position, step in enumerate(steps):
-            next_plan = self._carry_out(step, running_batch)
+            batch = None if plan is None else plan.batches[position]
+            next_plan = self._carry_out(laps, step, batch, running_batch)
             if next_plan.batch_to_run is not None:
-                if plan is not None and snapshot is not None:
-                    laps.note_dispatch(snapshot, plan.actions[position])
                 return next_plan
             running_batch = next_plan.running_batch
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
-    def _park(self) -> None:
-        if self.chunked_req is not None:
-            self._parked.append(self.chunked_req)
-            self.chunked_req = None
+    def _free_tokens(self) -> int:
+        return int(self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size())
+
+    def _park(self, laps: LapsInstance) -> None:
+        request = self.chunked_req
+        if request is None:
+            return
+        self._parked.append(request)
+        self.chunked_req = None
+        entry = entry_of(request)
+        if entry is not None:  # what has been computed is known by now
+            laps.put(request, entry, laps.now_s())
 
     def _end_failed(self) -> None:
         """End the started prefills whose transfer has failed, as SGLang does with waiting ones.
@@ -135,7 +145,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         )
         for request, poll in zip(list(self._parked), polls, strict=True):
             if poll == KVPoll.Failed:
-                self._parked.remove(request)
+                self._unpark(request)
                 self.handle_bootstrap_failure(request)
 
     def _admit_ready_grammars(self) -> None:
@@ -144,23 +154,44 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             for request in self.grammar_manager.get_ready_grammar_requests():
                 self._add_request_to_queue(request)
 
-    def _classify_arrivals(self, laps: LapsInstance) -> None:
-        """Give every request that is new in the waiting queue its entry; look at those again that wait."""
+    def _unpark(self, request: Any) -> None:
+        self._parked.remove(request)
+        entry = entry_of(request)
+        if entry is not None and self._laps is not None:
+            self._laps.policy.remove(entry.key)
+
+    def _follow_queue(self, laps: LapsInstance) -> None:
+        """Give every new request in the waiting queue its entry, and tell the policy of it and of what has gone.
+
+        Every rank looks its requests up in the prefix cache alike.
+        """
         now_s = laps.now_s()
-        for position, request in enumerate(self.waiting_queue):
+        changes = self._waiting.changes(self.waiting_queue)
+        for key in changes.gone:
+            laps.policy.remove(key)
+        if laps.has_tree_grown:
+            known = len(self.waiting_queue) - len(changes.new)
+            for request in self.waiting_queue[: min(known, _REMATCHED_REQUESTS)]:
+                entry = entry_of(request)
+                if entry is not None and prefill_tokens(request)[0] > _REMATCHED_TOKENS:
+                    # A prompt that shares its beginning with one that has just been computed may be short now.
+                    match_prefix(request, self.tree_cache)
+                    reclassify(request, entry, laps.policy, now_s)
+                    laps.put(request, entry, now_s)
+            laps.has_tree_grown = False
+        for request in changes.new:
             entry = entry_of(request)
             if entry is None:
                 match_prefix(request, self.tree_cache)
-                remember(request, self._new_entry(laps, request, now_s))
-            elif (
-                laps.has_tree_grown
-                and position < _REMATCHED_REQUESTS
-                and prefill_tokens(request)[0] > _REMATCHED_TOKENS
-            ):
-                # A prompt that shares its beginning with one that has just been computed may be short now.
-                match_prefix(request, self.tree_cache)
-                reclassify(request, entry, laps.policy, now_s)
-        laps.has_tree_grown = False
+                entry = self._new_entry(laps, request, now_s)
+                remember(request, entry)
+            entry.is_started = False
+            self._waiting.enter(request, entry)
+            laps.put(request, entry, now_s)
+        # SGLang may have ended the request in hand itself.
+        parked = {entry.key for request in self._parked if (entry := entry_of(request)) is not None}
+        for key in [key for key in laps.policy.queue.started if key not in parked]:
+            laps.policy.remove(key)
 
     def _new_entry(self, laps: LapsInstance, request: Any, now_s: float) -> LapsEntry:
         new_tokens, cached_tokens = prefill_tokens(request)
@@ -183,50 +214,75 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             entry = entry_of(request)
             if entry is not None:
                 queue.append(as_queued_prefill(request, entry, is_current=entry.key == laps.current_key))
-        free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
-        return RoundSnapshot(laps.now_s(), tuple(queue), free_tokens)
+        return RoundSnapshot(laps.now_s(), tuple(queue), self._free_tokens())
 
-    def _carry_out(self, step: Step, running_batch: Any) -> NextBatchPlan:
-        """Let SGLang build a batch of exactly the requests of `step`; all others wait."""
-        wanted = self._requests(step.keys)
-        if step.chunk_tokens is None:
-            wanted = self._without_evicted(wanted)
-            if not wanted:
-                return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-        waiting, started = self.waiting_queue, [request for request in wanted if request in self._parked]
-        self.waiting_queue = [request for request in wanted if request not in started]
-        self._held = [request for request in waiting if request not in wanted]
+    def _carry_out(
+        self, laps: LapsInstance, step: Step, planned: PrefillBatch | None, running_batch: Any
+    ) -> NextBatchPlan:
+        """Let SGLang build a batch of exactly the requests of `step`; all others wait. `planned`: on the rank that
+        decides.
+        """
+        parked = {entry.key: request for request in self._parked if (entry := entry_of(request)) is not None}
+        cut_key = None if step.cut is None else step.cut.key
+        keys = step.whole if cut_key is None else (*step.whole, cut_key)
+        started = [parked[key] for key in keys if key in parked]
+        whole = self._without_evicted(laps, self._waiting.requests([key for key in step.whole if key not in parked]))
+        cut = self._waiting.requests([cut_key] if cut_key is not None and cut_key not in parked else [])
+        if not (whole or cut or started):
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+        wanted = [*whole, *cut]  # the one that is cut comes last: what is left of the tokens is its
+        waiting, self.waiting_queue = self.waiting_queue, wanted.copy()
+        self._held = waiting
         stock_chunk_tokens = self.chunked_prefill_size
-        self.chunked_prefill_size = step.chunk_tokens or _whole_tokens(wanted, self.page_size)
+        self.chunked_prefill_size = _most_tokens(step, [*started, *whole], cut, self.page_size)
         if started:
             self.chunked_req = started[0]
             self._parked.remove(started[0])
+            self._started_tokens = step.cut.tokens if step.cut is not None and not cut else None
         # A refusal of the step before this one must not close this one's door.
         running_batch.batch_is_full = False
         try:
             next_plan = super().get_new_batch_prefill(running_batch)
         finally:
             self.chunked_prefill_size = stock_chunk_tokens
+            self._started_tokens = None
             self._held = []
-            left = set(self.waiting_queue)
-            taken = {request for request in wanted if request not in left and request not in started}
-            known = set(waiting)
-            self.waiting_queue = [
-                *(request for request in self.waiting_queue if request not in known),
-                *(request for request in waiting if request not in taken),
-            ]
+            left, self.waiting_queue = self.waiting_queue, waiting
+            still = set(map(id, left))
+            self._waiting.take(waiting, [request for request in wanted if id(request) not in still])
+            waiting.extend([request for request in left if request not in wanted])
         if next_plan.batch_to_run is None:
             # The started request found no room; it still is unfinished, and not the one in hand.
-            self._park()
+            self._park(laps)
             return next_plan
         for request in next_plan.batch_to_run.reqs:
             entry = entry_of(request)
             if entry is not None:
                 entry.is_started = True
+        if planned is not None:
+            laps.note_dispatch(laps.now_s(), planned)
+            self._note_deviations(laps, planned, next_plan.batch_to_run)
         return next_plan
 
-    def _without_evicted(self, wanted: Sequence[Any]) -> list[Any]:
-        """Those of a short batch that are as short as it was planned for.
+    def _note_deviations(self, laps: LapsInstance, planned: PrefillBatch, batch: Any) -> None:
+        """Tell the policy what SGLang has built otherwise: memory was refused, or a prefix has grown or shrunk.
+
+        A request that was cut is looked at when it is parked.
+        """
+        built = {entry.key for request in batch.reqs if (entry := entry_of(request)) is not None}
+        for key in planned.keys:
+            if key not in built and key in self._waiting:
+                (request,) = self._waiting.requests([key])
+                entry = entry_of(request)
+                assert entry is not None
+                laps.put(request, entry, laps.now_s())
+        in_hand = None if self.chunked_req is None else entry_of(self.chunked_req)
+        cut = planned.cut
+        if cut is not None and cut.key in built and (in_hand is None or in_hand.key != cut.key):
+            laps.policy.remove(cut.key)
+
+    def _without_evicted(self, laps: LapsInstance, wanted: Sequence[Any]) -> list[Any]:
+        """Those that are to run whole and are as short as was planned.
 
         The others have lost cached tokens since they were looked up. They are looked at again in the next round: a
         batch runs its requests whole, and would hold everything up.
@@ -236,32 +292,28 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             _, cached_tokens = prefill_tokens(request)
             entry = entry_of(request)
             if cached_tokens and entry is not None and match_again(request, self.tree_cache):
-                if self._laps is not None:
-                    reclassify(request, entry, self._laps.policy, self._laps.now_s())
+                reclassify(request, entry, laps.policy, laps.now_s())
+                laps.put(request, entry, laps.now_s())
             else:
                 kept.append(request)
         return kept
 
-    def _requests(self, keys: Sequence[int]) -> list[Any]:
-        """The requests with these keys, in their order.
-
-        Raises KeyError: this rank's queues are not those of the rank that decided.
-        """
-        by_key = {
-            entry.key: request
-            for request in (*self._parked, *self.waiting_queue)
-            if (entry := entry_of(request)) is not None
-        }
-        return [by_key[key] for key in keys]
+    def _held_back(self) -> list[Any]:
+        """Waiting requests that are not in the batch that SGLang builds just now."""
+        if not self._held:
+            return []
+        building = set(map(id, self.waiting_queue))
+        return [request for request in self._held if id(request) not in building]
 
     # ---------------------------------------------------------------- measurements
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         laps = self._laps
         if laps is not None and batch.forward_mode.is_extend():
-            # A batch is of one class; a health check alone has no entry.
-            entry = entry_of(batch.reqs[0])
-            length_class = LengthClass.SHORT if entry is None else entry.length_class
+            # A health check has no entry.
+            entries = [entry for request in batch.reqs if (entry := entry_of(request)) is not None]
+            has_long = any(entry.length_class is LengthClass.LONG for entry in entries)
+            length_class = LengthClass.LONG if has_long else LengthClass.SHORT
             laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
             result = super().run_batch(batch, *args, **kwargs)
             shape = replayed_shape(self.tp_worker.model_runner)
@@ -315,7 +367,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def _end_parked(self, request: Any) -> None:
         """Tear a parked request down as SGLang does with the chunked one: abort the sender, free KV and row."""
         in_hand, pending = self.chunked_req, self._pending_chunked_abort_req
-        self._parked.remove(request)
+        self._unpark(request)
         self.chunked_req = self._pending_chunked_abort_req = request
         super().process_pending_chunked_abort()
         self.chunked_req, self._pending_chunked_abort_req = in_hand, pending
@@ -353,15 +405,16 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         return SetInternalStateReqOutput(updated=True)
 
 
-def _decide(laps: LapsInstance, snapshot: RoundSnapshot | None) -> RoundPlan:
-    if snapshot is None:
-        raise AssertionError("only the deciding rank is asked, and it has a snapshot")
-    return laps.policy.choose(snapshot)
+def _most_tokens(step: Step, whole: Sequence[Any], cut: Sequence[Any], page_tokens: int) -> int:
+    """SGLang's chunk size for a batch.
 
-
-def _whole_tokens(requests: Sequence[Any], page_tokens: int) -> int:
-    """A chunk size that splits none of `requests`, whatever of their prefixes has left the cache since."""
-    return 1 + sum(int(request.seqlen) + page_tokens for request in requests)
+    It splits none of the `whole` ones, whatever of their prefixes has left the cache since; but where a request that
+    waits is cut, it gets what the others leave, so that these are counted exactly.
+    """
+    if cut and step.cut is not None:
+        return step.cut.tokens + sum(-(-prefill_tokens(request)[0] // page_tokens) * page_tokens for request in whole)
+    tokens = 0 if step.cut is None else step.cut.tokens
+    return 1 + tokens + sum(int(request.seqlen) + page_tokens for request in whole)
 
 
 def _timeout_abort(request: Any) -> AbortReq:

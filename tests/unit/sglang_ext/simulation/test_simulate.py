@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cli import main
+from sglang_ext.policy.laps.boundary import expected_boundary_tokens
+from sglang_ext.simulation.engines import load_engine
 from sglang_ext.simulation.scenario import POLICIES
 
 LENGTHS = "num_prefill_tokens,num_decode_tokens\n4000,20\n200,5\n30000,50\n"
@@ -49,6 +51,18 @@ def test_the_seed_decides(lengths: str, capsys: pytest.CaptureFixture[str]) -> N
         assert main(["simulate", "--workload", lengths, "--rate", "2", "--requests", "50", "--seed", seed]) == 0
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] != tables[2]
+
+
+def test_short_is_what_instances_of_the_engine_would_find(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--workload", lengths, "--rate", "2", "--requests", "50", "--policy", "laps"]
+    engine = load_engine("table1", largest_size=8, model=None)
+    for more, objective_s, most_tokens in (((), 1.0, 8192), (("--slo", "0.4", "--chunk-tokens", "1000"), 0.4, 1000)):
+        expected = expected_boundary_tokens(engine.coefficients, objective_s, most_tokens)
+        assert main([*arguments, *more]) == 0
+        found = capsys.readouterr().out
+        assert f"short: up to {expected} new tokens" in found
+        assert main([*arguments, *more, "--boundary-tokens", str(expected)]) == 0
+        assert capsys.readouterr().out == found
 
 
 def test_a_trace_keeps_its_times_unless_a_rate_is_given(timed: str, capsys: pytest.CaptureFixture[str]) -> None:

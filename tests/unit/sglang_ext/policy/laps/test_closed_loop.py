@@ -14,11 +14,11 @@ from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
+    Composition,
     DispatchReason,
     LapsMode,
     PriorityClass,
     RoundSnapshot,
-    ShortBatch,
 )
 from sglang_ext.types import LengthClass
 from support.prefill_loop import (
@@ -41,7 +41,7 @@ def waits_s(outcome: Outcome, length_class: LengthClass) -> dict[int, float]:
     waits: dict[int, float] = {}
     for step in outcome.steps:
         queue = {request.key: request for request in step.snapshot.queue}
-        keys = step.action.keys if isinstance(step.action, ShortBatch) else (step.action.key,)
+        keys = step.batch.keys
         for key in keys:
             if queue[key].length_class is length_class:
                 waits.setdefault(key, step.now_s - queue[key].arrival_s)
@@ -103,13 +103,15 @@ def _quantile(values: list[float], quantile: float) -> float:
     return sorted(values)[int(quantile * len(values))]
 
 
-def test_longs_progress_at_their_share_against_any_number_of_shorts() -> None:
+@pytest.mark.parametrize("composition", list(Composition))
+def test_longs_progress_at_their_share_against_any_number_of_shorts(composition: Composition) -> None:
     """More shorts than the machine can serve: a long prefill still gets (1 - rho_max) of the time."""
     arrivals = [Arrival(0.0, 10_000)] + [Arrival(0.005 * index, 200) for index in range(500)]
-    outcome = run_laps(policy(round_ms=50.0), arrivals, CPU)
+    outcome = run_laps(policy(round_ms=50.0, composition=composition), arrivals, CPU)
     (long_s,) = outcome.ttfts_s(LONG)
-    alone_s = run_laps(policy(round_ms=50.0), arrivals[:1], CPU).ttfts_s(LONG)[0]
-    assert long_s < alone_s / (1 - 0.4) * 1.15 + 0.1
+    alone_s = run_laps(policy(round_ms=50.0, composition=composition), arrivals[:1], CPU).ttfts_s(LONG)[0]
+    share = 1 - LapsOptions(composition=composition).most_share
+    assert long_s < alone_s / share * 1.15 + 0.1
 
 
 @settings(max_examples=40)
@@ -121,9 +123,17 @@ def test_longs_progress_at_their_share_against_any_number_of_shorts() -> None:
     is_gpu=st.booleans(),
     kv_tokens=st.sampled_from([4096, 9000, 1_000_000]),
     batching=st.sampled_from(Batching),
+    composition=st.sampled_from(Composition),
 )
 def test_nothing_starves_within_capacity(
-    seed: int, load: float, long_share: float, mode: LapsMode, is_gpu: bool, kv_tokens: int, batching: Batching
+    seed: int,
+    load: float,
+    long_share: float,
+    mode: LapsMode,
+    is_gpu: bool,
+    kv_tokens: int,
+    batching: Batching,
+    composition: Composition,
 ) -> None:
     """Any arrival sequence within capacity: everybody ends, at most a few busy periods after arrival. Plans, memory
     and progress are asserted at every step by the loop.
@@ -138,7 +148,7 @@ def test_nothing_starves_within_capacity(
     ]
     page = random.choice([1, 16])
     limits = LIMITS._replace(page_tokens=page)
-    laps = policy(truth, GRID if is_gpu else None, limits, mode=mode, batching=batching)
+    laps = policy(truth, GRID if is_gpu else None, limits, mode=mode, batching=batching, composition=composition)
     outcome = run_laps(laps, arrivals, truth, kv_tokens=kv_tokens, limits=limits)
     assert len(outcome.ended) == 150
     work_s = sum(step.duration_s for step in outcome.steps)
@@ -186,7 +196,7 @@ def test_batches_deepen_where_seats_are_free_and_waiting_pays() -> None:
         arrivals.append(Arrival(now_s, random.randint(40, 64)))
     laps = policy(GPU, GRID)
     outcome = run_laps(laps, arrivals, GPU)
-    batches = [step.action for step in outcome.steps if isinstance(step.action, ShortBatch)]
+    batches = [step.batch for step in outcome.steps if step.batch.is_short]
     assert 3000 / len(batches) > 8
     assert sum(batch.shape == (64, 32) for batch in batches) > len(batches) / 2
     for batch in batches:  # the others would compute more than twice their tokens
@@ -198,9 +208,9 @@ def test_token_max_gathers_tokens() -> None:
     arrivals = [Arrival(0.001 * index, 50) for index in range(1000)]
     laps = policy(GPU, batching=Batching.TOKEN_MAX, token_max=1000, t_max_ms=1000.0)
     outcome = run_laps(laps, arrivals, GPU)
-    actions = [step.action for step in outcome.steps]
+    actions = [step.batch for step in outcome.steps]
     assert {action.reason for action in actions} <= {DispatchReason.TOKENS, DispatchReason.WINDOW}
-    tokens = [action.new_tokens for action in actions[:-1] if isinstance(action, ShortBatch)]
+    tokens = [action.new_tokens for action in actions[:-1] if action.is_short]
     assert min(tokens) >= 1000
     assert not any(item.is_late for item in outcome.ended)
 

@@ -30,7 +30,7 @@ def test_names() -> None:
     [
         ({"w_min_ms": 30.0, "w_max_ms": 10.0}, "--laps-w-min-ms 30 is larger than --laps-w-max-ms 10"),
         ({"w_max_ms": 200.0}, "--laps-w-max-ms 200 is larger than --laps-t-max-ms 100"),
-        ({"rho_min": 0.5}, "--laps-rho-min 0.5 is larger than --laps-rho-max 0.4"),
+        ({"rho_min": 0.5, "rho_max": 0.4}, "--laps-rho-min 0.5 is larger than --laps-rho-max 0.4"),
         ({"w_min_ms": -1.0}, "--laps-w-min-ms must be at least 0, got -1"),
         ({"w_max_ms": 0.0}, "--laps-w-max-ms must be above 0, got 0"),
         ({"round_ms": 0.0}, "--laps-round-ms must be above 0, got 0"),

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.cost_model import IterationSample
+from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
+from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import Batching
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
+    Composition,
     DispatchReason,
     LapsMode,
-    LongChunk,
+    PrefillBatch,
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,
-    ShortBatch,
 )
 from support.prefill_loop import (
     CPU,
@@ -30,9 +31,13 @@ from support.prefill_loop import (
     SHORT,
     check_plan,
     mixed,
-    policy,
     run_laps,
 )
+from support.prefill_loop import policy as policy_of
+
+
+def policy(truth: CostCoefficients = CPU, grid: GraphGrid | None = None, **options: object) -> Laps:
+    return policy_of(truth, grid, composition=Composition.SEPARATE, **options)
 
 
 def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
@@ -42,40 +47,40 @@ def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
 
 
 def test_an_idle_instance_has_nothing_to_do() -> None:
-    plan = policy().choose(RoundSnapshot(1.0, (), 1000))
-    assert plan.actions == ()
+    plan = policy().choose_of(RoundSnapshot(1.0, (), 1000))
+    assert plan.batches == ()
     assert plan.wake_s == inf
 
 
 def test_a_lone_short_on_a_linear_machine_leaves_at_once() -> None:
-    (action,) = policy().choose(RoundSnapshot(0.0, (queued(7, 100),), 1000)).actions
-    assert isinstance(action, ShortBatch)
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (queued(7, 100),), 1000)).batches
+    assert action.is_short
     assert action.keys == (7,)
     assert action.reason is DispatchReason.NO_GAIN
 
 
 def test_a_lone_long_runs_in_chunks_of_a_round() -> None:
     laps = policy(round_ms=50.0)
-    (action,) = laps.choose(RoundSnapshot(0.0, (queued(7, 4000),), 10_000)).actions
-    assert isinstance(action, LongChunk)
+    (action,) = laps.choose_of(RoundSnapshot(0.0, (queued(7, 4000),), 10_000)).batches
+    assert not action.is_short
     assert action.reason is DispatchReason.ALONE
     assert action.predicted_s == pytest.approx(0.05, rel=0.01)
-    assert CPU.chunk_s(action.chunk_tokens + 1, 0) > 0.05
+    assert CPU.chunk_s(action.new_tokens + 1, 0) > 0.05
 
 
 def test_while_both_wait_the_chunk_leaves_the_shorts_their_share() -> None:
     laps = policy(round_ms=50.0)
     snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100)), 10_000)
-    first, fallback = laps.choose(snapshot).actions
-    assert isinstance(first, ShortBatch)
-    assert isinstance(fallback, LongChunk)
+    first, fallback = laps.choose_of(snapshot).batches
+    assert first.is_short
+    assert not fallback.is_short
     assert fallback.predicted_s == pytest.approx(0.6 * 0.05, rel=0.01)
 
 
 def test_choosing_changes_nothing() -> None:
     laps = policy()
     snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100), queued(3, 30)), 10_000)
-    plans = [laps.choose(snapshot) for _ in range(3)]
+    plans = [laps.choose_of(snapshot) for _ in range(3)]
     assert plans[0] == plans[1] == plans[2]
     assert laps.report(snapshot) == laps.report(snapshot)
 
@@ -86,7 +91,7 @@ def test_order_in_the_snapshot_does_not_matter() -> None:
     plans = set()
     for _ in range(5):
         random.shuffle(queue)
-        plans.add(policy().choose(RoundSnapshot(1.0, tuple(queue), 100_000)))
+        plans.add(policy().choose_of(RoundSnapshot(1.0, tuple(queue), 100_000)))
     assert len(plans) == 1
 
 
@@ -95,13 +100,13 @@ def test_shorts_that_have_used_their_share_let_a_chunk_run() -> None:
     snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100)), 10_000)
     turns = []
     for _ in range(200):
-        action = laps.choose(snapshot).actions[0]
-        laps.note_dispatch(snapshot, action)
+        action = laps.choose_of(snapshot).batches[0]
+        laps.note_dispatch_of(snapshot, action)
         turns.append(action)
-    short_s = sum(turn.predicted_s for turn in turns if isinstance(turn, ShortBatch))
-    long_s = sum(turn.predicted_s for turn in turns if isinstance(turn, LongChunk))
+    short_s = sum(turn.predicted_s for turn in turns if turn.is_short)
+    long_s = sum(turn.predicted_s for turn in turns if not turn.is_short)
     assert short_s / (short_s + long_s) == pytest.approx(0.4, abs=0.05)
-    assert {turn.reason for turn in turns if isinstance(turn, LongChunk)} == {DispatchReason.SHARE}
+    assert {turn.reason for turn in turns if not turn.is_short} == {DispatchReason.SHARE}
     assert laps.report(snapshot).short_share == pytest.approx(0.4, abs=0.08)
 
 
@@ -109,71 +114,71 @@ def test_medhas_rule_for_a_late_long_prefill() -> None:
     late = queued(1, 4000, arrival_s=-100.0, deadline_s=-50.0)
     laps = policy(rho_min=0.0)
     patient = queued(2, 100, deadline_s=1000.0)
-    first = laps.choose(RoundSnapshot(0.0, (late, patient), 10_000)).actions[0]
-    assert isinstance(first, LongChunk)
+    first = laps.choose_of(RoundSnapshot(0.0, (late, patient), 10_000)).batches[0]
+    assert not first.is_short
     assert first.reason is DispatchReason.URGENT
     long_past = queued(2, 100, arrival_s=-100.0, deadline_s=-90.0)
-    first = laps.choose(RoundSnapshot(0.0, (late, long_past), 10_000)).actions[0]
-    assert isinstance(first, ShortBatch)
+    first = laps.choose_of(RoundSnapshot(0.0, (late, long_past), 10_000)).batches[0]
+    assert first.is_short
     assert first.reason is DispatchReason.URGENT
 
 
-def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> ShortBatch | LongChunk:
-    return laps.choose(RoundSnapshot(now_s, queue, 10**6)).actions[0]
+def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> PrefillBatch:
+    return laps.choose_of(RoundSnapshot(now_s, queue, 10**6)).batches[0]
 
 
 def test_shorts_that_can_afford_it_wait_for_more_members_while_several_longs_wait() -> None:
     longs = queued(1, 4000), queued(2, 4000)
     patient = queued(3, 100, deadline_s=10.0)
-    assert isinstance(first_action(policy(), 0.0, *longs, patient), LongChunk)
+    assert not first_action(policy(), 0.0, *longs, patient).is_short
     # One long prefill alone: time is not scarce.
-    assert isinstance(first_action(policy(), 0.0, longs[0], patient), ShortBatch)
+    assert first_action(policy(), 0.0, longs[0], patient).is_short
     # Another chunk would take it beyond 80% of the time that it has.
-    assert isinstance(first_action(policy(), 7.99, *longs, patient), ShortBatch)
-    assert isinstance(first_action(policy(), 0.0, *longs, patient, queued(4, 10, deadline_s=0.05)), ShortBatch)
-    assert isinstance(first_action(policy(round_ms=50.0), 0.0, *longs, patient), ShortBatch)
-    assert isinstance(first_action(policy(depth_max=1), 0.0, *longs, patient, queued(4, 50)), ShortBatch)
-    assert isinstance(first_action(policy(mode=LapsMode.SHORT), 0.0, *longs, patient), ShortBatch)
+    assert first_action(policy(), 7.99, *longs, patient).is_short
+    assert first_action(policy(), 0.0, *longs, patient, queued(4, 10, deadline_s=0.05)).is_short
+    assert first_action(policy(round_ms=50.0), 0.0, *longs, patient).is_short
+    assert first_action(policy(depth_max=1), 0.0, *longs, patient, queued(4, 50)).is_short
+    assert first_action(policy(mode=LapsMode.SHORT), 0.0, *longs, patient).is_short
     important = queued(3, 100, deadline_s=10.0, priority=PriorityClass.HIGH)
-    assert isinstance(first_action(policy(), 0.0, *longs, important), ShortBatch)
+    assert first_action(policy(), 0.0, *longs, important).is_short
 
 
 def test_priority_comes_before_slack() -> None:
     real_time = queued(1, 4000, priority=PriorityClass.REAL_TIME)
-    first = policy().choose(RoundSnapshot(0.0, (real_time, queued(2, 100)), 10_000)).actions[0]
-    assert isinstance(first, LongChunk)
+    first = policy().choose_of(RoundSnapshot(0.0, (real_time, queued(2, 100)), 10_000)).batches[0]
+    assert not first.is_short
     low = queued(1, 4000, priority=PriorityClass.LOW, arrival_s=-5.0, deadline_s=-1.0)
-    first = policy().choose(RoundSnapshot(0.0, (low, queued(2, 100)), 10_000)).actions[0]
-    assert isinstance(first, ShortBatch)
+    first = policy().choose_of(RoundSnapshot(0.0, (low, queued(2, 100)), 10_000)).batches[0]
+    assert first.is_short
 
 
 def test_an_aged_long_prefill_does_not_shut_the_shorts_out() -> None:
     aged = queued(1, 4000, arrival_s=-1000.0, deadline_s=-900.0)
-    first = policy().choose(RoundSnapshot(0.0, (aged, queued(2, 100)), 10_000)).actions[0]
-    assert isinstance(first, ShortBatch)
+    first = policy().choose_of(RoundSnapshot(0.0, (aged, queued(2, 100)), 10_000)).batches[0]
+    assert first.is_short
 
 
 def test_memory_refuses_a_short_so_the_long_goes_on() -> None:
     started = queued(1, 500, total_tokens=4000, cached_tokens=3500, is_started=True, is_current=True)
-    actions = policy().choose(RoundSnapshot(0.0, (started, queued(2, 200)), 100)).actions
-    assert isinstance(actions[0], LongChunk)
-    assert actions[0].chunk_tokens == 100
-    assert isinstance(actions[1], ShortBatch)
+    actions = policy().choose_of(RoundSnapshot(0.0, (started, queued(2, 200)), 100)).batches
+    assert not actions[0].is_short
+    assert actions[0].new_tokens == 100
+    assert actions[1].is_short
 
 
 def test_a_prompt_larger_than_the_memory_is_offered_all_the_same() -> None:
-    (action,) = policy().choose(RoundSnapshot(0.0, (queued(1, 5000),), 1000)).actions
-    assert isinstance(action, LongChunk)
-    assert action.chunk_tokens <= 1000
-    (action,) = policy().choose(RoundSnapshot(0.0, (queued(1, 100),), 0)).actions
-    assert isinstance(action, ShortBatch)
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (queued(1, 5000),), 1000)).batches
+    assert not action.is_short
+    assert action.new_tokens <= 1000
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (queued(1, 100),), 0)).batches
+    assert action.is_short
 
 
 def test_a_short_that_was_chunked_goes_on_as_a_long_one() -> None:
     started = queued(1, 50, total_tokens=200, cached_tokens=150, is_started=True, is_current=True)
-    (action,) = policy().choose(RoundSnapshot(0.0, (started,), 1000)).actions
-    assert isinstance(action, LongChunk)
-    assert action.chunk_tokens == 50
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (started,), 1000)).batches
+    assert not action.is_short
+    assert action.new_tokens == 50
 
 
 # -- modes -----------------------------------------------------------------------------------------------------------
@@ -184,32 +189,32 @@ def test_an_instance_for_shorts_keeps_longs_for_idle_times_until_they_are_late()
     for index in range(64):
         laps.note_arrival(-0.064 + 0.001 * index, SHORT, 20, 0, 9.0)
     gathering = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 20)), 10_000)
-    plan = laps.choose(gathering)
-    assert plan.actions == ()  # the window is open
+    plan = laps.choose_of(gathering)
+    assert plan.batches == ()  # the window is open
     assert 0 < plan.wake_s <= 0.03
     late = queued(1, 4000, deadline_s=-1.0)
     turns = []
     for _ in range(1000):
         snapshot = RoundSnapshot(0.05, (late, queued(2, 20)), 10_000)
-        action = laps.choose(snapshot).actions[0]
-        laps.note_dispatch(snapshot, action)
+        action = laps.choose_of(snapshot).batches[0]
+        laps.note_dispatch_of(snapshot, action)
         turns.append(action)
-    short_s = sum(turn.predicted_s for turn in turns if isinstance(turn, ShortBatch))
+    short_s = sum(turn.predicted_s for turn in turns if turn.is_short)
     assert short_s / sum(turn.predicted_s for turn in turns) == pytest.approx(0.6, abs=0.05)
 
 
 def test_an_instance_for_longs_runs_large_chunks_and_never_waits_for_shorts() -> None:
     laps = policy(mode=LapsMode.LONG, round_ms=20.0)
-    first, chunk = laps.choose(RoundSnapshot(0.0, (queued(1, 8000), queued(2, 100)), 10_000)).actions
-    assert isinstance(first, ShortBatch)
-    assert isinstance(chunk, LongChunk)
+    first, chunk = laps.choose_of(RoundSnapshot(0.0, (queued(1, 8000), queued(2, 100)), 10_000)).batches
+    assert first.is_short
+    assert not chunk.is_short
     assert chunk.predicted_s == pytest.approx(0.06, rel=0.01)
     (alone,) = (
         policy(mode=LapsMode.LONG, truth=GPU, w_min_ms=20.0)
-        .choose(RoundSnapshot(0.0, (queued(2, 100),), 10_000))
-        .actions
+        .choose_of(RoundSnapshot(0.0, (queued(2, 100),), 10_000))
+        .batches
     )
-    assert isinstance(alone, ShortBatch)
+    assert alone.is_short
     assert alone.reason is DispatchReason.ALONE
 
 
@@ -277,23 +282,23 @@ def offline(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
 def test_offline_shorts_wait_for_a_dense_batch_and_not_beyond_a_pause() -> None:
     laps = policy(token_max=300, w_max_ms=20.0)
     two = (offline(1, 100), offline(2, 100, arrival_s=0.005))
-    assert laps.choose(RoundSnapshot(0.01, two, 10_000)) == laps.choose(RoundSnapshot(0.01, two, 10_000))
-    assert laps.choose(RoundSnapshot(0.01, two, 10_000)).actions == ()
-    assert laps.choose(RoundSnapshot(0.01, two, 10_000)).wake_s == pytest.approx(0.025)
-    (paused,) = laps.choose(RoundSnapshot(0.026, two, 10_000)).actions
-    assert isinstance(paused, ShortBatch)
+    assert laps.choose_of(RoundSnapshot(0.01, two, 10_000)) == laps.choose_of(RoundSnapshot(0.01, two, 10_000))
+    assert laps.choose_of(RoundSnapshot(0.01, two, 10_000)).batches == ()
+    assert laps.choose_of(RoundSnapshot(0.01, two, 10_000)).wake_s == pytest.approx(0.025)
+    (paused,) = laps.choose_of(RoundSnapshot(0.026, two, 10_000)).batches
+    assert paused.is_short
     assert paused.reason is DispatchReason.WINDOW
     three = (*two, offline(3, 100, arrival_s=0.009))
-    (dense,) = laps.choose(RoundSnapshot(0.01, three, 10_000)).actions
-    assert isinstance(dense, ShortBatch)
+    (dense,) = laps.choose_of(RoundSnapshot(0.01, three, 10_000)).batches
+    assert dense.is_short
     assert (dense.reason, dense.keys) == (DispatchReason.TOKENS, (1, 2, 3))
 
 
 def test_an_online_short_makes_the_batch_leave_as_online_ones_do() -> None:
     laps = policy(token_max=300, w_max_ms=20.0)
     mixed_queue = (offline(1, 100), queued(2, 100, arrival_s=0.005))
-    (action,) = laps.choose(RoundSnapshot(0.006, mixed_queue, 10_000)).actions
-    assert isinstance(action, ShortBatch)
+    (action,) = laps.choose_of(RoundSnapshot(0.006, mixed_queue, 10_000)).batches
+    assert action.is_short
     assert action.reason is DispatchReason.NO_GAIN
     assert action.keys[0] == 2, "the online one is the more urgent"
 
@@ -311,12 +316,12 @@ def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
     snapshot = RoundSnapshot(100.0, (offline(1, 20_000),), 100_000)
 
     def chunk_s() -> float:
-        (action,) = laps.choose(snapshot).actions
-        assert isinstance(action, LongChunk)
+        (action,) = laps.choose_of(snapshot).batches
+        assert not action.is_short
         return action.predicted_s
 
     largest_s = chunk_s()
-    (online,) = laps.choose(RoundSnapshot(100.0, (queued(1, 20_000),), 100_000)).actions
+    (online,) = laps.choose_of(RoundSnapshot(100.0, (queued(1, 20_000),), 100_000)).batches
     assert online.predicted_s < largest_s <= 0.4
     laps.note_arrival(95.0, SHORT, 20, 0, 95.4)
     assert chunk_s() <= YIELD_S
@@ -331,7 +336,7 @@ def test_all_that_runs_beside_clients_without_a_deadline_is_brief() -> None:
     laps.note_arrival(99.0, SHORT, 20, 0, 99.4)
     shorts = tuple(offline(key, 250) for key in range(8))
     for queue in (shorts, (*shorts, offline(9, 5000)), tuple(offline(key, 12) for key in range(64))):
-        for action in laps.choose(RoundSnapshot(100.0, queue, 100_000)).actions:
+        for action in laps.choose_of(RoundSnapshot(100.0, queue, 100_000)).batches:
             assert action.predicted_s <= YIELD_S
 
 
@@ -341,32 +346,32 @@ def test_a_round_that_is_given_holds_for_work_without_deadlines_too(is_online: b
     if is_online:
         laps.note_arrival(99.9, SHORT, 20, 0, 100.3)
     short = (offline(1, 200, arrival_s=99.0),)
-    (alone,) = laps.choose(RoundSnapshot(100.0, short, 100_000)).actions
-    assert isinstance(alone, ShortBatch), "a short prefill is not cut"
-    (chunk,) = laps.choose(RoundSnapshot(100.0, (offline(2, 20_000),), 100_000)).actions
-    (ordinary,) = laps.choose(RoundSnapshot(100.0, (queued(2, 20_000),), 100_000)).actions
-    assert isinstance(chunk, LongChunk)
-    assert isinstance(ordinary, LongChunk)
-    assert chunk.chunk_tokens == ordinary.chunk_tokens
+    (alone,) = laps.choose_of(RoundSnapshot(100.0, short, 100_000)).batches
+    assert alone.is_short, "a short prefill is not cut"
+    (chunk,) = laps.choose_of(RoundSnapshot(100.0, (offline(2, 20_000),), 100_000)).batches
+    (ordinary,) = laps.choose_of(RoundSnapshot(100.0, (queued(2, 20_000),), 100_000)).batches
+    assert not chunk.is_short
+    assert not ordinary.is_short
+    assert chunk.new_tokens == ordinary.new_tokens
     assert chunk.predicted_s <= 0.1
 
 
 def test_nothing_without_a_deadline_joins_a_batch_of_those_with_one() -> None:
     laps = policy()
     queue = (*(offline(key, 10) for key in range(5)), queued(7, 20), queued(8, 30))
-    action = laps.choose(RoundSnapshot(0.1, queue, 10_000)).actions[0]
-    assert isinstance(action, ShortBatch)
+    action = laps.choose_of(RoundSnapshot(0.1, queue, 10_000)).batches[0]
+    assert action.is_short
     assert set(action.keys) == {7, 8}
 
 
 def test_work_without_deadlines_makes_no_ones_rounds_longer() -> None:
     laps = policy()
     online = queued(1, 20_000)
-    alone = laps.choose(RoundSnapshot(0.1, (online,), 10**6)).actions[0]
-    beside = laps.choose(RoundSnapshot(0.1, (online, *(offline(key, 20_000) for key in range(2, 30))), 10**6)).actions[
-        0
-    ]
-    assert isinstance(beside, LongChunk)
+    alone = laps.choose_of(RoundSnapshot(0.1, (online,), 10**6)).batches[0]
+    beside = laps.choose_of(
+        RoundSnapshot(0.1, (online, *(offline(key, 20_000) for key in range(2, 30))), 10**6)
+    ).batches[0]
+    assert not beside.is_short
     assert beside == alone
 
 
@@ -375,9 +380,9 @@ def test_an_online_short_goes_before_offline_longs_whatever_shorts_have_used() -
     longs = (offline(1, 20_000), offline(2, 20_000))
     for turn in range(50):
         snapshot = RoundSnapshot(0.1 * turn, (*longs, queued(10 + turn, 100, arrival_s=0.1 * turn)), 10**6)
-        action = laps.choose(snapshot).actions[0]
-        assert isinstance(action, ShortBatch)
-        laps.note_dispatch(snapshot, action)
+        action = laps.choose_of(snapshot).batches[0]
+        assert action.is_short
+        laps.note_dispatch_of(snapshot, action)
 
 
 @pytest.mark.parametrize("mode", list(LapsMode))
@@ -385,10 +390,10 @@ def test_dense_batches_of_a_job_wait_for_one_objective_at_most(mode: LapsMode) -
     laps = policy(short_ttft_slo_ms=400.0)
     laps.switch_mode(mode)
     queue = (offline(1, 20_000), offline(2, 20_000), offline(3, 20, arrival_s=99.9))
-    first = laps.choose(RoundSnapshot(100.0, queue, 10**6)).actions[0]
-    late = laps.choose(RoundSnapshot(100.4, queue, 10**6)).actions
-    assert isinstance(first, LongChunk) or mode is LapsMode.SHORT
-    assert any(isinstance(action, ShortBatch) for action in late)
+    first = laps.choose_of(RoundSnapshot(100.0, queue, 10**6)).batches[0]
+    late = laps.choose_of(RoundSnapshot(100.4, queue, 10**6)).batches
+    assert not first.is_short or mode is LapsMode.SHORT
+    assert any(action.is_short for action in late)
 
 
 @pytest.mark.parametrize("slo_s", [0.0, -1.0, float("nan")])
@@ -467,8 +472,8 @@ def test_any_snapshot_has_a_sound_plan(
     snapshot = RoundSnapshot(100.0, tuple(queue), free)
     limits = LIMITS._replace(page_tokens=page)
     laps = policy(limits=limits, mode=mode, batching=batching)
-    plan = laps.choose(snapshot)
+    plan = laps.choose_of(snapshot)
     check_plan(snapshot, plan, limits)
-    assert bool(plan.actions) == bool(queue)  # everybody has waited beyond any window
-    for action in plan.actions:
-        laps.note_dispatch(snapshot, action)
+    assert bool(plan.batches) == bool(queue)  # everybody has waited beyond any window
+    for action in plan.batches:
+        laps.note_dispatch_of(snapshot, action)

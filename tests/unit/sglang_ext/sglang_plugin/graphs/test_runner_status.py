@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
-from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner, graph_status
+from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner, graph_status, replayed_shape
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DirectRecorder
@@ -48,3 +50,48 @@ def test_shapes_replays_and_reasons() -> None:
         "replays": {"8x1": 2},
         "fallbacks": {"too_large": 1},
     }
+
+
+class ScriptedRunner(GridPrefillRunner):
+    """Chooses as it is told, and computes nothing."""
+
+    def __init__(self, choices: list[GraphShape | Fallback]) -> None:
+        stock = SimpleNamespace(can_run_graph=lambda batch: False, execute=lambda batch, **kwargs: "stock")
+        super().__init__(SimpleNamespace(), stock, SimpleNamespace(execute=lambda batch: "eager"))
+        self.choices = choices
+        self.has_room = True
+
+    def _choose(self, forward_batch: Any) -> GraphShape | Fallback:
+        return self.choices[0]
+
+    def _wait_for_cached_kv(self) -> None:
+        pass
+
+    def _ragged(self, forward_batch: Any) -> Any:
+        return None
+
+    def _tail(self, forward_batch: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        return "replayed"
+
+
+def test_it_is_told_which_prefills_were_replayed() -> None:
+    shape, other = GraphShape(8, 2), GraphShape(16, 1)
+    runner = ScriptedRunner([shape, Fallback.PADDING, other, shape])
+    has_room = {shape: True, other: False}
+    graphs = SimpleNamespace(
+        fallbacks=Counter(),
+        make_ready=lambda one: has_room[one],
+        load=lambda one, ragged: None,
+        replay=lambda one: torch.zeros(one.tokens, 1),
+    )
+    runner.use(graphs)  # type: ignore[arg-type]
+    engine = SimpleNamespace(prefill_cuda_graph_runner=runner)
+    batch = SimpleNamespace(input_ids=torch.zeros(3))
+    seen = []
+    while runner.choices:
+        if runner.can_run_graph(batch):
+            runner.execute(batch)
+        seen.append(replayed_shape(engine))
+        runner.choices.pop(0)
+    assert seen == [shape, None, None, shape]
+    assert replayed_shape(SimpleNamespace()) is None

@@ -15,13 +15,14 @@ from sglang_ext.policy.laps.options import (
     LapsOptions,
     option_name,
 )
-from sglang_ext.policy.laps.round_plan import LapsMode
+from sglang_ext.policy.laps.round_plan import Composition, LapsMode
 from sglang_ext.sglang_plugin import worker
 from sglang_ext.sglang_plugin.laps.laps_options import add_laps_arguments, conflict, laps_options
 from sglang_ext.types import Role
 
 EXAMPLES = {
     "boundary_tokens": ("128", 128),
+    "composition": ("medha", Composition.MEDHA),
     "batching": ("token-max", Batching.TOKEN_MAX),
     "w_min_ms": ("0.5", 0.5),
     "w_max_ms": ("20", 20.0),
@@ -36,6 +37,7 @@ EXAMPLES = {
     "rho_max": ("0.5", 0.5),
     "rho_min": ("0.25", 0.25),
     "min_chunk_tokens": ("32", 32),
+    "max_chunk_tokens": ("4096", 4096),
     "max_parked": ("2", 2),
     "preempt_margin": ("0.5", 0.5),
     "age_s": ("5", 5.0),

@@ -6,15 +6,15 @@ import pytest
 
 from sglang_ext.policy.laps.graph_grid import GraphShape
 from sglang_ext.policy.laps.round_plan import (
+    Cut,
     DispatchReason,
     LapsMode,
-    LongChunk,
+    PrefillBatch,
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,
-    ShortBatch,
 )
-from sglang_ext.sglang_plugin.laps.metrics import NoMetrics, PrometheusMetrics
+from sglang_ext.sglang_plugin.laps.metrics import LapsMetrics, NoMetrics, PrometheusMetrics
 from sglang_ext.types import LengthClass
 from support.prefill_loop import policy
 
@@ -72,12 +72,26 @@ SNAPSHOT = RoundSnapshot(
 )
 
 
+def note(metrics: LapsMetrics, batch: PrefillBatch) -> None:
+    members = [request for request in SNAPSHOT.queue if request.key in batch.keys]
+    metrics.note_dispatch(SNAPSHOT.now_s, batch, members)
+
+
+def test_a_batch_of_both_classes(metrics: PrometheusMetrics, readings: Readings) -> None:
+    note(metrics, PrefillBatch((1, 2, 5), Cut(4, 5), DispatchReason.MIXED, None, 2, 35, 0.1))
+    assert readings.change("dispatches_total", length_class="long", reason="mixed") == 1
+    assert readings.change("batch_requests_sum") == 2
+    assert readings.change("dispatch_wait_seconds_count", length_class="short") == 2
+    assert readings.change("dispatch_wait_seconds_count", length_class="long") == 1
+    assert readings.change("resumes_total") == 1
+
+
 def test_a_metric_registers_once(metrics: PrometheusMetrics) -> None:
     assert PrometheusMetrics.shared() is metrics
 
 
 def test_a_short_batch(metrics: PrometheusMetrics, readings: Readings) -> None:
-    metrics.note_dispatch(SNAPSHOT, ShortBatch((1, 2), DispatchReason.WINDOW, None, 20, 0.1))
+    note(metrics, PrefillBatch((1, 2), None, DispatchReason.WINDOW, None, 2, 20, 0.1))
     assert readings.change("dispatches_total", length_class="short", reason="window") == 1
     assert readings.change("batch_requests_count") == 1
     assert readings.change("batch_requests_sum") == 2
@@ -88,7 +102,7 @@ def test_a_short_batch(metrics: PrometheusMetrics, readings: Readings) -> None:
 
 
 def test_a_padded_batch(metrics: PrometheusMetrics, readings: Readings) -> None:
-    metrics.note_dispatch(SNAPSHOT, ShortBatch((1, 2), DispatchReason.DEPTH, GraphShape(16, 4), 20, 0.1))
+    note(metrics, PrefillBatch((1, 2), None, DispatchReason.DEPTH, GraphShape(16, 4), 2, 20, 0.1))
     assert readings.change("batch_fill_sum") == pytest.approx(20 / 64)
     assert readings.change("padding_tokens_total") == 44
 
@@ -99,7 +113,7 @@ def test_a_padded_batch(metrics: PrometheusMetrics, readings: Readings) -> None:
     ids=["first chunk", "parked", "in hand"],
 )
 def test_a_long_chunk(metrics: PrometheusMetrics, readings: Readings, key: int, waits: int, resumes: int) -> None:
-    metrics.note_dispatch(SNAPSHOT, LongChunk(key, 5, DispatchReason.SHARE, 0.1))
+    note(metrics, PrefillBatch((), Cut(key, 5), DispatchReason.SHARE, None, 0, 5, 0.1))
     assert readings.change("dispatches_total", length_class="long", reason="share") == 1
     assert readings.change("dispatch_wait_seconds_count", length_class="long") == waits
     assert readings.change("dispatch_wait_seconds_sum", length_class="long") == 4.0 * waits
@@ -141,7 +155,7 @@ def test_gauges_follow_the_report_once_a_second(metrics: PrometheusMetrics, read
 
 def test_a_rank_that_does_not_count_is_never_due(readings: Readings) -> None:
     metrics = NoMetrics()
-    metrics.note_dispatch(SNAPSHOT, LongChunk(4, 5, DispatchReason.SHARE, 0.1))
+    note(metrics, PrefillBatch((), Cut(4, 5), DispatchReason.SHARE, None, 0, 5, 0.1))
     metrics.note_park()
     metrics.note_mode_switch(LapsMode.LONG)
     assert not metrics.is_due(1e9)

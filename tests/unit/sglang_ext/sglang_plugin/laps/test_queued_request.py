@@ -153,8 +153,8 @@ def test_a_prompt_that_turns_long_preempts_no_other() -> None:
         as_queued_prefill(stub(4000, prefix=1000), current, is_current=True),
         as_queued_prefill(evicted, mine, is_current=False),
     )
-    plan = policy(boundary_tokens=BOUNDARY_TOKENS).choose(RoundSnapshot(now_s, queue, 1 << 20))
-    assert steps_of(plan)[0].keys == (7,)
+    plan = policy(boundary_tokens=BOUNDARY_TOKENS).choose_of(RoundSnapshot(now_s, queue, 1 << 20))
+    assert steps_of(plan)[0].whole == (7,)
 
 
 def test_a_prompt_that_turns_short_has_a_short_ones_objective_from_then_on() -> None:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.laps.round_plan import (
+    Cut,
     DispatchReason,
-    LongChunk,
+    PrefillBatch,
     RoundPlan,
-    ShortBatch,
 )
 from sglang_ext.sglang_plugin.laps.rank_agreement import (
     MAX_BATCH_REQUESTS,
@@ -31,7 +31,7 @@ ROUNDS = 1000
 keys = st.integers(1, 2**63 - 1)
 steps = st.one_of(
     st.builds(Step, st.lists(keys, min_size=1, max_size=64).map(tuple), st.none()),
-    st.builds(Step, st.tuples(keys), st.integers(1, 2**31)),
+    st.builds(Step, st.lists(keys, max_size=8).map(tuple), st.builds(Cut, keys, st.integers(1, 2**31))),
 )
 
 
@@ -45,26 +45,32 @@ def test_steps_survive_the_journey(sent: tuple[Step, ...]) -> None:
     assert decode([*numbers, 5, 6, 7]) == sent
 
 
-def short_batch(requests: int) -> ShortBatch:
-    return ShortBatch(tuple(range(1, requests + 1)), DispatchReason.DEPTH, None, requests, 0.1)
+def short_batch(requests: int) -> PrefillBatch:
+    return PrefillBatch(tuple(range(1, requests + 1)), None, DispatchReason.DEPTH, None, requests, requests, 0.1)
 
 
-LONG_CHUNK = LongChunk(9, 256, DispatchReason.SHARE, 0.2)
+def mixed_batch(requests: int) -> PrefillBatch:
+    return short_batch(requests - 1)._replace(cut=Cut(9, 256))
+
+
+CHUNK = PrefillBatch((), Cut(9, 256), DispatchReason.SHARE, None, 0, 256, 0.2)
 
 
 def test_steps_keep_the_order_of_preference() -> None:
-    assert steps_of(RoundPlan((short_batch(2), LONG_CHUNK), 0.0)) == (Step((1, 2), None), Step((9,), 256))
-    assert steps_of(RoundPlan((LONG_CHUNK, short_batch(1)), 0.0)) == (Step((9,), 256), Step((1,), None))
+    assert steps_of(RoundPlan((short_batch(2), CHUNK), 0.0)) == (Step((1, 2), None), Step((), Cut(9, 256)))
+    assert steps_of(RoundPlan((CHUNK, short_batch(1)), 0.0)) == (Step((), Cut(9, 256)), Step((1,), None))
+    assert steps_of(RoundPlan((mixed_batch(2),), 0.0)) == (Step((1,), Cut(9, 256)),)
     assert steps_of(RoundPlan((), 5.0)) == ()
 
 
 def test_the_longest_plan_of_a_policy_travels_and_no_longer_one() -> None:
     """A policy is told this bound, so that it never makes a plan that the other ranks would wait for in vain."""
-    longest = steps_of(RoundPlan((short_batch(MAX_BATCH_REQUESTS), LONG_CHUNK), 0.0))
-    assert len(encode(longest)) == PLAN_NUMBERS
+    most = MAX_BATCH_REQUESTS
+    longest = steps_of(RoundPlan((mixed_batch(most), short_batch(most), CHUNK), 0.0))
+    assert len(encode(longest)) <= PLAN_NUMBERS
     assert decode(encode(longest)) == longest
     with pytest.raises(PlanTooLongError):
-        encode(steps_of(RoundPlan((short_batch(MAX_BATCH_REQUESTS + 1), LONG_CHUNK), 0.0)))
+        encode(steps_of(RoundPlan((mixed_batch(most + 2), short_batch(most + 2), CHUNK), 0.0)))
 
 
 def test_a_single_rank_decides_for_itself() -> None:

@@ -174,6 +174,7 @@ def test_started_prefills_end_when_their_transfer_has_failed(
         _parked=[started(str(number), state) for number, state in enumerate(states)],
         attn_cp_cpu_group=None,
         attn_tp_cpu_group=None,
+        _unpark=lambda request: engine._parked.remove(request),
         handle_bootstrap_failure=lambda request: ended.append(request.rid),
     )
     schedulers[0]._end_failed(engine)
@@ -208,10 +209,14 @@ def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
         return request
 
     same, evicted, uncached = waiting("same", 900), waiting("evicted", 900), waiting("uncached", 0)
-    laps = SimpleNamespace(policy=policy(boundary_tokens=256), now_s=lambda: 11.0)
-    engine = SimpleNamespace(_laps=laps, tree_cache={"same": 900, "evicted": 0})
-    assert schedulers[0]._without_evicted(engine, [same, evicted, uncached]) == [same, uncached]
+    put = []
+    laps = SimpleNamespace(
+        policy=policy(boundary_tokens=256), now_s=lambda: 11.0, put=lambda request, *_: put.append(request.rid)
+    )
+    engine = SimpleNamespace(tree_cache={"same": 900, "evicted": 0})
+    assert schedulers[0]._without_evicted(engine, laps, [same, evicted, uncached]) == [same, uncached]
     assert matched == ["same", "evicted"]
+    assert put == ["evicted"]
     entry = queued_request.entry_of(evicted)
     assert entry is not None
     assert entry.length_class is LengthClass.LONG
@@ -283,3 +288,39 @@ def stock_inquirer_of(scheduler: Any) -> Any:
 
 def ours_over(stock: Any, scheduler: Any) -> Any:
     return over(stock, scheduler._parked, scheduler._held)
+
+
+def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_ext.policy.laps.graph_grid import GraphShape
+    from sglang_ext.sglang_plugin.laps import scheduler
+    from sglang_ext.sglang_plugin.laps.instance import IterationClock
+
+    ours, stock = schedulers
+    shape: list[GraphShape | None] = [None]
+    times_s, learned = iter(range(100)), []
+    monkeypatch.setattr(scheduler, "replayed_shape", lambda runner: shape[0])
+    monkeypatch.setattr(stock, "run_batch", lambda *_: "result")
+    monkeypatch.setattr(stock, "process_batch_result", lambda *_: None)
+    plans = iter([None, "batch", "batch", None, "batch"])
+    monkeypatch.setattr(ours, "_plan_batch", lambda *_: SimpleNamespace(batch_to_run=next(plans)))
+    engine = ours.__new__(ours)
+    engine.tp_worker = SimpleNamespace(model_runner=None)
+    engine._laps = SimpleNamespace(
+        clock=IterationClock(),
+        now_s=lambda: float(next(times_s)),
+        policy=SimpleNamespace(note_iteration=learned.append),
+        has_tree_grown=False,
+    )
+    extend = SimpleNamespace(is_extend=lambda: True)
+    batch = SimpleNamespace(forward_mode=extend, reqs=[], extend_lens=[10, 20], prefix_lens=[0, 5])
+    batch.reqs = [SimpleNamespace(inflight_middle_chunks=1, sampling_params=SimpleNamespace(custom_params=None))]
+    for is_replayed in (None, True, False, None, True):
+        shape[0] = GraphShape(32, 2) if is_replayed else None
+        if engine.get_new_batch_prefill(None).batch_to_run is not None:  # one reading of the time
+            assert engine.run_batch(batch) == "result"  # another
+            engine.process_batch_result(batch, "result")  # and a third
+    assert [(one.is_first, one.duration_s) for one in learned] == [(True, 2.0), (False, 3.0), (True, 2.0)]
+    assert [(one.new_tokens, one.is_replayed) for one in learned] == [(64, True), (30, False), (64, True)]
+    assert {one.attention_work for one in learned} == {10.0 * 10 + 20 * 30}

@@ -10,13 +10,13 @@ import pytest
 from sglang_ext.policy.laps.cost_model import IterationSample
 from sglang_ext.policy.laps.options import Batching
 from sglang_ext.policy.laps.round_plan import (
+    Cut,
     DispatchReason,
     LapsMode,
-    LongChunk,
+    PrefillBatch,
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,
-    ShortBatch,
 )
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
@@ -98,17 +98,23 @@ def test_parks_are_counted_once_for_each_interruption() -> None:
         (_chunk(1), 1),
         (_batch(3), 2),
     ):
-        laps.note_dispatch(RoundSnapshot(0.0, between, 10_000), action)
+        dispatch(laps, between, action)
         assert laps.parks == expected
     # Another long prefill takes its place.
     laps = instance()
-    laps.note_dispatch(RoundSnapshot(0.0, (in_hand, queued(4, 5000)), 10_000), _chunk(4))
+    dispatch(laps, (in_hand, queued(4, 5000)), _chunk(4))
     assert (laps.parks, laps.current_key) == (1, 4)
 
 
-def _chunk(key: int) -> LongChunk:
-    return LongChunk(key, 256, DispatchReason.SHARE, 0.1)
+def dispatch(laps: LapsInstance, queue: tuple[QueuedPrefill, ...], batch: PrefillBatch) -> None:
+    for request in queue:
+        laps.policy.put(request, 0.0)
+    laps.note_dispatch(0.0, batch)
 
 
-def _batch(key: int) -> ShortBatch:
-    return ShortBatch((key,), DispatchReason.SHARE, None, 10, 0.01)
+def _chunk(key: int) -> PrefillBatch:
+    return PrefillBatch((), Cut(key, 256), DispatchReason.SHARE, None, 0, 256, 0.1)
+
+
+def _batch(key: int) -> PrefillBatch:
+    return PrefillBatch((key,), None, DispatchReason.SHARE, None, 1, 10, 0.01)

@@ -1,0 +1,158 @@
+"""One batch, one time budget: the short prefills that wait, then long ones in what is left of it.
+
+Every iteration has a fixed cost, so what runs together pays it once (Medha mixes for the same reason). Long prefills
+join whole while they fit; at most one request is cut, so that a chunk's tail and the next prompt share an iteration.
+Short prefills run alone where mixing costs them more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.policy.laps.long_prefill import choose_chunk
+from sglang_ext.policy.laps.round_plan import Cut
+from sglang_ext.policy.laps.short_batch import FormedBatch
+from sglang_ext.policy.laps.slack import RankedPrefill
+
+_LEAST_OF_SLO = 0.25
+_MOST_OF_SLO = 0.4  # a short prefill waits for the end of one batch and for that of its own
+_LEAST_OVERHEADS = 2.4  # a chunk costs at least so many times what every chunk costs anew
+_LONG_WEIGHT = 8.0  # time lost to overhead also delays what arrives later: by 1 / (1 - load) in all
+_WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
+_WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
+_MOST_UTILISATION = 0.95
+_OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of the short prefills
+
+
+def packed_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float) -> float:
+    """Time budget of a batch that holds short and long prefills, s.
+
+    A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in.
+    Batches of T make the long prefills that wait (`long_backlog_s` of work) end later by backlog * fixed / T,
+    `fixed_s` being what every batch costs anew. The sum, with a weight of 8 on the latter, is smallest at
+    T = sqrt(2 * 8 * fixed * backlog). It is at least a quarter and at most 40% of the short prefills' objective, and
+    at least 2.4 times the fixed cost.
+    """
+    wanted_s = max(sqrt(2 * _LONG_WEIGHT * fixed_s * long_backlog_s), _LEAST_OF_SLO * short_slo_s)
+    return max(min(wanted_s, _MOST_OF_SLO * short_slo_s), _LEAST_OVERHEADS * fixed_s)
+
+
+def without_shorts_s(round_s: float) -> float:
+    """The budget while no short prefill waits."""
+    return _WITHOUT_SHORTS * round_s
+
+
+class LongRoom(NamedTuple):
+    """What is left of a batch for long prefills."""
+
+    left_s: float
+    tokens: int
+    requests: int
+    free_kv_tokens: int
+    chunk_tokens: int  # most of one request
+    page_tokens: int
+    min_chunk_tokens: int
+    max_parked: int
+    may_continue: bool  # a started prefill may be in it
+
+
+class LongParts(NamedTuple):
+    """The long prefills of a batch. `added_s`: what they add to its time, without its fixed cost."""
+
+    whole: tuple[RankedPrefill, ...]
+    cut: RankedPrefill | None
+    cut_tokens: int
+    new_tokens: int
+    added_s: float
+
+    @property
+    def requests(self) -> int:
+        return len(self.whole) + (self.cut is not None)
+
+
+NO_LONGS = LongParts((), None, 0, 0, 0.0)
+
+
+def fill_with_longs(
+    longs: Sequence[RankedPrefill], started: Sequence[RankedPrefill], cost: CostCoefficients, room: LongRoom
+) -> LongParts:
+    """Long prefills for the room, `longs` being in the order in which they should run.
+
+    The first one progresses by at least `min_chunk_tokens`, whatever time is left. At most one that has been started
+    is in a batch, and at most one is cut. A prefill is started only if the memory holds it and the rest of all that
+    are started, so that these can always end; one that the batch ends needs room for itself alone. `started`: all
+    that hold KV. Where none does, even a prompt larger than the memory is begun.
+    """
+    left_s, tokens = room.left_s, min(room.tokens, room.free_kv_tokens)
+    promised_tokens = sum([one.request.new_tokens for one in started])
+    parked = len(started)  # after this batch, without the one that it cuts
+    has_started = not room.may_continue
+    whole: list[RankedPrefill] = []
+    new_tokens, added_s = 0, 0.0
+    for candidate in longs:
+        most_tokens = min(tokens, room.chunk_tokens)
+        if most_tokens < 1 or len(whole) >= room.requests:
+            break
+        request = candidate.request
+        if request.is_started and has_started:
+            continue
+        remaining_tokens, cached_tokens = request.new_tokens, request.cached_tokens
+        taken_tokens = remaining_tokens
+        taken_s = cost.chunk_s(remaining_tokens, cached_tokens) - cost.kappa_s
+        if remaining_tokens > most_tokens or taken_s > _WHOLE_WITHIN * left_s:
+            if not request.is_started and started:
+                promise_tokens = promised_tokens + new_tokens + remaining_tokens
+                if parked > room.max_parked or promise_tokens > room.free_kv_tokens:
+                    continue
+            if most_tokens < room.page_tokens:
+                break
+            taken_tokens = choose_chunk(
+                cost,
+                remaining_tokens,
+                cached_tokens,
+                left_s + cost.kappa_s,
+                room.page_tokens,
+                room.min_chunk_tokens,
+                most_tokens,
+            )
+            taken_s = cost.chunk_s(taken_tokens, cached_tokens) - cost.kappa_s
+            if taken_tokens > most_tokens or (whole and taken_s > _WHOLE_WITHIN * left_s):
+                break
+            if taken_tokens < remaining_tokens:
+                return LongParts(tuple(whole), candidate, taken_tokens, new_tokens + taken_tokens, added_s + taken_s)
+        whole.append(candidate)
+        if request.is_started:
+            has_started = True
+            parked -= 1
+            promised_tokens -= remaining_tokens
+        # Whole pages, as the engine gives them out.
+        tokens -= -(-taken_tokens // room.page_tokens) * room.page_tokens
+        left_s -= taken_s
+        new_tokens += taken_tokens
+        added_s += taken_s
+    return LongParts(tuple(whole), None, 0, new_tokens, added_s)
+
+
+def run_shorts_alone(
+    now_s: float, shorts: FormedBatch, mixed_s: float, saved_s: float, waiting: int, utilisation: float
+) -> bool:
+    """Whether the short prefills should not share their batch with long ones.
+
+    They do not where one of them would be late for it that is on time alone, nor where what they wait for together
+    outweighs twice the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones and the next to come,
+    1 / (1 - utilisation) times as many in all. With captured graphs little is saved, and they run alone.
+    """
+    alone_end_s, mixed_end_s = now_s + shorts.predicted_s, now_s + mixed_s
+    for member in shorts.members:
+        if alone_end_s <= member.request.deadline_s < mixed_end_s:
+            return True
+    others = _OTHERS_WEIGHT * (waiting + 1) / (1.0 - min(utilisation, _MOST_UTILISATION))
+    return len(shorts.members) * (mixed_s - shorts.predicted_s) > saved_s * others
+
+
+def cut_of(parts: LongParts) -> Cut | None:
+    """The request of which tokens are left."""
+    return None if parts.cut is None else Cut(parts.cut.request.key, parts.cut_tokens)
