@@ -148,7 +148,7 @@ class PlainBatch:
         after_s = self.now_s + self.stretch * self.time_s(base + joined)
         may = [one for one in joined if after_s + self.stretch * one.remaining_s <= one.request.deadline_s]
         must = [one for one in joined if one not in may]
-        kept = self.most_on_time(base, must)
+        kept = self.most_on_time(base, must, leaves_time=bool(may))
         kept_s = min([self.kept_s, *(one.request.deadline_s for one in kept)])
         for one in sorted(may, key=self.own_s):
             end_s = self.now_s + self.stretch * self.time_s([*base, *kept, one])
@@ -159,7 +159,9 @@ class PlainBatch:
         self.kept_s = kept_s
         self.lacks_room = True
 
-    def most_on_time(self, base: list[RankedPrefill], must: list[RankedPrefill]) -> list[RankedPrefill]:
+    def most_on_time(
+        self, base: list[RankedPrefill], must: list[RankedPrefill], *, leaves_time: bool
+    ) -> list[RankedPrefill]:
         best: list[RankedPrefill] = []
         best_left_s = -inf
         kept: list[RankedPrefill] = []
@@ -170,6 +172,7 @@ class PlainBatch:
                 longest = max(kept, key=lambda other: (self.own_s(other), must.index(other)))
                 kept.remove(longest)
             left_s = end_s - self.now_s - self.stretch * self.time_s(base + kept)
+            left_s = left_s if leaves_time else 0.0
             if kept and (len(kept) > len(best) or (len(kept) == len(best) and left_s >= best_left_s)):
                 best, best_left_s = list(kept), left_s
         return best

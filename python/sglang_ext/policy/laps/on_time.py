@@ -95,10 +95,15 @@ def most_on_time(
     now_s: float,
     stretch: float,
     latest_s: float,
+    *,
+    leaves_time: bool,
 ) -> list[Contender]:
     """As many of `must` as can join `requests` others with the sums of `base` and end on time, and by `latest_s`.
 
     A batch that starts at `now_s` is on time if it is even where it takes `stretch` times what it should.
+
+    Of several such subsets it is the one that ends longest before its earliest deadline where others could use that time
+    (`leaves_time`), else the one with the earliest deadline, of the shortest requests.
 
     For each deadline, from the latest to the earliest: the shortest of those that do not have an earlier one.
     One that is too long for a deadline is so for all earlier ones, as there is less time and there are more to
@@ -132,7 +137,7 @@ def most_on_time(
                 longest = max(base.longest_tokens, lengths[-1]) if lengths else base.longest_tokens
             time_s = cost.time_s(longest, requests + len(heap), new, cached, work)
         count = len(heap)
-        left_s = end_s - now_s - stretch * time_s
+        left_s = end_s - now_s - stretch * time_s if leaves_time else 0.0
         if count > best_count or (count == best_count and count > 0 and left_s >= best_left_s):
             best_step, best_count, best_left_s = step, count, left_s
     return [member for step, (_, _, member) in enumerate(by_deadline) if step <= best_step < member.left_at]

@@ -381,7 +381,7 @@ class _Forming:
         is_kept = [False] * len(joined)
         requests = first
         longest, new, cached, work = base.longest_tokens, base.new_tokens, base.cached_tokens, base.work
-        for member in most_on_time(must, first, base, self._cost, now_s, stretch, end_s):
+        for member in most_on_time(must, first, base, self._cost, now_s, stretch, end_s, leaves_time=len(may) > 0):
             is_kept[member.at] = True
             end_s = min(end_s, member.deadline_s)
             requests += 1
