@@ -322,7 +322,8 @@ class Bench:
             runs[policy] = self._open(self.policies[policy], load, seed, token_seed=1000 * (number + 1))
             progress(f"  {policy:<24}{_brief(runs[policy])}")
         for policy in reversed(order):
-            capacity[policy] = self._closed(self.policies[policy], 8.0, seed=seed)
+            slowdown = self._speed.observe(self._saturation())
+            capacity[policy] = self._closed(self.policies[policy], 8.0, seed=seed) * slowdown
         progress("  closed loop: " + ", ".join(f"{policy} {value:.2f}" for policy, value in capacity.items()))
         return Round(runs, capacity)
 

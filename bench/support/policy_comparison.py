@@ -42,7 +42,9 @@ class Figures(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One workload, by policy: its open-loop run, and the closed-loop capacity (requests/s) measured beside it."""
+    """One workload, by policy: its open-loop run, and the closed-loop capacity (requests/s of the machine at its first
+    speed) measured beside it.
+    """
 
     runs: Mapping[str, Run]
     capacity_per_s: Mapping[str, float]
@@ -92,16 +94,18 @@ class Headline(NamedTuple):
 
 
 def headline(rounds: Sequence[Round], ours: str, peers: Sequence[str], idle: IdleTtft) -> Headline:
-    """Of these rounds; `peers` begin with the reference. Capacities are medians over the rounds."""
+    """Of these rounds; `peers` begin with the reference.
+
+    Ours over a peer's capacity is the median over the rounds, in each of which the two were measured within seconds.
+    """
     rows = {policy: figures([one.runs[policy] for one in rounds], idle) for policy in (ours, *peers)}
-    capacity = {policy: median(one.capacity_per_s[policy] for one in rounds) for policy in (ours, *peers)}
     own, reference = rows[ours], rows[peers[0]]
     return Headline(
         reference.short_p90_s / own.short_p90_s,
         min(rows[peer].short_p90_s for peer in peers) / own.short_p90_s,
         own.long_p90_s / reference.long_p90_s,
         own.long_p90_s / min(rows[peer].long_p90_s for peer in peers),
-        capacity[ours] / max(capacity[peer] for peer in peers),
+        min(median(one.capacity_per_s[ours] / one.capacity_per_s[peer] for one in rounds) for peer in peers),
     )
 
 

@@ -16,7 +16,7 @@ from sglang_ext.policy.laps.boundary import (
     fitted_boundary_tokens,
     tokens_within,
 )
-from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
+from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, Determined, IterationSample
 
 COST = CostCoefficients(alpha_s=5e-8, token_s=4e-4, read_s=1e-6, kappa_s=0.014)
 OBJECTIVE_S = 0.4
@@ -152,3 +152,26 @@ def test_a_length_at_a_step_does_not_make_it_flap() -> None:
     boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(7)
     run(boundary, fit, random, at_step, 200)
     assert changes(run(boundary, fit, random, at_step, 3000)) == 0
+
+
+class KnownFit(CostFit):
+    """One that has found these costs."""
+
+    def __init__(self, cost: CostCoefficients) -> None:
+        super().__init__(cost)
+        self.determined = Determined(True, True, True, True)
+
+
+def test_eight_looks_in_a_row_must_contradict() -> None:
+    boundary, right, wrong = ClassBoundary(None, most_tokens=8192), KnownFit(COST), KnownFit(COST.times(3))
+
+    def look(fit: CostFit, times: int) -> int:
+        for _ in range(32 * times):
+            boundary.note_iteration(fit, None, OBJECTIVE_S)
+        return boundary.tokens
+
+    assert look(right, 20) == 384
+    assert look(wrong, 7) == 384
+    assert look(right, 1) == 384
+    assert look(wrong, 7) == 384
+    assert look(wrong, 1) == 128
