@@ -102,8 +102,8 @@ def most_on_time(
 
     A batch that starts at `now_s` is on time if it is even where it takes `stretch` times what it should.
 
-    Of several such subsets it is the one that ends longest before its earliest deadline where others could use that time
-    (`leaves_time`), else the one with the earliest deadline, of the shortest requests.
+    Of several such subsets it is the one that ends longest before its earliest deadline, where others could use that
+    time (`leaves_time`); else the one with the earliest deadline, of the shortest requests.
 
     For each deadline, from the latest to the earliest: the shortest of those that do not have an earlier one.
     One that is too long for a deadline is so for all earlier ones, as there is less time and there are more to
