@@ -396,6 +396,10 @@ class CostFit:
             error_p90=errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else None,
         )
 
+    def typical_error(self) -> float:
+        """Median relative error of the latest predictions, each made before its iteration; 0 before the first."""
+        return self._errors[len(self._errors) // 2] if self._errors else 0.0
+
     def _equations(self, is_replayed: bool) -> _Equations:
         if not is_replayed:
             return self._eager
