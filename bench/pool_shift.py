@@ -179,7 +179,7 @@ def _measure(
         for number, system in enumerate(SYSTEMS):
             for role, mode in zip(("short", "long"), system.modes, strict=True):
                 engines[role].post("/laps/mode", {"mode": mode})
-                engines[role].post("/flush_cache", {})
+                _flush(engines[role])
             slowdown = first_per_s / _speed(engines, mix, seed=21 + number)
             stretched = [arrival._replace(at_s=arrival.at_s * slowdown) for arrival in arrivals]
             with _router(engines, system) as url:
@@ -188,6 +188,17 @@ def _measure(
                 )
                 runs[system.name] = _run(url, stretched, slowdown, seed=3 + number)
     return runs, idle, capacity
+
+
+def _flush(engine: BenchEngine) -> None:
+    """Empty its prefix cache. Refused while it has requests; the last ones may have been answered just now."""
+    for _ in range(20):
+        try:
+            engine.post("/flush_cache", {})
+            return
+        except OSError:
+            time.sleep(0.5)
+    progress(f"the cache of {engine.url} was not emptied")
 
 
 def _speed(engines: dict[str, BenchEngine], mix: TraceMix, seed: int) -> float:

@@ -21,6 +21,7 @@ class PlainBatch:
         self.kept_s = inf  # the earliest deadline to be kept
         self.max_requests = bounds.max_requests
         self.lacks_room = False
+        self.stretch = 1 + bounds.margin
 
     # -- what a list of requests is ---------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ class PlainBatch:
 
     def is_in_time(self, members: Sequence[RankedPrefill]) -> bool:
         time_s = self.time_s(members)
-        return time_s <= self.bounds.budget_s and self.now_s + time_s <= self.kept_s
+        return time_s <= self.bounds.budget_s and self.now_s + self.stretch * time_s <= self.kept_s
 
     def own_s(self, one: RankedPrefill) -> float:
         cost, request = self.cost, one.request
@@ -80,7 +81,7 @@ class PlainBatch:
     # -- the steps --------------------------------------------------------------------------------------------------
 
     def take_class(self, ranked: list[RankedPrefill]) -> None:
-        late = [one for one in ranked if self.now_s + one.remaining_s > one.request.deadline_s]
+        late = [one for one in ranked if self.now_s + self.stretch * one.remaining_s > one.request.deadline_s]
         punctual = [one for one in ranked if one not in late]
         due = [one for one in late if self.is_due(one)]
         if due:
@@ -94,7 +95,7 @@ class PlainBatch:
             self.join(self.by_bucket(punctual), is_spare=False)
             joined = self.members[len(base) :]
             kept_s = min([self.kept_s, *(one.request.deadline_s for one in joined)])
-            if self.now_s + self.time_s(self.members) > kept_s:
+            if self.now_s + self.stretch * self.time_s(self.members) > kept_s:
                 self.put_back(base, joined)
             else:
                 self.kept_s = kept_s
@@ -144,13 +145,13 @@ class PlainBatch:
                 self.members, waiting = both, []
 
     def put_back(self, base: list[RankedPrefill], joined: list[RankedPrefill]) -> None:
-        after_s = self.now_s + self.time_s(base + joined)
-        may = [one for one in joined if after_s + one.remaining_s <= one.request.deadline_s]
+        after_s = self.now_s + self.stretch * self.time_s(base + joined)
+        may = [one for one in joined if after_s + self.stretch * one.remaining_s <= one.request.deadline_s]
         must = [one for one in joined if one not in may]
-        kept = self.most_on_time(base, must)
+        kept = self.most_on_time(base, must, leaves_time=bool(may))
         kept_s = min([self.kept_s, *(one.request.deadline_s for one in kept)])
         for one in sorted(may, key=self.own_s):
-            end_s = self.now_s + self.time_s([*base, *kept, one])
+            end_s = self.now_s + self.stretch * self.time_s([*base, *kept, one])
             if end_s <= min(kept_s, one.request.deadline_s):
                 kept.append(one)
                 kept_s = min(kept_s, one.request.deadline_s)
@@ -158,17 +159,20 @@ class PlainBatch:
         self.kept_s = kept_s
         self.lacks_room = True
 
-    def most_on_time(self, base: list[RankedPrefill], must: list[RankedPrefill]) -> list[RankedPrefill]:
+    def most_on_time(
+        self, base: list[RankedPrefill], must: list[RankedPrefill], *, leaves_time: bool
+    ) -> list[RankedPrefill]:
         best: list[RankedPrefill] = []
         best_left_s = -inf
         kept: list[RankedPrefill] = []
         for one in sorted(must, key=lambda one: -one.request.deadline_s):
             end_s = min(one.request.deadline_s, self.kept_s)
             kept.append(one)
-            while kept and self.now_s + self.time_s(base + kept) > end_s:
+            while kept and self.now_s + self.stretch * self.time_s(base + kept) > end_s:
                 longest = max(kept, key=lambda other: (self.own_s(other), must.index(other)))
                 kept.remove(longest)
-            left_s = end_s - self.now_s - self.time_s(base + kept)
+            left_s = end_s - self.now_s - self.stretch * self.time_s(base + kept)
+            left_s = left_s if leaves_time else 0.0
             if kept and (len(kept) > len(best) or (len(kept) == len(best) and left_s >= best_left_s)):
                 best, best_left_s = list(kept), left_s
         return best

@@ -44,7 +44,7 @@ def _choose_of_group(
     model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int, group: Group
 ) -> RoundPlan:
     candidates = min(2 * model.max_requests, _MOST_SHORTS)
-    shorts = queue.shorts(group, candidates)
+    shorts = queue.candidates(group, candidates, now_s)
     is_online = queue.count(_ONLINE) > 0 or model.is_online(now_s)
     round_s = _round_s(model, queue, group, is_online=is_online)
     longs = queue.longs(group, _MOST_LONGS)
@@ -58,13 +58,19 @@ def _choose_of_group(
         and bool(shorts)
         and max(first_long.urgency.aged_class, min(int(first_long.request.priority), short_class)) < short_class
     )
-    short_budget_s = round_s if first_long is None else model.most_share() * round_s
+    if first_long is not None:
+        short_budget_s = model.most_share() * round_s
+    elif group is _ONLINE and model.options.round_ms is None:  # their deadlines bound it, and a denser one serves more
+        short_budget_s = max(round_s, model.short_slo_s)
+    else:
+        short_budget_s = round_s
     bounds = BatchBounds(
         model.max_requests,
         model.limits.max_batch_tokens,
         free_kv_tokens,
         model.limits.page_tokens,
         short_budget_s,
+        model.fit.typical_error(),
     )
     batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds)
     if batch is None:

@@ -10,11 +10,11 @@ sorted and a decision costs the same with ten requests as with ten thousand:
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
-from math import isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
@@ -133,6 +133,22 @@ class PrefillQueue:
         """The first short prefills, most urgent first."""
         waiting = self._waiting
         return [waiting[-turn[3]].ranked for turn in reversed(self._lists[group].shorts[-most:])]
+
+    def candidates(self, group: Group, most: int, now_s: float) -> list[RankedPrefill]:
+        """Short prefills for a batch at `now_s`, most urgent first: where more wait, not only those that are late.
+
+        So many late ones may wait that they are the first `most`, and those that could be on time would be looked at
+        once they are late as well. Then half of the candidates are those of the most urgent class that are not late.
+        """
+        turns = self._lists[group].shorts
+        if len(turns) <= most:
+            return self.shorts(group, most)
+        urgent = -turns[-1][0]
+        late_from = bisect_right(turns, (-urgent, -now_s, inf, 0))
+        late = turns[max(late_from, len(turns) - max(most // 2, most - late_from)) :]
+        rest = turns[max(0, late_from - (most - len(late))) : late_from]
+        waiting = self._waiting
+        return [waiting[-turn[3]].ranked for turn in (*reversed(late), *reversed(rest))]
 
     def longs(self, group: Group, most: int) -> list[RankedPrefill]:
         """Long prefills in the order in which they should run: the first `most`, and all that have been started."""

@@ -7,15 +7,14 @@ room is left, and one that has been late for long goes first (`form_batch`).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid, GraphShape
-from sglang_ext.policy.laps.round_plan import QueuedPrefill
+from sglang_ext.policy.laps.on_time import BatchCost, BatchSums, Contender, most_on_time
 from sglang_ext.policy.laps.slack import RankedPrefill
 
 DUE_AFTER = 5.0  # times its objective: a late prefill that has waited so long goes first
@@ -30,6 +29,7 @@ class BatchBounds(NamedTuple):
     free_kv_tokens: int
     page_tokens: int  # every request takes whole pages
     budget_s: float
+    margin: float = 0.0  # relative: a batch is to be on time even if it takes so much longer than predicted
 
 
 class FormedBatch(NamedTuple):
@@ -51,7 +51,8 @@ def form_batch(
     """The batch that should leave at `now_s`; None without candidates, or where the memory does not hold its head.
 
     `ranked`: the candidates in order of urgency. The batch is formed class by class (`aged_class`), and what a class
-    takes is fixed for the next, which may not make it late. In a class:
+    takes is fixed for the next, which may not make it late. A time that is compared with a deadline counts `margin`
+    more. In a class:
 
     1. A request that is late (it could not be on time even by itself) and has waited `DUE_AFTER` times its objective is
        due. The due one that arrived first joins before all others. So a request waits for at most one batch
@@ -144,9 +145,8 @@ class _Forming:
         "_bounds",
         "_cost",
         "_grid",
-        "_has_replayed",
         "_now_s",
-        "_replayed",
+        "_stretch",
         "cached_tokens",
         "end_s",
         "kv_tokens",
@@ -163,11 +163,10 @@ class _Forming:
 
     def __init__(self, now_s: float, cost: CostCoefficients, grid: GraphGrid, bounds: BatchBounds) -> None:
         self._now_s = now_s
-        self._cost = _Rates(cost)
-        self._has_replayed = cost.replayed is not None
-        self._replayed = self._cost if cost.replayed is None else _Rates(cost.replayed)
+        self._cost = BatchCost(cost, grid)
         self._grid = grid
         self._bounds = bounds
+        self._stretch = 1.0 + bounds.margin  # what is compared with a deadline is this many times the prediction
         self.end_s = inf  # the earliest deadline that the batch keeps
         self.max_requests = bounds.max_requests
         self.lacks_room = False  # a request was left behind that did not fit
@@ -183,7 +182,7 @@ class _Forming:
 
     def take_class(self, ranked: Sequence[RankedPrefill]) -> None:
         """Let the requests of one class join, in the steps of `form_batch`."""
-        now_s = self._now_s
+        now_s, stretch = self._now_s, self._stretch
         punctual: list[RankedPrefill] = []
         late: list[RankedPrefill] = []
         due_at = -1  # in `late`
@@ -191,7 +190,7 @@ class _Forming:
         for candidate in ranked:
             request = candidate.request
             deadline_s = request.deadline_s
-            if now_s + candidate.remaining_s <= deadline_s:
+            if now_s + stretch * candidate.remaining_s <= deadline_s:
                 punctual.append(candidate)
                 continue
             arrival_s = request.arrival_s
@@ -207,12 +206,12 @@ class _Forming:
                 del late[due_at]
         if punctual:
             before = self.requests
-            base = _Sums(self.longest_tokens, self.new_tokens, self.cached_tokens, self.kv_tokens, self.work)
+            base = BatchSums(self.longest_tokens, self.new_tokens, self.cached_tokens, self.kv_tokens, self.work)
             self._join(self._by_bucket(punctual), False)
             end_s = self.end_s
             for member in self.members[before:]:
                 end_s = min(end_s, member.request.deadline_s)
-            if now_s + self.time_s > end_s:
+            if now_s + stretch * self.time_s > end_s:
                 self._put_back(before, base)
             else:
                 self.end_s = end_s
@@ -244,9 +243,10 @@ class _Forming:
         With `is_spare` they use what room is left, at most `SPARE` of their objectives.
         """
         grid, bounds = self._grid, self._bounds
-        eager, replayed, has_replayed = self._cost, self._replayed, self._has_replayed
+        batch_cost = self._cost
+        eager, replayed, has_replayed = batch_cost.eager, batch_cost.replayed, batch_cost.has_replayed
         has_shapes = len(grid.shapes) > 0
-        now_s, end_s = self._now_s, self.end_s
+        now_s, end_s, stretch = self._now_s, self.end_s, self._stretch
         budget_s, max_tokens, free_tokens = bounds.budget_s, bounds.max_tokens, bounds.free_kv_tokens
         page_tokens = bounds.page_tokens
         max_requests = self.max_requests
@@ -293,7 +293,7 @@ class _Forming:
                     tokens = grid.tokens[joined_at]
                     cost = replayed
                 if has_replayed and requests > 0:
-                    remaining_s = min(remaining_s, self._time_s(own, 1, own, own_cached, own_work))
+                    remaining_s = min(remaining_s, self._cost.time_s(own, 1, own, own_cached, own_work))
             joined_s = cost.time_s(work + own_work, tokens, cached + own_cached, requests + 1)
             if requests > 0:
                 if has_shapes and joined_s > time_s + remaining_s:
@@ -312,9 +312,11 @@ class _Forming:
                     tokens = grid.tokens[joined_at] if joined_at >= 0 else new + more_new
                     cost = replayed if joined_at >= 0 else eager
                     joined_s = cost.time_s(work + more_work, tokens, cached + more_cached, both_requests)
-                    if joined_s > budget_s or now_s + joined_s > end_s:
+                    if joined_s > budget_s or now_s + stretch * joined_s > end_s:
                         continue
-                    if joined_s > time_s + self._time_s(more_longest, len(waiting), more_new, more_cached, more_work):
+                    if joined_s > time_s + self._cost.time_s(
+                        more_longest, len(waiting), more_new, more_cached, more_work
+                    ):
                         continue
                     members.extend(waiting)
                     requests = both_requests
@@ -332,7 +334,7 @@ class _Forming:
                         shape = grid.by_tokens[at]
                         shape_length, shape_slots, shape_tokens = shape.length_tokens, shape.slots, shape.tokens
                     continue
-                if joined_s > budget_s or now_s + joined_s > end_s:
+                if joined_s > budget_s or now_s + stretch * joined_s > end_s:
                     self.lacks_room = True
                     continue
                 if is_spare:
@@ -359,27 +361,27 @@ class _Forming:
         self.new_tokens, self.cached_tokens, self.kv_tokens, self.work = new, cached, kv, work
         self.time_s, self.shape_at = time_s, at
 
-    def _put_back(self, first: int, base: _Sums) -> None:
+    def _put_back(self, first: int, base: BatchSums) -> None:
         """Keep of the members from `first` on as many as can end on time; `base` are the sums of those before them.
 
         First as many as possible of those that cannot wait for another batch. All others have deadlines after the
         end of the whole batch, so what time is left is theirs, the shortest first.
         """
-        now_s, end_s = self._now_s, self.end_s
-        after_s = now_s + self.time_s
+        now_s, end_s, stretch = self._now_s, self.end_s, self._stretch
+        after_s = now_s + stretch * self.time_s
         joined = self.members[first:]
-        must: list[_Contender] = []
-        may: list[tuple[float, int, _Contender]] = []
+        must: list[Contender] = []
+        may: list[tuple[float, int, Contender]] = []
         for at, candidate in enumerate(joined):
-            member = _Contender(at, candidate.request, self._cost)
-            if after_s + candidate.remaining_s <= member.deadline_s:
+            member = Contender(at, candidate.request, self._cost.eager)
+            if after_s + stretch * candidate.remaining_s <= member.deadline_s:
                 may.append((member.own_s, at, member))
             else:
                 must.append(member)
         is_kept = [False] * len(joined)
         requests = first
         longest, new, cached, work = base.longest_tokens, base.new_tokens, base.cached_tokens, base.work
-        for member in self._most_on_time(must, first, base):
+        for member in most_on_time(must, first, base, self._cost, now_s, stretch, end_s, leaves_time=len(may) > 0):
             is_kept[member.at] = True
             end_s = min(end_s, member.deadline_s)
             requests += 1
@@ -387,13 +389,13 @@ class _Forming:
             new += member.new_tokens
             cached += member.cached_tokens
             work += member.work
-        time_s = self._time_s(longest, requests, new, cached, work)
+        time_s = self._cost.time_s(longest, requests, new, cached, work)
         may.sort()
         for _, _, member in may:
             both_longest = max(longest, member.new_tokens)
             both_new, both_cached = new + member.new_tokens, cached + member.cached_tokens
-            both_s = self._time_s(both_longest, requests + 1, both_new, both_cached, work + member.work)
-            if now_s + both_s > min(end_s, member.deadline_s):
+            both_s = self._cost.time_s(both_longest, requests + 1, both_new, both_cached, work + member.work)
+            if now_s + stretch * both_s > min(end_s, member.deadline_s):
                 continue
             is_kept[member.at] = True
             end_s = min(end_s, member.deadline_s)
@@ -415,104 +417,3 @@ class _Forming:
             self.time_s = time_s
             self.shape_at = self._grid.padded_at(longest, requests, new, cached)
         self.lacks_room = True
-
-    def _most_on_time(self, must: list[_Contender], requests: int, base: _Sums) -> list[_Contender]:
-        """As many of `must` as can join `requests` others with the sums of `base` and end on time.
-
-        For each deadline, from the latest to the earliest: the shortest of those that do not have an earlier one.
-        One that is too long for a deadline is so for all earlier ones, as there is less time and there are more to
-        choose from.
-        """
-        now_s, latest_s = self._now_s, self.end_s
-        has_shapes = len(self._grid.shapes) > 0
-        longest, new, cached, work = base.longest_tokens, base.new_tokens, base.cached_tokens, base.work
-        by_deadline = [(-member.deadline_s, member.at, member) for member in must]
-        by_deadline.sort()
-        heap: list[tuple[float, int, _Contender]] = []  # the longest first, of several the one that is least urgent
-        lengths: list[int] = []  # of those in the heap, sorted
-        best_step, best_count, best_left_s = -1, 0, -inf
-        for step, (_, at, member) in enumerate(by_deadline):
-            end_s = min(member.deadline_s, latest_s)
-            heappush(heap, (-member.own_s, -at, member))
-            new += member.new_tokens
-            cached += member.cached_tokens
-            work += member.work
-            if has_shapes:
-                insort(lengths, member.new_tokens)
-                longest = max(base.longest_tokens, lengths[-1])
-            time_s = self._time_s(longest, requests + len(heap), new, cached, work)
-            while heap and now_s + time_s > end_s:
-                out = heappop(heap)[2]
-                out.left_at = step
-                new -= out.new_tokens
-                cached -= out.cached_tokens
-                work -= out.work
-                if has_shapes:
-                    del lengths[bisect_left(lengths, out.new_tokens)]
-                    longest = max(base.longest_tokens, lengths[-1]) if lengths else base.longest_tokens
-                time_s = self._time_s(longest, requests + len(heap), new, cached, work)
-            count = len(heap)
-            left_s = end_s - now_s - time_s
-            if count > best_count or (count == best_count and count > 0 and left_s >= best_left_s):
-                best_step, best_count, best_left_s = step, count, left_s
-        return [member for step, (_, _, member) in enumerate(by_deadline) if step <= best_step < member.left_at]
-
-    def _time_s(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int, work: int) -> float:
-        """Seconds of a batch: on a captured shape all of its tokens are computed, but attention only for requests'."""
-        if self._grid.shapes and requests > 0:
-            at = self._grid.padded_at(longest_tokens, requests, new_tokens, cached_tokens)
-            if at >= 0:
-                return self._replayed.time_s(work, self._grid.tokens[at], cached_tokens, requests)
-        return self._cost.time_s(work, new_tokens, cached_tokens, requests)
-
-
-class _Rates:
-    """`CostCoefficients` as plain numbers."""
-
-    __slots__ = ("alpha_s", "kappa_s", "read_s", "request_s", "token_s")
-
-    def __init__(self, cost: CostCoefficients) -> None:
-        self.alpha_s: float = cost.alpha_s
-        self.token_s: float = cost.token_s
-        self.read_s: float = cost.read_s
-        self.kappa_s: float = cost.kappa_s
-        self.request_s: float = cost.request_s
-
-    def time_s(self, work: int, tokens: int, cached_tokens: int, requests: int) -> float:
-        """As `CostCoefficients.iteration_s`, to the last bit."""
-        return (
-            self.alpha_s * work
-            + self.token_s * tokens
-            + self.read_s * cached_tokens
-            + self.request_s * (requests - 1)
-            + self.kappa_s
-        )
-
-
-class _Sums:
-    """Of the requests of a batch."""
-
-    __slots__ = ("cached_tokens", "kv_tokens", "longest_tokens", "new_tokens", "work")
-
-    def __init__(self, longest_tokens: int, new_tokens: int, cached_tokens: int, kv_tokens: int, work: int) -> None:
-        self.longest_tokens = longest_tokens
-        self.new_tokens = new_tokens
-        self.cached_tokens = cached_tokens
-        self.kv_tokens = kv_tokens
-        self.work = work
-
-
-class _Contender:
-    """A request of a batch that cannot keep all of them."""
-
-    __slots__ = ("at", "cached_tokens", "deadline_s", "left_at", "new_tokens", "own_s", "work")
-
-    def __init__(self, at: int, request: QueuedPrefill, cost: _Rates) -> None:
-        self.at = at  # its position among those that joined
-        self.left_at = 1 << 60  # the step at which it was put back
-        self.new_tokens = request.new_tokens
-        self.cached_tokens = request.cached_tokens
-        self.deadline_s = request.deadline_s
-        self.work = self.new_tokens * (self.new_tokens + 2 * self.cached_tokens)
-        # What it adds to a batch that is not padded.
-        self.own_s = cost.alpha_s * self.work + cost.token_s * self.new_tokens + cost.read_s * self.cached_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from statistics import fmean
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
@@ -19,7 +19,15 @@ from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.simulation.cluster import Failure
 from sglang_ext.simulation.events import SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
-from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
+from sglang_ext.simulation.iteration_policies import (
+    ChunkedPrefill,
+    Iteration,
+    IterationPolicy,
+    LapsPolicy,
+    QueueOrder,
+    Slice,
+    WorkItem,
+)
 from sglang_ext.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.types import Role
 
@@ -207,3 +215,45 @@ def test_pool_moves_need_pools_of_one_class() -> None:
     options = RunOptions(pressure=PressureSettings())
     with pytest.raises(ValueError, match="need instances of short and long pools with the laps policy"):
         serve([(0, 1)], laps, options=options)
+
+
+class OnOneGraph(ChunkedPrefill):
+    """Runs everything that waits on one captured graph."""
+
+    def __init__(self, requests: int, tokens: int) -> None:
+        super().__init__(QueueOrder.FCFS, 1000)
+        self._shape = requests, tokens
+        self.samples: list[IterationSample] = []
+
+    def choose(self, items: Sequence[WorkItem], free_kv_tokens: int, computed_tokens: int, now_s: float) -> Iteration:
+        slices = tuple(Slice(item, item.new_tokens) for item in items)
+        return Iteration(slices, float("inf"), *self._shape)
+
+    def note_end(self, sample: IterationSample, ended: Sequence[WorkItem], now_s: float) -> None:
+        self.samples.append(sample)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed"),
+    [
+        ((30, 20), [64, 64, 64, 64]),  # empty seats are computed too
+        ((10, 20, 30, 40, 50), [10, 20, 30, 40, 50, 106]),  # more and shorter ones than the graph has seats
+    ],
+)
+def test_a_captured_graph_computes_its_padding(tokens: tuple[int, ...], computed: list[int]) -> None:
+    """The engine notes what the requests are, and all tokens of the shape."""
+    costs = COSTS._replace(alpha_s=1e-6, replayed=CostCoefficients(1e-6, 1e-4, 0.0, 0.01))
+    policy = OnOneGraph(4, 64)
+    # The first one arrives alone, and what comes meanwhile runs together.
+    workload = [SimRequest(0, 0.0, 64, 1), *(SimRequest(1 + at, 0.001, one, 1) for at, one in enumerate(tokens))]
+    simulate(
+        workload,
+        lambda loop, listener: InstancePool(
+            loop, InstancesSpec(BOTH, costs), router_policy("round_robin"), lambda _: policy, listener, 0, False
+        ),
+        RunOptions(),
+    )
+    _, sample = policy.samples
+    assert (sample.new_tokens, sample.requests, sample.is_replayed) == (256, len(tokens), True)
+    assert sample.attention_work == sum(one * one for one in tokens)
+    assert sample.duration_s == pytest.approx(0.01 + 256e-4 + 1e-6 * sum(one * one for one in computed))

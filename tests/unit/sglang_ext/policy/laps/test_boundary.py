@@ -16,7 +16,7 @@ from sglang_ext.policy.laps.boundary import (
     fitted_boundary_tokens,
     tokens_within,
 )
-from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
+from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, Determined, IterationSample
 
 COST = CostCoefficients(alpha_s=5e-8, token_s=4e-4, read_s=1e-6, kappa_s=0.014)
 OBJECTIVE_S = 0.4
@@ -98,7 +98,7 @@ def test_what_launches_and_memory_bound_is_short_whatever_the_objective() -> Non
     fit, random = new_fit(), Random(3)
     for _ in range(300):
         fit.add(sample(random, slow))
-    fitted = fitted_boundary_tokens(fit, 1e-5, OBJECTIVE_S)
+    fitted = fitted_boundary_tokens(fit, 1e-5, OBJECTIVE_S, 8192)
     assert fitted is not None
     assert fitted == pytest.approx(fit.boundary_tokens(1e-5, 0))
     assert fitted > 300
@@ -152,3 +152,29 @@ def test_a_length_at_a_step_does_not_make_it_flap() -> None:
     boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(7)
     run(boundary, fit, random, at_step, 200)
     assert changes(run(boundary, fit, random, at_step, 3000)) == 0
+
+
+class KnownFit(CostFit):
+    """One that has found these costs."""
+
+    def __init__(self, cost: CostCoefficients) -> None:
+        super().__init__(cost)
+        self.determined = Determined(True, True, True, True)
+
+    def is_determined(self, new_tokens: float) -> bool:
+        return True
+
+
+def test_eight_looks_in_a_row_must_contradict() -> None:
+    boundary, right, wrong = ClassBoundary(None, most_tokens=8192), KnownFit(COST), KnownFit(COST.times(3))
+
+    def look(fit: CostFit, times: int) -> int:
+        for _ in range(32 * times):
+            boundary.note_iteration(fit, None, OBJECTIVE_S)
+        return boundary.tokens
+
+    assert look(right, 20) == 384
+    assert look(wrong, 7) == 384
+    assert look(right, 1) == 384
+    assert look(wrong, 7) == 384
+    assert look(wrong, 1) == 128

@@ -104,6 +104,8 @@ class SortedAnew(RuleBasedStateMachine):
             longs.sort(key=self.long_order)
             assert [ranked.request for ranked in self.queue.shorts(group, 1000)] == shorts
             assert [ranked.request for ranked in self.queue.shorts(group, 2)] == shorts[:2]
+            candidates = [ranked.request for ranked in self.queue.candidates(group, 4, self.now_s)]
+            assert candidates == self.candidates(shorts, 4)
             assert [ranked.request for ranked in self.queue.longs(group, 1000)] == longs
             first_or_started = [one for at, one in enumerate(longs) if at < 2 or one.is_started]
             assert [ranked.request for ranked in self.queue.longs(group, 2)] == first_or_started
@@ -111,6 +113,16 @@ class SortedAnew(RuleBasedStateMachine):
             work_s = self.queue.long_work_s[group]
             assert abs(work_s - sum(map(remaining_s, longs))) < 1e-6
             assert work_s == 0 or longs
+
+    def candidates(self, shorts: list[QueuedPrefill], most: int) -> list[QueuedPrefill]:
+        """The late ones of the first class, and those that are not: half of each, or more where there are fewer."""
+        if len(shorts) <= most:
+            return shorts
+        first = self.class_of(shorts[0])
+        late = [one for one in shorts if self.class_of(one) == first and self.short_order(one)[1] < self.now_s]
+        rest = [one for one in shorts if one not in late]
+        late = late[: max(most // 2, most - len(rest))]
+        return [*late, *rest][:most]
 
     def class_of(self, request: QueuedPrefill) -> int:
         lift_s = max(AGE_S, STRETCH * total_s(request))

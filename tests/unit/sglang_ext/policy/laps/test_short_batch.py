@@ -7,7 +7,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
@@ -94,6 +94,9 @@ def test_several_pay_for_a_larger_shape_that_one_does_not_pay_for() -> None:
     cost = CostCoefficients(0.0, 1e-4, 0.0, 5e-3)
     grid = GraphGrid.from_product((32,), (1, 2, 4, 8))
     assert [len(form([32] * count, cost, grid).members) for count in range(1, 9)] == [1, 2, 3, 4, 4, 4, 7, 8]
+    # Twice in one batch: five more pay for 16.
+    larger = GraphGrid.from_product((32,), (1, 2, 4, 8, 16))
+    assert [sorted(keys(form([32] * count, cost, larger))) for count in (12, 13)] == [list(range(8)), list(range(13))]
     # A request that fits into what is left joins although a more urgent one does not.
     assert keys(form([32, 32, 32, 20, 32, 10, 3], cost, grid)) == [0, 1, 2, 3, 5]
 
@@ -230,9 +233,19 @@ def test_those_that_can_wait_are_put_back_before_those_that_cannot() -> None:
     assert batch_keys([tight, *others], 0.0) == [0]
     # Two of them fit beside it where it has 30 ms more.
     assert batch_keys([short(0, 1000, LMSYS, deadline_s=0.21), *others], 0.0) == [0, 1, 2]
+    # The shortest of them, so that the most do.
+    mixed = [short(key, tokens, LMSYS, deadline_s=2.0) for key, tokens in ((1, 200), (2, 50), (3, 100), (4, 50))]
+    assert batch_keys([short(0, 1000, LMSYS, deadline_s=0.205), *mixed], 0.0) == [0, 2, 3, 4]
     # And where they would be late as well, the one is put back and not the four.
     hurried = [short(key, 100, LMSYS, deadline_s=0.2) for key in range(1, 5)]
     assert batch_keys([tight, *hurried], 0.0) == [1, 2, 3, 4]
+
+
+def test_a_margin_is_kept_for_what_takes_longer_than_predicted() -> None:
+    ranked = [short(key, 400, LMSYS, deadline_s=0.3) for key in (0, 1, 2, 3)]  # in all 260 ms
+    assert batch_keys(ranked, 0.0) == [0, 1, 2, 3]
+    assert batch_keys(ranked, 0.0, BOUNDS._replace(margin=0.15)) == [0, 1, 2, 3]
+    assert batch_keys(ranked, 0.0, BOUNDS._replace(margin=0.16)) == [0, 1, 2]
 
 
 def test_late_ones_use_what_room_is_left() -> None:
@@ -243,6 +256,13 @@ def test_late_ones_use_what_room_is_left() -> None:
     assert batch_keys([*late, short(0, 100, LMSYS, deadline_s=0.08)], 0.0) == [0, 1]  # and before its deadline
     assert batch_keys(late, 0.0) == [1, 2, 3, 4]  # on their own they fill the bounds
     assert batch_keys(late, 0.0, BOUNDS._replace(budget_s=0.09)) == [1, 2]
+
+
+def test_what_is_put_back_leaves_its_memory_to_others() -> None:
+    tight = short(0, 200, LMSYS, deadline_s=0.1)
+    longer = short(1, 600, LMSYS, deadline_s=0.2)
+    late = short(2, 100, LMSYS, arrival_s=-0.5, deadline_s=-0.1)
+    assert batch_keys([late, tight, longer], 0.0, BOUNDS._replace(free_kv_tokens=850)) == [0, 2]
 
 
 def test_a_late_one_that_has_waited_for_long_goes_first() -> None:
@@ -277,6 +297,7 @@ def plain_time_s(members: tuple[RankedPrefill, ...] | list[RankedPrefill], cost:
     return cost.iteration_s(work, sum(new for new, _ in lengths), sum(cached for _, cached in lengths))
 
 
+@settings(max_examples=300)
 @given(
     waiting=st.lists(
         st.tuples(st.integers(1, 1000), st.integers(0, 500), st.integers(1, 60)),
@@ -323,8 +344,8 @@ candidates = st.lists(
     st.tuples(
         st.integers(1, 400),  # new tokens
         st.sampled_from([0, 0, 0, 50, 3000]),  # cached
-        st.integers(0, 40),  # arrived so many tenths of a second ago
-        st.sampled_from([1, 3, 4, 4, 4, 10, 20, None]),  # tenths of a second to the deadline from the arrival
+        st.integers(0, 35) | st.integers(0, 300),  # arrived so many hundredths of a second ago
+        st.sampled_from([10, 30, 40, 40, 40, 45, 50, 100, None]),  # from there to the deadline
         st.sampled_from([1, 2, 2, 2, 2, 3]),  # class
     ),
     min_size=1,
@@ -334,6 +355,7 @@ FEW = GraphGrid.from_product((32, 256), (1, 4, 16))
 PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
 
 
+@settings(max_examples=600)
 @given(
     waiting=candidates,
     cost=st.sampled_from(
@@ -352,6 +374,7 @@ PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
     free=st.sampled_from([100, 700, 100_000]),
     page=st.sampled_from([1, 16]),
     budget_s=st.sampled_from([0.02, 0.1, 0.4, inf]),
+    margin=st.sampled_from([0.0, 0.1]),
 )
 def test_it_decides_as_the_plain_version(
     waiting: list[tuple[int, int, int, int | None, int]],
@@ -362,20 +385,21 @@ def test_it_decides_as_the_plain_version(
     free: int,
     page: int,
     budget_s: float,
+    margin: float,
 ) -> None:
     now_s = 10.0
     ranked = []
     for key, (new, cached, ago, objective, aged_class) in enumerate(waiting):
-        arrival_s = now_s - ago / 10
-        deadline_s = inf if objective is None else arrival_s + objective / 10
+        arrival_s = now_s - ago / 100
+        deadline_s = inf if objective is None else arrival_s + objective / 100
         ranked.append(short(key, new, cost, cached, arrival_s=arrival_s, deadline_s=deadline_s, aged_class=aged_class))
     ranked.sort()
-    bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s)
+    bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s, margin)
     formed = form_batch(ranked, now_s, cost, grid, bounds)
     assert formed == plain_form_batch(ranked, now_s, cost, grid, bounds)
     if formed is None:
         return
-    assert now_s + formed.predicted_s <= formed.deadline_s
+    assert now_s + (1 + margin) * formed.predicted_s <= formed.deadline_s
     assert formed.new_tokens <= max_tokens or len(formed.members) == 1
     assert sum(-(-one.request.new_tokens // page) * page for one in formed.members) <= free
     assert len(formed.members) <= max_requests
