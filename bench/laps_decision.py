@@ -19,15 +19,14 @@ from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import NamedTuple
 
-from support.processor_time import OtherLoad
-from support.result import machine, print_result, progress
-
 from sglang_ext.policy.laps import policy as policy_module
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, PriorityClass, QueuedPrefill
+from support.processor_time import OtherLoad
+from support.result import machine, print_result, progress
 
 QUEUED = (1, 8, 32, 128, 512, 2048, 8192)
 ROUNDS = 600

@@ -145,8 +145,8 @@ def run_laps(
 ) -> Outcome:
     """Serve the arrivals to the end. A prefill holds KV from its first chunk to its end.
 
-    `is_compared`: each decision is made on a new queue as well, and must be the same. No costs are learned then: a request's
-    place in the kept queue depends on what it should have cost when it came.
+    `is_compared`: each decision is made on a new queue as well, and must be the same. No costs are learned then: a
+    request's place in the kept queue depends on what it should have cost when it came.
 
     AssertionError when a plan breaks a rule, memory is exceeded, or nothing moves although something could.
     """
