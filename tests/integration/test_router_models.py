@@ -8,6 +8,7 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
+from support.handshake_process import wait_until
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
@@ -86,3 +87,23 @@ def test_what_an_instance_tells_of_itself(engines: list[Engine]) -> None:
     assert {one["kv_element_type"] for one in told} == {"float32"}
     assert [one["length_boundary_tokens"] for one in told] == [None] * 4
     assert [one["fits_length_boundary"] for one in told] == [True, False, True, False]
+
+
+def test_where_short_ends_is_one_number_for_router_and_instance(engines: list[Engine]) -> None:
+    """Nothing says where: the instance finds it after some iterations, and the router follows."""
+    prefill = engines[0]
+    with running_router(engines[:2], "--health-check-interval-secs", "0.3") as router:
+        for seed in range(400):
+            body = {"input_ids": random_prompt(8 + 36 * (seed % 41), seed), "sampling_params": {"max_new_tokens": 1}}
+            assert router.post("/generate", body).status == 200
+            if seed % 16 == 15 and prefill.get("/laps").body["boundary_is_fitted"]:
+                break
+        found = prefill.get("/laps").body
+        assert found["boundary_is_fitted"], (found["boundary_tokens"], found["fit"])
+
+        def shown() -> list[int]:
+            pools = router.call("GET", "/pools")[0].body
+            (member,) = pools["pools"]["short"]["members"]
+            return [pools["length_boundary_tokens"], member["length_boundary_tokens"]]
+
+        wait_until(lambda: shown() == [found["boundary_tokens"]] * 2, what="the router following")

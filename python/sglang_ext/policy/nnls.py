@@ -51,6 +51,17 @@ def inverse_diagonal(gram: Matrix) -> Vector:
     return diagonal
 
 
+def inverse_form(gram: Matrix, vector: Vector) -> float:
+    """v'(G^-1)v, the variance of v'x per unit of noise; infinite where v has what was not seen."""
+    scales = _scales(gram)
+    seen = [index for index in range(len(scales)) if scales[index] > 0]
+    if any(value and index not in seen for index, value in enumerate(vector)):
+        return inf
+    target = [value * scale for value, scale in zip(vector, scales, strict=True)]
+    solution = _solve(_scaled(gram, scales), target, seen)
+    return max(0.0, sum(target[index] * value for index, value in zip(seen, solution, strict=True)))
+
+
 def _scales(gram: Matrix) -> Vector:
     return [1.0 / sqrt(gram[index][index]) if gram[index][index] > 1e-300 else 0.0 for index in range(len(gram))]
 

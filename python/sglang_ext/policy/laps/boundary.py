@@ -11,7 +11,7 @@ measurements have contradicted it by far and for long.
 
 from __future__ import annotations
 
-from math import sqrt
+from math import inf, sqrt
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit
 
@@ -25,15 +25,15 @@ _FIRST_SAMPLES = 512
 _MARGIN = 1.25  # beyond the step above or below
 
 
-def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: float) -> float | None:
-    """Most new tokens of a short prefill without cached ones; None while the samples leave it open.
+def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: float, most_tokens: int) -> float | None:
+    """Most new tokens of a short prefill without cached ones; None while the samples leave open what so many take.
 
-    `write_s` is gamma_w (None: not known, and taken for nothing); `objective_s` the TTFT objective of short prefills.
+    `write_s` is gamma_w (None: not known, and taken for nothing); `objective_s` the TTFT objective of short prefills;
+    `most_tokens` what one iteration may compute.
     """
-    if not fit.determined.token:
-        return None
     memory_bound = fit.boundary_tokens(write_s or 0.0, 0) or 0.0
-    return max(memory_bound, tokens_within(fit.fitted, _OBJECTIVE_SHARE * objective_s))
+    tokens = min(max(memory_bound, tokens_within(fit.fitted, _OBJECTIVE_SHARE * objective_s)), most_tokens)
+    return tokens if fit.is_determined(tokens) else None
 
 
 def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, most_tokens: int) -> int:
@@ -49,6 +49,8 @@ def tokens_within(cost: CostCoefficients, budget_s: float) -> float:
     spare_s = budget_s - cost.kappa_s
     if spare_s <= 0:
         return 0.0
+    if cost.token_s <= 0 and cost.alpha_s <= 0:
+        return inf
     root = sqrt(cost.token_s * cost.token_s + 4 * cost.alpha_s * spare_s)
     return 2 * spare_s / (cost.token_s + root)
 
@@ -87,10 +89,9 @@ class ClassBoundary:
         self._samples += 1
         if self._given or self._samples % _SAMPLES:
             return
-        fitted = fitted_boundary_tokens(fit, write_s, objective_s)
+        fitted = fitted_boundary_tokens(fit, write_s, objective_s, self._most_tokens)
         if fitted is None:
             return
-        fitted = min(fitted, self._most_tokens)
         if not self.is_fitted:
             self._use(fitted)
         elif self._contradicts(fitted):

@@ -24,6 +24,7 @@ from sglang_ext.policy.nnls import (
     Matrix,
     Vector,
     inverse_diagonal,
+    inverse_form,
     solve_non_negative,
 )
 
@@ -276,6 +277,12 @@ class _Equations:
             *(value > 0 and noise * sqrt(variance) <= _STANDARD_ERROR * value for value, variance in pairs)
         )
 
+    def error_s(self, features: Vector, noise: float) -> float:
+        """Standard error of the fitted time of such an iteration, that follows another one."""
+        if self.rows < _MIN_SAMPLES:
+            return inf
+        return noise * sqrt(inverse_form([line[:_GAP] for line in self._gram[:_GAP]], features[:_GAP]))
+
     def _take_in(self, row: Vector, sign: int) -> None:
         """Add a row to the normal equations, or take it away again."""
         self.rows += sign
@@ -351,6 +358,13 @@ class CostFit:
             self._solve()
         self.coefficients = self.fitted.times(self._pace())
 
+    def is_determined(self, new_tokens: float) -> bool:
+        """Whether the samples determine the time of a lone prefill of this length: its standard error is below 30 %."""
+        if not self._logs:
+            return False
+        features = [new_tokens * new_tokens, new_tokens, 0.0, 0.0, 1.0, 0.0]
+        return self._eager.error_s(features, self._noise()) <= _STANDARD_ERROR * self.fitted.chunk_s(int(new_tokens), 0)
+
     def boundary_tokens(self, write_s: float | None, cached_tokens: int) -> float | None:
         """L_m(H), or None where the samples or an unknown gamma_w (`write_s`) leave it open.
 
@@ -406,6 +420,10 @@ class CostFit:
         ratios = [sample.duration_s / max(1e-9, one_s) for sample, one_s in zip(self._latest, fitted_s, strict=True)]
         return min(_MOST_PACE, max(1 / _MOST_PACE, exp(_PACE_WEIGHT * log(max(1e-9, median(ratios))))))
 
+    def _noise(self) -> float:
+        """One robust standard deviation of the samples from what was fitted."""
+        return max(_NOISE_FLOOR, 1.4826 * self._logs[len(self._logs) // 2])
+
     def _clip(self) -> float:
         """How far a sample may be from its prediction, as a logarithm: three robust standard deviations."""
         logs = self._logs
@@ -433,8 +451,7 @@ class CostFit:
         cost = self.fitted
         if self._eager.rows:
             cost = self._eager.solve()
-            noise = max(_NOISE_FLOOR, 1.4826 * self._logs[len(self._logs) // 2])
-            self.determined = self._eager.determined(cost, noise)
+            self.determined = self._eager.determined(cost, self._noise())
         if self._replayed is not None and self._replayed.rows:
             cost = cost._replace(replayed=self._replayed.solve())
         self.fitted = cost

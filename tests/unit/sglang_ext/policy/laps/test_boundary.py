@@ -98,7 +98,7 @@ def test_what_launches_and_memory_bound_is_short_whatever_the_objective() -> Non
     fit, random = new_fit(), Random(3)
     for _ in range(300):
         fit.add(sample(random, slow))
-    fitted = fitted_boundary_tokens(fit, 1e-5, OBJECTIVE_S)
+    fitted = fitted_boundary_tokens(fit, 1e-5, OBJECTIVE_S, 8192)
     assert fitted is not None
     assert fitted == pytest.approx(fit.boundary_tokens(1e-5, 0))
     assert fitted > 300
@@ -160,6 +160,9 @@ class KnownFit(CostFit):
     def __init__(self, cost: CostCoefficients) -> None:
         super().__init__(cost)
         self.determined = Determined(True, True, True, True)
+
+    def is_determined(self, new_tokens: float) -> bool:
+        return True
 
 
 def test_eight_looks_in_a_row_must_contradict() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, Determined, IterationSample, boundary_tokens
-from sglang_ext.policy.nnls import inverse_diagonal, solve_non_negative
+from sglang_ext.policy.nnls import inverse_diagonal, inverse_form, solve_non_negative
 
 COST = CostCoefficients(alpha_s=3e-8, token_s=2e-5, read_s=1e-7, kappa_s=4e-3)
 
@@ -366,3 +366,23 @@ def test_the_inverse_diagonal_by_hand() -> None:
     assert inverse_diagonal([[4.0, 0.0], [0.0, 0.0]]) == [pytest.approx(0.25), float("inf")]
     variances = inverse_diagonal([[2.0, 1.0], [1.0, 2.0]])
     assert variances == pytest.approx([2 / 3, 2 / 3])
+
+
+def test_the_inverse_form_by_hand() -> None:
+    gram = [[2.0, 1.0], [1.0, 2.0]]
+    assert inverse_form(gram, [1.0, 0.0]) == pytest.approx(2 / 3)
+    assert inverse_form(gram, [1.0, 1.0]) == pytest.approx(2 / 3 - 2 / 3 + 2 / 3)
+    assert inverse_form([[4.0, 0.0], [0.0, 0.0]], [1.0, 1.0]) == float("inf")
+    assert inverse_form([[4.0, 0.0], [0.0, 0.0]], [2.0, 0.0]) == pytest.approx(1.0)
+
+
+def test_what_lies_between_samples_is_determined_and_what_lies_far_beyond_is_not() -> None:
+    """Whether it is alpha or tokens that take the time need not be known for the first."""
+    random = Random(13)
+    fit = CostFit(PRIOR)
+    assert not fit.is_determined(64)
+    for _ in range(60):
+        new = random.randrange(16, 128)
+        fit.add(IterationSample(float(new * new), new, 0, 1, TRUTH.chunk_s(new, 0) * random.lognormvariate(0, 0.1)))
+    assert fit.is_determined(100)
+    assert not fit.is_determined(100_000)
