@@ -230,3 +230,37 @@ def test_what_the_memory_refuses_waits_for_offline_work_that_holds_it() -> None:
 def test_arrivals_in_one_instant_are_served() -> None:
     outcome = run_laps(policy(), [Arrival(0.0, 100) for _ in range(200)], CPU)
     assert len(outcome.ended) == 200
+
+
+def test_shorts_with_nothing_long_beside_them_are_bounded_by_their_deadlines() -> None:
+    laps = policy(COST, boundary_tokens=256)  # 10 ms and 1 ms a token
+    shorts = tuple(queued(key, 90, deadline_s=0.4) for key in range(1, 5))
+    round_s = laps.report(RoundSnapshot(0.0, shorts, 10_000)).round_s
+    assert round_s < 0.2
+    (batch,) = laps.choose_of(RoundSnapshot(0.0, shorts[:3], 10_000)).batches
+    assert sorted(batch.keys) == [1, 2, 3]
+    assert batch.predicted_s > round_s
+    (batch,) = laps.choose_of(RoundSnapshot(0.1, shorts, 10_000)).batches  # all four would end at 0.47
+    assert len(batch.keys) == 3
+    fixed = policy(COST, boundary_tokens=256, round_ms=150.0)
+    assert len(fixed.choose_of(RoundSnapshot(0.0, shorts, 10_000)).batches[0].keys) == 1
+
+
+def test_laps_experiment_in_small() -> None:
+    """Prompts that one iteration holds: order of arrival makes five times as many of them late."""
+    truth = CostCoefficients(0.0, 1.5e-4, 0.0, 0.02)
+    random = Random(2)
+    arrivals, now_s = [], 0.0
+    for _ in range(2000):
+        now_s += random.expovariate(22.0)
+        arrivals.append(Arrival(now_s, int(2 ** random.uniform(3, 10))))
+    late, first, free_s = 0, 0, 0.0
+    while first < len(arrivals):  # all that wait, in order of arrival
+        start_s = max(free_s, arrivals[first].at_s)
+        batch = [one for one in arrivals[first : first + 64] if one.at_s <= start_s]
+        free_s = start_s + truth.iteration_s(0.0, sum(one.new_tokens for one in batch), 0)
+        late += sum(free_s > one.at_s + 0.4 for one in batch)
+        first += len(batch)
+    outcome = run_laps(policy(truth, boundary_tokens=1024), arrivals, truth)
+    assert late > 5 * outcome.late() > 0
+    assert outcome.ttft_s(SHORT, 1.0) < 5 * 0.4 + 2 * 0.4
