@@ -241,6 +241,7 @@ def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
     from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
     from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRankAgreement
     from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
+    from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
 
     ours, stock = schedulers
     engine = ours.__new__(ours)
@@ -264,6 +265,7 @@ def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
     engine.tree_cache = SimpleNamespace(evictable_size=lambda: 0)
     engine.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: 1 << 20)
     engine._parked, engine._held, engine._aborted_while_parked, engine._next_key = [], [], [], 0
+    engine._waiting, engine._started_tokens = WaitingRequests(), None
     engine._waiting, engine._started_tokens = WaitingRequests(), None
     engine._laps = LapsInstance(policy(boundary_tokens=256), SingleRankAgreement(), NoMetrics())
     monkeypatch.setattr(queued_request, "_match", lambda: lambda *_: None)
