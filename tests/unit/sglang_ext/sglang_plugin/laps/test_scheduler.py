@@ -241,7 +241,6 @@ def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
     from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
     from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRankAgreement
     from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
-    from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
 
     ours, stock = schedulers
     engine = ours.__new__(ours)
