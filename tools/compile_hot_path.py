@@ -1,7 +1,8 @@
-"""Compile the modules that every request runs through to native code with mypyc.
+"""Compile the modules that every request runs through to native code with mypyc: the router's request path, and what a
+prefill instance decides before each iteration.
 
 The sources stay what they are, typed Python that also runs uncompiled, only slower: the router then takes about
-1.8 times the processor time per request. Usage:
+1.8 times the processor time per request, a decision about three times. Usage:
 
     python tools/compile_hot_path.py            # beside the sources, for an editable installation
     python tools/compile_hot_path.py --remove   # back to plain Python
@@ -26,6 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"sglang_ext": ROOT / "python", "sglang_ext_router": ROOT / "router"}
 HOT_MODULES = (
+    "sglang_ext/policy/nnls.py",
+    *(f"sglang_ext/policy/laps/{name}.py" for name in (
+        *("boundary", "cost_model", "graph_grid", "instance_model", "long_prefill", "packed_batch", "packed_choice"),
+        *("policy", "prefill_queue", "round_plan", "short_batch", "slack", "time_sharing", "wait_depth"),
+    )),
     *(f"sglang_ext/policy/routing/{name}.py" for name in (
         *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
         *("pool_choice", "prefill_choice", "prefill_progress", "prefix_index", "retry_budget", "token_estimate"),

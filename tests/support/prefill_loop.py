@@ -145,7 +145,8 @@ def run_laps(
 ) -> Outcome:
     """Serve the arrivals to the end. A prefill holds KV from its first chunk to its end.
 
-    `is_compared`: each decision is made on a new queue as well, and must be the same; costs must not be learned then.
+    `is_compared`: each decision is made on a new queue as well, and must be the same. No costs are learned then: a
+    request's place in the kept queue depends on what it should have cost when it came.
 
     AssertionError when a plan breaks a rule, memory is exceeded, or nothing moves although something could.
     """
@@ -199,7 +200,8 @@ def run_laps(
         sample = sample._replace(duration_s=sample.duration_s * noise())
         outcome.steps.append(Step(now_s, batch, snapshot, sample.duration_s))
         now_s += sample.duration_s
-        laps.note_iteration(sample)
+        if not is_compared:
+            laps.note_iteration(sample)
         if not batch.is_short:
             queue = {key: request._replace(is_current=False) for key, request in queue.items()}
         if batch.cut is not None:

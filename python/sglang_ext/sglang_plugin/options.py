@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_ext.policy.laps.options import Batching, LapsOptions
-from sglang_ext.policy.laps.round_plan import LapsMode
+from sglang_ext.policy.laps.round_plan import Composition, LapsMode
 from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
@@ -80,4 +80,5 @@ def _graph_options(fields: dict[str, Any] | None) -> GraphOptions | None:
 def _laps_options(fields: dict[str, Any] | None) -> LapsOptions | None:
     if fields is None:
         return None
-    return LapsOptions(**{**fields, "mode": LapsMode(fields["mode"]), "batching": Batching(fields["batching"])})
+    kinds = {"mode": LapsMode, "composition": Composition, "batching": Batching}
+    return LapsOptions(**{**fields, **{name: kind(fields[name]) for name, kind in kinds.items()}})

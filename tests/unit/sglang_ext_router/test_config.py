@@ -37,7 +37,7 @@ BAD: list[tuple[str, ...]] = [
     ("--port", "-1"),
     ("--port", "http"),
     ("--processes", "0"),
-    ("--length-boundary-tokens", "0"),
+    ("--length-boundary-tokens", "-1"),
     ("--length-boundary-tokens", "1.5"),
     ("--prefill-policy", "best"),
     ("--decode-policy", "cache_aware"),

@@ -22,6 +22,7 @@ from sglang_ext.policy.laps.short_batch import BatchBounds, FormedBatch, form_ba
 from sglang_ext.policy.laps.slack import RankedPrefill
 
 _MOST_SHORTS = 128  # candidates
+_SPARE_SHORTS = 16  # more than a batch holds: some are put back
 _MOST_LONGS = 8  # and those that have been started
 _LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs batches of so many rounds
 _ONLINE, _OFFLINE = Group.WITH_DEADLINE, Group.WITHOUT_DEADLINE
@@ -43,7 +44,7 @@ def choose_packed(model: InstanceModel, queue: PrefillQueue, now_s: float, free_
 def _choose_of_group(
     model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int, group: Group
 ) -> RoundPlan:
-    candidates = min(2 * model.max_requests, _MOST_SHORTS)
+    candidates = min(model.max_requests + _SPARE_SHORTS, _MOST_SHORTS)
     shorts = queue.candidates(group, candidates, now_s)
     is_online = queue.count(_ONLINE) > 0 or model.is_online(now_s)
     round_s = _round_s(model, queue, group, is_online=is_online)

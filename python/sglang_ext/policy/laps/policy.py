@@ -116,8 +116,7 @@ class Laps:
         """A batch of the plan leaves: its whole requests are gone from the queue, the cut one has less left."""
         self._learn_dispatch(self.queue, now_s, batch)
         queue = self.queue
-        for key in batch.whole:
-            queue.remove(key)
+        queue.remove_all(batch.whole)
         if not batch.is_short:  # the long prefill that ran last is the current one
             for ranked in list(queue.started.values()):
                 if ranked.request.is_current:

@@ -11,7 +11,7 @@ sorted and a decision costs the same with ten requests as with ten thousand:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from math import inf, isfinite
@@ -21,6 +21,8 @@ from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.round_plan import QueuedPrefill
 from sglang_ext.policy.laps.slack import RankedPrefill, Urgency, aged_class
 from sglang_ext.types import LengthClass
+
+_URGENT = 160  # a batch is formed of fewer
 
 
 class Group(IntEnum):
@@ -105,6 +107,26 @@ class PrefillQueue:
         """It has ended, or was aborted. KeyError for one that is not in the queue."""
         self._unlist(self._waiting.pop(key))
         self.started.pop(key, None)
+
+    def remove_all(self, keys: Sequence[int]) -> None:
+        """These leave in one batch. KeyError for one that is not in the queue."""
+        batched: tuple[dict[int, _Waiting], ...] = ({}, {})
+        for key in keys:
+            waiting = self._waiting.pop(key)
+            self.started.pop(key, None)
+            if waiting.is_batched:
+                batched[waiting.group][-key] = waiting
+            else:
+                self._unlist(waiting)
+        for lists, leaving in zip(self._lists, batched, strict=True):
+            if leaving:  # all among the most urgent, in general
+                last = lists.shorts[-_URGENT:]
+                left = [turn for turn in last if turn[3] not in leaving]
+                if len(last) - len(left) == len(leaving):
+                    lists.shorts[-_URGENT:] = left
+                else:
+                    for waiting in leaving.values():
+                        self._unlist(waiting)
 
     def lift(self, now_s: float) -> None:
         """Raise the class of everything that has waited long enough since the last call."""

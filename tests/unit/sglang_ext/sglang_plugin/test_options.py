@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from sglang_ext.policy.laps.options import Batching, LapsOptions
-from sglang_ext.policy.laps.round_plan import LapsMode
+from sglang_ext.policy.laps.round_plan import Composition, LapsMode
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.options import (
     ENVIRONMENT_VARIABLE,
@@ -25,15 +27,17 @@ def test_round_trip(role: Role, device: Device) -> None:
 
 @pytest.mark.parametrize("mode", list(LapsMode))
 @pytest.mark.parametrize("batching", list(Batching))
-def test_choices_arrive_as_what_they_were(mode: LapsMode, batching: Batching) -> None:
+@pytest.mark.parametrize("composition", list(Composition))
+def test_choices_arrive_as_what_they_were(mode: LapsMode, batching: Batching, composition: Composition) -> None:
     """A policy tells them apart by identity: equal text would pass for the default."""
-    sent = ExtensionOptions(Role.BOTH, Device.CPU, LapsOptions(mode=mode, batching=batching))
+    sent = ExtensionOptions(Role.BOTH, Device.CPU, LapsOptions(mode=mode, batching=batching, composition=composition))
     received = options_from_environment(sent.to_environment())
     assert received == sent
     assert received is not None
     assert received.laps is not None
     assert received.laps.mode is mode
-    assert received.laps.batching is batching
+    for name, value in asdict(received.laps).items():
+        assert type(value) is type(getattr(sent.laps, name)), name
 
 
 def test_stock_process_has_none() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
+from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.packed_batch import LongParts, LongRoom, fill_with_longs, packed_round_s, run_shorts_alone
@@ -171,13 +171,6 @@ def test_the_budget_of_a_batch() -> None:
     assert packed_round_s(0.001, 1.0, 0.4) == pytest.approx((16 * 0.001) ** 0.5)
 
 
-class FixedCosts(Laps):
-    """Its predictions stay what they are, so that a request's order does not depend on when it was queued."""
-
-    def note_iteration(self, sample: IterationSample) -> None:
-        pass
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 100_000),
@@ -197,7 +190,7 @@ def test_a_queue_that_is_kept_decides_as_one_that_is_made_anew(
         )
         for arrival in mixed(random, 80, load, truth)
     ]
-    laps = FixedCosts(LapsOptions(mode=mode, age_s=0.5), GRID if is_gpu else GraphGrid(), truth, LIMITS)
+    laps = Laps(LapsOptions(mode=mode, age_s=0.5), GRID if is_gpu else GraphGrid(), truth, LIMITS)
     outcome = run_laps(laps, arrivals, truth, kv_tokens=kv_tokens, is_compared=True)
     assert len(outcome.ended) == 80
 

@@ -75,6 +75,14 @@ class SortedAnew(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
+    def leave_together(self, data: st.DataObject) -> None:
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.requests)), unique=True))
+        for key in keys:
+            del self.requests[key]
+        self.queue.remove_all(keys)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
         request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
         if request.new_tokens > 1:
