@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.packed_batch import LongParts, LongRoom, fill_with_longs, packed_round_s, run_shorts_alone
@@ -264,3 +264,22 @@ def test_laps_experiment_in_small() -> None:
     outcome = run_laps(policy(truth, boundary_tokens=1024), arrivals, truth)
     assert late > 5 * outcome.late() > 0
     assert outcome.ttft_s(SHORT, 1.0) < 5 * 0.4 + 2 * 0.4
+
+
+def test_a_batch_keeps_a_margin_for_a_machine_that_is_hard_to_predict() -> None:
+    shorts = tuple(queued(key, 10, deadline_s=0.4) for key in range(1, 50))  # in all 500 ms
+    steady, erratic = policy(COST, boundary_tokens=256), policy(COST, boundary_tokens=256)
+    random = Random(4)
+    for _ in range(200):
+        tokens = random.randint(20, 400)
+        duration_s = COST.chunk_s(tokens, 0)
+        sample = IterationSample(float(tokens * tokens), tokens, 0, 1, duration_s)
+        steady.note_iteration(sample)
+        erratic.note_iteration(sample._replace(duration_s=duration_s * random.uniform(0.7, 1.3)))
+    snapshot = RoundSnapshot(0.0, shorts, 10_000)
+    assert len(steady.choose_of(snapshot).batches[0].keys) >= 38
+    error = erratic.report(snapshot).fit.error_p50
+    assert error is not None
+    assert error > 0.05
+    batch = erratic.choose_of(snapshot).batches[0]
+    assert 0.3 < batch.predicted_s * (1 + error) <= 0.4
