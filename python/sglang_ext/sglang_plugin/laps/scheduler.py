@@ -310,10 +310,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         laps = self._laps
         if laps is not None and batch.forward_mode.is_extend():
-            # A health check has no entry.
-            entries = [entry for request in batch.reqs if (entry := entry_of(request)) is not None]
-            has_long = any(entry.length_class is LengthClass.LONG for entry in entries)
-            length_class = LengthClass.LONG if has_long else LengthClass.SHORT
+            # A mixed batch counts for the class of most of its tokens; a health check has no entry.
+            long_tokens = sum(
+                tokens
+                for request, tokens in zip(batch.reqs, batch.extend_lens, strict=True)
+                if (entry := entry_of(request)) is not None and entry.length_class is LengthClass.LONG
+            )
+            length_class = LengthClass.LONG if 2 * long_tokens > sum(batch.extend_lens) else LengthClass.SHORT
             laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
             result = super().run_batch(batch, *args, **kwargs)
             shape = replayed_shape(self.tp_worker.model_runner)

@@ -29,6 +29,7 @@ from support.prefill_loop import (
     LIMITS,
     LONG,
     SHORT,
+    Arrival,
     check_plan,
     mixed,
     run_laps,
@@ -383,6 +384,22 @@ def test_an_online_short_goes_before_offline_longs_whatever_shorts_have_used() -
         action = laps.choose_of(snapshot).batches[0]
         assert action.is_short
         laps.note_dispatch_of(snapshot, action)
+
+
+def test_shorts_in_no_hurry_do_not_wait_beyond_t_max_beside_long_ones() -> None:
+    longs = (queued(1, 8000), queued(2, 8000))
+    patient = queued(3, 50, deadline_s=60.0)
+    assert not first_action(policy(t_max_ms=100.0), 0.05, *longs, patient).is_short
+    assert first_action(policy(t_max_ms=100.0), 0.11, *longs, patient).is_short
+
+
+@pytest.mark.parametrize("composition", list(Composition))
+def test_shorts_in_no_hurry_are_served_beside_bursts_of_long_ones(composition: Composition) -> None:
+    arrivals = [Arrival(20.0 * burst + 0.001 * number, 6000) for burst in range(2) for number in range(30)]
+    arrivals += [Arrival(0.05 + 0.5 * number, 50, ttft_slo_s=60.0) for number in range(60)]
+    outcome = run_laps(policy_of(CPU, composition=composition, t_max_ms=100.0), arrivals, CPU)
+    waits_s = outcome.ttfts_s(SHORT)
+    assert waits_s[int(0.9 * len(waits_s))] < 1.0
 
 
 @pytest.mark.parametrize("mode", list(LapsMode))
