@@ -101,6 +101,7 @@ class LongPool(NamedTuple):
         options = (
             *HANDSHAKE,
             *("--cdsp-coordinator", self.coordinator.address, "--cdsp-min-tokens", "200"),
+            *("--laps-boundary-tokens", "256"),
             *("--cdsp-step-timeout-s", "5"),
         )
         specs = [EngineSpec(Role.LONG, worker_options=options, name=f"loss{number}") for number in range(2)]

@@ -35,6 +35,7 @@ def member(coordinator: Coordinator, name: str, *arguments: str) -> EngineSpec:
     options = (
         *HANDSHAKE,
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
+        *("--laps-boundary-tokens", "256"),
         *("--cdsp-step-timeout-s", "20"),
     )
     return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name)

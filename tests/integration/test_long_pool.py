@@ -22,6 +22,7 @@ LONG = 900
 def member(coordinator: Coordinator, name: str, *arguments: str) -> EngineSpec:
     options = (
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
+        *("--laps-boundary-tokens", "256"),
         *("--cdsp-step-timeout-s", "5"),
     )
     return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name)

@@ -40,6 +40,7 @@ def member(coordinator: Coordinator, name: str) -> EngineSpec:
     options = (
         *HANDSHAKE,
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
+        *("--laps-boundary-tokens", "256"),
         *("--cdsp-step-timeout-s", str(STEP_TIMEOUT_S)),
     )
     return EngineSpec(Role.LONG, SHAPE, worker_options=options, arguments=(*RANKS, *PAGES), name=name)

@@ -85,8 +85,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             self._report_transferred(member)
         return plan
 
-    def _classify_arrivals(self, laps: LapsInstance) -> None:
-        super()._classify_arrivals(laps)
+    def _follow_queue(self, laps: LapsInstance) -> None:
+        super()._follow_queue(laps)
         member = self._member
         if member is None or not member.is_joined:
             return
@@ -104,6 +104,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         now_s = laps.now_s()
         for key in chosen:
             self._offer(member, *candidates[key], now_s)
+        self._forget_gone(laps)
 
     def _can_be_shared(self, request: Any, entry: LapsEntry) -> bool:
         """Decided alike on every rank."""

@@ -166,11 +166,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         Every rank looks its requests up in the prefix cache alike.
         """
         now_s = laps.now_s()
-        changes = self._waiting.changes(self.waiting_queue)
-        for key in changes.gone:
-            laps.policy.remove(key)
+        new = self._forget_gone(laps)
         if laps.has_tree_grown:
-            known = len(self.waiting_queue) - len(changes.new)
+            known = len(self.waiting_queue) - len(new)
             for request in self.waiting_queue[: min(known, _REMATCHED_REQUESTS)]:
                 entry = entry_of(request)
                 if entry is not None and prefill_tokens(request)[0] > _REMATCHED_TOKENS:
@@ -179,7 +177,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                     reclassify(request, entry, laps.policy, now_s)
                     laps.put(request, entry, now_s)
             laps.has_tree_grown = False
-        for request in changes.new:
+        for request in new:
             entry = entry_of(request)
             if entry is None:
                 match_prefix(request, self.tree_cache)
@@ -192,6 +190,13 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         parked = {entry.key for request in self._parked if (entry := entry_of(request)) is not None}
         for key in [key for key in laps.policy.queue.started if key not in parked]:
             laps.policy.remove(key)
+
+    def _forget_gone(self, laps: LapsInstance) -> Sequence[Any]:
+        """Tell the policy of requests that wait no more; those that are new in SGLang's queue."""
+        changes = self._waiting.changes(self.waiting_queue)
+        for key in changes.gone:
+            laps.policy.remove(key)
+        return changes.new
 
     def _new_entry(self, laps: LapsInstance, request: Any, now_s: float) -> LapsEntry:
         new_tokens, cached_tokens = prefill_tokens(request)
