@@ -29,8 +29,9 @@ PACKAGES = {"sglang_ext": ROOT / "python", "sglang_ext_router": ROOT / "router"}
 HOT_MODULES = (
     "sglang_ext/policy/nnls.py",
     *(f"sglang_ext/policy/laps/{name}.py" for name in (
-        *("boundary", "cost_model", "graph_grid", "instance_model", "long_prefill", "packed_batch", "packed_choice"),
-        *("policy", "prefill_queue", "round_plan", "short_batch", "slack", "time_sharing", "wait_depth"),
+        *("boundary", "cost_model", "graph_grid", "instance_model", "long_prefill", "on_time", "packed_batch"),
+        *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "slack", "time_sharing"),
+        "wait_depth",
     )),
     *(f"sglang_ext/policy/routing/{name}.py" for name in (
         *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
