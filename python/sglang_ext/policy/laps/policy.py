@@ -15,7 +15,7 @@ from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.instance_model import InstanceModel
 from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.packed_choice import choose_packed
-from sglang_ext.policy.laps.prefill_queue import Group, PrefillQueue
+from sglang_ext.policy.laps.prefill_queue import PrefillQueue
 from sglang_ext.policy.laps.round_plan import (
     ClassReport,
     Composition,
@@ -211,7 +211,7 @@ class Laps:
         members = [queue.get(key).request for key in batch.keys]
         model.busy.add(now_s, batch.predicted_s)
         if model.options.composition is Composition.PACKED:
-            has_longs = any(queue.count_longs(group) for group in Group)
+            has_longs = queue.has_longs()
             share, round_s = model.most_share(), model.round_s(0, 0.0)
         else:
             has_longs = any(not is_batched(ranked.request) for ranked in queue)

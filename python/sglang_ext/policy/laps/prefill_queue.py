@@ -119,14 +119,16 @@ class PrefillQueue:
             else:
                 self._unlist(waiting)
         for lists, leaving in zip(self._lists, batched, strict=True):
-            if leaving:  # all among the most urgent, in general
+            if leaving:  # most of them are among the most urgent
                 last = lists.shorts[-_URGENT:]
                 left = [turn for turn in last if turn[3] not in leaving]
-                if len(last) - len(left) == len(leaving):
+                if len(left) < len(last):
                     lists.shorts[-_URGENT:] = left
-                else:
-                    for waiting in leaving.values():
-                        self._unlist(waiting)
+                if len(last) - len(left) < len(leaving):
+                    done = {turn[3] for turn in last}
+                    for key, waiting in leaving.items():
+                        if key not in done:
+                            self._unlist(waiting)
 
     def lift(self, now_s: float) -> None:
         """Raise the class of everything that has waited long enough since the last call."""
@@ -148,8 +150,9 @@ class PrefillQueue:
     def count(self, group: Group) -> int:
         return len(self._lists[group].shorts) + len(self._lists[group].longs)
 
-    def count_longs(self, group: Group) -> int:
-        return len(self._lists[group].longs)
+    def has_longs(self) -> bool:
+        """Whether a long prefill waits, with a deadline or without."""
+        return bool(self._lists[0].longs or self._lists[1].longs)
 
     def shorts(self, group: Group, most: int) -> list[RankedPrefill]:
         """The first short prefills, most urgent first."""
