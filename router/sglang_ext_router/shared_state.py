@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sglang_ext.policy.routing.admission import Demand, limit_of
+from sglang_ext.policy.routing.admission import Demand, fair_shares, limit_of
 from sglang_ext.policy.routing.circuit_breaker import CircuitState
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
@@ -199,6 +199,8 @@ class SharedState:
     def __init__(self, origin: int, config: RouterConfig) -> None:
         self._origin = origin
         self._limit = config.max_concurrent_requests
+        # Of each other router: when its state was received, and its largest share since.
+        self._granted: dict[int, tuple[float, int]] = {}
         self._table = MembershipTable(origin, config.workers)
         self._states: dict[int, TellerState] = {}
         self._sums: Loads = {}  # over those states
@@ -337,7 +339,15 @@ class SharedState:
             worker.breaker.is_suspected = worker.url in suspected
         if self._limit:
             demands = {index: state.demand for index, state in self._states.items()}
-            router.limit_requests(limit_of(self._origin, self._limit, {**demands, self._origin: router.demand()}))
+            demands[self._origin] = router.demand()
+            shares = fair_shares(self._limit, demands)
+            granted: dict[int, tuple[float, int]] = {}
+            for index, state in self._states.items():
+                received_s, places = self._granted.get(index, (0.0, 0))
+                granted[index] = (state.received_s, max(shares[index], places if received_s == state.received_s else 0))
+            self._granted = granted
+            most = {index: places for index, (_, places) in granted.items()}
+            router.limit_requests(limit_of(self._origin, self._limit, demands, most))
 
     def peer_counts(self) -> PeerCounts | None:
         """None: processes of one router are no group."""

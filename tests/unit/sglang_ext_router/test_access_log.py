@@ -214,10 +214,16 @@ async def test_a_reader_that_stands_still_stops_no_request(tmp_path: Path) -> No
             await served.until(lambda: log.counts["written"] > 0)
             begun_s = running_s()
         assert running_s() - begun_s < 8
-        got = b""
-        with contextlib.suppress(BlockingIOError):
-            while piece := os.read(reader, 1 << 16):
-                got += piece
+        got, wait_until_s = b"", running_s() + 10
+        while running_s() < wait_until_s:  # until the writer has closed its end
+            try:
+                piece = os.read(reader, 1 << 16)
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+                continue
+            if not piece:
+                break
+            got += piece
         whole = [json.loads(line) for line in got.splitlines() if line.endswith(b"}")]
         assert len(whole) >= log.counts["written"] > 0
     finally:

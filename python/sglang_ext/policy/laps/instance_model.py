@@ -131,7 +131,7 @@ class InstanceModel:
             is_full=batch.is_full,
             oldest_arrival_s=min(arrivals_s),
             newest_arrival_s=max(arrivals_s),
-            latest_start_s=deadline_s - batch.predicted_s,
+            latest_start_s=deadline_s - batch.predicted_s * (1 + self.fit.typical_error()),
             break_even_gap_s=break_even_gap_s(
                 depth, apart_s, batch.predicted_s, joined_s(batch, cost, self.grid), others
             ),

@@ -200,12 +200,16 @@ def fair_shares(limit: int, demands: Mapping[int, Demand]) -> dict[int, int]:
     return shares
 
 
-def limit_of(number: int, limit: int, demands: Mapping[int, Demand]) -> int:
+def limit_of(number: int, limit: int, demands: Mapping[int, Demand], granted: Mapping[int, int]) -> int:
     """How many requests this router may have under way: its share, and no more than the others leave now.
 
     A share grows at once, while the requests of the one that it was taken from run to their end: until then there is
-    no place. Where there are more routers than places each may have one request.
+    no place. `granted`: the largest share of another router since its demand was reported; of those that waited then,
+    as many may run by now. Where there are more routers than places each may have one request.
     """
-    left = limit - sum(one.running for other, one in demands.items() if other != number)
+    left = limit
+    for other, one in demands.items():
+        if other != number:
+            left -= max(one.running, min(one.total, granted.get(other, 0)))
     least = 1 if limit < len(demands) else 0
     return max(least, min(fair_shares(limit, demands)[number], left))

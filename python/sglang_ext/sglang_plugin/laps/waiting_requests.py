@@ -43,8 +43,9 @@ class WaitingRequests:
             for key in gone:
                 del self._by_key[key]
             new = [request for request in waiting if _key_of(request) not in self._by_key]
-            first_new = len(waiting) - len(new)
-            self._is_sorted = self._is_sorted and waiting[first_new:] == new
+            known_keys = [key for request in waiting if (key := _key_of(request)) in self._by_key]
+            self._is_sorted = waiting[len(known_keys) :] == new and known_keys == sorted(known_keys)
+            self._largest_key = max(known_keys, default=0)
         self._note(waiting)
         return QueueChanges(new, gone)
 
@@ -65,11 +66,7 @@ class WaitingRequests:
         """Remove requests that run from SGLang's list, in place."""
         if self._is_sorted:
             for request in taken:
-                entry = entry_of(request)
-                assert entry is not None
-                at = bisect_left(waiting, entry.key, key=_key_of)
-                assert waiting[at] is request
-                del waiting[at]
+                del waiting[bisect_left(waiting, _key_of(request), key=_key_of)]
         else:
             ids = set(map(id, taken))
             waiting[:] = filterfalse(lambda request: id(request) in ids, waiting)

@@ -16,7 +16,7 @@ from sglang_ext.policy.laps.boundary import (
     fitted_boundary_tokens,
     tokens_within,
 )
-from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, Determined, IterationSample
+from sglang_ext.policy.laps.cost_model import CostCoefficients, CostFit, IterationSample
 
 COST = CostCoefficients(alpha_s=5e-8, token_s=4e-4, read_s=1e-6, kappa_s=0.014)
 OBJECTIVE_S = 0.4
@@ -154,19 +154,18 @@ def test_a_length_at_a_step_does_not_make_it_flap() -> None:
     assert changes(run(boundary, fit, random, at_step, 3000)) == 0
 
 
-class KnownFit(CostFit):
+def known_fit(cost: CostCoefficients) -> CostFit:
     """One that has found these costs."""
-
-    def __init__(self, cost: CostCoefficients) -> None:
-        super().__init__(cost)
-        self.determined = Determined(True, True, True, True)
-
-    def is_determined(self, new_tokens: float) -> bool:
-        return True
+    fit = CostFit(cost)
+    for tokens in (8, 32, 128, 512, 1024, 2048, 4096, 8192) * 16:
+        for cached in (0, 1024):
+            work = float(tokens * (tokens + 2 * cached))
+            fit.add(IterationSample(work, tokens, cached, 1, cost.iteration_s(work, tokens, cached)))
+    return fit
 
 
 def test_eight_looks_in_a_row_must_contradict() -> None:
-    boundary, right, wrong = ClassBoundary(None, most_tokens=8192), KnownFit(COST), KnownFit(COST.times(3))
+    boundary, right, wrong = ClassBoundary(None, most_tokens=8192), known_fit(COST), known_fit(COST.times(3))
 
     def look(fit: CostFit, times: int) -> int:
         for _ in range(32 * times):

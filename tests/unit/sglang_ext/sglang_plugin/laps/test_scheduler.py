@@ -317,7 +317,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     )
     extend = SimpleNamespace(is_extend=lambda: True)
     batch = SimpleNamespace(forward_mode=extend, reqs=[], extend_lens=[10, 20], prefix_lens=[0, 5])
-    batch.reqs = [SimpleNamespace(inflight_middle_chunks=1, sampling_params=SimpleNamespace(custom_params=None))]
+    batch.reqs = 2 * [SimpleNamespace(inflight_middle_chunks=1, sampling_params=SimpleNamespace(custom_params=None))]
     for is_replayed in (None, True, False, None, True):
         shape[0] = GraphShape(32, 2) if is_replayed else None
         if engine.get_new_batch_prefill(None).batch_to_run is not None:  # one reading of the time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
@@ -13,6 +12,10 @@ from sglang_ext.policy.laps.round_plan import PriorityClass
 from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, remember
 from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
 from sglang_ext.types import LengthClass
+
+
+class Request:
+    """Compared by identity, as SGLang's are."""
 
 
 class ChangingQueue(RuleBasedStateMachine):
@@ -28,7 +31,7 @@ class ChangingQueue(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def arrive(self, count: int) -> None:
-        self.waiting += [SimpleNamespace() for _ in range(count)]
+        self.waiting += [Request() for _ in range(count)]
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), returns=st.booleans(), is_new_list=st.booleans())
