@@ -97,7 +97,7 @@ class InstanceModel:
         cost = self.fit.coefficients
         fixed_s = cost.kappa_s + cost.read_s * cached_tokens
         if options.composition is Composition.PACKED:
-            return packed_round_s(fixed_s, long_backlog_s, self.short_slo_s)
+            return packed_round_s(fixed_s, self.short_slo_s)
         longest_short_s = cost.chunk_s(self.boundary.tokens, 0)
         return automatic_round_s(fixed_s, long_backlog_s, self.short_slo_s, longest_short_s)
 

@@ -8,7 +8,6 @@ Short prefills run alone where mixing costs them more than it saves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 from typing import NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
@@ -17,27 +16,25 @@ from sglang_ext.policy.laps.round_plan import Cut
 from sglang_ext.policy.laps.short_batch import FormedBatch
 from sglang_ext.policy.laps.slack import RankedPrefill
 
-_LEAST_OF_SLO = 0.25
+_OVERHEADS = 8.0  # a batch takes so many times what every batch costs anew, which is an eighth of the time then
+_LEAST_OF_SLO = 0.2
 _MOST_OF_SLO = 0.4  # a short prefill waits for the end of one batch and for that of its own
-_LEAST_OVERHEADS = 2.4  # a chunk costs at least so many times what every chunk costs anew
-_LONG_WEIGHT = 8.0  # time lost to overhead also delays what arrives later: by 1 / (1 - load) in all
+_LEAST_OVERHEADS = 2.4  # whatever the objective: below, next to nothing is computed
 _WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
 _WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
 _MOST_UTILISATION = 0.95
 _OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of the short prefills
 
 
-def packed_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float) -> float:
+def packed_round_s(fixed_s: float, short_slo_s: float) -> float:
     """Time budget of a batch that holds short and long prefills, s.
 
-    A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in.
-    Batches of T make the long prefills that wait (`long_backlog_s` of work) end later by backlog * fixed / T,
-    `fixed_s` being what every batch costs anew. The sum, with a weight of 8 on the latter, is smallest at
-    T = sqrt(2 * 8 * fixed * backlog). It is at least a quarter and at most 40% of the short prefills' objective, and
-    at least 2.4 times the fixed cost.
+    A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in; and
+    `fixed_s`, what every batch costs anew, is lost with each. So a batch takes eight times that, but a fifth of the
+    short prefills' objective at least and 40% at most (and 2.4 times the fixed cost, if that is more).
     """
-    wanted_s = max(sqrt(2 * _LONG_WEIGHT * fixed_s * long_backlog_s), _LEAST_OF_SLO * short_slo_s)
-    return max(min(wanted_s, _MOST_OF_SLO * short_slo_s), _LEAST_OVERHEADS * fixed_s)
+    wanted_s = min(max(_OVERHEADS * fixed_s, _LEAST_OF_SLO * short_slo_s), _MOST_OF_SLO * short_slo_s)
+    return max(wanted_s, _LEAST_OVERHEADS * fixed_s)
 
 
 def without_shorts_s(round_s: float) -> float:

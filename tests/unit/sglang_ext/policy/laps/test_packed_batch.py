@@ -165,10 +165,10 @@ def test_shorts_run_alone_where_they_wait_for_more_than_is_saved() -> None:
 
 
 def test_the_budget_of_a_batch() -> None:
-    assert packed_round_s(1e-4, 0.0, 0.4) == pytest.approx(0.1)  # a quarter of the objective
-    assert packed_round_s(0.01, 100.0, 0.4) == pytest.approx(0.16)  # 40% of it
-    assert packed_round_s(0.2, 0.0, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
-    assert packed_round_s(0.001, 1.0, 0.4) == pytest.approx((16 * 0.001) ** 0.5)
+    assert packed_round_s(1e-4, 0.4) == pytest.approx(0.08)  # a fifth of the objective
+    assert packed_round_s(0.015, 0.4) == pytest.approx(0.12)  # an eighth of it is lost
+    assert packed_round_s(0.03, 0.4) == pytest.approx(0.16)  # 40% of the objective
+    assert packed_round_s(0.2, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
 
 
 @settings(max_examples=25, deadline=None)

@@ -27,7 +27,6 @@ from sglang_ext.sglang_plugin.laps.queued_request import (
     requested_priority,
     requested_slo_s,
 )
-from sglang_ext.sglang_plugin.laps.rank_agreement import steps_of
 from sglang_ext.types import LengthClass
 from support.prefill_loop import policy
 
@@ -154,7 +153,7 @@ def test_a_prompt_that_turns_long_preempts_no_other() -> None:
         as_queued_prefill(evicted, mine, is_current=False),
     )
     plan = policy(boundary_tokens=BOUNDARY_TOKENS).choose_of(RoundSnapshot(now_s, queue, 1 << 20))
-    assert steps_of(plan)[0].whole == (7,)
+    assert plan.batches[0].keys[0] == 7
 
 
 def test_a_prompt_that_turns_short_has_a_short_ones_objective_from_then_on() -> None:
