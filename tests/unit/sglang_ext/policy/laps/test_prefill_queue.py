@@ -14,7 +14,8 @@ from sglang_ext.policy.laps.slack import aged_class
 from sglang_ext.types import LengthClass
 from support.prefill_loop import CPU
 
-AGE_S, STRETCH, CHUNK_S = 2.0, 5.0, 0.05
+# No sum of waits is a multiple of it: at the very moment of a lift, rounding decides.
+AGE_S, STRETCH, CHUNK_S = 1.97371234567, 5.0, 0.05
 
 
 def remaining_s(request: QueuedPrefill) -> float:
