@@ -44,7 +44,7 @@ class InstanceModel:
     """State of one instance. `grid` is that of the engine's runner, which may leave shapes out of it meanwhile."""
 
     def __init__(self, options: LapsOptions, grid: GraphGrid, prior: CostCoefficients, limits: InstanceLimits) -> None:
-        if min(limits) < 1 and limits.mixes_started:
+        if min(limits[:4]) < 1:  # the numbers among them
             raise ValueError(f"the limits of an instance must be at least 1, got {limits}")
         self.options = options
         self.grid = grid

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import inf
 
-from sglang_ext.policy.laps.instance_model import InstanceModel, batch_of_shorts
+from sglang_ext.policy.laps.instance_model import InstanceModel, batch_of_shorts, nearest_deadline_s
 from sglang_ext.policy.laps.packed_batch import (
     LongParts,
     LongRoom,
@@ -47,8 +47,8 @@ def _choose_of_group(
     candidates = min(model.max_requests + _SPARE_SHORTS, _MOST_SHORTS)
     shorts = queue.candidates(group, candidates, now_s)
     is_online = queue.count(_ONLINE) > 0 or model.is_online(now_s)
-    round_s = _round_s(model, queue, group, is_online=is_online)
     longs = queue.longs(group, _MOST_LONGS)
+    round_s = _round_s(model, queue, group, longs, is_online=is_online)
     if group is _OFFLINE and is_online and shorts:
         shorts, longs = _cut_long_ones(model, shorts, longs)
     first_long = longs[0] if longs else None
@@ -77,7 +77,7 @@ def _choose_of_group(
     if batch is None:
         batches = _without_shorts(model, queue, shorts, longs, round_s, free_kv_tokens)
         return RoundPlan(batches, now_s if batches else inf)
-    verdict = model.verdict(now_s, batch, _deadline_s(shorts), has_longs=first_long is not None)
+    verdict = model.verdict(now_s, batch, nearest_deadline_s(shorts), has_longs=first_long is not None)
     if first_long is None or not _may_run(model, now_s, first_long):
         is_idle = first_long is not None or not queue.count(Group(1 - group))
         if verdict.reason is None and is_idle:
@@ -116,13 +116,14 @@ def _head_class(queue: PrefillQueue, group: Group) -> float:
     return min([ranked.urgency.aged_class for ranked in first], default=inf)
 
 
-def _round_s(model: InstanceModel, queue: PrefillQueue, group: Group, *, is_online: bool) -> float:
+def _round_s(
+    model: InstanceModel, queue: PrefillQueue, group: Group, longs: list[RankedPrefill], *, is_online: bool
+) -> float:
     """The time budget of the batch."""
     backlog_s = queue.long_work_s[_ONLINE]
     if not is_online:
         backlog_s += queue.long_work_s[_OFFLINE]
-    first = queue.longs(group, 1)
-    round_s = model.round_s(first[0].request.cached_tokens if first else 0, backlog_s)
+    round_s = model.round_s(longs[0].request.cached_tokens if longs else 0, backlog_s)
     if model.options.round_ms is not None:
         return round_s
     if group is _OFFLINE:
@@ -139,10 +140,6 @@ def _cut_long_ones(
     yield_s = model.yield_s()
     cut = [ranked for ranked in shorts if ranked.remaining_s > yield_s]
     return [ranked for ranked in shorts if ranked.remaining_s <= yield_s], [*longs, *cut]
-
-
-def _deadline_s(shorts: list[RankedPrefill]) -> float:
-    return min([ranked.request.deadline_s for ranked in shorts], default=inf)
 
 
 def _may_run(model: InstanceModel, now_s: float, long: RankedPrefill) -> bool:

@@ -283,3 +283,10 @@ def test_a_batch_keeps_a_margin_for_a_machine_that_is_hard_to_predict() -> None:
     assert error > 0.05
     batch = erratic.choose_of(snapshot).batches[0]
     assert 0.3 < batch.predicted_s * (1 + error) <= 0.4
+
+
+@pytest.mark.parametrize("mixes_started", [True, False])
+def test_an_instance_that_holds_nothing_is_refused(mixes_started: bool) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        policy(limits=LIMITS._replace(max_requests=0, mixes_started=mixes_started))
+    policy(limits=LIMITS._replace(mixes_started=mixes_started))
