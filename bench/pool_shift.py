@@ -6,11 +6,11 @@ Two real prefill instances on a core each, a decode instance and the router on b
 prompts ask for more than one instance can do, in a long-heavy one long prompts do; in a balanced one each class asks
 for half an instance. Three systems serve the same requests:
 
-* **static**: one instance for short prompts, one for long ones, for ever;
+* **static**: one instance for short prompts, one for long ones, for ever (`--no-pool-spill`);
 * **both**: each instance serves both classes, and the router sends a prompt to the one with less to do;
-* **controller**: the static split to begin with, and a controller that moves instances as the load turns
-  (`--controller on --controller-min-short 0 --controller-min-long 0`: it may give both to one class; what is left of
-  the other is served beside it).
+* **controller**: the static split to begin with, but a pool that overflows is helped by the other at once, and a
+  controller moves instances as the load turns (`--controller on --controller-min-short 0 --controller-min-long 0`: it
+  may give both to one class; what is left of the other is served beside it). It is told the objectives.
 
 A turn is *answered* when the class that asks for more than one instance has both. A turn that is not answered before
 the next one counts with the whole phase. Arrivals are stretched by as much as the machine is slower than when
@@ -59,6 +59,7 @@ CONTROLLER = (
     *("--controller", "on", "--controller-interval-secs", "1", "--controller-cooldown-secs", "8"),
     *("--controller-min-short", "0", "--controller-min-long", "0", "--controller-drain-timeout-secs", "10"),
 )
+STATIC = ("--no-pool-spill",)
 
 
 SHORT_HEAVY = Phase("short-heavy", HEAVY, LIGHT, 35.0)
@@ -77,7 +78,7 @@ class System(NamedTuple):
 
 OURS = "controller"
 SYSTEMS = (
-    System("static", ("short", "long"), ()),
+    System("static", ("short", "long"), STATIC),
     System("both", ("both", "both"), ()),
     System(OURS, ("short", "long"), CONTROLLER),
 )
@@ -182,7 +183,7 @@ def _measure(
                 _flush(engines[role])
             slowdown = first_per_s / _speed(engines, mix, seed=21 + number)
             stretched = [arrival._replace(at_s=arrival.at_s * slowdown) for arrival in arrivals]
-            with _router(engines, system) as url:
+            with _router(engines, system, idle) as url:
                 progress(
                     f"{system.name}: {len(arrivals)} requests over {stretched[-1].at_s:.0f} s, slowdown {slowdown:.2f}"
                 )
@@ -267,7 +268,7 @@ def _run(url: str, arrivals: Sequence[Arrival], slowdown: float, seed: int) -> R
 
 
 @contextmanager
-def _router(engines: dict[str, BenchEngine], system: System) -> Iterator[str]:
+def _router(engines: dict[str, BenchEngine], system: System, idle: IdleTtft) -> Iterator[str]:
     port = free_port()
     flags = {"short": "--prefill-short", "long": "--prefill-long", "both": "--prefill"}
     prefills = [
@@ -279,6 +280,8 @@ def _router(engines: dict[str, BenchEngine], system: System) -> Iterator[str]:
         *(sys.executable, "-m", "sglang_ext.cli", "router", "--pd-disaggregation", "--port", str(port)),
         *prefills,
         *("--decode", engines["decode"].url, "--length-boundary-tokens", str(BOUNDARY_TOKENS)),
+        *("--controller-short-slo-secs", str(idle.objective_s(LEAST_SHORT_TOKENS, 1.0))),
+        *("--controller-long-slo-secs", str(idle.objective_s(LONG_RANGE_TOKENS[0], 1.0))),
         *("--log-level", "warning", *system.router_options),
     ]
     process = subprocess.Popen(command)

@@ -64,7 +64,12 @@ class RouterConfig:
     prefill_policy: str = _option("predicted_wait", "how a prefill instance is chosen", choices=PREFILL_POLICIES)
     decode_policy: str = _option("freeness", "how a decode instance is chosen", choices=DECODE_POLICIES)
     pool_spill: bool = _option(
-        True, "serve a request in the other prefill pool while its own has no instance that can be used"
+        True, "serve a request in the other prefill pool while its own has no instance that can be used, or overflows"
+    )
+    pool_overflow_share: float = _option(
+        0.5,
+        "a pool overflows when a request would wait there for more than this share of --controller-short-slo-secs, or "
+        "of -long-, and less than half as long in the other; 0: never",
     )
     prefer_same_topology: bool = _option(
         False, "send KV to decode instances of the same node, else of the same domain, while these have room for it"
@@ -377,6 +382,7 @@ _MAY_BE_OFF = (
     "first_byte_timeout_secs",
     "stream_stall_timeout_secs",
     "drain_delay_secs",
+    "pool_overflow_share",
 )  # by 0
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (

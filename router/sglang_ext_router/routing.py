@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from math import inf
 from typing import NamedTuple
 
 from sglang_ext.policy.routing.decode_choice import decode_policy, fits
 from sglang_ext.policy.routing.pairing import choose_revision, nearest
 from sglang_ext.policy.routing.pool_choice import FixedBoundary, PoolChoice, choose_pool, is_in_doubt
-from sglang_ext.policy.routing.prefill_choice import predicted_wait_s, prefill_policy
+from sglang_ext.policy.routing.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
-from sglang_ext.types import Role, RouteDecision
+from sglang_ext.types import LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.prompt import Prompt
@@ -43,6 +44,12 @@ class RoutePlanner:
         self._prefill_policy = prefill_policy(config.prefill_policy)
         self._decode_policy = decode_policy(config.decode_policy)
         self._allow_spill = config.pool_spill
+        # A long pool that computes one prompt on several instances is planned by its coordinator alone.
+        may_overflow = config.pool_spill and not config.coordinator_url and config.pool_overflow_share > 0
+        self._patience_s = {
+            LengthClass.SHORT: config.pool_overflow_share * config.controller_short_slo_secs if may_overflow else inf,
+            LengthClass.LONG: config.pool_overflow_share * config.controller_long_slo_secs if may_overflow else inf,
+        }
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._tokens_told = 0
@@ -123,6 +130,13 @@ class RoutePlanner:
         chosen = self._prefill_policy.choose(prefill_loads, prompt_tokens, self._draw())
         load = prefill_loads[chosen]
         prefill = prefills[pool.candidates[chosen]]
+        is_spilled = pool.is_spilled
+        wait_s = predicted_wait_s(load)
+        if wait_s > self._patience_s[pool.length_class] and len(pool.candidates) < len(prefills):
+            helper = self._helper(pool, prefills, cached, load, prefill, prompt_tokens, now_s)
+            if helper is not None:
+                prefill, load = helper
+                wait_s, is_spilled = predicted_wait_s(load), True
 
         decode: Worker | None = None
         if needs_decode:
@@ -142,11 +156,33 @@ class RoutePlanner:
             pool.length_class,
             prefill.id,
             None if decode is None else decode.id,
-            predicted_wait_s(load),
+            wait_s,
             prompt_tokens - load.cached_tokens,
             load.cached_tokens,
         )
-        return Route(decision, prefill, decode, pool.is_spilled)
+        return Route(decision, prefill, decode, is_spilled)
+
+    def _helper(
+        self,
+        pool: PoolChoice,
+        prefills: Sequence[Worker],
+        cached_tokens: Sequence[int],
+        load: PrefillLoad,
+        prefill: Worker,
+        prompt_tokens: int,
+        now_s: float,
+    ) -> tuple[Worker, PrefillLoad] | None:
+        """An instance of the other pool that has time for what the request's own pool makes wait."""
+        own = set(pool.candidates)
+        others = [
+            i
+            for i, worker in enumerate(prefills)
+            if i not in own and worker.revision == prefill.revision and prompt_tokens <= worker.max_prompt_tokens
+        ]
+        loads = [prefills[i].prefill_load(cached_tokens[i], now_s) for i in others]
+        patience_s = self._patience_s[pool.length_class]
+        helper = choose_helper(load, loads, prompt_tokens, patience_s, self._draw())
+        return None if helper is None else (prefills[others[helper]], loads[helper])
 
     def _of_one_revision(
         self,

@@ -6,7 +6,7 @@ No engine and no clock; what a policy must never do is asserted at every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -203,11 +203,12 @@ def run_laps(
         if not is_compared:
             laps.note_iteration(sample)
         if not batch.is_short:
-            queue = {key: request._replace(is_current=False) for key, request in queue.items()}
+            queue = {key: replace(request, is_current=False) for key, request in queue.items()}
         if batch.cut is not None:
             request, tokens = queue[batch.cut.key], batch.cut.tokens
             used_tokens += tokens
-            queue[batch.cut.key] = request._replace(
+            queue[batch.cut.key] = replace(
+                request,
                 new_tokens=request.new_tokens - tokens,
                 cached_tokens=request.cached_tokens + tokens,
                 is_started=True,

@@ -170,6 +170,76 @@ def test_without_its_own_pool_the_other_helps_out(tokens: int, own: Role, other:
         strict.prefill_of(tokens)
 
 
+def waits(pools: Pools, *waits_s: float) -> None:
+    """So long an instance has work, in order."""
+    for worker, wait_s in zip(pools.workers, waits_s, strict=False):
+        worker.pending_tokens = int(wait_s * worker.rate.tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "waits_s", "role", "is_spilled"),
+    [
+        (100, (0.4, 0.0), SHORT, False),  # half of the class's second is not waited for yet
+        (100, (0.6, 0.0), LONG, True),
+        (100, (0.6, 0.4), SHORT, False),  # not half as long there
+        (100, (9.0, 4.0), LONG, True),
+        (5000, (0.0, 2.0), LONG, False),
+        (5000, (0.0, 3.0), SHORT, True),
+        (5000, (2.0, 3.0), LONG, False),
+    ],
+)
+def test_a_pool_that_overflows_is_helped_by_the_other(
+    tokens: int, waits_s: tuple[float, float], role: Role, is_spilled: bool
+) -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    waits(pools, *waits_s)
+    route = pools.route(measure(b"/generate", {"text": "x"}), tokens)
+    assert (route.prefill.role, route.is_spilled) == (role, is_spilled)
+    assert route.decision.length_class is (LengthClass.SHORT if tokens == 100 else LengthClass.LONG)
+    assert route.decision.predicted_wait_s == pytest.approx(waits_s[role is LONG], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pool_spill": False}, {"pool_overflow_share": 0.0}, {"coordinator_url": "http://127.0.0.1:1"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_pool_does_not_overflow_where_that_is_off_or_a_coordinator_plans(options: dict[str, Any]) -> None:
+    pools = Pools(SHORT, LONG, DECODE, **options)
+    waits(pools, 60.0, 0.0)
+    assert pools.prefill_of(100).role is SHORT
+    waits(pools, 0.0, 60.0)
+    assert pools.prefill_of(5000).role is LONG
+
+
+def test_a_pool_does_not_overflow_to_what_cannot_hold_the_prompt_or_has_failed_it_or_is_of_another_revision() -> None:
+    pools = Pools(SHORT, LONG, SHORT, DECODE, DECODE)
+    waits(pools, 0.0, 60.0, 1.0)
+    first, long, second, *_ = pools.workers
+    assert pools.prefill_of(5000) is first
+    assert pools.prefill_of(5000, without={first.id}) is second
+    first.max_prompt_tokens = 4000
+    assert pools.prefill_of(5000) is second
+    first.max_prompt_tokens = CONTEXT_TOKENS
+    pools.deploy("v2", "v1", "v1", "v2", "v1")
+    pools.draw = 0.0  # of the revisions that serve the class
+    assert {pools.prefill_of(5000) for pools.draw in (0.0, 0.3, 0.6, 0.9)} == {second}
+    assert long.pending_tokens, "a look changes nothing"
+
+
+def test_what_is_cached_in_the_own_pool_may_be_worth_the_wait() -> None:
+    pools = Pools(LONG, SHORT, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    waits(pools, 3.0, 0.0)
+    worker = pools.workers[0]
+    assert pools.route(prompt, 2000).prefill is pools.workers[1]
+    for one in pools.workers[:2]:
+        one.rate.tokens_per_s = 500.0  # 2,000 tokens are 4 s
+    waits(pools, 3.0, 0.0)
+    pools.planner.learn_route(prompt, worker)
+    assert pools.route(prompt, 2000).prefill is worker
+
+
 def test_excluded_instances_are_a_last_resort() -> None:
     pools = Pools(SHORT, SHORT, DECODE, DECODE)
     for without in ({0}, {1}):

@@ -6,6 +6,7 @@ asked carries out the first batch of the plan that its memory admits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ class DispatchReason(StrEnum):
     MIXED = "mixed"  # both classes share the iteration
 
 
-class QueuedPrefill(NamedTuple):
+@dataclass(frozen=True, slots=True)  # its fields are read for every candidate of a decision: not a tuple, compiled
+class QueuedPrefill:
     """One request that has prefill work left on this instance."""
 
     key: int  # what a plan names; unique within a snapshot, kept for the request's life

@@ -266,7 +266,7 @@ class _Forming:
         for candidate in candidates:
             if requests >= max_requests and requests > 0:
                 break
-            _, request, remaining_s, _ = candidate
+            request, remaining_s = candidate.request, candidate.remaining_s
             own = request.new_tokens
             own_cached = request.cached_tokens
             own_kv = own if page_tokens == 1 else -(-own // page_tokens) * page_tokens

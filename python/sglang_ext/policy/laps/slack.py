@@ -8,6 +8,7 @@ postponed until its deadline cannot be met and then blocks all others (as with e
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from math import floor, isfinite
 from typing import NamedTuple
 
@@ -24,13 +25,17 @@ class Urgency(NamedTuple):
     key: int
 
 
-class RankedPrefill(NamedTuple):
-    """A queued request, how urgent it is, and its predicted times on an idle instance."""
+@dataclass(frozen=True, slots=True)
+class RankedPrefill:
+    """A queued request, how urgent it is, and its predicted times on an idle instance. Sorts most urgent first."""
 
     urgency: Urgency
     request: QueuedPrefill
     remaining_s: float
     total_s: float
+
+    def __lt__(self, other: RankedPrefill) -> bool:
+        return self.urgency < other.urgency
 
 
 def relative_slack(deadline_s: float, now_s: float, remaining_s: float, total_s: float) -> float:

@@ -8,6 +8,8 @@ from typing import Protocol
 from sglang_ext.policy.routing.draws import LeastRecent, two_positions
 from sglang_ext.types import PrefillLoad
 
+_MOST_HELPER_WAIT = 0.5  # of what the request would wait in its own pool
+
 
 class PrefillPolicy(Protocol):
     """Chooses among the prefill instances of a pool."""
@@ -30,6 +32,36 @@ def predicted_wait_s(load: PrefillLoad) -> float:
     if load.tokens_per_s > 0:
         return left_tokens / load.tokens_per_s
     return float("inf") if left_tokens > 0 else 0.0
+
+
+def predicted_end_s(load: PrefillLoad, new_prompt_tokens: int) -> float:
+    """Time until the instance would have ended this prefill, too. Infinite without a rate."""
+    if load.tokens_per_s <= 0:
+        return float("inf")
+    # The engine computes at least the last token, however much is cached.
+    own_tokens = max(1, new_prompt_tokens - load.cached_tokens)
+    return (load.pending_tokens - load.computed_tokens + own_tokens) / load.tokens_per_s
+
+
+def choose_helper(
+    own: PrefillLoad, others: Sequence[PrefillLoad], new_prompt_tokens: int, patience_s: float, draw: float
+) -> int | None:
+    """Position in `others`, instances of the other pool, of the one that serves the request instead of `own`.
+
+    Pools keep classes apart, and that must not cost more than it brings: a request leaves its pool when `own`, the
+    choice there, would keep it waiting for more than `patience_s`, and the best of the others less than half as long,
+    so that two crowded pools do not exchange their work. None if it stays.
+    """
+    own_s = predicted_wait_s(own)
+    if own_s <= patience_s or not others:
+        return None
+    helper = _PREDICTED_WAIT.choose(others, new_prompt_tokens, draw)
+    helper_s = predicted_wait_s(others[helper])
+    if helper_s >= _MOST_HELPER_WAIT * own_s:
+        return None
+    # What is cached at the own instance may be worth the longer wait.
+    is_sooner = predicted_end_s(others[helper], new_prompt_tokens) < predicted_end_s(own, new_prompt_tokens)
+    return helper if is_sooner else None
 
 
 class PredictedWait:
@@ -61,6 +93,9 @@ class PredictedWait:
                     ties = [best]
                 ties.append(position)
         return best if ties is None else ties[int(draw * len(ties))]
+
+
+_PREDICTED_WAIT = PredictedWait()
 
 
 class PrefillRoundRobin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -42,7 +43,7 @@ ROOM = LongRoom(
 def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
     length_class = SHORT if new_tokens <= 256 else LONG
     request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
-    return request._replace(**changes)  # type: ignore[arg-type]
+    return replace(request, **changes)  # type: ignore[arg-type]
 
 
 def ranked(request: QueuedPrefill) -> RankedPrefill:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -44,7 +45,7 @@ def policy(truth: CostCoefficients = CPU, grid: GraphGrid | None = None, **optio
 def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
     length_class = SHORT if new_tokens <= 256 else LONG
     request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
-    return request._replace(**changes)  # type: ignore[arg-type]
+    return replace(request, **changes)  # type: ignore[arg-type]
 
 
 def test_an_idle_instance_has_nothing_to_do() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, isfinite
 
 from hypothesis import settings
@@ -89,7 +90,8 @@ class SortedAnew(RuleBasedStateMachine):
         if request.new_tokens > 1:
             tokens = data.draw(st.integers(1, request.new_tokens - 1))
             self.put(
-                request._replace(
+                replace(
+                    request,
                     new_tokens=request.new_tokens - tokens,
                     cached_tokens=request.cached_tokens + tokens,
                     is_started=True,

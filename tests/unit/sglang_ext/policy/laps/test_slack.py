@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -65,7 +66,7 @@ def test_running_keeps_the_slack_and_waiting_costs_it() -> None:
 
 def test_the_total_is_that_of_the_whole_prompt_as_it_arrived() -> None:
     cost = CostCoefficients(1e-6, 1e-3, 1e-4, 0.01)
-    request = queued(new_tokens=600, computed_tokens=400)._replace(cached_tokens=700)  # 300 came from the cache
+    request = replace(queued(new_tokens=600, computed_tokens=400), cached_tokens=700)  # 300 came from the cache
     item = rank(request, 0.0, cost, round_s=1e6, age_s=10.0, stretch=5.0)
     assert item.total_s == pytest.approx(cost.chunk_s(1000, 300))
     assert item.remaining_s == pytest.approx(cost.chunk_s(600, 700))

@@ -15,6 +15,8 @@ from sglang_ext.policy.routing.prefill_choice import (
     PrefillPowerOfTwo,
     PrefillRandomChoice,
     PrefillRoundRobin,
+    choose_helper,
+    predicted_end_s,
     predicted_wait_s,
     prefill_policy,
 )
@@ -195,3 +197,36 @@ class TestCacheAware:
     def test_nonsense_is_refused_by_name(self, field: str, value: float) -> None:
         with pytest.raises(ValueError, match=f"^{field} must be"):
             CacheAware(**{field: value})  # type: ignore[arg-type]
+
+
+LOADS = st.builds(
+    load,
+    pending=st.integers(0, 50_000),
+    in_flight=st.integers(0, 9),
+    cached=st.integers(0, 3_000),
+    rate=st.sampled_from([0.0, 1_000.0, 10_000.0]),
+)
+
+
+@given(own=LOADS, others=st.lists(LOADS, max_size=5), prompt=st.integers(1, 4_000), draw=DRAWS)
+def test_who_helps_waits_less_than_half_as_long_and_ends_first(
+    own: PrefillLoad, others: list[PrefillLoad], prompt: int, draw: float
+) -> None:
+    helper = choose_helper(own, others, prompt, 1.0, draw)
+    if predicted_wait_s(own) <= 1.0:
+        assert helper is None
+    if helper is not None:
+        ends = [predicted_end_s(one, prompt) for one in others]
+        assert ends[helper] == min(ends) < predicted_end_s(own, prompt)
+        assert predicted_wait_s(others[helper]) < predicted_wait_s(own) / 2
+    elif predicted_wait_s(own) > 1.0:
+        idle = [one for one in others if one.pending_tokens == 0 and one.tokens_per_s > 0]
+        if idle and all(one.tokens_per_s == own.tokens_per_s for one in others):
+            assert predicted_end_s(own, prompt) <= max(predicted_end_s(one, prompt) for one in idle)
+
+
+def test_no_one_helps_where_there_are_none_or_nothing_is_known() -> None:
+    own = load(pending=9_000)
+    assert choose_helper(own, [], 100, 1.0, 0.0) is None
+    assert choose_helper(own, [load(rate=0.0, pending=1)], 100, 1.0, 0.0) is None
+    assert choose_helper(load(pending=9_000, rate=0.0), [load()], 100, 1.0, 0.0) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_mode_switch_shows() -> None:
 def test_parks_are_counted_once_for_each_interruption() -> None:
     """Two short batches in a row interrupt a long prefill once."""
     laps = instance()
-    in_hand = queued(1, 4000, is_started=True)._replace(is_current=True)
+    in_hand = replace(queued(1, 4000, is_started=True), is_current=True)
     between = (in_hand, queued(2, 10), queued(3, 10))
     for action, expected in (
         (_chunk(1), 0),
