@@ -133,7 +133,7 @@ class CudaRecorder:
         """
         with suppress(RuntimeError):  # it is not recording: the capture ended, and only the computation failed
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-        with suppress(RuntimeError):  # then the device is beyond help, and whoever uses it next says why
+        with suppress(RuntimeError):  # the device is lost then; its next use says why
             self._capture(lambda: self._probe.add_(1.0))
 
 
