@@ -139,6 +139,8 @@ class Run:
         added = {"TRITON_INTERPRET": "1"} if is_interpreted else {}
         # One machine: NVSHMEM need not look for a network between several.
         added |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "NVSHMEM_REMOTE_TRANSPORT": "none"}
+        # FlashAttention 3 was carried without the kernels that are not called.
+        added |= {"CUDA_MODULE_LOADING": "LAZY"}
         return {**os.environ, **added}
 
 

@@ -42,8 +42,11 @@ def join_rows(model: str, steps: Mapping[str, Any]) -> list[dict[str, Any]]:
         for row in found.get("rows", ()):
             bucket = row["length_tokens"], row["requests"], row["prefix_tokens"]
             ceilings = Ceilings(found["read_bytes_per_s"], found["operations_per_s"])
-            joined = rows.setdefault(bucket, {"floor_s": floor_s(SHAPES[model], ceilings, *bucket)})
-            joined |= row
+            joined = rows.setdefault(bucket, {})
+            is_first = not joined
+            joined |= {key: value for key, value in row.items() if value is not None}
+            if is_first:
+                joined["floor_s"] = floor_s(SHAPES[model], ceilings, *bucket)
     return [rows[bucket] for bucket in sorted(rows, key=lambda bucket: (bucket[2], bucket[:2]))]
 
 
@@ -87,7 +90,7 @@ def failures_of(record: Record) -> list[str]:
 def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iterator[str]:
     if stage == "preflight":
         for check, result in step.get("checks", {}).items():
-            if result.get("is_required") and not result["ok"]:
+            if result["is_required"] and not result["ok"] and not is_dry:
                 yield f"{check}: {result['detail']}"
     elif stage == "kernels-check":
         yield from (f"skipped: {line}" for line in step.get("skipped", ()) if ALLOWED_SKIP not in line)
