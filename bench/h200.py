@@ -96,7 +96,9 @@ class Bench:
         return lambda: self._buckets(f"qwen2.5-{name.removeprefix('buckets-')}")
 
     def _check_kernels(self) -> dict[str, Any]:
-        output = self._python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "tests/gpu")
+        output = self._python(
+            "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "tests/kernels", "tests/gpu"
+        )
         return {"tests": output.strip().splitlines()[-1]}
 
     def _tokens(self) -> dict[str, Any]:

@@ -194,10 +194,10 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
     """A runner with all shapes captured, and what that took."""
     import torch
 
-    from sglang_ext.sglang_plugin.graphs.capture import build_graphs
+    from sglang_ext.sglang_plugin.graphs.capture import build_graphs, cuda_recorder
     from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
     from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
-    from sglang_ext_cuda_graphs.recorders import CudaRecorder, DirectRecorder
+    from sglang_ext_cuda_graphs.recorders import DirectRecorder
 
     problem = conflict(model_runner)
     if problem is not None:
@@ -210,7 +210,7 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
         runner,
         model_runner,
         GraphOptions(Capture.START, tuple(lengths), tuple(batches), free_bytes / 1e9),
-        CudaRecorder() if HAS_GPU else DirectRecorder(),
+        cuda_recorder() if HAS_GPU else DirectRecorder(),
         free_bytes,
     )
     assert graphs is not None

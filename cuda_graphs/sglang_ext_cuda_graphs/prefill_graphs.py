@@ -6,6 +6,7 @@ the leading rows of one output, so a graph has nothing of its own but its nodes.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,10 +14,15 @@ import torch
 
 from sglang_ext.policy.laps.graph_grid import Fallback, GraphGrid, GraphShape
 from sglang_ext_cuda_graphs.capture_plan import CaptureCost, MemoryLedger
-from sglang_ext_cuda_graphs.recorders import Recorder, Recording
+from sglang_ext_cuda_graphs.recorders import Recorder, Recording, collection_frozen
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_
 
 Forward = Callable[[GraphShape, PaddedBatch], torch.Tensor]
+
+# What fails for so many shapes one after the other, memory apart, would fail for the others as well.
+MOST_FAILURES_IN_A_ROW = 3
+
+logger = logging.getLogger(__name__)
 
 
 class PrefillGraphs:
@@ -35,8 +41,13 @@ class PrefillGraphs:
         output: torch.Tensor,
         max_prefix_tokens: int,
         clock: Callable[[], float],
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """`output` [tokens of the largest shape, hidden]; `max_prefix_tokens`: of all prefixes of a batch."""
+        """`output` [tokens of the largest shape, hidden]; `max_prefix_tokens`: of all prefixes of a batch.
+
+        `agree`: whether a thing is so on all ranks that compute the model together. A batch must run on the same shape
+        on all of them, as it is their graphs that meet in its collectives. It is called in the same order on each.
+        """
         if not shapes:
             raise ValueError("a grid of graphs needs at least one shape")
         most_tokens = max(shape.tokens for shape in shapes)
@@ -47,6 +58,8 @@ class PrefillGraphs:
         self._recorder = recorder
         self._ledger = ledger
         self._clock = clock
+        self._agree = agree
+        self._failures_in_a_row = 0
         self._output = output
         self._static = allocate(most_tokens, max(shape.slots for shape in shapes), max_prefix_tokens, output.device)
         self._recordings: dict[GraphShape, Recording] = {}
@@ -71,18 +84,25 @@ class PrefillGraphs:
         return self._ledger.used_bytes
 
     def capture_all(self) -> Iterator[GraphShape]:
-        """Capture every shape that the budget allows, one at each step; those that it does not leave the grid."""
-        for shape in self._order:
-            self._capture(shape)
-            yield shape
+        """Capture every shape that the budget allows, one at each step.
+
+        Those that it does not allow, and those whose capture fails, leave the grid.
+        """
+        with collection_frozen(), self._recorder.session():
+            for shape in self._order:
+                self._capture(shape)
+                yield shape
 
     def choose(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> GraphShape | Fallback:
         """The shape for a batch with these lengths, in tokens, or why none. Changes nothing."""
         return self.grid.choose(max(new_lens), len(new_lens), sum(new_lens), sum(prefix_lens))
 
     def make_ready(self, shape: GraphShape) -> bool:
-        """Capture a shape that has not been captured yet; False where the budget does not allow it."""
-        return shape in self._recordings or self._capture(shape)
+        """Capture a shape that has not been captured yet; False where the budget does not allow it, or it fails."""
+        if shape in self._recordings:
+            return True
+        with self._recorder.session():
+            return self._capture(shape)
 
     def load(self, shape: GraphShape, batch: RaggedBatch) -> PaddedBatch:
         """Put a batch into the static tensors of a shape that it fits."""
@@ -100,32 +120,46 @@ class PrefillGraphs:
         return self._output[: shape.tokens]
 
     def _capture(self, shape: GraphShape) -> bool:
-        if not self._ledger.can_capture(shape):
-            return self._leave_out(shape)
+        if self._failures_in_a_row >= MOST_FAILURES_IN_A_ROW:
+            return self._leave_out(shape, Fallback.CAPTURE)
+        if not self._agree(self._ledger.can_capture(shape)):
+            return self._leave_out(shape, Fallback.MEMORY)
         batch = self._static.of(shape.tokens, shape.slots)
-        self._load_dummy(batch, shape)
         output = self._output[: shape.tokens]
 
         def compute() -> None:
             output.copy_(self._forward(shape, batch))
 
         started_s = self._clock()
+        recording, has_memory = None, True
         try:
+            self._load_dummy(batch, shape)
             self._recorder.warm_up(compute)
             before = self._recorder.memory()
             recording = self._recorder.record(compute)
-        except torch.OutOfMemoryError:
-            # Others have taken what the budget counts on; what has been captured goes on to serve.
-            return self._leave_out(shape)
+            after = self._recorder.memory()
+        except Exception as error:
+            # What has been captured goes on to serve, and the rest runs on the ordinary path.
+            has_memory = not _has_run_out_of_memory(error)
+            logger.warning(
+                "no prefill graph of %d tokens x %d, its batches run without: %s", *shape, _first_line(error)
+            )
+        if not self._agree(recording is not None) or recording is None:
+            if not self._agree(has_memory):
+                return self._leave_out(shape, Fallback.MEMORY)
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row == MOST_FAILURES_IN_A_ROW:
+                logger.warning("%d captures failed one after the other, no more are tried", MOST_FAILURES_IN_A_ROW)
+            return self._leave_out(shape, Fallback.CAPTURE)
+        self._failures_in_a_row = 0
         self._recordings[shape] = recording
-        after, ended_s = self._recorder.memory(), self._clock()
         growth = after.allocator_bytes - before.allocator_bytes
         own = after.used_bytes - before.used_bytes - growth
-        self._ledger.note(CaptureCost(shape, max(0, growth), max(0, own), ended_s - started_s))
+        self._ledger.note(CaptureCost(shape, max(0, growth), max(0, own), self._clock() - started_s))
         return True
 
-    def _leave_out(self, shape: GraphShape) -> bool:
-        self.grid.leave_out(shape)
+    def _leave_out(self, shape: GraphShape, reason: Fallback) -> bool:
+        self.grid.leave_out(shape, reason)
         return False
 
     @staticmethod
@@ -139,3 +173,22 @@ class PrefillGraphs:
         batch.starts.copy_(steps[:-1])
         batch.qo_indptr.copy_(steps)
         batch.positions.copy_(torch.arange(shape.tokens, device=batch.ids.device) % shape.length_tokens)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that it was raised in the handling of, the first one last."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _has_run_out_of_memory(error: BaseException) -> bool:
+    return any(isinstance(one, torch.OutOfMemoryError) for one in _chain(error))
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the first error: a capture that cannot be ended raises another over the one that broke it."""
+    *_, first = _chain(error)
+    text = str(first).strip()
+    return f"{type(first).__name__}: {text.splitlines()[0]}" if text else type(first).__name__

@@ -5,10 +5,15 @@ A recorded computation reads its inputs from tensors that stay where they are an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+# Around captures on a given stream, which it makes the current one.
+CaptureContext = Callable[[Any], AbstractContextManager[Any]]
 
 
 class Recording(Protocol):
@@ -26,7 +31,11 @@ class DeviceMemory(NamedTuple):
 
 
 class Recorder(Protocol):
-    """A way of recording: warm up, look at the memory, record, look again."""
+    """A way of recording: warm up, look at the memory, record, look again, all within a session."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around one or more recordings."""
+        ...
 
     def warm_up(self, compute: Callable[[], None]) -> None: ...
 
@@ -46,6 +55,9 @@ class _Again:
 class DirectRecorder:
     """Records nothing: a replay is a run. What graphs do, where there are none to be had."""
 
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def warm_up(self, compute: Callable[[], None]) -> None:
         pass
 
@@ -60,31 +72,95 @@ class DirectRecorder:
 class CudaRecorder:
     """CUDA graphs in one memory pool, captured on one stream."""
 
-    def __init__(self, warm_ups: int = 2) -> None:
-        """`warm_ups`: runs before each capture, in which kernels are compiled, loaded and tuned."""
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-        self._warm_ups = warm_ups
+    def __init__(self, pool: Any = None, stream: Any = None, context: CaptureContext | None = None) -> None:
+        """`pool` and `stream`: to share with other graphs that never run at the same time; None: of its own.
+
+        `context` is entered around captures with their stream; None: the stream becomes the current one.
+        """
+        self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._context: CaptureContext = torch.cuda.stream if context is None else context
+        self._stream = torch.cuda.Stream() if stream is None else stream
+        self._probe = torch.zeros(1, device="cuda")
+        self._has_recorded = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """On the stream of the captures, without garbage collection: what it frees must not be freed in a capture."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with self._context(self._stream), collection_paused():
+            yield
 
     def warm_up(self, compute: Callable[[], None]) -> None:
-        """Run, and free what that took of memory: the pool of the graphs has its own."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(self._warm_ups):
-                compute()
-        current.wait_stream(self._stream)
+        """Run, and free what that took of memory: the pool of the graphs has its own.
+
+        Twice before the first recording, when kernels are compiled, loaded and tuned; then once for those that a
+        further shape needs.
+        """
+        for _ in range(1 if self._has_recorded else 2):
+            compute()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
     def record(self, compute: Callable[[], None]) -> Recording:
-        """Capture; other threads of the process may go on using the device meanwhile."""
-        graph = torch.cuda.CUDAGraph()
+        """Capture; other threads of the process may go on using the device meanwhile.
+
+        Raises what stands against it; further computations and captures are then possible as before.
+        """
+        try:
+            graph = self._capture(compute)
+        except BaseException:
+            self._recover()
+            raise
+        self._has_recorded = True
+        return graph
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info()
+        return DeviceMemory(total - free, torch.cuda.memory_reserved())
+
+    def _capture(self, compute: Callable[[], None]) -> Recording:
+        graph: Any = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             compute()
         torch.cuda.synchronize()
         return graph  # type: ignore[no-any-return, unused-ignore]
 
-    def memory(self) -> DeviceMemory:
-        free, total = torch.cuda.mem_get_info()
-        return DeviceMemory(total - free, torch.cuda.memory_reserved())
+    def _recover(self) -> None:
+        """Undo what torch leaves behind where it cannot end a capture.
+
+        Its allocator still counts the pool as recording, and refuses every later capture into it, those of others
+        included; its random generator still counts as captured, and refuses to draw until a capture has ended well.
+        """
+        with suppress(RuntimeError):  # it is not recording: the capture ended, and only the computation failed
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        with suppress(RuntimeError):  # the device is lost then; its next use says why
+            self._capture(lambda: self._probe.add_(1.0))
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage is collected on its own."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def collection_frozen() -> Iterator[None]:
+    """Collections look at nothing that is alive now, so that those which torch asks for are quick.
+
+    For a process that has frozen nothing itself: what it had would be looked at again afterwards.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -67,3 +67,27 @@ def test_smaller_shapes_do_not_make_the_pool_grow(graphs: PrefillGraphs) -> None
     assert first.shape.tokens == 1024
     assert first.pool_growth_bytes >= 1024 * WIDE * 4
     assert sum(cost.pool_growth_bytes for cost in others) <= first.pool_growth_bytes // 10
+
+
+def test_after_a_capture_that_failed_others_capture_into_the_pool_and_draw() -> None:
+    pool = torch.cuda.graph_pool_handle()
+    recorder = CudaRecorder(pool)
+    x, total = torch.ones(4, device="cuda"), torch.zeros(1, device="cuda")
+
+    def synchronises() -> None:
+        if float(x.sum().item()) > 0:
+            total.add_(1.0)
+
+    before = torch.cuda.current_stream()
+    with recorder.session():
+        with pytest.raises(RuntimeError):
+            recorder.record(synchronises)
+        torch.rand(4, device="cuda")
+        recording = recorder.record(lambda: total.add_(x.sum()))
+    assert torch.cuda.current_stream() == before
+    recording.replay()
+    torch.cuda.synchronize()
+    assert float(total.item()) == 4.0
+    torch.multinomial(torch.rand(4, device="cuda"), 1)
+    with CudaRecorder(pool).session():  # as SGLang's own graphs do, later
+        CudaRecorder(pool).record(lambda: total.mul_(2.0))

@@ -6,14 +6,17 @@ Real SGLang on a CPU, where the recording is replaced by running what would be r
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sglang_ext.policy.laps.graph_grid import GraphShape
+from sglang_ext.sglang_plugin.graphs.graph_options import CAPTURED_ARCHITECTURES
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
-from support.graph_engine import Outcome, Request, run_batches
+from support.graph_engine import Outcome, Request, Setting, run_batches, run_ranks
+from support.tiny_families import FAMILIES, tiny_family
 from support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.integration
@@ -54,7 +57,7 @@ def test_batches_of_all_kinds(page_tokens: int) -> None:
             for _ in range(8)
         ),
     ]
-    outcomes = run_batches(tiny_model(), batches, LENGTHS, BATCHES, page_tokens)
+    outcomes = run_batches(tiny_model(), batches, LENGTHS, BATCHES, page_tokens=page_tokens)
     for batch, outcome in zip(batches, outcomes, strict=True):
         check(outcome)
         assert outcome.shape is not None
@@ -82,6 +85,70 @@ def test_what_does_not_fit_runs_as_before_and_is_counted() -> None:
         ((32, 2), None),
         ((8, 1), None),
     ]
+
+
+def test_hidden_states_of_all_tokens_stay_what_they_are_after_further_replays() -> None:
+    rng = random.Random(13)
+    batches = [[request(rng, 8, 5)], [request(rng, 3), request(rng, 8)], [request(rng, 33)], [request(rng, 7)]]
+    outcomes = run_batches(tiny_model(), batches, LENGTHS, BATCHES, wants_hidden=True)
+    assert [outcome.shape for outcome in outcomes] == [(8, 1), (8, 2), None, (8, 1)]
+    for batch, outcome in zip(batches, outcomes, strict=True):
+        check(outcome)
+        assert outcome.on_grid.hidden.shape == (sum(len(one.new) for one in batch), 64)
+        np.testing.assert_allclose(outcome.on_grid.hidden, outcome.ordinary.hidden, atol=BOUND, rtol=0)
+
+
+@pytest.mark.parametrize("capture", ["start", "lazy"])
+def test_shapes_that_cannot_be_recorded_run_as_before(capture: str) -> None:
+    rng = random.Random(14)
+    batches = [[request(rng, 8)], [request(rng, 8), request(rng, 7)], [request(rng, 8)], [request(rng, 31, 9)]]
+    failing = (frozenset({8, 32}),)
+    outcomes = run_batches(tiny_model(), batches, (8, 32), (1, 2), capture=capture, failing=failing)
+    for outcome in outcomes:
+        check(outcome)
+    # at start the next larger shape has it; lazily that is so from the second time on
+    first, second = (((8, 2), None), ((32, 2), None)) if capture == "start" else ((None, "capture"), (None, "capture"))
+    assert [(outcome.shape, outcome.fallback) for outcome in outcomes] == [
+        first,
+        ((8, 2), None),
+        ((8, 2), None),
+        second,
+    ]
+
+
+def test_tensor_parallel_ranks_run_every_batch_on_the_same_shape() -> None:
+    """Each captures for itself; a shape that one of them has not is used by none: their collectives would not meet."""
+    rng = random.Random(15)
+    batches = [[request(rng, 8)], [request(rng, 5, 20), request(rng, 7)], [request(rng, 30, 3)], [request(rng, 33)]]
+    failing = (frozenset[int](), frozenset({8}))
+    for capture in ("start", "lazy"):
+        setting = Setting((8, 32), (1, 2), capture=capture, ranks=2, failing=failing)
+        mine, theirs = run_ranks(tiny_model(), batches, setting)
+        for outcome in (*mine, *theirs):
+            check(outcome)
+        for one, other in zip(mine, theirs, strict=True):
+            assert (one.shape, one.fallback) == (other.shape, other.fallback)
+            np.testing.assert_array_equal(one.on_grid.logits, other.on_grid.logits)
+        assert [outcome.shape for outcome in mine] == [(8, 2) if capture == "start" else None, (8, 2), (32, 1), None]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [one if one == "Qwen3MoeForCausalLM" else pytest.param(one, marks=pytest.mark.full) for one in FAMILIES],
+)
+def test_families(architecture: str, tmp_path: Path) -> None:
+    rng = random.Random(16)
+    batches = [[request(rng, 8)], [request(rng, 5, 20), request(rng, 7)], [request(rng, 30), request(rng, 2, 40)]]
+    model = tiny_family(architecture, tmp_path)
+    for ranks in (2, 1) if architecture == "Qwen3MoeForCausalLM" else (1,):
+        for outcomes in run_ranks(model, batches, Setting((8, 32), (1, 2), ranks=ranks)):
+            assert [outcome.shape for outcome in outcomes] == [(8, 1), (8, 2), (32, 1)]
+            for outcome in outcomes:
+                check(outcome)
+
+
+def test_every_family_that_is_captured_is_tested() -> None:
+    assert {*FAMILIES, "LlamaForCausalLM"} == CAPTURED_ARCHITECTURES
 
 
 def test_an_engine_without_a_gpu_says_so_in_one_line_and_serves() -> None:

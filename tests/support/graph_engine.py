@@ -25,10 +25,14 @@ class Request(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one prefill left: logits [requests, vocabulary] and, by request, the KV of all its tokens."""
+    """What one prefill left: logits [requests, vocabulary] and, by request, the KV of all its tokens.
+
+    With hidden states of all tokens where they are asked for, as they are once all batches have run.
+    """
 
     logits: Any
     kv: list[Any]
+    hidden: Any = None
 
 
 class Outcome(NamedTuple):
@@ -40,59 +44,124 @@ class Outcome(NamedTuple):
     fallback: str | None
 
 
+class Setting(NamedTuple):
+    """The grid of an engine, and what else differs between tests."""
+
+    lengths_tokens: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    page_tokens: int = 1
+    capture: str = "start"
+    memory_gb: float | None = None
+    wants_hidden: bool = False
+    ranks: int = 1
+    # by rank, tokens of the shapes that cannot be recorded there
+    failing: tuple[frozenset[int], ...] = (frozenset(), frozenset())
+
+
 def run_batches(
-    model: Path,
-    batches: Sequence[Sequence[Request]],
-    lengths_tokens: tuple[int, ...],
-    batch_sizes: tuple[int, ...],
-    page_tokens: int = 1,
-    capture: str = "start",
-    memory_gb: float | None = None,
+    model: Path, batches: Sequence[Sequence[Request]], lengths: tuple[int, ...], sizes: tuple[int, ...], **more: Any
 ) -> list[Outcome]:
-    """Each batch in turn, in a process of its own, as SGLang changes the one that it is imported into."""
-    with ProcessPoolExecutor(1, mp_context=preloaded_context()) as pool:
-        options = (capture, lengths_tokens, batch_sizes, memory_gb)
-        future = pool.submit(_run, str(model), batches, page_tokens, options)
-        return future.result(TIMEOUT_S)
+    """Each batch in turn, in a process of its own, as SGLang changes the one that it is imported into; `more` is of
+    a `Setting`."""
+    return run_ranks(model, batches, Setting(lengths, sizes, **more))[0]
 
 
-def _run(model: str, batches: Sequence[Sequence[Request]], page_tokens: int, options: tuple[Any, ...]) -> list[Outcome]:
+def run_ranks(model: Path, batches: Sequence[Sequence[Request]], setting: Setting) -> list[list[Outcome]]:
+    """The same on every tensor-parallel rank."""
+    from support.engines import free_port
+
+    port = free_port()
+    with ProcessPoolExecutor(setting.ranks, mp_context=preloaded_context()) as pool:
+        futures = [pool.submit(_run, str(model), batches, rank, port, setting) for rank in range(setting.ranks)]
+        return [future.result(TIMEOUT_S) for future in futures]
+
+
+def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int, setting: Setting) -> list[Outcome]:
     import torch
 
     from sglang_ext.sglang_plugin import cpu_platform
 
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if setting.ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        bound = (str(cores[one % len(cores)]) for one in range(setting.ranks))
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
     torch.set_num_threads(1)
     from sglang_ext.sglang_plugin.graphs.capture import build_graphs
     from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
     from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
-    from sglang_ext_cuda_graphs.recorders import DirectRecorder
-    from support.engines import free_port
     from support.ring_instances import Place, model_runner
 
-    engine = model_runner(model, Place(0, 1, 0, 1, free_port()), page_tokens, "float32")
+    engine = model_runner(model, Place(0, 1, rank, setting.ranks, port), setting.page_tokens, "float32")
     assert conflict(engine) is None
     runner = GridPrefillRunner(engine, engine.prefill_cuda_graph_runner or engine.eager_runner, engine.eager_runner)
-    grid = GraphOptions(Capture(options[0]), *options[1:])
-    graphs = build_graphs(runner, engine, grid, DirectRecorder(), free_bytes=1 << 30)
+    grid = GraphOptions(Capture(setting.capture), setting.lengths_tokens, setting.batch_sizes, setting.memory_gb)
+    graphs = build_graphs(runner, engine, grid, _recorder(setting.failing[rank]), free_bytes=1 << 30)
     assert graphs is not None
+    hidden: list[Any] = []
+    if setting.wants_hidden:
+        _ask_for_hidden_states(engine, hidden)
     outcomes = []
     for batch in batches:
-        ordinary = _forward(engine, batch, lambda: None)
+        ordinary = _forward(engine, batch, lambda: None, hidden)
         stock, engine.prefill_cuda_graph_runner = engine.prefill_cuda_graph_runner, runner
         runner.use(None)
         replays, fallbacks = graphs.replays.copy(), graphs.fallbacks.copy()
-        on_grid = _forward(engine, batch, lambda: runner.use(graphs))
+        on_grid = _forward(engine, batch, lambda: runner.use(graphs), hidden)
         engine.prefill_cuda_graph_runner = stock
         shape = next(iter(graphs.replays - replays), None)
         fallback = next(iter(graphs.fallbacks - fallbacks), None)
         outcomes.append(Outcome(ordinary, on_grid, shape and tuple(shape), fallback and fallback.value))
-    return outcomes
+    return [one._replace(ordinary=_as_arrays(one.ordinary), on_grid=_as_arrays(one.on_grid)) for one in outcomes]
 
 
-def _forward(model_runner: Any, batch: Sequence[Request], before_new_tokens: Callable[[], None]) -> Pass:
+def _recorder(failing: frozenset[int]) -> Any:
+    from sglang_ext_cuda_graphs.recorders import DirectRecorder, Recording
+
+    class Failing(DirectRecorder):
+        """Does not record what computes so many tokens."""
+
+        def record(self, compute: Callable[[], None]) -> Recording:
+            recording = super().record(compute)
+            (output,) = (cell.cell_contents for cell in compute.__closure__ or () if _is_tensor(cell.cell_contents))
+            if output.shape[0] in failing:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return recording
+
+    return Failing()
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _as_arrays(one: Pass) -> Pass:
+    return one if one.hidden is None else one._replace(hidden=one.hidden.float().numpy().copy())
+
+
+def _ask_for_hidden_states(model_runner: Any, kept: list[Any]) -> None:
+    """Of all tokens, in every pass from now on; they are put into `kept` as they come out."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    stock = model_runner.forward
+
+    def forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        output = stock(forward_batch, *args, **kwargs)
+        kept.append(output.logits_output.hidden_states)
+        return output
+
+    model_runner.forward = forward
+
+
+def _forward(
+    model_runner: Any, batch: Sequence[Request], before_new_tokens: Callable[[], None], hidden: list[Any]
+) -> Pass:
     """Prefixes first, those of all requests together, then the new tokens of all."""
     import torch
     from sglang.benchmark import one_batch
@@ -119,4 +188,4 @@ def _forward(model_runner: Any, batch: Sequence[Request], before_new_tokens: Cal
         slots = rows[row, : len(request.prefix) + len(request.new)].long()
         layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
         kv.append(torch.stack([torch.stack([k[slots], v[slots]]) for k, v in layers]).numpy())
-    return Pass(logits.float().numpy().copy(), kv)
+    return Pass(logits.float().numpy().copy(), kv, hidden[-1] if hidden else None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
-from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
+from sglang_ext_cuda_graphs.prefill_graphs import MOST_FAILURES_IN_A_ROW, PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DeviceMemory, DirectRecorder, Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch
 
@@ -108,6 +111,118 @@ def test_a_shape_for_which_memory_runs_out_leaves_the_grid() -> None:
     assert graphs.choose([8], [0]) == GraphShape(8, 2)
     assert graphs.make_ready(GraphShape(4, 2))
     assert graphs.captured == {(4, 2)}
+
+
+class FailingRecorder(DirectRecorder):
+    """Cannot record the shapes with these numbers of tokens; the error is one over another, as torch's is."""
+
+    def __init__(self, broken_tokens: set[int], is_in_warm_up: bool = False) -> None:
+        self.broken_tokens = broken_tokens
+        self.is_in_warm_up = is_in_warm_up
+        self.tried = 0
+        self.tokens = 0
+
+    def toy(self, shape: GraphShape, batch: PaddedBatch) -> torch.Tensor:
+        self.tokens = shape.tokens
+        return toy(shape, batch)
+
+    def warm_up(self, compute: Callable[[], None]) -> None:
+        compute()
+        self.tried += 1
+        if self.is_in_warm_up and self.tokens in self.broken_tokens:
+            raise TypeError("a kernel that does not compile")
+
+    def record(self, compute: Callable[[], None]) -> Recording:
+        if self.tokens in self.broken_tokens:
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+            except RuntimeError:
+                raise RuntimeError("capture_end failed")  # noqa: B904 (as it is raised on leaving the capture)
+        return super().record(compute)
+
+
+def build_failing(recorder: FailingRecorder, agree: Callable[[bool], bool] = bool) -> PrefillGraphs:
+    shapes = plan_captures([4, 8], [1, 2, 4], 32, 4)
+    ledger = MemoryLedger(None, assumed_bytes_per_token=1.0)
+    return PrefillGraphs(shapes, recorder.toy, recorder, ledger, torch.zeros(32, HIDDEN), 100, lambda: 0.0, agree)
+
+
+@pytest.mark.parametrize("is_in_warm_up", [False, True])
+def test_a_shape_whose_capture_fails_leaves_the_grid_and_the_others_serve(
+    is_in_warm_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = FailingRecorder({16}, is_in_warm_up)  # 8 x 2 and 4 x 4, the second and third in the order
+    graphs = build_failing(recorder)
+    with caplog.at_level(logging.WARNING):
+        assert len(list(graphs.capture_all())) == 6
+    assert graphs.captured == frozenset(graphs.grid.shapes) == {(8, 4), (4, 2), (8, 1), (4, 1)}
+    first = "TypeError: a kernel that does not compile" if is_in_warm_up else "RuntimeError: operation not permitted"
+    assert len(caplog.records) == 2
+    for record, shape in zip(caplog.records, ("4 tokens x 4", "8 tokens x 2"), strict=True):
+        assert record.getMessage().startswith(f"no prefill graph of {shape}, its batches run without: {first}")
+        assert "\n" not in record.getMessage()
+    assert graphs.choose([8, 8], [0, 0]) == GraphShape(8, 4)  # the next that holds it
+    batch = ragged([3], [0])
+    graphs.load(GraphShape(4, 1), batch)
+    assert torch.equal(graphs.replay(GraphShape(4, 1))[:3, 0], batch.ids.float())
+
+
+def test_a_failure_at_serving_is_counted_by_its_reason() -> None:
+    recorder = FailingRecorder({4})
+    graphs = build_failing(recorder)
+    assert not graphs.make_ready(GraphShape(4, 1))
+    assert graphs.grid.why_left_out(GraphShape(4, 1)) is Fallback.CAPTURE
+    assert graphs.grid.why_left_out(GraphShape(8, 1)) is None
+    assert not graphs.make_ready(GraphShape(4, 1))
+    assert graphs.make_ready(GraphShape(8, 1))
+
+
+def test_when_all_fail_it_stops_trying(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = FailingRecorder({4, 8, 16, 32})
+    graphs = build_failing(recorder)
+    with caplog.at_level(logging.WARNING):
+        list(graphs.capture_all())
+    assert recorder.tried == MOST_FAILURES_IN_A_ROW
+    assert not graphs.grid.shapes
+    assert not graphs.captured
+    assert len(caplog.records) == MOST_FAILURES_IN_A_ROW + 1
+    assert caplog.records[-1].getMessage() == "3 captures failed one after the other, no more are tried"
+    assert graphs.choose([4], [0]) is Fallback.CAPTURE
+
+
+def test_ranks_drop_what_one_of_them_has_not_captured() -> None:
+    """What a peer rank says decides, in the same order of questions."""
+    peer_fails_at = {2: False, 5: False}  # of the questions: is there room, is it recorded, by turns
+    asked = []
+
+    def agree(is_well: bool) -> bool:
+        asked.append(is_well)
+        return is_well and peer_fails_at.get(len(asked), True)
+
+    graphs = build_failing(FailingRecorder(set()), agree)
+    first, second, *_ = list(graphs.capture_all())
+    assert all(asked)
+    assert first not in graphs.captured  # question 2: the peer has not recorded it; 3: it had the memory
+    assert graphs.grid.why_left_out(first) is Fallback.CAPTURE
+    assert second not in graphs.captured  # question 5: neither this one; 4: there was room
+    assert graphs.captured == frozenset(graphs.grid.shapes)
+    assert len(graphs.captured) == 4
+
+
+def test_nothing_is_collected_while_all_are_captured() -> None:
+    frozen = []
+
+    class Looking(DirectRecorder):
+        def record(self, compute: Callable[[], None]) -> Recording:
+            frozen.append(gc.get_freeze_count())
+            return super().record(compute)
+
+    shapes = plan_captures([4], [1, 2], 8, 2)
+    arguments: tuple[Any, ...] = (shapes, toy, Looking(), MemoryLedger(None, 1.0), torch.zeros(8, HIDDEN), 1, lambda: 0)
+    before = gc.get_freeze_count()
+    list(PrefillGraphs(*arguments).capture_all())
+    assert all(count > 0 for count in frozen)
+    assert gc.get_freeze_count() == before
 
 
 def test_why_a_batch_has_no_shape() -> None:

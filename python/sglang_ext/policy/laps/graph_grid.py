@@ -49,6 +49,7 @@ class Fallback(StrEnum):
     PADDING = "padding"  # the nearest shape would compute too much in vain
     PREFIXES = "prefixes"  # its cached prefixes are longer in all than the buffer for their slots
     MEMORY = "memory"  # its shape was not captured, the budget being used up
+    CAPTURE = "capture"  # the capture of its shape failed
     UNSUPPORTED = "unsupported"  # the request asks for something that a captured pass does not do
 
 
@@ -73,7 +74,7 @@ class GraphGrid:
 
     def __init__(self, shapes: Iterable[GraphShape] = (), max_prefix_tokens: float = inf) -> None:
         self.max_prefix_tokens = max_prefix_tokens
-        self._left_out: list[GraphShape] = []
+        self._left_out: dict[GraphShape, Fallback] = {}
         self._use(shapes)
 
     @classmethod
@@ -89,8 +90,10 @@ class GraphGrid:
         """
         shape = self.nearest(longest_tokens, requests, new_tokens)
         if shape is None:
-            has_lost = any(_holds(one, longest_tokens, requests, new_tokens) for one in self._left_out)
-            return Fallback.MEMORY if has_lost else Fallback.TOO_LARGE
+            return next(
+                (why for one, why in self._left_out.items() if _holds(one, longest_tokens, requests, new_tokens)),
+                Fallback.TOO_LARGE,
+            )
         if shape.tokens > max(FREE_TOKENS, MAX_PADDING_FACTOR * new_tokens):
             return Fallback.PADDING
         return shape if cached_tokens <= self.max_prefix_tokens else Fallback.PREFIXES
@@ -107,11 +110,15 @@ class GraphGrid:
                 return at if cached_tokens <= self.max_prefix_tokens else -1
         return -1
 
-    def leave_out(self, shape: GraphShape) -> None:
-        """From now on no batch is padded to this shape."""
+    def leave_out(self, shape: GraphShape, reason: Fallback = Fallback.MEMORY) -> None:
+        """From now on no batch is padded to this shape, and `choose` gives the reason for those that it would hold."""
         if shape in self.shapes:
-            self._left_out.append(shape)
+            self._left_out[shape] = reason
             self._use(set(self.shapes) - {shape})
+
+    def why_left_out(self, shape: GraphShape) -> Fallback | None:
+        """None for a shape that was not."""
+        return self._left_out.get(shape)
 
     def nearest(self, longest_tokens: int, requests: int, new_tokens: int) -> GraphShape | None:
         """The captured shape with the least padding that holds such a batch; None if none. Of two, the shorter."""

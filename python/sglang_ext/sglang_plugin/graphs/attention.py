@@ -32,9 +32,13 @@ class CapturedAttention:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **unused: Any,
+        **more: Any,
     ) -> torch.Tensor:
-        """`q` [T, heads x D] of the padded batch, `k` and `v` [T, KV heads, D]; the output has the shape of `q`."""
+        """`q` [T, heads x D] of the padded batch, `k` and `v` [T, KV heads, D]; the output has the shape of `q`.
+
+        Raises NotImplementedError for attention that is not plainly causal: the shape is not captured then.
+        """
+        _refuse_other_than_causal(layer, more)
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         out = torch.zeros_like(q)
@@ -45,6 +49,16 @@ class CapturedAttention:
         attend = _attend_on_cuda if q.is_cuda else _attend_on_cpu
         attend(shaped_out, shaped, k, v, k_pool, v_pool, self._batch, self._longest_tokens, layer)
         return out
+
+
+def _refuse_other_than_causal(layer: Any, more: dict[str, Any]) -> None:
+    asked = [name for name, value in more.items() if value is not None and value is not False]
+    if asked:
+        raise NotImplementedError(f"attention with {', '.join(sorted(asked))} is not captured")
+    if (getattr(layer, "sliding_window_size", None) or -1) > -1:
+        raise NotImplementedError(f"attention over a sliding window of {layer.sliding_window_size} is not captured")
+    if getattr(layer, "is_cross_attention", False):
+        raise NotImplementedError("cross-attention is not captured")
 
 
 def _attend_on_cpu(

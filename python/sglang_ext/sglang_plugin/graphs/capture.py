@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from sglang_ext.policy.laps.graph_grid import GraphShape
 from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
-from sglang_ext_cuda_graphs.recorders import Recorder
+from sglang_ext_cuda_graphs.recorders import CudaRecorder, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +41,12 @@ def capture_prefill_graph(stock: Callable[..., Any], *, model_runner: Any, eager
     import msgspec
     import torch
 
-    from sglang_ext.sglang_plugin.graphs.capture import build_graphs
-    from sglang_ext_cuda_graphs.recorders import CudaRecorder
+    from sglang_ext.sglang_plugin.graphs.capture import build_graphs, cuda_recorder
 
     started_s = time.perf_counter()
     free_bytes = torch.cuda.mem_get_info()[0]
     runner = GridPrefillRunner(model_runner, capture.runner or eager_runner, eager_runner)
-    graphs = build_graphs(runner, model_runner, options.graphs, CudaRecorder(), free_bytes)
+    graphs = build_graphs(runner, model_runner, options.graphs, cuda_recorder(), free_bytes)
     if graphs is None:
         return capture
     runner.use(graphs)
@@ -58,11 +59,36 @@ def capture_prefill_graph(stock: Callable[..., Any], *, model_runner: Any, eager
     )
 
 
+def cuda_recorder() -> CudaRecorder:
+    """Captures as SGLang captures its own graphs: into their memory pool, with the collectives that they have.
+
+    No two of an engine's graphs run at the same time, so the pool takes what the largest needs. Where SGLang lends its
+    pool out between replays, ours have one of their own.
+    """
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+    from sglang.srt.distributed.parallel_state import graph_capture
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.runner_utils import pool as graph_pool
+
+    lends = getattr(envs, "SGLANG_ENABLE_GRAPH_POOL_BORROW", None)
+    is_lent = lends is not None and lends.get()
+    pool = torch.cuda.graph_pool_handle() if is_lent else graph_pool.get_or_create_global_graph_memory_pool(torch.cuda)
+    # The allocator reuses memory on the stream that it was taken on: SGLang since 0.5.18 has one for all captures.
+    shared_stream = getattr(graph_pool, "get_or_create_global_graph_capture_stream", torch.cuda.Stream)
+
+    @contextmanager
+    def capturing(stream: Any) -> Iterator[None]:
+        set_graph_pool_id(pool)
+        with graph_capture(stream=stream):
+            yield
+
+    return CudaRecorder(pool, shared_stream(), capturing)
+
+
 def build_graphs(
     runner: GridPrefillRunner, model_runner: Any, options: GraphOptions, recorder: Recorder, free_bytes: int
 ) -> PrefillGraphs | None:
     """The graphs of this engine, captured where that is due at start; None where no shape fits its limits."""
-    config = model_runner.model_config
     shapes = plan_captures(
         options.lengths_tokens,
         options.batch_sizes,
@@ -72,21 +98,56 @@ def build_graphs(
     if not shapes:
         return None
     budget_bytes = free_bytes // 2 if options.memory_gb is None else int(options.memory_gb * 1e9)
-    most_tokens = shapes[0].tokens
-    graphs = PrefillGraphs(
+    agree = _agree_among_ranks()
+    graphs = None
+    try:
+        graphs = _without_captures(runner, model_runner, shapes, recorder, budget_bytes, agree)
+    except torch.OutOfMemoryError as error:
+        logger.warning("no prefill graphs by length and batch size: %s; this engine runs without them", error)
+    if not agree(graphs is not None) or graphs is None:
+        return None
+    if options.capture is Capture.LAZY:
+        logger.info("prefill graphs: %d shapes, each captured when first wanted", len(shapes))
+        return graphs
+    _capture(graphs, len(shapes))
+    return graphs if graphs.captured else None
+
+
+def _without_captures(
+    runner: GridPrefillRunner,
+    model_runner: Any,
+    shapes: list[GraphShape],
+    recorder: Recorder,
+    budget_bytes: int,
+    agree: Callable[[bool], bool],
+) -> PrefillGraphs:
+    config = model_runner.model_config
+    return PrefillGraphs(
         shapes,
         runner.compute,
         recorder,
         MemoryLedger(budget_bytes, _assumed_bytes_per_token(model_runner)),
-        torch.zeros(most_tokens, config.hidden_size, dtype=model_runner.dtype, device=model_runner.device),
+        torch.zeros(shapes[0].tokens, config.hidden_size, dtype=model_runner.dtype, device=model_runner.device),
         min(shapes[0].requests * config.context_len, MOST_PREFIX_TOKENS),
         time.perf_counter,
+        agree,
     )
-    if options.capture is Capture.START:
-        _capture(graphs, len(shapes))
-    else:
-        logger.info("prefill graphs: %d shapes, each captured when first wanted", len(shapes))
-    return graphs
+
+
+def _agree_among_ranks() -> Callable[[bool], bool]:
+    """Whether a thing is so on all tensor-parallel ranks; where there are several, a collective call on the CPU."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return bool
+
+    def agree(is_well: bool) -> bool:
+        lowest = torch.tensor([int(is_well)])
+        torch.distributed.all_reduce(lowest, torch.distributed.ReduceOp.MIN, group.cpu_group)
+        return bool(lowest.item())
+
+    return agree
 
 
 def _capture(graphs: PrefillGraphs, count: int) -> None:

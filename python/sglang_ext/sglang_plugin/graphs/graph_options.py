@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sglang_ext.sglang_plugin.cdsp.cdsp_options import SUPPORTED_ARCHITECTURES
 from sglang_ext.sglang_plugin.engine_arguments import split_options
 from sglang_ext.types import Role
 from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS
@@ -120,6 +119,13 @@ def _text(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
+# A body that maps ids and positions to hidden states, with attention that is plainly causal in each layer.
+CAPTURED_ARCHITECTURES = frozenset(
+    {
+        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
+        *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+    }
+)
 _TOKENS_HEADS_SIZE = 3
 
 
@@ -128,20 +134,42 @@ def conflict(model_runner: Any) -> str | None:
     config, arguments = model_runner.model_config, model_runner.server_args
     names = getattr(config.hf_config, "architectures", None) or ["a model without a name"]
     pool = model_runner.token_to_kv_pool
+
+    def is_given(name: str) -> bool:
+        return bool(getattr(arguments, name, None))
+
     for is_conflicting, reason in (
-        (names[0] not in SUPPORTED_ARCHITECTURES, f"{names[0]} is not one of {', '.join(SUPPORTED_ARCHITECTURES)}"),
+        (names[0] not in CAPTURED_ARCHITECTURES, _why_not(names[0], config)),
         (bool(getattr(config, "sliding_window_size", None)), f"{names[0]} has a sliding window"),
-        (arguments.tp_size > 1, "--tp-size: an engine of several ranks is not captured yet"),
         (arguments.pp_size > 1, "--pp-size: a pipeline stage is not captured"),
         (arguments.enable_dp_attention, "--enable-dp-attention: its ranks build batches of their own"),
-        (bool(arguments.enable_lora), "--enable-lora: adapters differ by request"),
+        (_is_above_one(arguments, "ep_size"), "--ep-size: how many tokens go to which rank is known when it runs"),
+        (
+            getattr(arguments, "moe_a2a_backend", None) not in {None, "none"},
+            "--moe-a2a-backend: how many tokens go to which rank is known when it runs",
+        ),
+        (
+            _is_above_one(arguments, "attn_cp_size") or _is_above_one(arguments, "dcp_size"),
+            "context parallelism: its ranks divide each batch anew",
+        ),
+        (is_given("enable_two_batch_overlap"), "--enable-two-batch-overlap: it divides each batch anew"),
+        (
+            is_given("enable_eplb") or is_given("expert_distribution_recorder_mode"),
+            "--enable-eplb, --expert-distribution-recorder-mode: experts are counted by code that a replay leaves out",
+        ),
+        (
+            is_given("enable_return_routed_experts"),
+            "--enable-return-routed-experts: they are noted by code that a replay leaves out",
+        ),
+        (is_given("forward_hooks"), "--forward-hooks: a replay calls none"),
+        (is_given("enable_lora"), "--enable-lora: adapters differ by request"),
         (arguments.speculative_algorithm is not None, "--speculative-algorithm: the draft reads other states"),
         (
-            bool(arguments.enable_hierarchical_cache),
+            is_given("enable_hierarchical_cache"),
             "--enable-hierarchical-cache: a captured pass cannot wait for the KV of its layers",
         ),
         (
-            bool(getattr(arguments, "enable_deterministic_inference", False)),
+            is_given("enable_deterministic_inference"),
             "--enable-deterministic-inference: sums are in another order than on the ordinary path",
         ),
         (_token_dimensions(pool) != _TOKENS_HEADS_SIZE, "SGLANG_USE_HND_KVCACHE: KV is not stored token by token"),
@@ -154,6 +182,25 @@ def conflict(model_runner: Any) -> str | None:
         if is_conflicting:
             return reason
     return None
+
+
+def _why_not(architecture: str, config: Any) -> str:
+    """Of a model that is not captured: what is in its way, where the config tells."""
+    text = getattr(config, "hf_text_config", config.hf_config)
+    for field, reason in (
+        ("kv_lora_rank", "its attention is latent (MLA)"),
+        ("layer_types", "its layers are of several kinds"),
+        ("attention_chunk_size", "it attends within chunks"),
+        ("final_logit_softcapping", "its attention scores are capped"),
+        ("vision_config", "it takes images"),
+    ):
+        if getattr(text, field, None) or getattr(config.hf_config, field, None):
+            return f"{architecture}: {reason}"
+    return f"{architecture} is not one of {', '.join(sorted(CAPTURED_ARCHITECTURES))}"
+
+
+def _is_above_one(arguments: Any, name: str) -> bool:
+    return (getattr(arguments, name, None) or 1) > 1
 
 
 def _token_dimensions(pool: Any) -> int:

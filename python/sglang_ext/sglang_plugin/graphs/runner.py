@@ -62,12 +62,15 @@ class GridPrefillRunner:
         if not isinstance(shape, GraphShape) or self._graphs is None:
             return self._stock.execute(forward_batch, **kwargs)
         if not self._graphs.make_ready(shape):
-            self._graphs.fallbacks[Fallback.MEMORY] += 1
+            self._graphs.fallbacks[self._graphs.grid.why_left_out(shape) or Fallback.MEMORY] += 1
             return self._eager.execute(forward_batch)
         self._wait_for_cached_kv()
         self.replayed = shape
         self._graphs.load(shape, self._ragged(forward_batch))
         hidden = self._graphs.replay(shape)[: forward_batch.input_ids.shape[0]]
+        if forward_batch.capture_hidden_mode.is_full():
+            # They are handed out as they are, and copied to the host while the next replay may be writing.
+            hidden = hidden.clone()
         return self._tail(forward_batch, hidden, kwargs)
 
     def compute(self, shape: GraphShape, batch: PaddedBatch) -> torch.Tensor:

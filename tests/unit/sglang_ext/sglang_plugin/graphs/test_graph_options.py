@@ -105,6 +105,13 @@ def runner(architecture: str = "Qwen2ForCausalLM", window: int | None = None, **
         "tp_size": 1,
         "pp_size": 1,
         "enable_dp_attention": False,
+        "ep_size": 1,
+        "moe_a2a_backend": "none",
+        "dcp_size": 1,
+        "enable_two_batch_overlap": False,
+        "expert_distribution_recorder_mode": None,
+        "enable_return_routed_experts": False,
+        "forward_hooks": None,
         "enable_lora": None,
         "speculative_algorithm": None,
         "enable_hierarchical_cache": False,
@@ -123,6 +130,24 @@ def runner(architecture: str = "Qwen2ForCausalLM", window: int | None = None, **
 def test_a_dense_model_alone_goes() -> None:
     assert conflict(runner()) is None
     assert conflict(runner("LlamaForCausalLM")) is None
+    assert conflict(runner("Qwen3MoeForCausalLM")) is None
+    assert conflict(runner(tp_size=8)) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "reason"),
+    [
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "its attention is latent"),
+        ("GptOssForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}, "its layers are of several"),
+        ("Qwen3VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "it takes images"),
+        ("OPTForCausalLM", {}, "is not one of Glm4"),
+    ],
+)
+def test_other_families_are_refused_with_the_reason(architecture: str, config: dict[str, Any], reason: str) -> None:
+    model = runner(architecture)
+    vars(model.model_config.hf_config).update(config)
+    assert f"{architecture}" in (conflict(model) or "")
+    assert reason.lower() in (conflict(model) or "").lower()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +155,13 @@ def test_a_dense_model_alone_goes() -> None:
     [
         ({"architecture": "DeepseekV3ForCausalLM"}, "DeepseekV3ForCausalLM is not one of"),
         ({"window": 4096}, "sliding window"),
-        ({"tp_size": 2}, "--tp-size"),
+        ({"ep_size": 2}, "--ep-size"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
+        ({"dcp_size": 2}, "context parallelism"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"expert_distribution_recorder_mode": "stat"}, "--expert-distribution-recorder-mode"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+        ({"forward_hooks": [{}]}, "--forward-hooks"),
         ({"pp_size": 2}, "--pp-size"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"enable_lora": True}, "--enable-lora"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
+from sglang_ext.policy.laps.graph_grid import Fallback, GraphGrid, GraphShape
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner, graph_status, replayed_shape
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
@@ -80,13 +80,14 @@ def test_it_is_told_which_prefills_were_replayed() -> None:
     has_room = {shape: True, other: False}
     graphs = SimpleNamespace(
         fallbacks=Counter(),
+        grid=GraphGrid(),
         make_ready=lambda one: has_room[one],
         load=lambda one, ragged: None,
         replay=lambda one: torch.zeros(one.tokens, 1),
     )
     runner.use(graphs)  # type: ignore[arg-type]
     engine = SimpleNamespace(prefill_cuda_graph_runner=runner)
-    batch = SimpleNamespace(input_ids=torch.zeros(3))
+    batch = SimpleNamespace(input_ids=torch.zeros(3), capture_hidden_mode=SimpleNamespace(is_full=lambda: False))
     seen = []
     while runner.choices:
         if runner.can_run_graph(batch):

@@ -1,0 +1,208 @@
+"""How CUDA graphs are captured, over a stand-in for torch's CUDA that keeps its rules; the real one is in tests/gpu.
+
+The rules: a pool that is counted as recording takes no other capture; a capture that was broken cannot be ended, and
+then neither the pool nor the random generator is released; nothing may be freed by the garbage collector meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext_cuda_graphs.recorders import CudaRecorder, collection_frozen
+
+
+class Stream:
+    """A stream that waits for others."""
+
+    def __init__(self, name: str = "new") -> None:
+        self.name = name
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+
+class Cuda:
+    """The part of torch.cuda that a recorder uses."""
+
+    CUDAGraph = type("CUDAGraph", (), {"replay": lambda self: None})
+    Stream = Stream
+
+    def __init__(self) -> None:
+        self.current = Stream("forward")
+        self.recording: set[Any] = set()  # pools
+        self.is_generator_capturing = False
+        self.is_broken = False
+        self.pools_of_captures: list[Any] = []
+        self.runs_outside = 0
+        self.gc_in_captures: list[bool] = []
+
+    def graph_pool_handle(self) -> Any:
+        return (0, 99)
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        previous, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = previous
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        if pool in self.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.recording.add(pool)
+        self.is_generator_capturing = True
+        self.is_broken = False
+        self.current = stream
+        self.gc_in_captures.append(gc.isenabled())
+        try:
+            yield
+        finally:
+            if self.is_broken:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.recording.discard(pool)
+            self.is_generator_capturing = False
+        self.pools_of_captures.append(pool)
+
+    def break_capture(self) -> None:
+        """What a synchronisation does."""
+        if self.recording:
+            self.is_broken = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def draw(self) -> None:
+        assert not self.is_generator_capturing, "Offset increment outside graph capture encountered unexpectedly"
+
+    def end_allocate(self, device: int, pool: Any) -> None:
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.discard(pool)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    for name in ("CUDAGraph", "Stream", "graph_pool_handle", "current_stream", "current_device", "synchronize",
+                 "empty_cache", "stream", "graph"):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end_allocate, raising=False)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None: zeros(*shape))
+    return cuda
+
+
+def nothing() -> None:
+    pass
+
+
+def test_the_pool_the_stream_and_the_context_are_those_that_were_given(cuda: Cuda) -> None:
+    stream, entered = Stream("shared"), []
+
+    @contextmanager
+    def context(given: Any) -> Iterator[None]:
+        entered.append(given)
+        with cuda.stream(given):
+            yield
+
+    recorder = CudaRecorder((0, 7), stream, context)  # type: ignore[arg-type]
+    with recorder.session():
+        assert cuda.current is stream
+        recorder.warm_up(nothing)
+        recorder.record(nothing)
+        recorder.record(nothing)
+    assert cuda.pools_of_captures == [(0, 7)] * 2
+    assert entered == [stream]
+    assert [one.name for one in stream.waited] == ["forward"]  # what was launched before is seen by the captures
+    assert cuda.current.name == "forward"
+
+
+def test_two_warm_ups_and_then_one_for_each(cuda: Cuda) -> None:
+    recorder = CudaRecorder()
+    runs = []
+    with recorder.session():
+        for _ in range(3):
+            runs.append(0)
+
+            def compute() -> None:
+                runs[-1] += 1
+
+            recorder.warm_up(compute)
+            recorder.record(nothing)
+    assert runs == [2, 1, 1]
+
+
+def test_no_garbage_is_collected_in_a_session(cuda: Cuda) -> None:
+    assert gc.isenabled()
+    recorder = CudaRecorder()
+    with recorder.session():
+        recorder.record(nothing)
+    assert cuda.gc_in_captures == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_after_a_failure_others_capture_into_the_pool_and_draw(cuda: Cuda, is_ended: bool) -> None:
+    def computation_fails() -> None:
+        raise ValueError("the model has no such layer")
+
+    recorder = CudaRecorder((0, 7))
+    with recorder.session():
+        with pytest.raises((ValueError, RuntimeError)):
+            recorder.record(computation_fails if is_ended else cuda.break_capture)
+        cuda.draw()
+        recorder.record(nothing)
+    assert cuda.current.name == "forward"
+    assert not cuda.recording
+    CudaRecorder((0, 7)).record(nothing)  # SGLang's own graphs, which come later, share it
+
+
+def test_a_device_that_is_lost_says_the_first_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = CudaRecorder()
+
+    @contextmanager
+    def lost(*args: Any, **kwargs: Any) -> Iterator[None]:
+        raise RuntimeError("an illegal memory access was encountered")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", lost)
+    with recorder.session(), pytest.raises(RuntimeError, match="illegal memory access"):
+        recorder.record(nothing)
+
+
+def collections_during(context: Callable[[], Any]) -> list[int]:
+    with context():
+        return [gc.get_freeze_count()]
+
+
+def test_what_a_process_has_frozen_stays_frozen() -> None:
+    gc.collect()
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        assert collections_during(collection_frozen) == [count]
+        assert gc.get_freeze_count() == count > 0
+    finally:
+        gc.unfreeze()
+    assert collections_during(collection_frozen)[0] > 0
+    assert gc.get_freeze_count() == 0
