@@ -1,14 +1,20 @@
-"""Everything about a GPU in one run: correctness, then prefills by length and batch size, then kernels.
+"""Everything about a GPU, in commands of ten minutes: correctness, then prefills by length and batch size, kernels.
 
-    python bench/h200.py [--stages kernels-check,tokens,buckets-7b,...] [--out FOLDER]
+    python bench/h200.py [--stages preflight,kernels-check,...] [--deadline SECONDS] [--out FOLDER]
+    python bench/h200.py --stages buckets-7b --modes grid,breakable
+    python bench/h200.py --stages figure6 --systems stock,all --concurrencies 64,8
+    python bench/h200.py --expected [--card h100]     what each stage should take and show, by the roofline
+    python bench/h200.py --judge RESULT.json ...      the aims over the results of several commands
     python bench/h200.py --dry-run
 
 On a machine that reaches no network, unpack what `bench/gpu/bundle.py` has packed and put it on PYTHONPATH first.
-Stages run in the order given, each in processes of its own; one that fails is reported and the others go on. Results
-are written after every stage, so that a run that is cut short leaves what it had. `--dry-run` goes the same way on a
-CPU, with a tiny model and without the recording: its numbers are of no GPU and are not kept among results.
+Stages run in the order given, their steps each in a process with a log of its own in `--out`. One that fails, or that
+has not the time left that it needs before its first result, is reported, and the others go on. The result file is
+`DEVICE-DATE.json`, by the device that ran, and is written after each step; a step that is stopped at the deadline
+leaves what it had. `--dry-run` goes the same way on a CPU, with a tiny model and without the recording: its numbers are
+of no GPU and are not kept among results.
 
-Prints a table of aims; the last line is `RESULT {json}`. Exit status 1 when a stage failed or a result is wrong.
+Prints a table of aims; the last line is `RESULT {json}`. Exit status 1 when a step failed or a result is wrong.
 """
 
 from __future__ import annotations
@@ -16,227 +22,155 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gpu.card import CARDS, Card, read_card
+from gpu.expected import expected_lines
 from gpu.figure5_picture import draw
-from gpu.floor import Ceilings, floor_s
-from gpu.model_shapes import SHAPES
-from gpu.verdicts import (
-    Verdict,
-    bucket_verdicts,
-    capture_verdicts,
-    figure_5_verdicts,
-    figure_6_verdicts,
-    kernel_verdicts,
+from gpu.judgement import failures_of, join_rows, merge, verdicts_of
+from gpu.stage_plan import (
+    COMMANDS,
+    CONCURRENCIES,
+    DEADLINE_S,
+    MODES,
+    RESERVE_S,
+    STAGES,
+    SYSTEMS,
+    WINDOWS,
+    Selection,
+    Step,
+    plan,
 )
-from support.result import machine, print_result, progress, versions
+from support.result import give_up, machine, print_result, progress, versions, write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-STAGES = ("kernels-check", "tokens", "buckets-7b", "figure6-32b", "kernels", "buckets-14b", "buckets-32b", "figure5-7b")
-# The relative error of bfloat16 logits between two orders of additions, over 28 to 64 layers.
-LOGITS_BOUND = 3e-2
-FLOAT32_LOGITS_BOUND = 1e-4
-STAGE_TIMEOUT_S = 540
+TRITON = ROOT / ".venv/kernels"
+DRY_CARD = Card("cpu", 0.0)
+DRY_DEADLINE_S = 3600.0
 
 
-class StageError(RuntimeError):
-    """A process of a stage failed; the message is its last line."""
+class StepError(RuntimeError):
+    """A step's process failed or was stopped; the message is its last line."""
 
 
-class Bench:
-    """One run: its stages, what they found, and where that is written."""
+class Run:
+    """One command: its steps, what they found, and where that is written."""
 
-    def __init__(self, out: Path, is_dry: bool) -> None:
+    def __init__(self, out: Path, card: Card, deadline_s: float, is_dry: bool) -> None:
         self._out = out
+        self._card = card
+        self._end_s = time.perf_counter() + deadline_s
         self._is_dry = is_dry
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        name = "dry-run" if is_dry else f"{card.slug}-{date[:19].replace(':', '')}"
+        self.path = out / f"{name}.json"
         self.record: dict[str, Any] = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": date,
             "is_dry_run": is_dry,
+            "card": card.slug,
+            "device": card._asdict(),
             "machine": machine(),
             "versions": versions("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "sglang-ext"),
             "commit": _commit(),
             "stages": {},
         }
-        self.failures: list[str] = []
-        self.verdicts: list[Verdict] = []
 
-    def run(self, stage: str) -> None:
-        """Run a stage and write what is there so far."""
-        progress(f"== {stage}")
-        started_s = time.perf_counter()
-        try:
-            found = self._stage(stage)()
-        except StageError as error:
-            self.failures.append(f"{stage}: {error}")
-            found = {"error": str(error)}
-        found["seconds"] = time.perf_counter() - started_s
+    def stage(self, stage: str, selection: Selection) -> None:
+        """Run a stage's steps and write after each what is there."""
+        expected = [] if self._is_dry else list(expected_lines(stage, self._card, selection))
+        progress("\n".join([f"== {stage}", *expected]))
+        found: dict[str, Any] = {"expected": expected, "steps": {}}
         self.record["stages"][stage] = found
-        self._path_of(".json").write_text(json.dumps(self.record, indent=1), encoding="utf-8")
+        try:
+            steps = plan(stage, self._card, selection, self._is_dry)
+        except ValueError as error:
+            found["error"] = str(error)
+            steps = []
+        for step in steps:
+            found["model"] = step.model
+            found["steps"][step.name] = self._step(step)
+            write_json(self.path, self.record)
+        write_json(self.path, self.record)
 
-    def _stage(self, name: str) -> Callable[[], dict[str, Any]]:
-        if name == "kernels-check":
-            return self._check_kernels
-        if name == "tokens":
-            return self._tokens
-        if name == "figure6-32b":
-            return self._figure_6
-        if name == "figure5-7b":
-            return self._figure_5
-        if name == "kernels":
-            return self._kernels
-        return lambda: self._buckets(f"qwen2.5-{name.removeprefix('buckets-')}")
+    def _step(self, step: Step) -> dict[str, Any]:
+        left_s = self._end_s - time.perf_counter()
+        if left_s < step.start_s + RESERVE_S:
+            progress(f"-- {step.name}: not begun: {left_s:.0f} s are left, it needs {step.start_s + RESERVE_S:.0f}")
+            return {"not_measured": f"{left_s:.0f} s were left"}
+        progress(f"-- {step.name}: {left_s:.0f} s are left, about {step.estimate_s:.0f} needed")
+        started_s = time.perf_counter()
+        log = self._out / step.log_name
+        part = log.with_suffix(".json")
+        part.unlink(missing_ok=True)
+        found: dict[str, Any] = {}
+        try:
+            run_process(self._command(step, part, left_s), log, self._environment(step), left_s - RESERVE_S / 3)
+        except StepError as error:
+            found["error"] = str(error)
+        if part.is_file():
+            found = {**json.loads(part.read_text(encoding="utf-8")), **found}
+            part.unlink()
+        if "pytest" in step.arguments:
+            found |= tests_in(log.read_text(encoding="utf-8", errors="replace"))
+        seconds = time.perf_counter() - started_s
+        progress(f"-- {step.name}: {seconds:.0f} s {found.get('error', '')}")
+        return {**found, "seconds": seconds}
 
-    def _check_kernels(self) -> dict[str, Any]:
-        output = self._python(
-            "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "tests/kernels", "tests/gpu"
-        )
-        return {"tests": output.strip().splitlines()[-1]}
+    def _command(self, step: Step, part: Path, left_s: float) -> list[str]:
+        command = [sys.executable, *step.arguments]
+        if "pytest" not in step.arguments:
+            command += ["--out", str(part), "--within", f"{left_s - RESERVE_S:.0f}"]
+        return command
 
-    def _tokens(self) -> dict[str, Any]:
-        grid = ("--lengths", "8,32", "--batches", "1,4", "--reprefills", "8x4+40,20x1+33", "--repeats", "2")
-        found = self._measured(
-            "gpu.buckets", "--model", "tiny", "--mode", "grid", "--dtype", "float32", "--spread", *grid
-        )
-        if not found["tokens_equal"]:
-            self.failures.append("tokens: with and without graphs they differ")
-        return found
-
-    def _figure_6(self) -> dict[str, Any]:
-        found = self._measured("gpu.figure6", *(["--small"] if self._is_dry else []))
-        self.verdicts += figure_6_verdicts({} if self._is_dry else found)
-        self._check_loads("figure 6", found["systems"])
-        return found
-
-    def _figure_5(self) -> dict[str, Any]:
-        found = self._measured("gpu.figure5", *(["--small"] if self._is_dry else []))
-        self.verdicts += figure_5_verdicts({} if self._is_dry else found["windows"])
-        self._check_loads("figure 5", found["windows"])
-        if find_spec("matplotlib") is not None:
-            draw(found["windows"], self._path_of("-figure5.png"))
-        return found
-
-    def _check_loads(self, figure: str, systems: dict[str, Any]) -> None:
-        for name, system in systems.items():
-            if "error" in system:
-                self.failures.append(f"{figure}: {name}: {system['error']}")
-        failed = sum(level["failed"] for system in systems.values() for level in system.get("levels", ()))
-        if failed:
-            self.failures.append(f"{figure}: {failed} requests failed")
-
-    def _kernels(self) -> dict[str, Any]:
-        found = self._measured("gpu.kernels", *(["--small"] if self._is_dry else []))
-        self.verdicts += kernel_verdicts({} if self._is_dry else found["ratios"])
-        bound = 1e-4 if self._is_dry else 1e-2
-        for block in found["blocks"]:
-            for name, value in block.items():
-                if name.endswith("error") and not value < bound:
-                    self.failures.append(f"kernels: {name} at {block['tokens']} tokens is {value:.2g}")
-        return found
-
-    def _buckets(self, model: str) -> dict[str, Any]:
-        small = ("--lengths", "8,16", "--batches", "1,2", "--reprefills", "8x2+32,16x1+40", "--repeats", "3")
-        grid = small if self._is_dry else ()
-        model = "tiny" if self._is_dry else model
-        ours = self._measured("gpu.buckets", "--model", model, "--mode", "grid", *grid)
-        upstream: dict[str, Any] = {}
-        for mode, attention in (("breakable", "triton"), ("full", "flashinfer")):
-            try:
-                upstream[mode] = self._measured(
-                    "gpu.buckets", "--model", model, "--mode", mode, "--attention", attention, *grid
-                )
-            except StageError as error:
-                upstream[mode] = {"error": str(error), "rows": []}
-                progress(f"{mode}: not measured: {error}")
-        rows = join_rows(model, ours, upstream)
-        self._check(model, ours)
-        self.verdicts += bucket_verdicts([] if self._is_dry else rows)
-        self.verdicts += capture_verdicts(None if self._is_dry else ours["capture"])
-        print_rows(rows)
-        return {"model": model, "rows": rows, "grid": ours, "upstream": upstream}
-
-    def _check(self, model: str, ours: dict[str, Any]) -> None:
-        bound = FLOAT32_LOGITS_BOUND if self._is_dry else LOGITS_BOUND
-        if not ours["worst_relative_error"] < bound:
-            self.failures.append(f"{model}: logits differ by {ours['worst_relative_error']:.2g}, more than {bound:g}")
-        if not ours["all_on_grid"]:
-            self.failures.append(f"{model}: a batch that fits a captured shape did not run on it")
-
-    def _path_of(self, ending: str) -> Path:
-        """A file of this run's results."""
-        name = "dry-run" if self._is_dry else self.record["date"][:16].replace(":", "")
-        return self._out / f"h200-{name}{ending}"
-
-    def _measured(self, module: str, *arguments: str) -> dict[str, Any]:
-        path = self._out / "part.json"
-        path.unlink(missing_ok=True)
-        self._python("-m", module, "--out", str(path), *arguments)
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink()
-        return found
-
-    def _python(self, *arguments: str) -> str:
-        """Standard output of a Python process. Raises StageError."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(self._path(arguments)), "PYTHONUNBUFFERED": "1"}
-        if self._is_dry and _needs_triton(arguments):
-            environment["TRITON_INTERPRET"] = "1"
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            start_new_session=True,
-        ) as stage:
-            try:
-                output, errors = stage.communicate(timeout=STAGE_TIMEOUT_S)
-            except BaseException as error:
-                # What the stage has started would go on and keep the device's memory.
-                os.killpg(stage.pid, signal.SIGKILL)
-                if isinstance(error, subprocess.TimeoutExpired):
-                    raise StageError(f"not done after {STAGE_TIMEOUT_S} s") from error
-                raise
-        if stage.returncode != 0:
-            lines = (errors.strip() or output.strip() or "no output").splitlines()
-            (self._out / "failed.log").write_text(output + errors, encoding="utf-8")
-            raise StageError(lines[-1])
-        return output
-
-    def _path(self, arguments: tuple[str, ...]) -> list[str]:
+    def _environment(self, step: Step) -> dict[str, str]:
         own = [str(ROOT / name) for name in ("python", "router", "kernels", "cuda_graphs", "tests", "bench")]
-        triton = [str(ROOT / ".venv/kernels")] if self._is_dry and _needs_triton(arguments) else []
-        return [*triton, *own, *filter(None, [os.environ.get("PYTHONPATH")])]
+        is_interpreted = self._is_dry and step.stage in ("kernels", "kernels-check")
+        path = [*([str(TRITON)] if is_interpreted else []), *own, *filter(None, [os.environ.get("PYTHONPATH")])]
+        added = {"TRITON_INTERPRET": "1"} if is_interpreted else {}
+        # One machine: NVSHMEM need not look for a network between several.
+        added |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "NVSHMEM_REMOTE_TRANSPORT": "none"}
+        # FlashAttention 3 was carried without the kernels that are not called.
+        added |= {"CUDA_MODULE_LOADING": "LAZY"}
+        return {**os.environ, **added}
 
 
-def join_rows(model: str, ours: dict[str, Any], upstream: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a bucket: the floor, and seconds on each path."""
-    ceilings = Ceilings(ours["read_bytes_per_s"], ours["operations_per_s"])
+def run_process(command: Sequence[str], log: Path, environment: dict[str, str], timeout_s: float) -> None:
+    """Run a process to its end, or end it and what it started. Raises StepError with the last line of its log."""
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout_s)
+        except BaseException as error:
+            # What the step has started would go on and keep the device's memory.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise StepError(f"not done after {timeout_s:.0f} s") from error
+            raise
+    if status != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise StepError(lines[-1] if lines else f"ended with status {status} and no output")
 
-    def bucket(row: dict[str, Any]) -> tuple[int, int, int]:
-        return row["length_tokens"], row["requests"], row["prefix_tokens"]
 
-    others = {(bucket(row), mode): row.get(f"{mode}_s") for mode, found in upstream.items() for row in found["rows"]}
-    return [
-        {
-            **row,
-            "floor_s": floor_s(SHAPES[model], ceilings, *bucket(row)),
-            **{f"{mode}_s": others.get((bucket(row), mode)) for mode in upstream},
-        }
-        for row in ours["rows"]
-    ]
+def tests_in(log: str) -> dict[str, Any]:
+    """Of pytest's output: its last line, and a line for each test that was skipped."""
+    lines = log.strip().splitlines()
+    return {"tests": lines[-1] if lines else "", "skipped": re.findall(r"^SKIPPED \[\d+\] (.*)$", log, re.MULTILINE)}
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+def print_rows(rows: Iterable[dict[str, Any]]) -> None:
     progress("new x requests + cached   floor ms   grid   eager   breakable   full   (over the floor)")
     for row in rows:
         shown = "".join(
@@ -248,8 +182,34 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         progress(f"{name:<23} {row['floor_s'] * 1e3:10.3f} {shown}")
 
 
-def _needs_triton(arguments: tuple[str, ...]) -> bool:
-    return bool({"gpu.kernels", "tests/kernels"} & set(arguments))
+def report(record: dict[str, Any]) -> int:
+    """Print rows, aims and failures; the exit status."""
+    for stage, found in record["stages"].items():
+        if stage.startswith("buckets") and found["steps"]:
+            print_rows(join_rows(found["model"], found["steps"]))
+    verdicts, failures = verdicts_of(record), failures_of(record)
+    progress("")
+    for verdict in verdicts:
+        progress(verdict.line())
+    for failure in failures:
+        progress(f"FAILED {failure}")
+    print_result(
+        {
+            "card": record["card"],
+            "dry_run": record["is_dry_run"],
+            "failures": failures,
+            "aims": {verdict.aim: [verdict.value, verdict.holds] for verdict in verdicts},
+        }
+    )
+    return 1 if failures else 0
+
+
+def print_expected(card: Card, stages: Sequence[str], selection: Selection) -> None:
+    for stage in stages:
+        progress("\n".join(expected_lines(stage, card, selection)))
+    progress("\nin this order, in commands of 600 s:")
+    for command in COMMANDS:
+        progress(f"{command.estimate_s(card):4.0f} s  bench/h200.py {' '.join(command.options)}")
 
 
 def _commit() -> str:
@@ -257,39 +217,73 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default=",".join(STAGES[:6]))
-    parser.add_argument("--out", type=Path, default=None, help="default: bench/results, bench/out for a dry run")
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
-    stages = arguments.stages.split(",")
-    unknown = sorted(set(stages) - set(STAGES))
-    if unknown:
-        parser.error(f"--stages: {', '.join(unknown)}: not among {', '.join(STAGES)}")
-    if not arguments.dry_run:
-        import torch
+def _names(allowed: Sequence[str]) -> Any:
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        unknown = [name for name in names if name not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
+        return names
 
-        if not torch.cuda.is_available():
-            parser.error("there is no CUDA device; --dry-run goes without")
+    return read
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers with commas between")
+    return tuple(map(int, parts))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=_names(STAGES), default=STAGES[:6], help=f"of {', '.join(STAGES)}")
+    parser.add_argument("--modes", type=_names(MODES), default=MODES, help="of the bucket stages (default: all)")
+    parser.add_argument("--systems", type=_names(SYSTEMS), default=SYSTEMS, help="of figure 6 (default: all)")
+    parser.add_argument("--concurrencies", type=_numbers, default=CONCURRENCIES, help="of figure 6 (default: 64,8,1)")
+    parser.add_argument("--windows", type=_names(WINDOWS), default=WINDOWS, help="of figure 5 (default: all)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each concurrency (default: 12)")
+    parser.add_argument(
+        "--deadline", type=float, default=None, help=f"seconds for all of it (default: {DEADLINE_S:.0f}; dry: an hour)"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="default: bench/results, bench/out for a dry run")
+    parser.add_argument("--card", choices=CARDS, default=None, help="for --expected (default: the one that is there)")
+    parser.add_argument("--expected", action="store_true", help="print what is expected, and the commands; run nothing")
+    parser.add_argument("--judge", type=Path, nargs="+", metavar="RESULT", help="aims over results; run nothing")
+    parser.add_argument("--dry-run", action="store_true")
+    return parser
+
+
+def main() -> int:
+    parser = _parser()
+    arguments = parser.parse_args()
+    if arguments.judge:
+        try:
+            return report(merge([json.loads(path.read_text(encoding="utf-8")) for path in arguments.judge]))
+        except (OSError, ValueError) as error:
+            give_up(f"--judge: {error}")
+    selection = Selection(
+        arguments.modes, arguments.systems, arguments.concurrencies, arguments.windows, arguments.seconds
+    )
+    card = DRY_CARD if arguments.dry_run else CARDS[arguments.card] if arguments.card else read_card()
+    if card is None:
+        parser.error("nvidia-smi shows no CUDA device; --dry-run goes without, --expected takes --card")
+    if arguments.expected:
+        print_expected(card, arguments.stages, selection)
+        return 0
+    wants_triton = not {"kernels", "kernels-check"}.isdisjoint(arguments.stages)
+    if arguments.dry_run and wants_triton and not (TRITON / "triton").is_dir():
+        parser.error(f"--dry-run runs the kernels in Triton's interpreter, which is not in {TRITON}: make kernels-env")
     out = arguments.out or HERE / ("out" if arguments.dry_run else "results")
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(out, arguments.dry_run)
-    for stage in stages:
-        bench.run(stage)
-    progress("")
-    for verdict in bench.verdicts:
-        progress(verdict.line())
-    for failure in bench.failures:
-        progress(f"FAILED {failure}")
-    print_result(
-        {
-            "dry_run": arguments.dry_run,
-            "failures": bench.failures,
-            "aims": {verdict.aim: [verdict.value, verdict.holds] for verdict in bench.verdicts},
-        }
-    )
-    return 1 if bench.failures else 0
+    run = Run(out, card, arguments.deadline or (DRY_DEADLINE_S if arguments.dry_run else DEADLINE_S), arguments.dry_run)
+    for stage in arguments.stages:
+        run.stage(stage, selection)
+    windows = run.record["stages"].get("figure5", {}).get("steps", {})
+    if any("levels" in found for found in windows.values()) and find_spec("matplotlib") is not None:
+        draw(windows, run.path.with_name(f"{run.path.stem}-figure5.png"))
+    progress(f"\n{run.path}")
+    return report(run.record)
 
 
 if __name__ == "__main__":

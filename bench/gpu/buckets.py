@@ -3,27 +3,38 @@
     python -m gpu.buckets --model NAME --mode {grid,breakable,full} --out FILE [--lengths ...] [--batches ...]
 
 `grid` measures the ordinary path too, compares logits with it, and reports what the capture took; `breakable` and
-`full` are upstream's prefill graphs, with a bucket for every number of tokens of the grid. `--reprefills` are measured
-after the grid of new prompts, in each mode: new tokens x requests + tokens of each that are cached already.
+`full` are upstream's prefill graphs, with a bucket for every number of tokens of the grid. `--reprefills` are new
+tokens x requests + tokens of each that are cached already. Batches with the fewest new tokens come first; what there
+is, is written after each, and no other is begun after `--within` seconds.
+
+Weights are spread, so that logits differ between a right and a wrong path. Whether the comparison can see one is
+measured, too: `control_error` is the error of a shape that was captured with attention of each token to itself only.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from gpu.stage_plan import BATCHES, LENGTHS, repeats_within
+from support.result import write_json
 
 HAS_GPU = False
 # The prefixes of a batch are computed in one pass, so no more tokens in all than the largest shape of the grid.
 REPREFILLS = "16x1+1024,16x8+1024,64x8+1024,16x1+4096,16x4+4096,64x4+4096,256x4+4096"
 WARM_UPS = 2
+# Of one batch on one path: fewer repeats where they would take longer.
+MOST_S = 1.0
+Record = Callable[[dict[str, Any]], None]
 
 
 class Bucket(NamedTuple):
@@ -37,6 +48,11 @@ class Bucket(NamedTuple):
 def parse_reprefills(text: str) -> list[Bucket]:
     """`16x4+1024,...`: 16 new tokens, 4 requests, 1024 cached tokens each. Raises ValueError where a number is none."""
     return [Bucket(*(int(part) for part in one.replace("x", "+").split("+"))) for one in filter(None, text.split(","))]
+
+
+def in_order(buckets: list[Bucket]) -> list[Bucket]:
+    """Those with the fewest new tokens first: they say most, and take least."""
+    return sorted(buckets, key=lambda bucket: bucket.length_tokens * bucket.requests)
 
 
 def prepare_process() -> None:
@@ -75,7 +91,8 @@ def load_runner(
         tokens = sorted({length * batch for length in lengths for batch in batches})
         options |= {
             "dtype": dtype,
-            "attention_backend": attention or "triton",
+            # upstream's `full` has no metadata for Triton's
+            "attention_backend": attention or ("flashinfer" if mode == "full" else "triton"),
             "mem_fraction_static": 0.75,
             "chunked_prefill_size": max(tokens),
             "max_prefill_tokens": max(tokens),
@@ -84,6 +101,9 @@ def load_runner(
         }
         if mode != "grid":
             options["cuda_graph_bs_prefill"] = tokens
+        if mode == "full":
+            # Otherwise a graph has a slot for every 512 tokens of a chunk, and a batch of more requests runs eagerly.
+            options["cuda_graph_config"] = {"prefill": {"full_prefill_max_req": max(batches)}}
     else:
         options |= {
             "device": "cpu",
@@ -151,19 +171,21 @@ class Prefills:
             _, logits, _ = self._one_batch.extend(batch, self._runner)
         return logits
 
-    def median_s(self, bucket: Bucket, repeats: int) -> float:
-        """Seconds of a batch like the one before; with a prefix, of that very one: its KV is there."""
+    def median_s(self, bucket: Bucket, repeats: int) -> tuple[float, int]:
+        """Seconds of a batch like the one before, and the runs; with a prefix, of that very one, which has KV."""
         import torch
 
-        times = []
-        for seed in range(WARM_UPS + repeats):
+        times: list[float] = []
+        while len(times) < WARM_UPS + repeats:
             if bucket.prefix_tokens:
                 with torch.no_grad():
                     self._timed(*self._last[0], **self._last[1])
             else:
-                self.run(bucket, seed)
+                self.run(bucket, len(times))
             times.append(self._last_s)
-        return statistics.median(times[WARM_UPS:])
+            if len(times) == WARM_UPS:
+                repeats = repeats_within(self._last_s, repeats, MOST_S)
+        return statistics.median(times[WARM_UPS:]), len(times)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         from gpu.ceilings import synchronize
@@ -188,6 +210,42 @@ def spread_weights(model_runner: Any) -> None:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             elif "norm" in name:
                 parameter.fill_(1.0)
+
+
+@contextmanager
+def attention_to_oneself() -> Iterator[None]:
+    """What is captured meanwhile has attention that leaves out all tokens but the query's own."""
+    from sglang_ext.sglang_plugin.graphs import runner
+
+    class ToOneself(runner.CapturedAttention):
+        def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            super().forward(q, k, v, layer, forward_batch, *args, **kwargs)
+            group = layer.tp_q_head_num // layer.tp_v_head_num
+            own = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+            return own.repeat_interleave(group, dim=1).reshape(own.shape[0], -1).contiguous()
+
+    right = runner.CapturedAttention
+    runner.CapturedAttention = ToOneself  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        runner.CapturedAttention = right  # type: ignore[misc]
+
+
+def control_error(model_runner: Any, prefills: Prefills, bucket: Bucket, wanted: Any) -> float:
+    """Relative error of logits that come from wrong attention, against those of the ordinary path."""
+    before = model_runner.prefill_cuda_graph_runner
+    with attention_to_oneself():
+        broken, _ = build_grid(model_runner, [bucket.length_tokens], [bucket.requests])
+    model_runner.prefill_cuda_graph_runner = broken
+    try:
+        return relative_error(prefills.run(bucket, 99), wanted)
+    finally:
+        model_runner.prefill_cuda_graph_runner = before
+
+
+def relative_error(got: Any, wanted: Any) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
 
 
 def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tuple[Any, dict[str, Any]]:
@@ -229,9 +287,15 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
 
 
 def measure_grid(
-    model_runner: Any, lengths: list[int], batches: list[int], buckets: list[Bucket], repeats: int
-) -> dict[str, Any]:
-    """Ordinary path and grid, bucket by bucket, and the error between their logits."""
+    model_runner: Any,
+    lengths: list[int],
+    batches: list[int],
+    buckets: list[Bucket],
+    repeats: int,
+    record: Record,
+    end_s: float,
+) -> None:
+    """Ordinary path and grid, bucket by bucket, and the error between their logits; `record` gets what there is."""
     import torch
 
     prefills = Prefills(model_runner)
@@ -247,32 +311,45 @@ def measure_grid(
         torch.cuda.empty_cache()
     stock = model_runner.prefill_cuda_graph_runner
     grid, capture = build_grid(model_runner, lengths, batches)
-    rows, errors, tokens_equal = [], [], True
-    for bucket in buckets:
+    record({"capture": {**capture, "eager_peak_bytes": eager_peak or None}})
+    rows: list[dict[str, Any]] = []
+    errors: list[float] = []
+    tokens_equal, expected = True, 0
+    control: float | None = None
+    for number, bucket in enumerate(buckets):
+        if time.perf_counter() > end_s:
+            break
         model_runner.prefill_cuda_graph_runner = stock
         wanted = prefills.run(bucket, 99).double().clone()
-        eager_s = prefills.median_s(bucket, repeats)
+        eager_s, _ = prefills.median_s(bucket, repeats)
+        if control is None and bucket.length_tokens >= 16 and not bucket.prefix_tokens:
+            # with the seed of `wanted`, and before the grid measures, as it captures
+            control = control_error(model_runner, prefills, bucket, wanted)
         model_runner.prefill_cuda_graph_runner = grid
         got = prefills.run(bucket, 99)
-        errors.append(float((got.double() - wanted).norm() / wanted.norm()))
+        errors.append(relative_error(got, wanted))
         tokens_equal = tokens_equal and bool((got.argmax(-1) == wanted.argmax(-1)).all())
-        grid_s = prefills.median_s(bucket, repeats)
-        rows.append({**bucket._asdict(), "eager_s": eager_s, "grid_s": grid_s})
-    replays = sum(grid.graphs.replays.values())
-    expected = len(rows) * (1 + WARM_UPS + repeats)
-    return {
-        "rows": rows,
-        "capture": {**capture, "eager_peak_bytes": eager_peak or None},
-        "worst_relative_error": max(errors),
-        "tokens_equal": tokens_equal,
-        "all_on_grid": replays == expected,
-    }
+        grid_s, runs = prefills.median_s(bucket, repeats)
+        expected += 1 + runs
+        rows.append({**bucket._asdict(), "eager_s": eager_s, "grid_s": grid_s, "error": errors[-1]})
+        record(
+            {
+                "rows": rows,
+                "worst_relative_error": max(errors),
+                "control_error": control,
+                "tokens_equal": tokens_equal,
+                "all_on_grid": sum(grid.graphs.replays.values()) == expected,
+                "buckets_left": len(buckets) - number - 1,
+            }
+        )
 
 
-def measure_upstream(model_runner: Any, mode: str, buckets: list[Bucket], repeats: int) -> dict[str, Any]:
-    """One of upstream's graphs; a bucket that it ran eagerly is left out, as are re-prefills if one fails."""
+def measure_upstream(
+    model_runner: Any, mode: str, buckets: list[Bucket], repeats: int, record: Record, end_s: float
+) -> None:
+    """One of upstream's graphs; a bucket that it ran eagerly has no time, and re-prefills end where one fails."""
     prefills = Prefills(model_runner)
-    rows = []
+    rows: list[dict[str, Any]] = []
     runner = model_runner.prefill_cuda_graph_runner
     if runner is None or runner is model_runner.eager_runner:
         raise SystemExit(f"SGLang has made no {mode} graphs here")
@@ -285,38 +362,44 @@ def measure_upstream(model_runner: Any, mode: str, buckets: list[Bucket], repeat
         return stock(*args, **kwargs)
 
     runner.execute = counted
-    for bucket in buckets:
+    failed: dict[str, Any] = {}
+    for number, bucket in enumerate(buckets):
+        if time.perf_counter() > end_s:
+            break
+        if bucket.prefix_tokens and failed:
+            continue
         try:
             if bucket.prefix_tokens:
                 prefills.run(bucket, 99)
             executed = 0
-            seconds = prefills.median_s(bucket, repeats)
+            seconds, runs = prefills.median_s(bucket, repeats)
         except Exception as error:
             if not bucket.prefix_tokens:
                 raise
-            return {"rows": rows, "error": f"{bucket}: {error}"}
-        is_whole = executed == WARM_UPS + repeats
-        rows.append({**bucket._asdict(), f"{mode}_s": seconds if is_whole else None})
-    return {"rows": rows}
+            failed = {"reprefills_error": f"{bucket}: {error}"}
+        else:
+            rows.append({**bucket._asdict(), f"{mode}_s": seconds if executed == runs else None})
+        record({"rows": rows, "buckets_left": len(buckets) - number - 1, **failed})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--mode", choices=["grid", "breakable", "full"], required=True)
-    parser.add_argument("--attention", default=None, help="SGLang's attention backend (default: triton)")
+    parser.add_argument("--attention", default=None, help="SGLang's (default: triton; for full: flashinfer)")
     parser.add_argument("--dtype", default="bfloat16", help="on a GPU; float32 elsewhere (default: bfloat16)")
-    parser.add_argument("--spread", action="store_true", help="weights for which logits are far apart")
-    parser.add_argument("--lengths", default="8,16,32,64,128,256")
-    parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--reprefills", default=REPREFILLS, help="LENGTHxREQUESTS+PREFIX,... (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--within", type=float, default=500.0, help="no batch is begun later (s; default: 500)")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    end_s = time.perf_counter() + arguments.within
     lengths = [int(part) for part in arguments.lengths.split(",")]
     batches = [int(part) for part in arguments.batches.split(",")]
     buckets = [Bucket(length, requests) for length in lengths for requests in batches]
-    buckets += parse_reprefills(arguments.reprefills)
+    buckets = in_order(buckets + parse_reprefills(arguments.reprefills))
     prepare_process()
     from gpu.ceilings import measure
     from gpu.model_shapes import write_model
@@ -324,20 +407,25 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(arguments.model, Path(folder))
         device = measure()
+        found: dict[str, Any] = {
+            "device": device.name,
+            "read_bytes_per_s": device.ceilings.read_bytes_per_s,
+            "operations_per_s": device.ceilings.operations_per_s,
+            "copy_bytes_per_s": device.copy_bytes_per_s,
+            "rows": [],
+        }
+
+        def record(more: dict[str, Any]) -> None:
+            found.update(more)
+            write_json(arguments.out, found)
+
+        record({})
         runner = load_runner(Path(folder), arguments.mode, arguments.attention, arguments.dtype, lengths, batches)
-        if arguments.spread:
-            spread_weights(runner)
+        spread_weights(runner)
         if arguments.mode == "grid":
-            found = measure_grid(runner, lengths, batches, buckets, arguments.repeats)
+            measure_grid(runner, lengths, batches, buckets, arguments.repeats, record, end_s)
         else:
-            found = measure_upstream(runner, arguments.mode, buckets, arguments.repeats)
-    found |= {
-        "device": device.name,
-        "read_bytes_per_s": device.ceilings.read_bytes_per_s,
-        "operations_per_s": device.ceilings.operations_per_s,
-        "copy_bytes_per_s": device.copy_bytes_per_s,
-    }
-    arguments.out.write_text(json.dumps(found), encoding="utf-8")
+            measure_upstream(runner, arguments.mode, buckets, arguments.repeats, record, end_s)
     return 0
 
 

@@ -1,13 +1,14 @@
-"""Packs SGLang for a GPU machine without a network: wheels from the package index, trimmed, in one archive.
+"""Packs SGLang for a GPU machine without a network: wheels from the package index, trimmed, in archives.
 
     python bench/gpu/bundle.py OUT          writes OUT/bundle-N.tar.gz, each below 56 MiB
     for f in bundle-*.tar.gz; do tar xzf $f -C /tmp; done
     export PYTHONPATH=/tmp/site TVM_FFI_CACHE_DIR=/tmp/jit CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
     python3 bench/h200.py --out FOLDER
 
-For Python 3.12 with torch 2.11 and triton 3.6 for CUDA 13, which are there already. Left out: kernels that other
-attention backends need (FlashAttention 3, FlashMLA; `--attention-backend triton` or `flashinfer` do without), those of
-other architectures, and files that nothing here imports.
+For Python 3.12 with torch 2.11 and triton 3.6 for CUDA 13, which are there already. `bundle-1` is enough to measure;
+the next has FlashAttention 3, SGLang's default attention on Hopper GPUs, for one more baseline. Of that, and of nothing
+else, GPU code is taken out that other head sizes, types and architectures need (`gpu_code.py`): it runs bfloat16 heads
+of 128. Left out: FlashMLA, other architectures, and files that nothing here imports.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from gpu.gpu_code import keep_gpu_code
+
 # transformers 5.17 and SGLang 0.5.17 do not go together, hence an older one.
 PACKAGES = (
     *("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer_python==0.6.15.post1", "apache-tvm-ffi==0.1.11"),
@@ -32,15 +37,27 @@ PACKAGES = (
     *("setproctitle==1.3.8", "dill==0.4.1", "openai==2.6.1", "sniffio==1.3.1", "distro==1.9.0"),
     *("partial-json-parser==0.2.1.1.post7", "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1"),
     *("referencing==0.37.0", "rpds-py==2026.9.1", "soundfile==0.13.1", "cffi==2.1.1", "pycparser==3.12"),
-    *("ipython==9.18.1", "traitlets==5.16.1"),
+    *("ipython==9.18.1", "traitlets==5.16.1", "nvshmem4py-cu13==0.4.1"),
 )
 LEFT_OUT = (
-    *("sgl_kernel/flash_ops", "sgl_kernel/flashmla_ops", "sgl_kernel/infllm_ops", "sgl_kernel/sm100/"),
+    *("sgl_kernel/flashmla_ops", "sgl_kernel/infllm_ops", "sgl_kernel/sm100/"),
     *("sglang/srt/server/_core.", "sglang/srt/grpc/_core.", "sglang/srt/multimodal/_core."),
     *("sglang/multimodal_gen/", "sglang/test/", "tools/", "triton_kernels/"),
     *(f"flashinfer/data/cutlass/{name}" for name in ("test", "examples", "docs", "media")),
+    # nvshmem4py: calls from within kernels, and what its modules were generated from
+    *(
+        "nvshmem/core/device/",
+        "nvshmem/bindings/device/",
+        "nvshmem/bindings/nvshmem.cpp",
+        "nvshmem/bindings/ask_smem.cpp",
+    ),
+    *("nvshmem/bindings/cynvshmem.cpp", "nvshmem/bindings/_internal/nvshmem.cpp"),
     *("build_utils.py", "build_backend.py", "xgrammar/lib/", "xgrammar/include/"),
 )
+FLASH_ATTENTION_3 = "sgl_kernel/flash_ops.abi3.so"
+# Values of 128 in bfloat16; and what every call needs, whatever its sizes.
+FLASH_ATTENTION_3_KERNELS = r"ELi128ENS_10bfloat16_tEfNS_4arch4Sm90E|prepare_varlen_num_blocks|FlashAttnFwdCombine"
+HOPPER = 90
 GLIBC_MINORS = (39, 38, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 LIMIT_BYTES = 56 * 2**20
 STRIPPED_FROM_BYTES = 2**20
@@ -104,11 +121,15 @@ def divide(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def write_archive(target: Path | io.BytesIO, site: Path, names: Iterable[str]) -> None:
-    """A compressed archive of these entries of `site`."""
+    """A compressed archive of these entries of `site`; FlashAttention 3 is in it only if it is one of them."""
     options = {"fileobj": target} if isinstance(target, io.BytesIO) else {"name": target}
+
+    def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if entry.name == f"site/{FLASH_ATTENTION_3}" else entry
+
     with tarfile.open(mode="w:gz", compresslevel=6, **options) as archive:  # type: ignore[call-overload]
         for name in sorted(names):
-            archive.add(site / name, f"site/{name}")
+            archive.add(site / name, f"site/{name}", filter=None if name == FLASH_ATTENTION_3 else kept)
 
 
 def packed_bytes(site: Path, name: str) -> int:
@@ -127,13 +148,18 @@ def main() -> int:
     shutil.rmtree(site, ignore_errors=True)
     unpack(wheels.glob("*.whl"), site, PACKAGES)
     strip(site)
+    kept, kept_bytes = keep_gpu_code(site / FLASH_ATTENTION_3, HOPPER, FLASH_ATTENTION_3_KERNELS)
+    print(f"FlashAttention 3: {kept} source files' GPU code kept, {kept_bytes / 2**20:.1f} MiB")
     for old in arguments.out.glob("bundle-*.tar.gz"):
         old.unlink()
-    sizes = {entry.name: packed_bytes(site, entry.name) for entry in site.iterdir()}
-    for number, names in enumerate(divide(sizes, LIMIT_BYTES), 1):
+    entries = {entry.name for entry in site.iterdir()}
+    sizes = {name: packed_bytes(site, name) for name in entries}
+    parts = [*divide(sizes, LIMIT_BYTES), [FLASH_ATTENTION_3]]
+    for number, names in enumerate(parts, 1):
         path = arguments.out / f"bundle-{number}.tar.gz"
         write_archive(path, site, names)
-        print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+        packed = path.stat().st_size
+        print(f"{path} {packed / 2**20:.1f} MiB{' - more than may be carried' if packed > LIMIT_BYTES else ''}")
     return 0
 
 

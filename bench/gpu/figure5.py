@@ -1,23 +1,24 @@
 """LAPS, figure 5: latency and throughput of short prompts by the waiting window, fixed ones and the adaptive one.
 
-    python -m gpu.figure5 --out FILE [--model NAME] [--small]
+    python -m gpu.figure5 --window NAME --out FILE [--model NAME] [--small]
 
 The instance is that of `gpu.figure6` with both queues and graphs, started anew for every window. The load is open: new
 prompts of up to 256 tokens are due at moments that are drawn beforehand, the same for every window, whatever has been
 answered; a request's time runs from the moment at which it was due. A batch also leaves before its window ends, when
-it has reached the depth that is aimed at or no other request fits.
+it has reached the depth that is aimed at or no other request fits. One window a process, the highest rate first; what
+there is, is written after each rate.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +26,13 @@ import aiohttp
 
 from gpu import figure6
 from gpu.model_shapes import write_model
+from gpu.stage_plan import RATES_PER_S
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
+from support.result import write_json
 
 WINDOWS_MS = (0.0, 5.0, 15.0, 30.0)
 ADAPTIVE = "adaptive"
-RATES_PER_S = (60.0, 180.0, 360.0)
 MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 48, 0.9, 256
 WARM_SECONDS = 2.0
 # Every window takes a start of the server: fewer lengths than by default, so that captures do not use up the stage.
@@ -109,50 +111,59 @@ async def level(server: Any, rate_per_s: float, load: Load) -> dict[str, Any]:
     }
 
 
-def measure(model: Path, laps: LapsOptions, load: Load, has_gpu: bool) -> dict[str, Any]:
-    """All rates with one window, and what the queues reported after each."""
-    levels = []
+def measure(
+    model: Path,
+    laps: LapsOptions,
+    load: Load,
+    has_gpu: bool,
+    log: Path,
+    record: Callable[[dict[str, Any]], None],
+    end_s: float,
+) -> None:
+    """All rates with one window, and what the queues reported after each; `record` gets what there is."""
+    levels: list[dict[str, Any]] = []
     try:
-        with figure6.serve(model, figure6.System(laps, GRAPHS), has_gpu) as server:
+        timeout_s = min(figure6.START_TIMEOUT_S, end_s - time.perf_counter())
+        with figure6.serve(model, figure6.System(laps, GRAPHS), has_gpu, log, timeout_s) as server:
             for rate_per_s in load.rates_per_s:
+                if time.perf_counter() + load.seconds + WARM_SECONDS > end_s:
+                    record({"not_measured": f"from {rate_per_s:g}/s on: the time was used up"})
+                    break
                 asyncio.run(level(server, rate_per_s, load._replace(seconds=min(WARM_SECONDS, load.seconds))))
                 found = asyncio.run(level(server, rate_per_s, load))
                 status = figure6.laps_status(server)
                 levels.append({**found, "awd": status["awd"], "graphs": status.get("graphs")})
+                record({"levels": levels})
     except RuntimeError as error:
-        return {"error": str(error)}
-    return {"levels": levels}
+        record({"error": str(error)})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen2.5-7b")
+    parser.add_argument("--window", choices=windows(), required=True, help="its length in ms, or adaptive")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each rate and window (default: 8)")
-    parser.add_argument(
-        "--within", type=float, default=420.0, help="seconds after which no other window is begun (default: 420)"
-    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each rate (default: 8)")
+    parser.add_argument("--within", type=float, default=500.0, help="no rate is begun later (s; default: 500)")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
+    end_s = time.perf_counter() + arguments.within
     import torch
 
     has_gpu = torch.cuda.is_available()
-    load = Load((2.0, 5.0), 3.0, 8) if arguments.small else Load(RATES_PER_S, arguments.seconds, 1)
-    given = windows()
-    if arguments.small:
-        given = {name: given[name] for name in ("0", "30", ADAPTIVE)}
-    last_start_s = time.perf_counter() + arguments.within
+    load = Load((5.0, 2.0), 3.0, 8) if arguments.small else Load(RATES_PER_S, arguments.seconds, 1)
     found: dict[str, Any] = {}
+
+    def record(more: dict[str, Any]) -> None:
+        found.update(more)
+        write_json(arguments.out, found)
+
+    record({})
     with tempfile.TemporaryDirectory() as folder:
-        write_model("tiny" if arguments.small else arguments.model, Path(folder))
-        # The adaptive one is what the others are there for: it must not be the one that time has run out for.
-        for name in sorted(given, key=lambda name: name != ADAPTIVE):
-            if time.perf_counter() < last_start_s:
-                found[name] = measure(Path(folder), given[name], load, has_gpu)
-            else:
-                found[name] = {"not_measured": "the time of the stage was used up"}
-    arguments.out.write_text(json.dumps({"windows": found}), encoding="utf-8")
-    return 1 if all("levels" not in window for window in found.values()) else 0
+        write_model(arguments.model, Path(folder))
+        log = arguments.out.with_suffix(".log")
+        measure(Path(folder), windows()[arguments.window], load, has_gpu, log, record, end_s)
+    return 0 if "levels" in found else 1
 
 
 if __name__ == "__main__":

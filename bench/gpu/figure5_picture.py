@@ -1,6 +1,6 @@
 """The picture of figure 5 from a result of `bench/h200.py`.
 
-    python bench/gpu/figure5_picture.py bench/results/h200-DATE.json PICTURE.png
+    python bench/gpu/figure5_picture.py bench/results/DEVICE-DATE.json PICTURE.png
 
 For a machine with matplotlib; the one that measures may have none.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STAGE = "figure5-7b"
+STAGE = "figure5"
 ADAPTIVE = "adaptive"
 SHOWN = (("mean_s", "mean latency, ms", 1e3), ("p90_s", "P90 latency, ms", 1e3), ("requests_per_s", "requests/s", 1.0))
 
@@ -66,7 +66,7 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     record = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    draw(record["stages"][STAGE]["windows"], Path(sys.argv[2]))
+    draw(record["stages"][STAGE]["steps"], Path(sys.argv[2]))
     return 0
 
 

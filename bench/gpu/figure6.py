@@ -1,12 +1,15 @@
 """LAPS, figure 6, one instance: requests/s and latency under closed-loop load, by system and concurrency.
 
-    python -m gpu.figure6 --out FILE [--model NAME] [--small]
+    python -m gpu.figure6 --system NAME --out FILE [--model NAME] [--concurrencies 64,8,1] [--small]
 
 Short and long prompts as in conversations: a request goes on where one of its client's earlier ones ended, so most
 are re-prefills with a cached prefix. All systems are one prefill instance of SGLang at its default flags, with a
 stand-in for KV transfer and decode: nothing is sent, and a request ends with its first token, so its time to the first
 token is the whole of its time. They differ in LAPS's two queues and in its graphs alone; `stock` has neither. All have
 this project's other hooks, of which the stand-in is one.
+
+SGLang's default attention on Hopper GPUs is FlashAttention 3. Where its kernels are not there, all run with Triton's;
+`stock-flashinfer` has flashinfer's in any case. One system a process; what there is, is written after each concurrency.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +38,7 @@ import aiohttp
 import psutil
 
 from gpu.model_shapes import write_model
+from gpu.stage_plan import CONCURRENCIES
 from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin.device import Device
@@ -41,13 +46,14 @@ from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
 from sglang_ext.sglang_plugin.options import ExtensionOptions
 from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
 from sglang_ext.types import Role
+from support.result import write_json
 
-CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 LONG_SHARE = 0.1
 LONG_TOKENS = (1024, 4096)
 SHORT_MEDIAN_TOKENS, SHORT_SIGMA = 48, 0.9
 TURNS = 6
 START_TIMEOUT_S = 240.0
+LEAST_CORES, CLIENT_CORES = 8, 4
 
 
 class System(NamedTuple):
@@ -55,6 +61,7 @@ class System(NamedTuple):
 
     laps: LapsOptions | None = None
     graphs: GraphOptions | None = None
+    attention: str | None = None  # None: SGLang's default where its kernels are there
 
 
 class Server(NamedTuple):
@@ -78,6 +85,7 @@ _ROOMS = itertools.count(1)
 _CAUSE = re.compile(r"[\w.]+(Error|Exception)\b")
 SYSTEMS = {
     "stock": System(),
+    "stock-flashinfer": System(attention="flashinfer"),
     "graphs": System(graphs=GraphOptions(Capture.START)),
     "two queues": System(LapsOptions()),
     "all": System(LapsOptions(), GraphOptions(Capture.START)),
@@ -152,12 +160,14 @@ def launch_command(
     The flags are those that a machine needs, none is to make SGLang faster or slower.
     """
     flags = ["--model-path", str(model), "--load-format", "dummy", "--port", str(ports[0]), "--skip-tokenizer-init"]
-    flags += ["--sampling-backend", "pytorch", "--log-level", "warning"]
+    flags += ["--sampling-backend", "pytorch", "--log-level", "warning", "--random-seed", "7"]
     flags += ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(ports[1])]
     flags += ["--disaggregation-transfer-backend", STAND_IN]
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_HOST_IP": "127.0.0.1", "HOST_IP": "127.0.0.1"}
     if has_gpu:
-        flags += ["--dtype", "bfloat16", "--attention-backend", "triton", "--grammar-backend", "none"]
+        flags += ["--dtype", "bfloat16", "--grammar-backend", "none"]
+        attention = system.attention or (None if has_default_attention() else "triton")
+        flags += [] if attention is None else ["--attention-backend", attention]
     else:
         flags += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
         flags += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "16384"]
@@ -167,25 +177,46 @@ def launch_command(
     return [sys.executable, "-m", "sglang_ext.sglang_plugin.launch", *flags], environment
 
 
+def has_default_attention() -> bool:
+    """Whether FlashAttention 3 is there, SGLang's default on Hopper GPUs."""
+    kernels = find_spec("sgl_kernel")
+    folders = [] if kernels is None else list(kernels.submodule_search_locations or ())
+    return any(list(Path(folder).glob("flash_ops*.so")) for folder in folders)
+
+
+def divide_cores(cores: set[int]) -> tuple[set[int], set[int]]:
+    """Cores of the server, and of the clients that ask it: apart where there are eight or more."""
+    ordered = sorted(cores)
+    if len(ordered) < LEAST_CORES:
+        return cores, cores
+    return set(ordered[:-CLIENT_CORES]), set(ordered[-CLIENT_CORES:])
+
+
 @contextmanager
-def serve(model: Path, system: System, has_gpu: bool) -> Iterator[Server]:
-    """A prefill instance, ready. Raises RuntimeError with the end of its log."""
+def serve(
+    model: Path, system: System, has_gpu: bool, log: Path, timeout_s: float = START_TIMEOUT_S
+) -> Iterator[Server]:
+    """A prefill instance, ready, that appends to `log`. Raises RuntimeError with the cause in its log."""
     ports = pick_free_ports("127.0.0.1", 2, draw=random.SystemRandom())
     server = Server(f"http://127.0.0.1:{ports[0]}", ports[1])
     command, added = launch_command(model, system, ports, has_gpu)
     environment = {**os.environ, **added}
-    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, entry_point_folder() as folder:
+    server_cores, client_cores = divide_cores(os.sched_getaffinity(0))
+    with log.open("a", encoding="utf-8") as output, entry_point_folder() as folder:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        os.sched_setaffinity(0, server_cores)
         # In the stage's own session: a stage that is given up takes its server with it.
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        os.sched_setaffinity(0, client_cores)
         try:
-            wait_ready(server.url, process, Path(log.name))
+            wait_ready(server.url, process, log, timeout_s)
             yield server
             if process.poll() is not None:
-                raise RuntimeError(f"a server ended: {last_error(Path(log.name))}")
+                raise RuntimeError(f"a server ended: {last_error(log)}")
         except OSError as error:
-            raise RuntimeError(f"a server does not answer: {last_error(Path(log.name))}") from error
+            raise RuntimeError(f"a server does not answer: {last_error(log)}") from error
         finally:
+            os.sched_setaffinity(0, server_cores | client_cores)
             process.terminate()
             try:
                 process.wait(20)
@@ -212,8 +243,8 @@ def entry_point_folder() -> Iterator[str]:
         yield folder
 
 
-def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2) as reply:
@@ -236,34 +267,59 @@ def laps_status(server: Server) -> Any:
         return json.load(reply)
 
 
-def measure(model: Path, system: System, load: Load, has_gpu: bool) -> dict[str, Any]:
+def measure(
+    model: Path,
+    system: System,
+    load: Load,
+    has_gpu: bool,
+    log: Path,
+    record: Callable[[dict[str, Any]], None],
+    end_s: float,
+) -> None:
+    """All levels that are begun before `end_s` of the clock `time.perf_counter`; `record` gets what there is."""
+    levels: list[dict[str, Any]] = []
     try:
-        with serve(model, system, has_gpu) as server:
+        timeout_s = min(START_TIMEOUT_S, end_s - time.perf_counter())
+        with serve(model, system, has_gpu, log, timeout_s) as server:
             asyncio.run(level(server, 2, load._replace(seconds=min(2.0, load.seconds))))  # warm
-            found = {"levels": [asyncio.run(level(server, concurrency, load)) for concurrency in load.concurrencies]}
-            return found if system.laps is None else {**found, "laps": laps_status(server)}
+            for concurrency in load.concurrencies:
+                if time.perf_counter() + load.seconds > end_s:
+                    record({"not_measured": f"from concurrency {concurrency} on: the time was used up"})
+                    break
+                levels.append(asyncio.run(level(server, concurrency, load)))
+                record({"levels": levels} if system.laps is None else {"levels": levels, "laps": laps_status(server)})
     except RuntimeError as error:
-        return {"error": str(error)}
+        record({"error": str(error)})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen2.5-32b")
+    parser.add_argument("--system", choices=SYSTEMS, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--concurrencies", default=",".join(map(str, CONCURRENCIES)), help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=12.0, help="for each concurrency")
+    parser.add_argument("--within", type=float, default=500.0, help="no level is begun later (s; default: 500)")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
+    end_s = time.perf_counter() + arguments.within
     import torch
 
     has_gpu = torch.cuda.is_available()
-    load = Load((1, 2), 3.0, 4) if arguments.small else Load(CONCURRENCIES, arguments.seconds, 1)
-    systems: dict[str, Any] = {}
+    concurrencies = tuple(int(part) for part in arguments.concurrencies.split(","))
+    load = Load((2, 1), 3.0, 4) if arguments.small else Load(concurrencies, arguments.seconds, 1)
+    found: dict[str, Any] = {"has_default_attention": has_default_attention() and has_gpu}
+
+    def record(more: dict[str, Any]) -> None:
+        found.update(more)
+        write_json(arguments.out, found)
+
+    record({})
     with tempfile.TemporaryDirectory() as folder:
-        write_model("tiny" if arguments.small else arguments.model, Path(folder))
-        for name, system in SYSTEMS.items():
-            systems[name] = measure(Path(folder), system, load, has_gpu)
-    arguments.out.write_text(json.dumps({"systems": systems}), encoding="utf-8")
-    return 1 if all("levels" not in system for system in systems.values()) else 0
+        write_model(arguments.model, Path(folder))
+        log = arguments.out.with_suffix(".log")
+        measure(Path(folder), SYSTEMS[arguments.system], load, has_gpu, log, record, end_s)
+    return 0 if "levels" in found else 1
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ FlashAttention 2 (torch's) on the same block; merge, gather and scatter against 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from sglang_ext_kernels.block_attention import (
     positioned_block,
 )
 from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
+from support.result import write_json
 
 HEADS, KV_HEADS, SIZE = 28, 4, 128
 SCALE = SIZE**-0.5
@@ -148,7 +149,8 @@ def ratios(blocks: list[dict[str, Any]], rates: dict[str, float], copy_bytes_per
         / block["striped"]["flash_attention_2"]
         for block in blocks
     ]
-    found["striped_ratio"] = min(striped)
+    if striped:
+        found["striped_ratio"] = min(striped)
     with_lse = [
         block[kind]["flashinfer_lse"] / block[kind]["flashinfer"]
         for block in blocks
@@ -163,22 +165,34 @@ def ratios(blocks: list[dict[str, Any]], rates: dict[str, float], copy_bytes_per
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--within", type=float, default=500.0, help="no size is begun later (s; default: 500)")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, move_tokens = ([64], 256) if arguments.small else ([4096, 8192, 16384], 65536)
+    end_s = time.perf_counter() + arguments.within
     found = measure()
-    blocks = [attention(tokens, device) for tokens in sizes]
-    rates = moves(move_tokens, device)
-    record = {
-        "device": found.name,
-        "is_interpreted": triton_support.is_interpreted(),
-        "copy_bytes_per_s": found.copy_bytes_per_s,
-        "blocks": blocks,
-        "moves_bytes_per_s": rates,
-        "ratios": ratios(blocks, rates, found.copy_bytes_per_s),
-    }
-    arguments.out.write_text(json.dumps(record), encoding="utf-8")
+    blocks: list[dict[str, Any]] = []
+    rates: dict[str, float] = {}
+
+    def record() -> None:
+        values = {
+            "device": found.name,
+            "is_interpreted": triton_support.is_interpreted(),
+            "copy_bytes_per_s": found.copy_bytes_per_s,
+            "blocks": blocks,
+            "moves_bytes_per_s": rates,
+            "ratios": ratios(blocks, rates, found.copy_bytes_per_s),
+        }
+        write_json(arguments.out, values)
+
+    rates |= moves(move_tokens, device)
+    record()
+    for tokens in sizes:
+        if time.perf_counter() > end_s:
+            break
+        blocks.append(attention(tokens, device))
+        record()
     return 0
 
 

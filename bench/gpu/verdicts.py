@@ -85,15 +85,24 @@ def capture_verdicts(capture: Mapping[str, Any] | None) -> list[Verdict]:
     ]
 
 
-def figure_6_verdicts(found: Mapping[str, Any]) -> list[Verdict]:
-    """LAPS, figure 6, at its highest concurrency: everything against SGLang at its default flags."""
-    systems = found.get("systems", {})
+AIM_CONCURRENCY = 64
+STOCKS = ("stock", "stock-flashinfer")
+AIM_RATE_PER_S = 360.0
+
+
+def figure_6_verdicts(systems: Mapping[str, Any]) -> list[Verdict]:
+    """LAPS, figure 6, at 64 clients: everything against the faster of SGLang's own, with its default attention and with
+    flashinfer's. `systems`: what `figure6.py` found, by name."""
+
+    def at_aim(name: str) -> Mapping[str, Any] | None:
+        return _level(systems.get(name, {}), "concurrency", AIM_CONCURRENCY)
+
+    stocks = [level for level in map(at_aim, STOCKS) if level is not None]
+    stock = max(stocks, key=lambda level: level["requests_per_s"], default=None)
+    ours = at_aim("all")
 
     def gain(name: str) -> float | None:
-        ends = [
-            systems[system]["levels"][-1][name] for system in ("stock", "all") if "levels" in systems.get(system, {})
-        ]
-        return ends[1] / ends[0] - 1 if len(ends) == 2 else None
+        return None if stock is None or ours is None else ours[name] / stock[name] - 1
 
     return [
         Verdict("figure 6: requests/s gained", 0.2, False, gain("requests_per_s")),
@@ -101,11 +110,17 @@ def figure_6_verdicts(found: Mapping[str, Any]) -> list[Verdict]:
     ]
 
 
+def _level(outcome: Mapping[str, Any], key: str, value: float) -> Mapping[str, Any] | None:
+    """The level of load whose `key` is `value`, wherever it stands."""
+    return next((level for level in outcome.get("levels", ()) if level[key] == value), None)
+
+
 def figure_5_verdicts(windows: Mapping[str, Any]) -> list[Verdict]:
-    """LAPS, figure 5, at its highest rate: the adaptive window against the best of the fixed ones in each respect."""
+    """LAPS, figure 5, at 360 requests/s: the adaptive window against the best of the fixed ones in each respect."""
+    found = {window: _level(outcome, "rate_per_s", AIM_RATE_PER_S) for window, outcome in windows.items()}
 
     def over_best_fixed(name: str, best: Callable[[Iterable[float]], float]) -> float | None:
-        ends = {window: found["levels"][-1][name] for window, found in windows.items() if found.get("levels")}
+        ends = {window: level[name] for window, level in found.items() if level is not None}
         adaptive = ends.pop("adaptive", None)
         return adaptive / best(ends.values()) if adaptive is not None and ends else None
 

@@ -17,6 +17,13 @@ def print_result(values: Mapping[str, object]) -> None:
     print("RESULT " + json.dumps(values, allow_nan=False), flush=True)
 
 
+def write_json(path: Path, values: object) -> None:
+    """Write plain JSON values; who reads it, also after a kill, finds the file before or after, never half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    part.replace(path)
+
+
 def machine() -> dict[str, object]:
     """Return what a reader needs to compare numbers: processor, cores, kernel, Python."""
     processor = "unknown"

@@ -10,27 +10,49 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
-from gpu.figure6 import LONG_TOKENS, SYSTEMS, Server, System, launch_command, turns
+from gpu import figure6
+from gpu.figure6 import LONG_TOKENS, SYSTEMS, Server, System, divide_cores, launch_command, turns
 from gpu.model_shapes import CONTEXT_TOKENS
+from gpu.stage_plan import SYSTEMS as PLANNED
 from sglang_ext.sglang_plugin.options import ENVIRONMENT_VARIABLE, options_from_environment
 from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
 
 
-@pytest.mark.parametrize("has_gpu", [False, True], ids=["cpu", "cuda"])
-def test_the_systems_differ_in_queues_and_graphs_alone(has_gpu: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_gpu", "has_kernels"), [(False, False), (True, False), (True, True)], ids=["cpu", "cuda", "cuda with FA3"]
+)
+def test_the_systems_differ_in_queues_and_graphs_alone(
+    has_gpu: bool, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figure6, "has_default_attention", lambda: has_kernels)
     commands = {name: launch_command(Path("/m"), system, (1, 2), has_gpu) for name, system in SYSTEMS.items()}
-    assert list(commands) == ["stock", "graphs", "two queues", "all"]
+    assert set(commands) == set(PLANNED)
     stock_argv, stock_environment = commands["stock"]
     for name, (argv, environment) in commands.items():
+        if name == "stock-flashinfer" and has_gpu:
+            at = argv.index("--attention-backend")
+            assert argv[at + 1] == "flashinfer"
+            assert ("--attention-backend" in stock_argv) == (not has_kernels)
+            argv = argv[:at] + stock_argv[at : at + 2 * (not has_kernels)] + argv[at + 2 :]
         assert argv == stock_argv
         assert argv[argv.index("--disaggregation-transfer-backend") + 1] == STAND_IN
         assert {**environment, ENVIRONMENT_VARIABLE: ""} == {**stock_environment, ENVIRONMENT_VARIABLE: ""}
         options = options_from_environment(environment)
         assert options is not None
-        assert (options.laps, options.graphs) == SYSTEMS[name]
+        assert (options.laps, options.graphs) == SYSTEMS[name][:2]
         assert (options.cdsp, options.transfer) == (None, None)
     assert SYSTEMS["stock"] == System()
-    assert all(SYSTEMS["all"])
+    assert all(SYSTEMS["all"][:2])
+    if has_gpu and not has_kernels:
+        assert stock_argv[stock_argv.index("--attention-backend") + 1] == "triton"
+
+
+def test_clients_do_not_take_the_cores_of_the_server() -> None:
+    server, clients = divide_cores(set(range(16)))
+    assert server | clients == set(range(16))
+    assert not server & clients
+    assert len(server) == 12
+    assert divide_cores({0, 1}) == ({0, 1}, {0, 1})
 
 
 def test_each_request_is_in_a_room_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
-from gpu.buckets import REPREFILLS, parse_reprefills
+from gpu.buckets import REPREFILLS, Bucket, in_order, parse_reprefills
 from gpu.bundle import PACKAGES, divide, unpack
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
+from gpu.gpu_code import images, keep_gpu_code, kernels
+from gpu.judgement import join_rows
 from gpu.model_shapes import SHAPES
 from gpu.verdicts import bucket_verdicts, capture_verdicts, figure_5_verdicts, figure_6_verdicts, kernel_verdicts
-from h200 import join_rows
 
 SMALL = Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocabulary=10)
 
@@ -61,6 +63,62 @@ def row(
     }
 
 
+def library(path: Path, files: list[list[tuple[int, bytes]]]) -> Path:
+    """An ELF file with a container for each of `files`, of images by architecture."""
+
+    def elf(parts: list[tuple[str, bytes]]) -> bytes:
+        names, body, headers = b"\0", b"", []
+        for name, content in [*parts, (".shstrtab", b"")]:
+            headers.append((len(names), 64 + len(body), len(content)))
+            names += name.encode() + b"\0"
+            body += content
+        headers[-1] = (headers[-1][0], 64 + len(body), len(names))
+        body += names
+        header = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", 64 + len(body))
+        header = header.ljust(58, b"\0") + struct.pack("<HHH", 64, len(headers) + 1, len(headers))
+        table = bytes(64) + b"".join(
+            struct.pack("<IIQQQQIIQQ", n, 1, 0, 0, at, size, 0, 0, 1, 0) for n, at, size in headers
+        )
+        return header + body + table
+
+    code = b""
+    for images_of_file in files:
+        content = b""
+        for architecture, image in images_of_file:
+            image = image if image.startswith(b"\x28") else elf([(f".text.{image.decode()}", b"code" * 8)])
+            header = struct.pack("<HHIQIIHHI", 2, 1, 64, len(image), 0, 0, 0, 0, architecture)
+            content += header.ljust(64, b"\0") + image
+        code += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(content)) + content + bytes(-len(content) % 8)
+    path.write_bytes(elf([(".text", b"host code"), (".nv_fatbin", code)]))
+    return path
+
+
+def test_gpu_code_that_is_not_wanted_becomes_zeros(tmp_path: Path) -> None:
+    files = [
+        [(90, b"head128_bf16"), (80, b"head128_bf16")],
+        [(90, b"head64_bf16")],
+        [(90, b"\x28\xb5\x2f\xfdcompressed")],
+        [(90, b"combine")],
+    ]
+    path = library(tmp_path / "flash.so", files)
+    before = path.read_bytes()
+    assert [kernels(before, image) for image in images(before)] == [
+        *(["head128_bf16"], ["head128_bf16"], ["head64_bf16"], [], ["combine"])
+    ]
+    kept, kept_bytes = keep_gpu_code(path, 90, "head128|combine")
+    after = path.read_bytes()
+    assert kept == 2
+    assert kept_bytes < len(after) == len(before)
+    for number, image in enumerate(images(before)):
+        code = after[image.at : image.at + image.size_bytes]
+        assert code == (before[image.at : image.at + image.size_bytes] if number in (0, 4) else bytes(image.size_bytes))
+    assert b"host code" in after
+    # containers and their headers stay: the library registers what it registered
+    assert [image[:3] for image in images(after)] == [image[:3] for image in images(before)]
+    with pytest.raises(ValueError, match=r"flash\.so: no GPU code for 100"):
+        keep_gpu_code(path, 100, "head128")
+
+
 def test_verdicts_take_the_worst_bucket() -> None:
     rows = [row(8, 1, 1.1, 3.0, 1.2), row(64, 2, 1.2, 1.9, 1.3), row(256, 8, 1.4, 1.5, 1.3)]
     found = {verdict.aim: verdict for verdict in bucket_verdicts(rows)}
@@ -94,16 +152,29 @@ def test_reprefills_as_they_are_written() -> None:
 
 
 def test_rows_of_all_modes_are_joined_by_bucket() -> None:
-    ours = {"rows": [row(8, 1, 1.0, 2.0), row(8, 1, 1.5, 2.5, prefix=32)]}
-    ours |= {"read_bytes_per_s": 1e12, "operations_per_s": 1e14}
-    upstream = {
-        "breakable": {"rows": [{"length_tokens": 8, "requests": 1, "prefix_tokens": 32, "breakable_s": 7.0}]},
-        "full": {"error": "none", "rows": []},
+    measured = {"read_bytes_per_s": 1e12, "operations_per_s": 1e14}
+    steps = {
+        "grid": {"rows": [row(8, 1, 1.5, 2.5, prefix=32), row(8, 1, 1.0, 2.0)], **measured},
+        "breakable": {
+            "rows": [{"length_tokens": 8, "requests": 1, "prefix_tokens": 32, "breakable_s": 7.0}],
+            **measured,
+        },
+        "full": {"error": "none"},
     }
-    new, again = join_rows("tiny", ours, upstream)
-    assert (new["breakable_s"], again["breakable_s"], again["full_s"]) == (None, 7.0, None)
+    new, again = join_rows("tiny", steps)
+    assert (new["grid_s"], new.get("breakable_s"), new.get("full_s")) == (1.0, None, None)
+    assert (again["grid_s"], again["eager_s"], again["breakable_s"]) == (1.5, 2.5, 7.0)
     ceilings = Ceilings(1e12, 1e14)
-    assert again["floor_s"] == floor_s(SHAPES["tiny"], ceilings, 8, 1, 32) > new["floor_s"]
+    assert again["floor_s"] == floor_s(SHAPES["tiny"], ceilings, 8, 1, 32)
+    assert new["floor_s"] == floor_s(SHAPES["tiny"], ceilings, 8, 1)
+    # upstream's alone, from a command in which the grid was not measured
+    (alone,) = join_rows("tiny", {"breakable": steps["breakable"]})
+    assert alone["breakable_s"] == 7.0
+
+
+def test_what_takes_least_is_measured_first() -> None:
+    buckets = [Bucket(256, 64), Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64)]
+    assert in_order(buckets) == [Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64), Bucket(256, 64)]
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
@@ -129,15 +200,25 @@ def test_capture_and_kernels() -> None:
     ]
 
 
-def test_figure_6_compares_the_highest_concurrency() -> None:
-    def system(*ends: tuple[float, float]) -> dict[str, object]:
-        return {"levels": [{"requests_per_s": rate, "mean_s": mean} for rate, mean in ends]}
+def test_figure_6_is_judged_at_64_clients_by_the_faster_stock() -> None:
+    def system(**levels: tuple[float, float]) -> dict[str, object]:
+        return {
+            "levels": [
+                {"concurrency": int(name[1:]), "requests_per_s": rate, "mean_s": mean}
+                for name, (rate, mean) in levels.items()
+            ]
+        }
 
-    found = {"systems": {"stock": system((1, 9), (10, 2)), "all": system((1, 1), (13, 1.5)), "graphs": {"error": "x"}}}
+    found = {
+        "stock": system(c64=(9, 3), c8=(2, 9)),
+        "stock-flashinfer": system(c8=(50, 0.1), c64=(10, 2)),
+        "all": system(c64=(13, 1.5), c1=(1, 1)),
+        "graphs": {"error": "x"},
+    }
     assert [verdict.value for verdict in figure_6_verdicts(found)] == [pytest.approx(0.3), pytest.approx(-0.25)]
     assert [verdict.holds for verdict in figure_6_verdicts(found)] == [True, True]
-    without = {"systems": {"stock": system((10, 2)), "all": {"not_measured": "too old"}}}
-    assert {verdict.value for verdict in figure_6_verdicts(without)} == {None}
+    for without in ({"stock": system(c8=(10, 2)), "all": found["all"]}, {"stock": found["stock"]}):
+        assert {verdict.value for verdict in figure_6_verdicts(without)} == {None}
 
 
 def test_a_bundle_is_divided_first_fit_largest_first() -> None:

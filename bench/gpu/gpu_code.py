@@ -1,0 +1,97 @@
+"""A compiled library without the GPU code that is not wanted: the host's part stays, other kernels are zeros.
+
+A library of kernels holds GPU code for several architectures, and for every head size and data type. `nvcc` puts what
+it made of a source file into a container, with an ELF image for each architecture. The driver reads an image when a
+kernel in it is first called (CUDA_MODULE_LOADING=LAZY, the default), so one that nothing calls may be anything; zeros
+take no room in an archive.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+CONTAINER_MAGIC = 0xBA55ED50
+ELF_MAGIC = b"\x7fELF"
+_SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
+_CONTAINER_HEADER = struct.Struct("<IHHQ")
+_IMAGE_HEADER = struct.Struct("<HHIQIIHHI")
+
+
+class Image(NamedTuple):
+    """One architecture's code of one source file."""
+
+    at: int  # offset in the library
+    size_bytes: int
+    architecture: int  # 90: sm_90 or sm_90a
+
+
+class Section(NamedTuple):
+    """Of an ELF file; `at` is from its beginning."""
+
+    name: str
+    at: int
+    size_bytes: int
+
+
+def sections(data: bytes | mmap.mmap, start: int = 0) -> list[Section]:
+    """Of a 64-bit little-endian ELF file at `start`. Raises ValueError where there is none."""
+    if data[start : start + 4] != ELF_MAGIC or data[start + 4 : start + 6] != b"\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF file")
+    (table,) = struct.unpack_from("<Q", data, start + 40)
+    entry_bytes, count, names_index = struct.unpack_from("<HHH", data, start + 58)
+    headers = [_SECTION_HEADER.unpack_from(data, start + table + number * entry_bytes) for number in range(count)]
+    names_at = start + headers[names_index][4]
+    return [Section(_text(data, names_at + header[0]), header[4], header[5]) for header in headers if header[0]]
+
+
+def images(data: bytes | mmap.mmap) -> Iterator[Image]:
+    """All GPU code in a library, in order; images may be compressed."""
+    code = next((section for section in sections(data) if section.name == ".nv_fatbin"), None)
+    if code is None:
+        return
+    at, end = code.at, code.at + code.size_bytes
+    while at + _CONTAINER_HEADER.size <= end:
+        magic, _, header_bytes, content_bytes = _CONTAINER_HEADER.unpack_from(data, at)
+        if magic != CONTAINER_MAGIC:
+            at += 8  # between containers
+            continue
+        image_at, at = at + header_bytes, at + header_bytes + content_bytes
+        while image_at < at:
+            _, _, image_header_bytes, size_bytes, _, _, _, _, architecture = _IMAGE_HEADER.unpack_from(data, image_at)
+            yield Image(image_at + image_header_bytes, size_bytes, architecture)
+            image_at += image_header_bytes + size_bytes
+        at += -(at - code.at) % 8
+
+
+def kernels(data: bytes | mmap.mmap, image: Image) -> list[str]:
+    """Mangled names of the kernels in an image; none for a compressed one."""
+    if data[image.at : image.at + 4] != ELF_MAGIC:
+        return []
+    prefix = ".text."
+    return [one.name.removeprefix(prefix) for one in sections(data, image.at) if one.name.startswith(prefix)]
+
+
+def keep_gpu_code(library: Path, architecture: int, wanted: str) -> tuple[int, int]:
+    """Overwrite with zeros, in place, all images but those of `architecture` that hold a kernel whose name has the
+    pattern `wanted`. Returns how many are kept, and their bytes. Raises ValueError where none is."""
+    pattern = re.compile(wanted)
+    kept = kept_bytes = 0
+    with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+        for image in list(images(data)):
+            if image.architecture == architecture and any(map(pattern.search, kernels(data, image))):
+                kept += 1
+                kept_bytes += image.size_bytes
+            else:
+                data[image.at : image.at + image.size_bytes] = bytes(image.size_bytes)
+    if not kept:
+        raise ValueError(f"{library.name}: no GPU code for {architecture} with {wanted}")
+    return kept, kept_bytes
+
+
+def _text(data: bytes | mmap.mmap, at: int) -> str:
+    return data[at : data.find(b"\0", at)].decode()

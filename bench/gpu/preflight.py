@@ -1,0 +1,208 @@
+"""What the machine has that the stages need, each looked at in seconds, before minutes go into finding out.
+
+    python -m gpu.preflight --out FILE
+
+Each check has an outcome and a time of its own, written as it is known; one that fails stops no other. Those that are
+required are what every later stage needs; the others say which baselines there will be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support.result import progress, write_json
+
+# Of bfloat16, against float32.
+BOUND = 2e-2
+
+
+class Check(NamedTuple):
+    """`run` returns a line of what it found, and raises where it is not as it should be."""
+
+    name: str
+    is_required: bool
+    run: Callable[[], str]
+
+
+class MissingError(RuntimeError):
+    """Something is not there, or gives wrong numbers; the text is one line."""
+
+
+def device() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingError(f"torch {torch.__version__} finds no CUDA device")
+    properties = torch.cuda.get_device_properties(0)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return (
+        f"{properties.name}, capability {properties.major}.{properties.minor}, {properties.multi_processor_count} SMs, "
+        f"{free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free, torch {torch.__version__}"
+    )
+
+
+def compiler() -> str:
+    """nvcc, the headers that flashinfer's kernels include, and the library that they are linked against."""
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    if not (home / "bin/nvcc").is_file():
+        raise MissingError(f"no nvcc in {home}/bin (CUDA_HOME)")
+    included = [home / "include", *map(Path, filter(None, os.environ.get("CPATH", "").split(":")))]
+    linked = [home / "lib64/stubs", *map(Path, filter(None, os.environ.get("LIBRARY_PATH", "").split(":")))]
+    absent = [
+        *(name for name in ("cublasLt.h", "curand.h") if not any((folder / name).is_file() for folder in included)),
+        *([] if any((folder / "libcuda.so").exists() for folder in linked) else ["libcuda.so"]),
+    ]
+    if absent:
+        raise MissingError(f"nvcc is in {home}, but {', '.join(absent)} are neither there nor on CPATH, LIBRARY_PATH")
+    return f"nvcc, headers and libcuda.so in {home} or on CPATH, LIBRARY_PATH"
+
+
+def packages() -> str:
+    names = ("sglang", "sglang-kernel", "flashinfer-python", "triton", "transformers", "apache-tvm-ffi")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            raise MissingError(f"{name} is not installed") from None
+    return ", ".join(found)
+
+
+def engine() -> str:
+    """Modules that a model runner and a server import."""
+    for name in ("sglang.benchmark.one_batch", "sglang.srt.entrypoints.http_server", "sglang_ext.sglang_plugin.launch"):
+        importlib.import_module(name)
+    return "SGLang and this project's plugin are imported"
+
+
+def norm() -> str:
+    """The norm that stands twice in every layer: it may be compiled when it is first called."""
+    import torch
+    from sgl_kernel import fused_add_rmsnorm, rmsnorm
+
+    x = torch.randn(64, 3584, device="cuda", dtype=torch.bfloat16)
+    weight = torch.rand(3584, device="cuda", dtype=torch.bfloat16)
+    residual = torch.randn_like(x)
+
+    def wanted(of: torch.Tensor) -> torch.Tensor:
+        wide = of.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float()
+
+    _compare(rmsnorm(x, weight, 1e-6), wanted(x))
+    total = x.float() + residual.float()
+    fused_add_rmsnorm(x, residual, weight, 1e-6)
+    _compare(x, wanted(total))
+    return "bfloat16 RMSNorm, with and without the residual, as in float32"
+
+
+def activation() -> str:
+    import torch
+    from sglang.srt.layers.activation import SiluAndMul
+
+    x = torch.randn(64, 2 * 18944, device="cuda", dtype=torch.bfloat16)
+    gate, up = x.float().chunk(2, dim=-1)
+    _compare(SiluAndMul().forward_cuda(x), torch.nn.functional.silu(gate) * up)
+    return "bfloat16 SiLU and product as in float32"
+
+
+def flash_attention_3() -> str:
+    """SGLang's default attention on Hopper GPUs."""
+    import torch
+    from sgl_kernel.flash_attn import flash_attn_varlen_func
+
+    q, k, v, starts = _attention_inputs()
+    arguments: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 64, "max_seqlen_k": 64}
+    got = flash_attn_varlen_func(q, k, v, **arguments, causal=True, softmax_scale=128**-0.5)
+    _compare(got[0] if isinstance(got, tuple) else got, _attention(q, k, v))
+    torch.cuda.synchronize()
+    return "FlashAttention 3 as in float32: SGLang's default attention"
+
+
+def flashinfer() -> str:
+    import flashinfer as library
+
+    q, k, v, _ = _attention_inputs()
+    _compare(library.single_prefill_with_kv_cache(q, k, v, causal=True, sm_scale=128**-0.5), _attention(q, k, v))
+    return "flashinfer's prefill as in float32"
+
+
+def nvshmem() -> str:
+    from sglang_ext.sequence_parallel.nvshmem_memory import load_nvshmem
+
+    load_nvshmem()
+    return f"nvshmem4py {version('nvshmem4py-cu13')}"
+
+
+def _attention_inputs() -> tuple[Any, Any, Any, Any]:
+    import torch
+
+    q = torch.randn(64, 28, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return q, k, v, torch.tensor([0, 64], device="cuda", dtype=torch.int32)
+
+
+def _attention(q: Any, k: Any, v: Any) -> Any:
+    import torch
+
+    wide = (tensor.float().transpose(0, 1)[None] for tensor in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _compare(got: Any, wanted: Any) -> None:
+    error = float((got.float() - wanted).norm() / wanted.norm())
+    if not error < BOUND:
+        raise MissingError(f"differs from float32 by {error:.2g}, more than {BOUND:g}")
+
+
+CHECKS = (
+    Check("device", True, device),
+    Check("packages", True, packages),
+    Check("compiler", False, compiler),
+    Check("engine", True, engine),
+    Check("norm", True, norm),
+    Check("activation", True, activation),
+    Check("FlashAttention 3", False, flash_attention_3),
+    Check("NVSHMEM", True, nvshmem),
+    Check("flashinfer", False, flashinfer),
+)
+
+
+def run_check(check: Check) -> dict[str, Any]:
+    """The outcome as a plain JSON value."""
+    started_s = time.perf_counter()
+    try:
+        detail, is_ok = check.run(), True
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        detail, is_ok = lines[0] if isinstance(error, MissingError) else f"{type(error).__name__}: {lines[-1]}", False
+    seconds = time.perf_counter() - started_s
+    return {"ok": is_ok, "is_required": check.is_required, "detail": detail, "seconds": seconds}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--within", type=float, default=500.0, help="no check is begun later (s; default: 500)")
+    arguments = parser.parse_args()
+    end_s = time.perf_counter() + arguments.within
+    found: dict[str, Any] = {"checks": {}}
+    for check in CHECKS:
+        if time.perf_counter() > end_s:
+            break
+        result = found["checks"][check.name] = run_check(check)
+        progress(f"{'yes' if result['ok'] else 'NO '} {check.name:<18} {result['seconds']:6.1f} s  {result['detail']}")
+        write_json(arguments.out, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
