@@ -1,4 +1,4 @@
-"""Kernels compiled beforehand: the toolkit, what is put beside SGLang, and what processes on the GPU machine are told."""
+"""Kernels compiled beforehand: the toolkit, what is put beside SGLang, and what processes on the GPU machine get."""
 
 from __future__ import annotations
 
