@@ -147,6 +147,12 @@ class PrefillQueue:
     def count(self, group: Group) -> int:
         return len(self._lists[group].shorts) + len(self._lists[group].longs)
 
+    def head_class(self, group: Group) -> float:
+        """The most urgent class of a group's requests; infinite without any."""
+        lists = self._lists[group]
+        short_class = -lists.shorts[-1][0] if lists.shorts else inf
+        return min(short_class, -lists.longs[-1][0]) if lists.longs else short_class
+
     def has_longs(self) -> bool:
         """Whether a long prefill waits, with a deadline or without."""
         return bool(self._lists[0].longs or self._lists[1].longs)
