@@ -202,9 +202,9 @@ def _measure(case: str, name: str, compiled: Any, ptxas: Path) -> Compiled:
         file.write(ptx)
         file.flush()
         command = [str(ptxas), "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (registers,) = re.findall(r"Used (\d+) registers", said)
-    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
     types = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
     return Compiled(
         case=case,
@@ -269,10 +269,7 @@ def table(records: dict[str, list[Compiled]]) -> str:
         ]
         cells = []
         for column in columns:
-            values = [
-                column(by_version[triton_version]) if triton_version in by_version else "-"
-                for triton_version in versions
-            ]
+            values = [column(by_version[one]) for one in versions if one in by_version]
             cells.append(values[0] if len(set(values)) == 1 else " / ".join(values))
         lines.append(f"| {case} | `{kernel}` | {' | '.join(cells)} |")
     return "\n".join(lines)
