@@ -242,6 +242,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--systems", type=_names(SYSTEMS), default=SYSTEMS, help="of figure 6 (default: all)")
     parser.add_argument("--concurrencies", type=_numbers, default=CONCURRENCIES, help="of figure 6 (default: 64,8,1)")
     parser.add_argument("--windows", type=_names(WINDOWS), default=WINDOWS, help="of figure 5 (default: all)")
+    parser.add_argument(
+        "--attention", default=None, help="SGLang's backend in figures 5 and 6 (default: its own choice, or triton)"
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="of each concurrency (default: 12)")
     parser.add_argument(
         "--deadline", type=float, default=None, help=f"seconds for all of it (default: {DEADLINE_S:.0f}; dry: an hour)"
@@ -263,7 +266,8 @@ def main() -> int:
         except (OSError, ValueError) as error:
             give_up(f"--judge: {error}")
     selection = Selection(
-        arguments.modes, arguments.systems, arguments.concurrencies, arguments.windows, arguments.seconds
+        *(arguments.modes, arguments.systems, arguments.concurrencies),
+        *(arguments.windows, arguments.seconds, arguments.attention),
     )
     card = DRY_CARD if arguments.dry_run else CARDS[arguments.card] if arguments.card else read_card()
     if card is None:

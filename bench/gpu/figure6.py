@@ -300,15 +300,19 @@ def main() -> int:
     parser.add_argument("--concurrencies", default=",".join(map(str, CONCURRENCIES)), help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=12.0, help="for each concurrency")
     parser.add_argument("--within", type=float, default=500.0, help="no level is begun later (s; default: 500)")
+    parser.add_argument("--attention", default=None, help="SGLang's backend (default: its own choice, or triton)")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
+    system = SYSTEMS[arguments.system]
+    if system.attention is None:
+        system = system._replace(attention=arguments.attention)
     end_s = time.perf_counter() + arguments.within
     import torch
 
     has_gpu = torch.cuda.is_available()
     concurrencies = tuple(int(part) for part in arguments.concurrencies.split(","))
     load = Load((2, 1), 3.0, 4) if arguments.small else Load(concurrencies, arguments.seconds, 1)
-    found: dict[str, Any] = {"has_default_attention": has_default_attention() and has_gpu}
+    found: dict[str, Any] = {"attention": system.attention or ("default" if has_default_attention() else "triton")}
 
     def record(more: dict[str, Any]) -> None:
         found.update(more)
@@ -318,7 +322,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(arguments.model, Path(folder))
         log = arguments.out.with_suffix(".log")
-        measure(Path(folder), SYSTEMS[arguments.system], load, has_gpu, log, record, end_s)
+        measure(Path(folder), system, load, has_gpu, log, record, end_s)
     return 0 if "levels" in found else 1
 
 

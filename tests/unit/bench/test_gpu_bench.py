@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
 from gpu.buckets import REPREFILLS, Bucket, in_order, parse_reprefills
-from gpu.bundle import PACKAGES, divide, unpack
+from gpu.bundle import FLASH_ATTENTION_3, LIMIT_BYTES, PACKAGES, divide, unpack, write_archive
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
 from gpu.gpu_code import images, keep_gpu_code, kernels
 from gpu.judgement import join_rows
@@ -224,6 +226,27 @@ def test_figure_6_is_judged_at_64_clients_by_the_faster_stock() -> None:
 def test_a_bundle_is_divided_first_fit_largest_first() -> None:
     assert divide({"a": 5, "b": 4, "c": 3, "d": 2}, 7) == [["a", "d"], ["b", "c"]]
     assert divide({"huge": 9, "a": 1}, 7) == [["huge"], ["a"]]
+
+
+def test_an_archive_and_the_repository_are_carried_together() -> None:
+    root = Path(__file__).resolve().parents[3]
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    tracked_bytes = sum((root / name).stat().st_size for name in names.split("\0") if name and (root / name).is_file())
+    assert LIMIT_BYTES + tracked_bytes <= 63 * 2**20
+
+
+def test_flash_attention_3_is_in_no_archive_but_its_own(tmp_path: Path) -> None:
+    kernels_folder = tmp_path / "site/sgl_kernel"
+    kernels_folder.mkdir(parents=True)
+    (tmp_path / "site" / FLASH_ATTENTION_3).write_bytes(b"kernels")
+    (kernels_folder / "__init__.py").write_bytes(b"")
+    for names, members in (
+        (["sgl_kernel"], {"site/sgl_kernel", "site/sgl_kernel/__init__.py"}),
+        ([FLASH_ATTENTION_3], {f"site/{FLASH_ATTENTION_3}"}),
+    ):
+        write_archive(tmp_path / "one.tar.gz", tmp_path / "site", names)
+        with tarfile.open(tmp_path / "one.tar.gz") as archive:
+            assert set(archive.getnames()) == members
 
 
 def test_a_missing_wheel_is_named(tmp_path: Path) -> None:

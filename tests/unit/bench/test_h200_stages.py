@@ -89,6 +89,14 @@ def test_the_model_is_what_the_card_holds() -> None:
     assert needed_bytes("qwen2.5-7b") < 40e9
 
 
+def test_attention_is_the_engines_choice_unless_another_is_named() -> None:
+    for stage in ("figure6", "figure5"):
+        for one in plan(stage, H100, Selection()):
+            assert "--attention" not in one.arguments
+        for one in plan(stage, H100, Selection(attention="triton")):
+            assert one.arguments[-2:] == ("--attention", "triton")
+
+
 def test_a_card_is_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_card() is None
