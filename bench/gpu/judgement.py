@@ -107,6 +107,8 @@ def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iter
     elif stage == "kernels":
         bound = 1e-4 if is_dry else 1e-2
         for block in step.get("blocks", ()):
+            if "flashinfer_failed" in block:
+                yield f"flashinfer at {block['tokens']} tokens: {block['flashinfer_failed']}"
             for value_name, value in block.items():
                 if value_name.endswith("error") and not value < bound:
                     yield f"{value_name} at {block['tokens']} tokens is {value:.2g}"

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
+from gpu import buckets
 from gpu.buckets import REPREFILLS, Bucket, in_order, parse_reprefills
 from gpu.bundle import FLASH_ATTENTION_3, LIMIT_BYTES, PACKAGES, divide, unpack, write_archive
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
@@ -174,9 +175,23 @@ def test_rows_of_all_modes_are_joined_by_bucket() -> None:
     assert alone["breakable_s"] == 7.0
 
 
+def test_upstreams_full_graphs_hold_all_requests_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "HAS_GPU", True)
+    options = {
+        mode: buckets.engine_options(Path("/m"), mode, None, "bfloat16", [8, 256], [1, 64])
+        for mode in ("grid", "breakable", "full")
+    }
+    assert options["full"]["cuda_graph_config"] == {"prefill": {"full_prefill_max_req": 64}}
+    assert options["full"]["attention_backend"] == "flashinfer"
+    assert options["breakable"]["cuda_graph_bs_prefill"] == [8, 256, 512, 16384]
+    assert options["grid"]["cuda_graph_backend_prefill"] == "disabled"
+    for one in options.values():
+        assert (one["chunked_prefill_size"], one["max_running_requests"]) == (16384, 64)
+
+
 def test_what_takes_least_is_measured_first() -> None:
-    buckets = [Bucket(256, 64), Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64)]
-    assert in_order(buckets) == [Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64), Bucket(256, 64)]
+    given = [Bucket(256, 64), Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64)]
+    assert in_order(given) == [Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64), Bucket(256, 64)]
 
 
 def test_what_was_not_measured_is_not_judged() -> None:

@@ -272,6 +272,10 @@ def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
     assert failures_of(record("kernels", "rates", {"blocks": [{"tokens": 64, "causal_error": 0.5}]})) == [
         "kernels, rates: causal_error at 64 tokens is 0.5"
     ]
+    blocks = [{"tokens": 64, "causal_error": 1e-3, "flashinfer_failed": "no nvcc"}]
+    assert failures_of(record("kernels", "rates", {"blocks": blocks})) == [
+        "kernels, rates: flashinfer at 64 tokens: no nvcc"
+    ]
     checks = {
         "norm": {"ok": False, "is_required": True, "detail": "no cublasLt.h"},
         "FlashAttention 3": {"ok": False, "is_required": False, "detail": "not there"},
