@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import psutil
 
+from gpu.card import busy_samples
 from gpu.model_shapes import write_model
 from gpu.stage_plan import CONCURRENCIES
 from sglang_ext.cluster.ports import pick_free_ports
@@ -139,16 +140,20 @@ async def level(server: Server, concurrency: int, load: Load) -> dict[str, Any]:
             times.append(time.perf_counter() - started_s)
 
     started_s = time.perf_counter()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        await asyncio.gather(*(client(session, 1000 * concurrency + number) for number in range(concurrency)))
+    timeout = aiohttp.ClientTimeout(total=120)
+    with busy_samples() as busy_shares:
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            await asyncio.gather(*(client(session, 1000 * concurrency + number) for number in range(concurrency)))
+        took_s = time.perf_counter() - started_s
     return {
         "concurrency": concurrency,
         "requests": len(times),
         "failed": failed,
         "cached_share": cached_tokens / max(1, asked_tokens),
-        "requests_per_s": len(times) / (time.perf_counter() - started_s),
+        "requests_per_s": len(times) / took_s,
         "mean_s": statistics.fmean(times),
         "p90_s": sorted(times)[int(0.9 * (len(times) - 1))],
+        "busy_share": statistics.fmean(busy_shares) if busy_shares else None,
     }
 
 

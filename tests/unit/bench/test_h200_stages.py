@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
 import h200
 from gpu import preflight
-from gpu.card import CARDS, Card, largest_model, needed_bytes, read_card
+from gpu.card import CARDS, Card, busy_samples, largest_model, needed_bytes, read_card
 from gpu.expected import expected_lines
 from gpu.judgement import CONTROL_BOUND, LOGITS_BOUND, failures_of, merge, verdicts_of
 from gpu.stage_plan import (
@@ -111,6 +112,20 @@ def test_a_card_is_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.Monk
     for answer in ("exit 9", "echo 'no devices were found'"):
         tool.write_text(f"#!/bin/sh\n{answer}\n")
         assert read_card() is None
+
+
+def test_how_busy_the_card_is_sampled_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with busy_samples() as found:
+        pass
+    assert found == []
+    tool, told = tmp_path / "nvidia-smi", tmp_path / "told"
+    tool.write_text(f"#!/bin/sh\necho 90\necho 70\necho '[N/A]'\n/bin/touch {told}\nexec /bin/sleep 600\n")
+    tool.chmod(0o755)
+    with busy_samples() as found:
+        while not told.exists():
+            time.sleep(0.01)
+    assert found == [0.9, 0.7]
 
 
 def test_repeats_are_fewer_where_they_take_long() -> None:
