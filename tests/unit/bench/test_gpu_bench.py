@@ -90,34 +90,44 @@ def library(path: Path, files: list[list[tuple[int, bytes]]]) -> Path:
         for architecture, image in images_of_file:
             image = image if image.startswith(b"\x28") else elf([(f".text.{image.decode()}", b"code" * 8)])
             header = struct.pack("<HHIQIIHHI", 2, 1, 64, len(image), 0, 0, 0, 0, architecture)
-            content += header.ljust(64, b"\0") + image
+            flags = 0x108011 if image.startswith(b"\x28") else 0x100011
+            content += header.ljust(40, b"\0") + struct.pack("<QQQ", flags, 0, 99 * (flags >> 15 & 1)) + image
         code += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(content)) + content + bytes(-len(content) % 8)
     path.write_bytes(elf([(".text", b"host code"), (".nv_fatbin", code)]))
     return path
 
 
-def test_gpu_code_that_is_not_wanted_becomes_zeros(tmp_path: Path) -> None:
+def test_gpu_code_that_is_not_wanted_is_replaced(tmp_path: Path) -> None:
     files = [
         [(90, b"head128_bf16"), (80, b"head128_bf16")],
-        [(90, b"head64_bf16")],
-        [(90, b"\x28\xb5\x2f\xfdcompressed")],
+        [(90, b"head64_bf16"), (80, b"head64_b")],
+        [(90, b"\x28\xb5\x2f\xfdcompressed".ljust(800))],
+        [(90, b"\x28\xb5\x2f\xfdshort"), (75, b"\x28\xb5\x2f\xfdalone")],
         [(90, b"combine")],
     ]
     path = library(tmp_path / "flash.so", files)
     before = path.read_bytes()
     assert [kernels(before, image) for image in images(before)] == [
-        *(["head128_bf16"], ["head128_bf16"], ["head64_bf16"], [], ["combine"])
+        *(["head128_bf16"], ["head128_bf16"], ["head64_bf16"], ["head64_b"], [], [], [], ["combine"])
     ]
     kept, kept_bytes = keep_gpu_code(path, 90, "head128|combine")
     after = path.read_bytes()
     assert kept == 2
     assert kept_bytes < len(after) == len(before)
+    # Each has the smallest of its architecture instead, or nothing where that has not the room or there is none.
+    assert [kernels(after, image) for image in images(after)] == [
+        *(["head128_bf16"], ["head64_b"], ["combine"], ["head64_b"], ["combine"], [], [], ["combine"])
+    ]
     for number, image in enumerate(images(before)):
-        code = after[image.at : image.at + image.size_bytes]
-        assert code == (before[image.at : image.at + image.size_bytes] if number in (0, 4) else bytes(image.size_bytes))
+        is_kept = number in (0, 3, 7)
+        span = slice(image.at, image.at + image.size_bytes)
+        assert (after[span] == before[span]) == is_kept, number
+        flags = struct.unpack_from("<Q", after, image.header_at + 40)[0]
+        # a compressed one that now is none
+        assert bool(flags & 0x8000) == (number in (5, 6))
     assert b"host code" in after
     # containers and their headers stay: the library registers what it registered
-    assert [image[:3] for image in images(after)] == [image[:3] for image in images(before)]
+    assert list(images(after)) == list(images(before))
     with pytest.raises(ValueError, match=r"flash\.so: no GPU code for 100"):
         keep_gpu_code(path, 100, "head128")
 
