@@ -1,5 +1,6 @@
-# make env   environment in .venv (first run about 90 s)
+# make env   environment in .venv (first run about 90 s); on a machine with a GPU in .venv-cuda, with SGLang for CUDA
 # make demo  a served model: short, long and decode instances behind the router
+#            CUDA=0 or CUDA=1, with any of these, chooses the engine instead of asking nvidia-smi
 # make test  style, types, architecture, unit tests, one setting of every mechanism on real SGLang (10 min)
 # make test-all  further: every setting, random plans, each role killed and stopped at every stage (25 min)
 # make test-k8s  discovery, rights and leases on a real Kubernetes API server, built once from Debian's packages (8 min);
@@ -7,10 +8,23 @@
 # make lint  style, types and architecture
 
 PYTHON ?= python3
+ifeq ($(origin CUDA),undefined)
+CUDA := $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU [0-9]'),1,0)
+endif
+ifeq ($(CUDA),0)
 VENV := .venv
-BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
 TORCH := torch==2.13.0
+ENGINE := SGLang on the CPU
+else ifeq ($(CUDA),1)
+VENV := .venv-cuda
+LOCK := requirements/cuda.lock
+TORCH := $(shell grep '^torch==' $(LOCK))
+ENGINE := SGLang on CUDA
+else
+$(error CUDA is $(CUDA): 0 is the CPU, 1 is CUDA; left out, nvidia-smi is asked)
+endif
+BIN := $(VENV)/bin
 TRITON := 3.8.0
 STAMP := $(VENV)/.env-$(shell cat $(LOCK) pyproject.toml Makefile | cksum | cut -d' ' -f1)
 # What runs for every request is compiled: anew when one of its sources has changed.
@@ -32,7 +46,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env kernels-env ray-env judges-env charts-env demo test test-all test-k8s unit lint format clean
+.PHONY: env cuda-lock kernels-env ray-env judges-env charts-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -41,9 +55,10 @@ env: $(STAMP)
 # Bytecode is made of what is imported, when it is imported, not of all that is installed: a minute less.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make env: Python 3.11 or newer is needed (set PYTHON=...)")'
+	@echo "[env] engine: $(ENGINE) ($(if $(filter 1,$(CUDA)),CUDA=0 is the CPU,CUDA=1 is CUDA))"
 	@test -x $(BIN)/python || { echo "[env 1/4] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "[env 2/4] installing $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(if $(filter 1,$(CUDA)),--no-deps) $(TORCH)
 	@echo "[env 3/4] installing $$(grep -c == $(LOCK)) locked packages"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r $(LOCK)
 	@echo "[env 4/4] installing sglang-ext"
@@ -57,6 +72,10 @@ $(COMPILED): $(STAMP)
 $(NATIVE): $(STAMP)
 	@$(BIN)/python tools/build_native.py
 	@rm -f $(VENV)/.native-*; touch $@
+
+# Whether the packages for CUDA go together: pip says so, without installing any.
+cuda-lock: env
+	@$(BIN)/python -m pytest -q --full tests/unit/test_cuda_environment.py
 
 kernels-env: $(KERNELS)
 
@@ -82,7 +101,7 @@ $(RAY) $(JUDGES) $(CHARTS): | $(STAMP)
 	@touch $@
 
 demo: env
-	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))
+	@$(BIN)/python examples/demo.py --device $(if $(filter 1,$(CUDA)),cuda,cpu) $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))
 
 lint: env
 	@$(BIN)/ruff check --quiet --output-format concise .
@@ -111,4 +130,4 @@ format: env
 
 clean:
 	rm -f router/sglang_ext_router/compiled_sources.json; find python router -name '*.so' -delete
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis run
+	rm -rf .venv .venv-cuda build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis run

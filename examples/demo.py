@@ -1,10 +1,11 @@
 """The demonstration: short chats and a question about a document, served at the same time by separate pools.
 
-    python examples/demo.py [--keep] [--decode-tp 3]
+    python examples/demo.py [--device cpu|cuda] [--keep] [--decode-tp 3]
 
 Starts one short prefill, two long prefill and one decode instance of SGLang, the coordinator that lets the two share a
-prompt, and the router; asks through the unmodified `openai` client, and shows where every request went, on how many
-instances its chunks were computed, and how long each step took.
+prompt, and the router (on GPUs: as many instances as there are GPUs for, and no coordinator); asks through the
+unmodified `openai` client, and shows where every request went, on how many instances its chunks were computed, and how
+long each step took.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sglang_ext.cluster.config import (
     StartSettings,
 )
 from sglang_ext.cluster.display import make_display
-from sglang_ext.cluster.plan import find_machine
+from sglang_ext.cluster.plan import Host, find_machine, resolve_device
 from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
@@ -89,33 +90,55 @@ def questions() -> list[Question]:
     return asked + [Question(label, text, 48) for label, text in SHORT_QUESTIONS.items()]
 
 
-def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
-    """Return the demonstration's cluster. Raises ConfigError."""
-    shares_gpus = 0 < find_machine().gpu_count < 1 + LONG_INSTANCES + arguments.decode_tp
+def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfig:
+    """The demonstration's cluster on `machine`.
+
+    On a CPU all pools, and long instances that share prompts, which those on a GPU cannot yet. With a GPU for each of
+    them a short, a long and a decode instance; with fewer GPUs one prefill instance for all prompts and one that
+    decodes, which share the GPU if there is one only. Raises ConfigError.
+    """
+    gpu_count = 0 if arguments.device == "cpu" else machine.gpu_count
+    decode = PoolConfig(count=1, tp=arguments.decode_tp)
+    if gpu_count == 0:
+        long_pool = PoolConfig(
+            count=LONG_INSTANCES,
+            worker_args=("--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
+            args=("--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS)),
+        )
+        pools = PoolsConfig(short=PoolConfig(count=1), long=long_pool, decode=decode)
+    elif gpu_count < 2 + arguments.decode_tp:
+        pools = PoolsConfig(both=PoolConfig(count=1), decode=decode)
+    else:
+        pools = PoolsConfig(short=PoolConfig(count=1), long=PoolConfig(count=1), decode=decode)
     return ClusterConfig(
         name="demo",
         run_dir=str(EXAMPLES.parent / "run"),
         model="smollm2",
-        pools=PoolsConfig(
-            short=PoolConfig(count=1),
-            long=PoolConfig(
-                count=LONG_INSTANCES,
-                worker_args=("--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
-                args=("--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS)),
-            ),
-            decode=PoolConfig(count=1, tp=arguments.decode_tp),
-        ),
+        device=arguments.device,
+        pools=pools,
         coordinator=CoordinatorConfig(
-            enabled=find_machine().gpu_count == 0,  # there are no kernels for it on a GPU yet
+            enabled=gpu_count == 0,
             args=(
                 *("--profile", str(EXAMPLES / "demo_costs.json"), "--improvement-rate", "0"),
                 *("--min-chunk-tokens", str(MIN_CHUNK_TOKENS)),
             ),
         ),
-        args=("--mem-fraction-static", "0.2") if shares_gpus else (),
         start=StartSettings(timeout_s=START_TIMEOUT_S),
         router=RouterSettings(port=arguments.port, length_boundary_tokens=LENGTH_BOUNDARY_TOKENS),
     )
+
+
+def describe(config: ClusterConfig, machine: Host) -> str:
+    """What the cluster consists of, and the engine that computes."""
+    kinds = [
+        f"{pool.count} {role}{' prefill' if role.is_prefill else ''}"
+        for role, pool in config.pools.by_role()
+        if pool.count
+    ]
+    kinds += ["1 coordinator"] * config.coordinator.enabled + ["1 router"]
+    gpus = f"CUDA, {machine.gpu_count} GPU{'s' * (machine.gpu_count > 1)}"
+    engine = "the CPU" if resolve_device(config, machine) == "cpu" else gpus
+    return f"{', '.join(kinds)}; SGLang on {engine}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,8 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _step("model")
         ensure_smollm2()
-        _step(f"cluster: 1 short prefill, {LONG_INSTANCES} long prefill, 1 decode, 1 coordinator, 1 router")
-        with Cluster(cluster_config(arguments), make_display(sys.stdout)) as cluster:
+        machine = find_machine()
+        config = cluster_config(arguments, machine)
+        _step(f"cluster: {describe(config, machine)}")
+        with Cluster(config, make_display(sys.stdout)) as cluster:
             all_answered = _demonstrate(cluster, began_s)
             if arguments.keep and all_answered:
                 _keep(cluster)
@@ -151,7 +176,8 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
     _step("where each request went")
     status = _pool_status(cluster)
     print_table(replies, cluster.name_of, lambda reply: _plan(reply, status), sys.stdout)
-    _explain()
+    if cluster.plan.coordinator is not None:
+        _explain()
     failed = [reply for reply in replies if reply.error]
     for reply in failed:
         print(f"{reply.question.label} failed: {reply.error}", file=sys.stderr)
@@ -264,6 +290,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what the instances run on")
     parser.add_argument("--keep", action="store_true", help="go on serving afterwards")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="router's port; 0 picks a free one")
     parser.add_argument(

@@ -38,9 +38,21 @@ def positioned(dtype: str, queries: int, keys: int, size: int) -> Variant:
     }  # fmt: skip
     types = {**pointers, **positions, **outputs, **dict.fromkeys(names, "i32")}
     is_wide = queries >= 128
-    return Variant(
-        "attention_kernels", "_positioned_block", types, constants, 8 if is_wide else 4, 2 if dtype == "fp32" else 3
-    )
+    stages = 2 if dtype == "fp32" or size > 128 else 3
+    return Variant("attention_kernels", "_positioned_block", types, constants, 8 if is_wide else 4, stages)
+
+
+def split_prefix(dtype: str, rows: int, keys: int, size: int) -> Variant:
+    types = dict.fromkeys(("q", "k", "v", "k_pool", "v_pool", "out"), f"*{dtype}")
+    types |= {"qo_indptr": "*i64", "kv_indptr": "*i32", "kv_indices": "*i64", "parts": "*fp32", "parts_lse": "*fp32"}
+    types |= {"padded_tokens": "i32", "scale_log2": "fp32"}
+    names = ("q", "k", "v", "k_pool", "v_pool", "out")
+    types |= {f"{name}{part}_stride": "i32" for name in names for part in ("", "_head")}
+    constants = {
+        "KV_HEADS": 4, "GROUP": 7, "SIZE": size, "SIZE_BLOCK": size, "SPLITS": 32, "ROWS": rows, "KEYS": keys,
+        "LEAST": 128, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    }  # fmt: skip
+    return Variant("prefix_kernels", "_split_prefix", types, constants, 8 if rows >= 128 or size > 128 else 4, 2)
 
 
 def variants() -> list[Variant]:
@@ -58,8 +70,26 @@ def variants() -> list[Variant]:
     prefix = {"table": "*i32", "table_stride": "i32", "rows": "*i64", "prefix_lens": "*i64", "kv_indptr": "*i32"}
     return [
         *(positioned("bf16", *sizes) for sizes in ((128, 64, 128), (128, 128, 128), (64, 64, 128), (128, 64, 64))),
+        positioned("bf16", 128, 64, 256),
         positioned("fp32", 32, 32, 128),
-        Variant("attention_kernels", "_merge_states", merge, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 8}),
+        *(split_prefix("bf16", *sizes) for sizes in ((128, 64, 128), (64, 64, 128), (128, 64, 64), (64, 32, 256))),
+        Variant(
+            "prefix_kernels",
+            "_join_splits",
+            {
+                "qo_indptr": "*i64",
+                "kv_indptr": "*i32",
+                "out": "*bf16",
+                "parts": "*fp32",
+                "parts_lse": "*fp32",
+                **dict.fromkeys(("padded_tokens", "out_stride", "out_head_stride"), "i32"),
+            },
+            {"HEADS": 28, "SIZE": 128, "SIZE_BLOCK": 128, "SPLITS": 32, "ROWS": 8, "KEYS": 64, "LEAST": 128},
+        ),
+        *(
+            Variant("attention_kernels", "_merge_states", merge | other, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 8})
+            for other in ({}, {"other_out": "*bf16"})
+        ),
         *(
             Variant("moving_kernels", "_move_kv", paged, {**rows, "IS_GATHER": is_gather}, num_warps=8)
             for is_gather in (True, False)

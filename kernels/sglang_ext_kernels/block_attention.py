@@ -48,8 +48,9 @@ def attention_block(
     """The same, by a fused kernel: every query must see at least one key.
 
     `is_causal`: query i sees keys 0 to i, both of one length. `mask` [Tq, Tk] of `q`'s dtype is added to the scores;
-    on a CUDA device there is none, `positioned_block` takes its place. Returns output and log-sum-exp in float32,
-    shaped as in the reference. Raises ValueError for a mask on a CUDA device.
+    on a CUDA device there is none, `positioned_block` takes its place. Returns output and log-sum-exp, shaped as in the
+    reference, in float32; on a CUDA device the output may be in `q`'s dtype, which `merge_states_` takes as it is.
+    Raises ValueError for a mask on a CUDA device.
     """
     if q.is_cuda:
         return _on_cuda(q, k, v, scale, is_causal, mask)
@@ -104,7 +105,8 @@ def _on_cuda(
 def merge_states_(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> None:
     """Take a further block into `out` [T, H, D] and `lse` [T, H], both float32 and changed in place.
 
-    A query that has seen nothing yet has lse -inf; one that saw nothing in either keeps output 0.
+    `other_out` may be in half precision: it is widened as it is read. A query that has seen nothing yet has lse -inf;
+    one that saw nothing in either keeps output 0.
     """
     if triton_support.runs_on(out) and out.is_contiguous() and lse.is_contiguous():
         from sglang_ext_kernels.on_gpu import attention_kernels as kernel
@@ -121,7 +123,7 @@ def merge_states_reference_(
     joined = torch.logaddexp(lse, other_lse)
     safe = torch.where(torch.isneginf(joined), torch.zeros_like(joined), joined)
     out.mul_(torch.exp(lse - safe)[..., None])
-    out.addcmul_(other_out, torch.exp(other_lse - safe)[..., None])
+    out.addcmul_(other_out.to(out.dtype), torch.exp(other_lse - safe)[..., None])
     lse.copy_(joined)
 
 
@@ -169,8 +171,8 @@ class BlockPlan(NamedTuple):
 def default_sizes(size: int, dtype: torch.dtype) -> BlockSizes:
     """What suits a Hopper GPU for heads of `size` elements."""
     if dtype == torch.float32:
-        return BlockSizes(32, 32)
-    return BlockSizes(128, 64) if size <= 128 else BlockSizes(64, 64)
+        return BlockSizes(32, 32) if size <= 128 else BlockSizes(16, 16)
+    return BlockSizes(128, 64)
 
 
 def plan_block(q_positions: torch.Tensor, k_positions: torch.Tensor, sizes: BlockSizes) -> BlockPlan:

@@ -31,8 +31,11 @@ def can_run(q: torch.Tensor, v: torch.Tensor) -> bool:
 def flashinfer_block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attention_block` without a mask; with `is_causal` there are as many keys as queries."""
+    """As `attention_block` without a mask; with `is_causal` there are as many keys as queries.
+
+    The output is in `q`'s dtype: widening it apart would write and read all of it once more.
+    """
     import flashinfer  # type: ignore[import-not-found, unused-ignore]
 
     out, lse = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=is_causal, sm_scale=scale, return_lse=True)
-    return out.float(), lse.float().mul_(math.log(2.0))
+    return out, lse.mul_(math.log(2.0))

@@ -1,4 +1,4 @@
-"""A ragged prefill batch in the static tensors that a captured graph reads, and attention over them in plain torch.
+"""A ragged prefill batch in the static tensors that a captured graph reads.
 
 Tokens stay packed at the front, so the batch keeps its order and the tail of the forward pass runs on the batch
 itself. Padded tokens have id 0 and position 0 and write to slot 0 of the KV pool, which no request has; padded
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext_kernels import triton_support
-from sglang_ext_kernels.block_attention import attention_block_reference
 
 
 class RaggedBatch(NamedTuple):
@@ -90,29 +89,3 @@ def pad_batch_reference_(padded: PaddedBatch, batch: RaggedBatch) -> None:
         batch.rows.tolist(), batch.prefix_lens.tolist(), padded.kv_indptr.tolist()[:requests], strict=True
     ):
         padded.kv_indices[first : first + prefix] = batch.table[row, :prefix]
-
-
-def prefix_attention_reference(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    batch: PaddedBatch,
-    scale: float,
-) -> None:
-    """Write to `out` [T, H, D], rows of padded tokens apart, what `q` [T, H, D] attends to.
-
-    `k` and `v` [T, Hkv, D] are of the new tokens, `k_pool` and `v_pool` [slots, Hkv, D] hold the prefixes.
-    """
-    q_ends, kv_ends = batch.qo_indptr.tolist(), batch.kv_indptr.tolist()
-    for request in range(len(q_ends) - 1):
-        new, prefix = slice(*q_ends[request : request + 2]), slice(*kv_ends[request : request + 2])
-        if new.stop == new.start:
-            continue
-        slots = batch.kv_indices[prefix]
-        tokens = new.stop - new.start
-        visible = torch.ones(tokens, slots.numel() + tokens, dtype=torch.bool, device=q.device).tril(slots.numel())
-        keys, values = torch.cat([k_pool[slots], k[new]]), torch.cat([v_pool[slots], v[new]])
-        out[new] = attention_block_reference(q[new], keys, values, scale, visible)[0].to(out.dtype)

@@ -46,7 +46,7 @@ class RoutePlanner:
         self._allow_spill = config.pool_spill
         # A long pool that computes one prompt on several instances is planned by its coordinator alone.
         may_overflow = config.pool_spill and not config.coordinator_url and config.pool_overflow_share > 0
-        self._patience_s = {
+        self._longest_wait_s = {
             LengthClass.SHORT: config.pool_overflow_share * config.controller_short_slo_secs if may_overflow else inf,
             LengthClass.LONG: config.pool_overflow_share * config.controller_long_slo_secs if may_overflow else inf,
         }
@@ -132,7 +132,7 @@ class RoutePlanner:
         prefill = prefills[pool.candidates[chosen]]
         is_spilled = pool.is_spilled
         wait_s = predicted_wait_s(load)
-        if wait_s > self._patience_s[pool.length_class] and len(pool.candidates) < len(prefills):
+        if wait_s > self._longest_wait_s[pool.length_class] and len(pool.candidates) < len(prefills):
             helper = self._helper(pool, prefills, cached, load, prefill, prompt_tokens, now_s)
             if helper is not None:
                 prefill, load = helper
@@ -180,8 +180,8 @@ class RoutePlanner:
             if i not in own and worker.revision == prefill.revision and prompt_tokens <= worker.max_prompt_tokens
         ]
         loads = [prefills[i].prefill_load(cached_tokens[i], now_s) for i in others]
-        patience_s = self._patience_s[pool.length_class]
-        helper = choose_helper(load, loads, prompt_tokens, patience_s, self._draw())
+        longest_wait_s = self._longest_wait_s[pool.length_class]
+        helper = choose_helper(load, loads, prompt_tokens, longest_wait_s, self._draw())
         return None if helper is None else (prefills[others[helper]], loads[helper])
 
     def _of_one_revision(

@@ -157,6 +157,20 @@ def test_the_merge_is_its_reference(
     torch.testing.assert_close(lse, wanted_lse, atol=float32_error, rtol=1e-5)
 
 
+def test_the_merge_widens_half_precision_as_it_reads(generator: torch.Generator, float32_error: float) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=generator.device)
+
+    out, lse, other, other_lse = draw(5, 3, 64), draw(5, 3), draw(5, 3, 64).bfloat16(), draw(5, 3)
+    wanted, wanted_lse = out.clone(), lse.clone()
+    merge_states_reference_(wanted, wanted_lse, other.float(), other_lse)
+    for merge in (merge_states_, merge_states_reference_):
+        got, got_lse = out.clone(), lse.clone()
+        merge(got, got_lse, other, other_lse)
+        torch.testing.assert_close(got, wanted, atol=float32_error, rtol=1e-5)
+        torch.testing.assert_close(got_lse, wanted_lse, atol=float32_error, rtol=1e-5)
+
+
 def test_far_apart_sums_do_not_overflow(generator: torch.Generator) -> None:
     out, lse = torch.ones(1, 1, 16, device=generator.device), torch.full((1, 1), 1e4, device=generator.device)
     merge_states_(out, lse, torch.zeros_like(out), -lse)

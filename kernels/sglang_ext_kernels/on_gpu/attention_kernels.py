@@ -189,9 +189,16 @@ def positioned_block(
         KEYS=keys_per_block,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if queries_per_block >= 128 else 4,
-        num_stages=2 if q.dtype == torch.float32 else 3,
+        num_stages=_stages(size, q.dtype),
     )
     return out, lse
+
+
+def _stages(size: int, dtype: torch.dtype) -> int:
+    """Key blocks on their way: of wide heads a third one does not fit into shared memory."""
+    if dtype == torch.float32:
+        return 2 if size <= 128 else 1
+    return 3 if size <= 128 else 2
 
 
 _ROWS = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from sglang_ext.types import Role
 ROUTER_NAME = "router"
 COORDINATOR_NAME = "coordinator"
 HIDDEN = "[hidden]"
+SHARED_MEMORY_FRACTION = 0.8  # of a GPU that several instances share; the rest is for activations and graphs
 ADMIN_KEY_VARIABLE = "SGLANG_EXT_ADMIN_API_KEY"
 # The router's options that hold a key: other users of the machine can read a command line, but no environment.
 _KEY_OPTIONS = {
@@ -158,18 +160,15 @@ def make_plan(
         port, http_port = settings.port or next(ports), settings.http_port or next(ports)
         coordinator = _coordinator(config, port, http_port)
         member_options = ("--cdsp-coordinator", f"{_url_host(_reachable(config.host))}:{port}")
-    next_gpu = 0
-    gpu_users: dict[str, int] = {}
+    gpus_of = _assign_gpus(config, machine) if device == "cuda" else {}
+    gpu_users = Counter(gpu for gpus in gpus_of.values() for gpu in gpus)
     instances: list[Program] = []
     for role, pool in config.pools.by_role():
         for index in range(pool.count):
             path = f"pools.{role}"
             env = {**config.env, **pool.env}
             if device == "cuda":
-                gpus, next_gpu = _gpus(pool, index, next_gpu, machine, path)
-                for gpu in gpus:
-                    gpu_users[gpu] = gpu_users.get(gpu, 0) + 1
-                env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpus))
+                env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpus_of[role, index]))
             port = pool.port_of(index) or next(ports)
             bootstrap_port = (pool.bootstrap_port_of(index) or next(ports)) if role.is_prefill else None
             instances.append(
@@ -186,6 +185,7 @@ def make_plan(
                         port,
                         bootstrap_port,
                         (*transfer_options, *member_options) if role is Role.LONG else transfer_options,
+                        _memory_share(max((gpu_users[gpu] for gpu in gpus_of.get((role, index), ())), default=1)),
                     ),
                     env=env,
                     cores=_cores(pool, index, machine, path),
@@ -224,6 +224,7 @@ def _worker_command(
     port: int,
     bootstrap_port: int | None,
     pool_options: tuple[str, ...],
+    memory_share: tuple[str, ...],
 ) -> tuple[str, ...]:
     command = [*WORKER_COMMAND, "--role", str(role)]
     command += ["--model-path", model_path, "--host", config.host, "--port", str(port), "--device", device]
@@ -244,7 +245,13 @@ def _worker_command(
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:
         command += ["--tp-size", str(pool.tp)]
-    return (*command, *config.args, *pool.args)
+    return (*command, *memory_share, *config.args, *pool.args)
+
+
+def _memory_share(users: int) -> tuple[str, ...]:
+    """Arguments of SGLang with which `users` instances fit on one GPU; each takes its share of what is free when it
+    starts."""
+    return () if users == 1 else ("--mem-fraction-static", f"{SHARED_MEMORY_FRACTION / users:.2f}")
 
 
 def _decides_boundary(arguments: Sequence[str]) -> bool:
@@ -328,6 +335,16 @@ def _take_keys(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str
         else:
             left.append(word)
     return tuple(left), keys
+
+
+def _assign_gpus(config: ClusterConfig, machine: Host) -> dict[tuple[Role, int], list[str]]:
+    """The GPUs of each instance: those given, else consecutive ones, over again from the first. Raises ConfigError."""
+    next_gpu = 0
+    assigned: dict[tuple[Role, int], list[str]] = {}
+    for role, pool in config.pools.by_role():
+        for index in range(pool.count):
+            assigned[role, index], next_gpu = _gpus(pool, index, next_gpu, machine, f"pools.{role}")
+    return assigned
 
 
 def _gpus(pool: PoolConfig, index: int, next_gpu: int, machine: Host, path: str) -> tuple[list[str], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from sglang_ext.sglang_plugin.device import Device
 
@@ -46,8 +47,11 @@ BACKENDS = {
 
 
 def default_backend(device: Device) -> str:
-    """TCP where there is no GPU, mooncake (as in SGLang) where there is one."""
-    return TCP if device is Device.CPU else "mooncake"
+    """TCP where there is no GPU; where there is one mooncake (as in SGLang), or NIXL if that alone is installed."""
+    if device is Device.CPU:
+        return TCP
+    has_nixl_alone = find_spec("mooncake") is None and find_spec("nixl") is not None
+    return "nixl" if has_nixl_alone else "mooncake"
 
 
 def why_unavailable(name: str, device: Device) -> str | None:

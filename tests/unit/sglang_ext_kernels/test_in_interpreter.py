@@ -44,9 +44,19 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     done = run_with_triton("tools/compile_kernels.py", "--json", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     records = json.loads(done.stdout.splitlines()[-1])
-    attention = [record for record in records if record["kernel"] == "positioned_block"]
+    attention = [record for record in records if record["kernel"] in {"positioned_block", "split_prefix"}]
     assert {record["kernel"] for record in records} == {
-        *("positioned_block", "merge_states", "move_kv", "move_heads", "pad_tokens", "pad_requests", "prefix_indices")
+        *(
+            "positioned_block",
+            "split_prefix",
+            "join_splits",
+            "merge_states",
+            "move_kv",
+            "move_heads",
+            "pad_tokens",
+            "pad_requests",
+            "prefix_indices",
+        )
     }
     assert all(record["has_wgmma"] for record in attention if record["constants"]["PRECISION"] != "ieee")
     assert all(record["shared_bytes"] <= 227 * 1024 for record in records)

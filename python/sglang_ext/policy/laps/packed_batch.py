@@ -18,7 +18,7 @@ from sglang_ext.policy.laps.slack import RankedPrefill
 
 _OVERHEADS = 8.0  # a batch takes so many times what every batch costs anew, which is an eighth of the time then
 _LEAST_OF_SLO = 0.2
-_MOST_OF_SLO = 0.4  # a short prefill waits for the end of one batch and for that of its own
+_MOST_OF_SLO = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS = 2.4  # whatever the objective: below, next to nothing is computed
 _WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
 _WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
@@ -31,7 +31,8 @@ def packed_round_s(fixed_s: float, short_slo_s: float) -> float:
 
     A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in; and
     `fixed_s`, what every batch costs anew, is lost with each. So a batch takes eight times that, but a fifth of the
-    short prefills' objective at least and 40% at most (and 2.4 times the fixed cost, if that is more).
+    short prefills' objective at least and a third at most (and 2.4 times the fixed cost, if that is more): the longest
+    batch and the next one then end within five sixths of the objective, which leaves the rest to what was not foreseen.
     """
     wanted_s = min(max(_OVERHEADS * fixed_s, _LEAST_OF_SLO * short_slo_s), _MOST_OF_SLO * short_slo_s)
     return max(wanted_s, _LEAST_OVERHEADS * fixed_s)

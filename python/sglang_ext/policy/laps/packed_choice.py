@@ -107,13 +107,7 @@ def _choose_of_group(
 
 def _group(queue: PrefillQueue) -> Group:
     """Requests with deadlines first, unless one without has been lifted above all of them."""
-    heads = [_head_class(queue, group) for group in (_ONLINE, _OFFLINE)]
-    return _OFFLINE if heads[_OFFLINE] < heads[_ONLINE] else _ONLINE
-
-
-def _head_class(queue: PrefillQueue, group: Group) -> float:
-    first = [*queue.shorts(group, 1), *queue.longs(group, 1)[:1]]
-    return min([ranked.urgency.aged_class for ranked in first], default=inf)
+    return _OFFLINE if queue.head_class(_OFFLINE) < queue.head_class(_ONLINE) else _ONLINE
 
 
 def _round_s(

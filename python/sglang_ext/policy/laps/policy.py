@@ -8,7 +8,6 @@ a batch leaves of its time budget (`packed_choice`, `packed_batch`). All of it r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil, inf, isfinite
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
@@ -121,20 +120,9 @@ class Laps:
         if not batch.is_short:  # the long prefill that ran last is the current one
             for ranked in list(queue.started.values()):
                 if ranked.request.is_current:
-                    self._put(queue, replace(ranked.request, is_current=False), now_s)
+                    self._put(queue, ranked.request.overtaken(), now_s)
         if batch.cut is not None:
-            request, tokens = queue.get(batch.cut.key).request, batch.cut.tokens
-            self._put(
-                queue,
-                replace(
-                    request,
-                    new_tokens=request.new_tokens - tokens,
-                    cached_tokens=request.cached_tokens + tokens,
-                    is_started=True,
-                    is_current=True,
-                ),
-                now_s,
-            )
+            self._put(queue, queue.get(batch.cut.key).request.after_chunk(batch.cut.tokens), now_s)
 
     def choose_of(self, snapshot: RoundSnapshot) -> RoundPlan:
         """As `choose`, on a queue that is given whole."""

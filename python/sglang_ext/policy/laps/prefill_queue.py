@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Any
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.round_plan import QueuedPrefill
 from sglang_ext.policy.laps.slack import RankedPrefill, Urgency, aged_class
 from sglang_ext.types import LengthClass
 
-_URGENT = 160  # a batch is formed of fewer
+_NEAR = 4  # of requests that leave together, those so near each other in the list are cut out at once
 
 
 class Group(IntEnum):
@@ -32,16 +32,25 @@ class Group(IntEnum):
     WITHOUT_DEADLINE = 1
 
 
-class _Waiting(NamedTuple):
-    ranked: RankedPrefill
-    lift_s: float  # waiting this long lifts it by one class
-    next_lift_s: float
-    group: Group
-    is_batched: bool  # it runs whole with other short ones
-
-
 # An urgency with every number negated: ascending, the most urgent is last, where taking it moves nothing.
-_Turn = tuple[int, float, float, int]
+_Turn = tuple[Any, ...]
+
+
+class _Waiting:
+    __slots__ = ("group", "is_batched", "lift_s", "next_lift_s", "ranked", "turn")
+
+    def __init__(self, ranked: RankedPrefill, lift_s: float, group: Group, is_batched: bool) -> None:
+        self.lift_s = lift_s  # waiting this long lifts it by one class
+        self.group = group
+        self.is_batched = is_batched  # it runs whole with other short ones
+        self.rank(ranked)
+
+    def rank(self, ranked: RankedPrefill) -> None:
+        """Its place in the order."""
+        urgency, request = ranked.urgency, ranked.request
+        self.ranked = ranked
+        self.next_lift_s = request.arrival_s + (int(request.priority) - urgency.aged_class + 1) * self.lift_s
+        self.turn: _Turn = (-urgency.aged_class, -urgency.relative_slack, -urgency.arrival_s, -urgency.key)
 
 
 class _Lists:
@@ -110,25 +119,17 @@ class PrefillQueue:
 
     def remove_all(self, keys: Sequence[int]) -> None:
         """These leave in one batch. KeyError for one that is not in the queue."""
-        batched: tuple[dict[int, _Waiting], ...] = ({}, {})
+        batched: tuple[list[_Turn], list[_Turn]] = ([], [])
         for key in keys:
             waiting = self._waiting.pop(key)
-            self.started.pop(key, None)
             if waiting.is_batched:
-                batched[waiting.group][-key] = waiting
+                batched[waiting.group].append(waiting.turn)
             else:
+                self.started.pop(key, None)
                 self._unlist(waiting)
         for lists, leaving in zip(self._lists, batched, strict=True):
-            if leaving:  # most of them are among the most urgent
-                last = lists.shorts[-_URGENT:]
-                left = [turn for turn in last if turn[3] not in leaving]
-                if len(left) < len(last):
-                    lists.shorts[-_URGENT:] = left
-                if len(last) - len(left) < len(leaving):
-                    done = {turn[3] for turn in last}
-                    for key, waiting in leaving.items():
-                        if key not in done:
-                            self._unlist(waiting)
+            if leaving:
+                _cut_out(lists.shorts, leaving)
 
     def lift(self, now_s: float) -> None:
         """Raise the class of everything that has waited long enough since the last call."""
@@ -138,17 +139,19 @@ class PrefillQueue:
             waiting = self._waiting.get(key)
             if waiting is None or waiting.next_lift_s != lift_at_s:
                 continue
-            request, lift_s = waiting.ranked.request, waiting.lift_s
-            lifted = aged_class(request.priority, now_s - request.arrival_s, lift_s)
-            self.remove(key)
-            lifted = min(lifted, waiting.ranked.urgency.aged_class - 1)
-            self._insert(request, waiting.ranked.remaining_s, waiting.ranked.total_s, lift_s, lifted)
+            self._lift(waiting, now_s)
         if len(lifts) > 64 + 2 * len(self._waiting):  # mostly of requests that have left
             self._lifts = [(waiting.next_lift_s, key) for key, waiting in self._waiting.items()]
             heapify(self._lifts)
 
     def count(self, group: Group) -> int:
         return len(self._lists[group].shorts) + len(self._lists[group].longs)
+
+    def head_class(self, group: Group) -> float:
+        """The most urgent class of a group's requests; infinite without any."""
+        lists = self._lists[group]
+        short_class = -lists.shorts[-1][0] if lists.shorts else inf
+        return min(short_class, -lists.longs[-1][0]) if lists.longs else short_class
 
     def has_longs(self) -> bool:
         """Whether a long prefill waits, with a deadline or without."""
@@ -178,13 +181,14 @@ class PrefillQueue:
     def longs(self, group: Group, most: int) -> list[RankedPrefill]:
         """Long prefills in the order in which they should run: the first `most`, and all that have been started."""
         waiting = self._waiting
-        chosen = [waiting[-turn[3]].ranked for turn in reversed(self._lists[group].longs[-most:])]
-        extra = [
-            ranked
-            for ranked in self.started.values()
-            if waiting[ranked.request.key].group is group and ranked not in chosen
-        ]
-        return sorted([*chosen, *extra]) if extra else chosen
+        turns = self._lists[group].longs[-most:]
+        chosen = [waiting[-turn[3]].ranked for turn in reversed(turns)]
+        if self.started:
+            keys = {ranked.request.key for ranked in chosen}
+            extra = [one for key, one in self.started.items() if waiting[key].group is group and key not in keys]
+            if extra:
+                return sorted([*chosen, *extra])
+        return chosen
 
     def _insert(self, request: QueuedPrefill, remaining_s: float, total_s: float, lift_s: float, lifted: int) -> None:
         has_deadline = isfinite(request.deadline_s)
@@ -195,7 +199,6 @@ class PrefillQueue:
         waiting = _Waiting(
             RankedPrefill(Urgency(lifted, by_s, request.arrival_s, request.key), request, remaining_s, total_s),
             lift_s,
-            request.arrival_s + (int(request.priority) - lifted + 1) * lift_s,
             Group.WITH_DEADLINE if has_deadline else Group.WITHOUT_DEADLINE,
             is_batched,
         )
@@ -205,20 +208,51 @@ class PrefillQueue:
             self.started[request.key] = waiting.ranked
         lists = self._lists[waiting.group]
         if is_batched:
-            insort(lists.shorts, _turn(waiting.ranked.urgency))
+            insort(lists.shorts, waiting.turn)
         else:
-            insort(lists.longs, _turn(waiting.ranked.urgency))
+            insort(lists.longs, waiting.turn)
             self.long_work_s[waiting.group] += remaining_s
+
+    def _lift(self, waiting: _Waiting, now_s: float) -> None:
+        ranked = waiting.ranked
+        request, urgency = ranked.request, ranked.urgency
+        lifted = aged_class(request.priority, now_s - request.arrival_s, waiting.lift_s)
+        lifted = min(lifted, urgency.aged_class - 1)
+        lists = self._lists[waiting.group]
+        turns = lists.shorts if waiting.is_batched else lists.longs
+        del turns[bisect_left(turns, waiting.turn)]
+        urgency = Urgency(lifted, urgency.relative_slack, urgency.arrival_s, urgency.key)
+        waiting.rank(RankedPrefill(urgency, request, ranked.remaining_s, ranked.total_s))
+        insort(turns, waiting.turn)
+        if request.is_started:
+            self.started[request.key] = waiting.ranked
+        heappush(self._lifts, (waiting.next_lift_s, request.key))
 
     def _unlist(self, waiting: _Waiting) -> None:
         lists, ranked = self._lists[waiting.group], waiting.ranked
         if waiting.is_batched:
-            del lists.shorts[bisect_left(lists.shorts, _turn(ranked.urgency))]
+            del lists.shorts[bisect_left(lists.shorts, waiting.turn)]
             return
-        del lists.longs[bisect_left(lists.longs, _turn(ranked.urgency))]
+        del lists.longs[bisect_left(lists.longs, waiting.turn)]
         # Without longs, exactly 0: what is left of adding and taking away would grow.
         self.long_work_s[waiting.group] = self.long_work_s[waiting.group] - ranked.remaining_s if lists.longs else 0.0
 
 
-def _turn(urgency: Urgency) -> _Turn:
-    return (-urgency.aged_class, -urgency.relative_slack, -urgency.arrival_s, -urgency.key)
+def _cut_out(turns: list[_Turn], leaving: list[_Turn]) -> None:
+    """Take these out: neighbours at once, as what is behind them moves each time."""
+    leaving.sort()
+    end = len(leaving)
+    while end > 0:
+        last = bisect_left(turns, leaving[end - 1])
+        first, start = last, end - 1
+        while start > 0:
+            at = bisect_left(turns, leaving[start - 1], max(0, first - _NEAR), first)
+            if at == first or turns[at] != leaving[start - 1]:
+                break
+            first, start = at, start - 1
+        if last - first < end - start:
+            del turns[first : last + 1]
+        else:
+            gone = set(leaving[start:end])
+            turns[first : last + 1] = [turn for turn in turns[first : last + 1] if turn not in gone]
+        end = start

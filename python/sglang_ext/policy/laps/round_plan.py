@@ -71,6 +71,28 @@ class QueuedPrefill:
     is_started: bool  # a chunk of it has run: it holds KV until it ends
     is_current: bool  # its chunk was the last long chunk
 
+    def after_chunk(self, tokens: int) -> QueuedPrefill:
+        """What is left once so many of its tokens have run: from now on it is the current long prefill."""
+        return self._with(self.new_tokens - tokens, self.cached_tokens + tokens, is_started=True, is_current=True)
+
+    def overtaken(self) -> QueuedPrefill:
+        """Another long prefill is the current one now."""
+        return self._with(self.new_tokens, self.cached_tokens, is_started=self.is_started, is_current=False)
+
+    def _with(self, new_tokens: int, cached_tokens: int, *, is_started: bool, is_current: bool) -> QueuedPrefill:
+        return QueuedPrefill(
+            self.key,
+            self.length_class,
+            new_tokens,
+            cached_tokens,
+            self.total_tokens,
+            self.arrival_s,
+            self.deadline_s,
+            self.priority,
+            is_started,
+            is_current,
+        )
+
 
 class RoundSnapshot(NamedTuple):
     """A prefill instance at the moment of a decision. The queue may be in any order."""

@@ -8,7 +8,6 @@ postponed until its deadline cannot be met and then blocks all others (as with e
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from math import floor, isfinite
 from typing import NamedTuple
 
@@ -25,14 +24,16 @@ class Urgency(NamedTuple):
     key: int
 
 
-@dataclass(frozen=True, slots=True)
 class RankedPrefill:
     """A queued request, how urgent it is, and its predicted times on an idle instance. Sorts most urgent first."""
 
-    urgency: Urgency
-    request: QueuedPrefill
-    remaining_s: float
-    total_s: float
+    __slots__ = ("remaining_s", "request", "total_s", "urgency")
+
+    def __init__(self, urgency: Urgency, request: QueuedPrefill, remaining_s: float, total_s: float) -> None:
+        self.urgency = urgency
+        self.request = request
+        self.remaining_s = remaining_s
+        self.total_s = total_s
 
     def __lt__(self, other: RankedPrefill) -> bool:
         return self.urgency < other.urgency

@@ -44,16 +44,16 @@ def predicted_end_s(load: PrefillLoad, new_prompt_tokens: int) -> float:
 
 
 def choose_helper(
-    own: PrefillLoad, others: Sequence[PrefillLoad], new_prompt_tokens: int, patience_s: float, draw: float
+    own: PrefillLoad, others: Sequence[PrefillLoad], new_prompt_tokens: int, longest_wait_s: float, draw: float
 ) -> int | None:
     """Position in `others`, instances of the other pool, of the one that serves the request instead of `own`.
 
     Pools keep classes apart, and that must not cost more than it brings: a request leaves its pool when `own`, the
-    choice there, would keep it waiting for more than `patience_s`, and the best of the others less than half as long,
-    so that two crowded pools do not exchange their work. None if it stays.
+    choice there, would keep it waiting for more than `longest_wait_s`, and the best of the others less than half as
+    long, so that two crowded pools do not swap their work. None if it stays.
     """
     own_s = predicted_wait_s(own)
-    if own_s <= patience_s or not others:
+    if own_s <= longest_wait_s or not others:
         return None
     helper = _PREDICTED_WAIT.choose(others, new_prompt_tokens, draw)
     helper_s = predicted_wait_s(others[helper])

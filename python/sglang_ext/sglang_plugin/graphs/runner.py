@@ -78,7 +78,7 @@ class GridPrefillRunner:
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if shape not in self._static:  # in the run before the recording, which then has the computation alone
-            attention = CapturedAttention(self._model_runner, batch, shape.length_tokens)
+            attention = CapturedAttention(self._model_runner, batch, shape)
             self._static[shape] = attention, _static_forward_batch(self._model_runner, shape, batch)
         attention, forward_batch = self._static[shape]
         with torch.no_grad(), forward_context(ForwardContext(attn_backend=attention)):

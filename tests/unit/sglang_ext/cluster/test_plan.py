@@ -129,6 +129,18 @@ def test_gpus_are_consecutive_and_whole_instances_stay_together() -> None:
     shared = plan_of(cluster(**pools), Host(CPU.core_ids, 4))
     assert gpus_of(shared) == ["0", "1,2", "0,1"]
     assert shared.start_parallel == 1  # instances that share a GPU measure its free memory in turn
+    # GPU 0 and 1 have two users each, but 2 one.
+    fractions = ["--mem-fraction-static" in program.command for program in shared.instances]
+    assert fractions == [True, True, True]
+    assert option(shared.instances[0], "--mem-fraction-static") == "0.40"
+
+
+def test_the_memory_of_a_shared_gpu_is_divided_unless_the_user_says_how() -> None:
+    own = ("--mem-fraction-static", "0.3")
+    pools = {"short": PoolConfig(), "long": PoolConfig(gpus=("1",)), "decode": PoolConfig(gpus=("0",), args=own)}
+    plan = plan_of(cluster(**pools), Host(CPU.core_ids, 2))
+    given = [[word for word in program.command if word.startswith("0.")] for program in plan.instances]
+    assert given == [["0.40"], [], ["0.40", "0.3"]]  # SGLang takes the last one
 
 
 def test_gpus_by_hand() -> None:

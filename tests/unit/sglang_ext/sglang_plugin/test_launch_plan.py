@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.sglang_plugin import transfer_backend
 from sglang_ext.sglang_plugin.device import Device, MachineFacts
 from sglang_ext.sglang_plugin.hook_table import V17
 from sglang_ext.sglang_plugin.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_launch
@@ -171,3 +172,15 @@ def test_printed_command_is_one_shell_line() -> None:
     assert "\n" not in line
     assert line.endswith("--served-model-name 'a b'")
     assert "SGLANG_EXT_OPTIONS='{" in line
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"), [((), "mooncake"), (("nixl",), "nixl"), (("mooncake", "nixl"), "mooncake")]
+)
+def test_a_gpu_machine_without_mooncake_transfers_by_nixl(
+    installed: tuple[str, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_backend, "find_spec", lambda name: name if name in installed else None)
+    argv = build_launch(SHORT, CUDA).argv
+    assert value_of(argv, "--disaggregation-transfer-backend") == chosen
+    assert value_of(build_launch(SHORT, CPU).argv, "--disaggregation-transfer-backend") == "sglang_ext_tcp"

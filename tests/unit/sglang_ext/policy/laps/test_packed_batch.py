@@ -168,7 +168,7 @@ def test_shorts_run_alone_where_they_wait_for_more_than_is_saved() -> None:
 def test_the_budget_of_a_batch() -> None:
     assert packed_round_s(1e-4, 0.4) == pytest.approx(0.08)  # a fifth of the objective
     assert packed_round_s(0.015, 0.4) == pytest.approx(0.12)  # an eighth of it is lost
-    assert packed_round_s(0.03, 0.4) == pytest.approx(0.16)  # 40% of the objective
+    assert packed_round_s(0.03, 0.4) == pytest.approx(0.4 / 3)  # a third of the objective
     assert packed_round_s(0.2, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
 
 

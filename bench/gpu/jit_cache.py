@@ -1,0 +1,309 @@
+"""Kernels that SGLang and flashinfer would compile when they are first called, compiled beforehand without a GPU.
+
+    python bench/gpu/jit_cache.py SITE [--wheels FOLDER] [--only NAME,...]
+
+SITE is a folder with SGLang and flashinfer as `bundle.py` unpacks them, for Hopper GPUs; nvcc and what it includes come
+from the package index. It adds
+
+    SITE/sglang_jit/           what SGLang loads instead of compiling: TVM_FFI_CACHE_DIR
+    SITE/flashinfer_jit_cache/ the same for flashinfer, which finds it by importing it
+
+A module that is not among them is compiled on the GPU machine after all, in seconds to minutes. `environment()` has the
+variables with which that works there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BENCH = Path(__file__).resolve().parents[1]
+if str(BENCH) not in sys.path:
+    sys.path.insert(0, str(BENCH))
+
+from gpu.pretended_gpu import open_package, pretend  # noqa: E402
+
+SGLANG_FOLDER = "sglang_jit"
+FLASHINFER_PACKAGE = "flashinfer_jit_cache"
+# CUDA 13.0, as the GPU machine's torch has it. Of cuBLAS the headers alone are unpacked.
+TOOLKIT = (
+    *("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88", "nvidia-cuda-cccl==13.0.85"),
+    *("nvidia-cuda-runtime==13.0.96", "nvidia-cublas==13.1.1.3"),
+)
+HEADERS_ONLY = "nvidia_cublas"
+ARCHITECTURE = "9.0a"
+MODULE_TIMEOUT_S = 3600
+
+
+class JitBuildError(RuntimeError):
+    """Nothing was compiled; the message says why."""
+
+
+class JitModule(NamedTuple):
+    """A module that SGLang or flashinfer compiles at run time."""
+
+    name: str
+    needed_by: str
+    compile: Callable[[Path], Any]  # in a process that pretends to have a GPU; gets SITE
+
+
+def _sglang(package: str, function: str, *arguments: Any) -> Callable[[Path], Any]:
+    def build(site: Path) -> None:
+        import importlib
+
+        for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.kernels.ops"):
+            open_package(site, name)
+        # torch is not told of these operators here.
+        unregistered: Any = type(sys)("sglang.srt.utils.custom_op")
+        unregistered.register_custom_op = lambda *args, **kwargs: lambda operator: operator
+        sys.modules[unregistered.__name__] = unregistered
+        getattr(importlib.import_module(f"sglang.kernels.ops.{package}"), function)(*_types(arguments))
+
+    return build
+
+
+def _flashinfer(package: str, function: str, *arguments: Any) -> Callable[[Path], Any]:
+    def build(site: Path) -> None:
+        import importlib
+
+        open_package(site, "flashinfer")
+        spec = getattr(importlib.import_module(f"flashinfer.jit.{package}"), function)(*_types(arguments))
+        spec.build(False)
+        target = site / FLASHINFER_PACKAGE / "jit_cache" / spec.name
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(spec.jit_library_path, target / f"{spec.name}.so")
+
+    return build
+
+
+def _types(arguments: tuple[Any, ...]) -> list[Any]:
+    """`torch.bfloat16` for "bfloat16", and so on; torch is not imported to list the modules."""
+    import torch
+
+    return [getattr(torch, one) if isinstance(one, str) and hasattr(torch, one) else one for one in arguments]
+
+
+_HEADS = ("bfloat16", "bfloat16", "bfloat16")
+_SIZES = (128, 128, 0, False, False, False)  # head sizes; no positions, window, cap of scores or half-precision scores
+MODULES = (
+    JitModule("norm", "every layer of a model in bfloat16", _flashinfer("norm", "gen_norm_module")),
+    JitModule("activation-bf16", "every layer", _sglang("activation.activation", "activation_module", "bfloat16")),
+    JitModule(
+        "rope-bf16-128",
+        "every layer with heads of 128",
+        _sglang("attention.rope", "_jit_fused_rope_module", True, 128, "bfloat16", "bfloat16"),
+    ),
+    JitModule("kv-4x128", "Qwen2.5 7B", _sglang("kvcache.kvcache", "_jit_kvcache_module", 1024, 1024)),
+    JitModule("kv-8x128", "Qwen2.5 14B and 32B", _sglang("kvcache.kvcache", "_jit_kvcache_module", 2048, 2048)),
+    JitModule("activation-fp32", "stage tokens", _sglang("activation.activation", "activation_module", "float32")),
+    JitModule(
+        "rope-fp32-64",
+        "stage tokens",
+        _sglang("attention.rope", "_jit_fused_rope_module", True, 64, "float32", "float32"),
+    ),
+    JitModule("kv-2x64-fp32", "stage tokens", _sglang("kvcache.kvcache", "_jit_kvcache_module", 512, 512)),
+    JitModule(
+        "paged-prefill",
+        "SGLang's flashinfer backend over a prefix",
+        _flashinfer("attention.modules", "gen_batch_prefill_module", "fa2", *_HEADS, "int32", *_SIZES),
+    ),
+    JitModule(
+        "ragged-prefill",
+        "SGLang's flashinfer backend without a prefix",
+        _flashinfer("attention.modules", "gen_batch_prefill_module", "fa3", *_HEADS, "int32", *_SIZES),
+    ),
+    JitModule(
+        "single-prefill",
+        "ring blocks",
+        _flashinfer("attention.modules", "gen_single_prefill_module", "fa3", *_HEADS, *_SIZES),
+    ),
+)
+
+
+def unpack_toolkit(wheels: Iterable[Path], folder: Path) -> Path:
+    """A CUDA toolkit of the index's wheels as nvcc and others expect it: bin, include, lib64. Returns its folder.
+
+    Raises JitBuildError where there is no nvcc among them.
+    """
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            for entry in archive.namelist():
+                if entry.startswith("nvidia/cu13/") and (HEADERS_ONLY not in wheel.name or "/include/" in entry):
+                    archive.extract(entry, folder)
+    home = folder / "nvidia/cu13"
+    if not (home / "bin/nvcc").is_file():
+        raise JitBuildError(f"no nvcc among the wheels for {', '.join(TOOLKIT)}")
+    for program in [*(home / "bin").iterdir(), *(home / "nvvm/bin").glob("*")]:
+        if program.is_file():
+            program.chmod(0o755)
+    (home / "lib64").symlink_to("lib")
+    for library in (home / "lib").glob("libcudart.so.*"):
+        (home / "lib/libcudart.so").unlink(missing_ok=True)
+        (home / "lib/libcudart.so").symlink_to(library.name)
+    # Enough to link with; the machine's driver brings the real one.
+    stub = ["cc", "-shared", "-o", str(home / "lib/libcuda.so"), "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull]
+    subprocess.run(stub, check=True)
+    return home
+
+
+def same_abi(site: Path) -> str:
+    """The version of tvm-ffi in SITE, which has to be the one here: it is part of a module's name and interface.
+
+    Raises JitBuildError.
+    """
+    there, here = (_version(distributions(**where), "apache-tvm-ffi") for where in ({"path": [str(site)]}, {}))
+    if there is None or there != here:
+        raise JitBuildError(f"apache-tvm-ffi is {there or 'missing'} in {site} and {here or 'missing'} here")
+    return there
+
+
+def _version(installed: Iterable[Distribution], name: str) -> str | None:
+    return next((one.version for one in installed if one.name.lower().replace("_", "-") == name), None)
+
+
+def write_flashinfer_package(site: Path) -> None:
+    """The package by which flashinfer finds what was compiled for its very version. Raises JitBuildError."""
+    version = _version(distributions(path=[str(site)]), "flashinfer-python")
+    if version is None:
+        raise JitBuildError(f"flashinfer is not in {site}")
+    folder = site / FLASHINFER_PACKAGE
+    (folder / "jit_cache").mkdir(parents=True, exist_ok=True)
+    (folder / "__init__.py").write_text(
+        f"from pathlib import Path\n\n__version__ = {version!r}\n\n\n"
+        'def get_jit_cache_dir():\n    return str(Path(__file__).parent / "jit_cache")\n',
+        encoding="utf-8",
+    )
+
+
+def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> dict[str, float | str]:
+    """Compile `modules` into SITE, each in a process of its own. What each took in seconds, or the end of its error.
+
+    Raises JitBuildError where nothing that is compiled here could be loaded there.
+    """
+    same_abi(site)
+    write_flashinfer_package(site)
+    found: dict[str, float | str] = {}
+    with tempfile.TemporaryDirectory(prefix="jit-") as scratch:
+        environment = {
+            **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CUDA_PATH")},
+            **toolkit_environment(toolkit),
+            "TVM_FFI_CACHE_DIR": str(Path(scratch) / SGLANG_FOLDER),
+            "FLASHINFER_WORKSPACE_BASE": scratch,
+            "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,
+        }
+        for module in modules:
+            started_s = time.perf_counter()
+            command = [sys.executable, str(Path(__file__).resolve()), str(site), "--compile", module.name]
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=MODULE_TIMEOUT_S, check=False
+            )
+            seconds = round(time.perf_counter() - started_s, 1)
+            found[module.name] = seconds if done.returncode == 0 else done.stderr.strip()[-2000:]
+            print(f"{module.name:<16} {f'{seconds} s' if done.returncode == 0 else 'FAILED'}", flush=True)
+        _keep_libraries(Path(scratch) / SGLANG_FOLDER, site / SGLANG_FOLDER)
+    record = {name: value for name, value in found.items() if isinstance(value, float)}
+    (site / FLASHINFER_PACKAGE / "built.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return found
+
+
+def _keep_libraries(built: Path, target: Path) -> None:
+    """The libraries alone: what they were made of takes more room, and is not looked at."""
+    for library in built.glob("*/*.so"):
+        (target / library.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, target / library.parent.name / library.name)
+
+
+def toolkit_environment(home: Path) -> dict[str, str]:
+    """Variables with which nvcc, started by whatever, finds a toolkit's headers and libraries."""
+    return {"CUDA_HOME": str(home), "CPATH": str(home / "include"), "LIBRARY_PATH": str(home / "lib")}
+
+
+def environment(given: Mapping[str, str], site: Path | None, scratch: Path) -> dict[str, str]:
+    """What to add to the environment of SGLang on the GPU machine: compiled modules, and what compiling others needs.
+
+    `site` is the unpacked bundle, None where there is none. `scratch` gets a name for the driver's library, under which
+    a linker finds it. Variables that `given` has already are extended or left alone.
+    """
+    added: dict[str, str] = {}
+    if site is not None and (site / SGLANG_FOLDER).is_dir():
+        added["TVM_FFI_CACHE_DIR"] = str(site / SGLANG_FOLDER)
+    added["CUDA_HOME"] = given.get("CUDA_HOME", "/usr/local/cuda")
+    headers = [Path(entry) / "nvidia/cu13/include" for entry in sys.path if entry]
+    libraries = [home / "lib" for home in (header.parent for header in headers)]
+    driver = driver_library()
+    if driver is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        link = scratch / "libcuda.so"
+        link.unlink(missing_ok=True)
+        link.symlink_to(driver)
+        libraries.append(scratch)
+    for name, folders in (("CPATH", headers), ("LIBRARY_PATH", libraries)):
+        known = [str(folder) for folder in folders if folder.is_dir()]
+        joined = os.pathsep.join([*filter(None, [given.get(name)]), *known])
+        if joined:
+            added[name] = joined
+    return added
+
+
+def driver_library() -> Path | None:
+    """The file of the CUDA driver that this process would load; None without one."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
+    return next((Path(name) for name in mapped if "/libcuda.so" in name), None)
+
+
+def _compile(site: Path, name: str) -> None:
+    """In the process that `build` starts."""
+    (module,) = (one for one in MODULES if one.name == name)
+    pretend()
+    module.compile(site)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("site", type=Path)
+    parser.add_argument("--wheels", type=Path, default=None, help="where wheels are kept (default: beside SITE)")
+    parser.add_argument("--only", default=None, help=f"of {', '.join(one.name for one in MODULES)}")
+    parser.add_argument("--compile", default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.compile is not None:
+        _compile(arguments.site, arguments.compile)
+        return 0
+    wanted = [one.name for one in MODULES] if arguments.only is None else arguments.only.split(",")
+    unknown = sorted(set(wanted) - {one.name for one in MODULES})
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)}: not among {', '.join(one.name for one in MODULES)}")
+    wheels = arguments.wheels or arguments.site.parent / "wheels-cuda"
+    wheels.mkdir(parents=True, exist_ok=True)
+    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *TOOLKIT]
+    subprocess.run(download, check=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="cuda-") as folder:
+            toolkit = unpack_toolkit(wheels.glob("nvidia_*.whl"), Path(folder))
+            found = build(arguments.site.resolve(), toolkit, [one for one in MODULES if one.name in wanted])
+    except JitBuildError as error:
+        parser.error(str(error))
+    failed = {name: value for name, value in found.items() if isinstance(value, str)}
+    for name, message in failed.items():
+        print(f"{name}: {message}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The demonstration's cluster on machines with and without GPUs, up to the command lines of its instances."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sglang_ext.cluster.config import ConfigError
+from sglang_ext.cluster.model import PreparedModel
+from sglang_ext.cluster.plan import ClusterPlan, Host, count_ports, make_plan, resolve_device
+from sglang_ext.types import Role
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CORES = frozenset(range(8))
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+
+    yield demo
+    for name in ("demo", "demo_client", "demo_report", "demo_view"):
+        sys.modules.pop(name, None)
+
+
+def plan_of(demo: ModuleType, gpu_count: int, device: str = "auto", decode_tp: int = 1) -> ClusterPlan:
+    machine = Host(CORES, gpu_count)
+    config = demo.cluster_config(argparse.Namespace(device=device, decode_tp=decode_tp, port=0), machine)
+    ports = list(range(20000, 20000 + count_ports(config)))
+    return make_plan(
+        config, model=PreparedModel("/models/m", "m"), machine=machine, free_ports=ports, admin_key="secret"
+    )
+
+
+def gpus_of(plan: ClusterPlan) -> dict[str, str | None]:
+    return {program.name: program.env.get("CUDA_VISIBLE_DEVICES") for program in plan.instances}
+
+
+def options(plan: ClusterPlan, name: str) -> list[str | None]:
+    """What each instance is given for an option."""
+    found = []
+    for program in plan.instances:
+        has_it = name in program.command
+        found.append(program.command[program.command.index(name) + 1] if has_it else None)
+    return found
+
+
+def test_without_a_gpu_all_pools_are_there_and_long_instances_share_prompts(demo: ModuleType) -> None:
+    plan = plan_of(demo, 0)
+    assert gpus_of(plan) == dict.fromkeys(("short-0", "long-0", "long-1", "decode-0"))
+    assert plan.coordinator is not None
+    assert options(plan, "--device") == ["cpu"] * 4
+    assert options(plan, "--mem-fraction-static") == [None] * 4
+
+
+def test_one_gpu_serves_prefill_and_decode(demo: ModuleType) -> None:
+    plan = plan_of(demo, 1)
+    assert gpus_of(plan) == {"both-0": "0", "decode-0": "0"}
+    assert options(plan, "--mem-fraction-static") == ["0.40", "0.40"]
+    assert options(plan, "--device") == ["cuda"] * 2
+    assert plan.start_parallel == 1  # each measures what the one before has left
+    assert plan.coordinator is None
+
+
+def test_two_gpus_serve_one_instance_each(demo: ModuleType) -> None:
+    plan = plan_of(demo, 2)
+    assert gpus_of(plan) == {"both-0": "0", "decode-0": "1"}
+    assert options(plan, "--mem-fraction-static") == [None, None]
+    assert plan.start_parallel > 1
+
+
+def test_a_gpu_for_each_pool(demo: ModuleType) -> None:
+    assert gpus_of(plan_of(demo, 3)) == {"short-0": "0", "long-0": "1", "decode-0": "2"}
+    assert gpus_of(plan_of(demo, 8, decode_tp=3)) == {"short-0": "0", "long-0": "1", "decode-0": "2,3,4"}
+    assert gpus_of(plan_of(demo, 4, decode_tp=3)) == {"both-0": "0", "decode-0": "1,2,3"}
+
+
+def test_a_machine_with_gpus_serves_on_its_cpu_when_asked(demo: ModuleType) -> None:
+    plan = plan_of(demo, 2, device="cpu")
+    assert options(plan, "--device") == ["cpu"] * 4
+    assert plan.coordinator is not None
+
+
+def test_cuda_without_a_gpu_is_refused_by_name(demo: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="device: is cuda, but no GPU can be used here"):
+        plan_of(demo, 0, device="cuda")
+
+
+@pytest.mark.parametrize("gpu_count", range(9))
+def test_no_gpu_is_promised_twice_over(demo: ModuleType, gpu_count: int) -> None:
+    plan = plan_of(demo, gpu_count)
+    assert {program.role for program in plan.instances} >= {Role.DECODE}
+    gpus = [gpu for gpu in gpus_of(plan).values() if gpu is not None]
+    fractions = [float(value or 0.0) for value in options(plan, "--mem-fraction-static")]
+    for gpu in set(gpus):
+        shares = [fraction for used, fraction in zip(gpus, fractions, strict=True) if used == gpu]
+        assert len(shares) == 1 or (all(shares) and sum(shares) < 1)
+
+
+def test_what_is_started_is_said(demo: ModuleType) -> None:
+    said = {}
+    for gpu_count in (0, 1, 4):
+        machine = Host(CORES, gpu_count)
+        config = demo.cluster_config(argparse.Namespace(device="auto", decode_tp=1, port=0), machine)
+        assert resolve_device(config, machine) == ("cuda" if gpu_count else "cpu")
+        said[gpu_count] = demo.describe(config, machine)
+    assert said[0] == "1 short prefill, 2 long prefill, 1 decode, 1 coordinator, 1 router; SGLang on the CPU"
+    assert said[1] == "1 both prefill, 1 decode, 1 router; SGLang on CUDA, 1 GPU"
+    assert said[4] == "1 short prefill, 1 long prefill, 1 decode, 1 router; SGLang on CUDA, 4 GPUs"
