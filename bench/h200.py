@@ -26,8 +26,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ from typing import Any
 from gpu.card import CARDS, Card, read_card
 from gpu.expected import expected_lines
 from gpu.figure5_picture import draw
+from gpu.jit_cache import environment as jit_environment
 from gpu.judgement import failures_of, join_rows, merge, verdicts_of
 from gpu.stage_plan import (
     COMMANDS,
@@ -71,6 +73,8 @@ class Run:
         self._card = card
         self._end_s = time.perf_counter() + deadline_s
         self._is_dry = is_dry
+        link = Path(tempfile.gettempdir()) / f"libcuda-{os.getuid()}"
+        self._compiling = {} if is_dry else jit_environment(os.environ, bundle_site(os.environ), link)
         date = datetime.now(UTC).isoformat(timespec="seconds")
         name = "dry-run" if is_dry else f"{card.slug}-{date[:19].replace(':', '')}"
         self.path = out / f"{name}.json"
@@ -141,7 +145,13 @@ class Run:
         added |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "NVSHMEM_REMOTE_TRANSPORT": "none"}
         # FlashAttention 3 was carried without the kernels that are not called.
         added |= {"CUDA_MODULE_LOADING": "LAZY"}
-        return {**os.environ, **added}
+        return {**os.environ, **self._compiling, **added}
+
+
+def bundle_site(environment: Mapping[str, str]) -> Path | None:
+    """The folder on PYTHONPATH that `bench/gpu/bundle.py` has packed; None without one."""
+    folders = map(Path, filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
+    return next((folder for folder in folders if (folder / "sglang").is_dir()), None)
 
 
 def run_process(command: Sequence[str], log: Path, environment: dict[str, str], timeout_s: float) -> None:

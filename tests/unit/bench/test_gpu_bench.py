@@ -257,7 +257,7 @@ def test_an_archive_and_the_repository_are_carried_together() -> None:
     root = Path(__file__).resolve().parents[3]
     names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
     tracked_bytes = sum((root / name).stat().st_size for name in names.split("\0") if name and (root / name).is_file())
-    assert LIMIT_BYTES + tracked_bytes <= 63 * 2**20
+    assert LIMIT_BYTES + tracked_bytes <= 63.5 * 2**20
 
 
 def test_flash_attention_3_is_in_no_archive_but_its_own(tmp_path: Path) -> None:

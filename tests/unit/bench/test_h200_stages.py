@@ -210,6 +210,21 @@ def test_results_are_there_after_each_step(tmp_path: Path, monkeypatch: pytest.M
     assert run.record["stages"]["figure6"]["steps"]["second"]["seen"] == [{"concurrency": 64, "failed": 0}]
 
 
+def test_what_was_compiled_beforehand_is_found_beside_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    (site / "sglang").mkdir(parents=True)
+    (site / "sglang_jit").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/other:{site}")
+    script = "import json, os, sys; open(sys.argv[2], 'w').write(json.dumps(dict(os.environ)))"
+    found = run_one(tmp_path, step(script), 60.0, monkeypatch)
+    assert found["TVM_FFI_CACHE_DIR"] == str(site / "sglang_jit")
+    assert found["CUDA_HOME"]
+    assert found["NVSHMEM_REMOTE_TRANSPORT"] == "none"
+    assert found["PYTHONPATH"].endswith(str(site))
+
+
 def test_a_stage_that_the_card_does_not_hold_is_a_failure_of_its_own(tmp_path: Path) -> None:
     run = h200.Run(tmp_path, H100, 60.0, is_dry=False)
     run.stage("buckets-32b", Selection())
