@@ -1,8 +1,13 @@
 """Compiles every Triton kernel for a Hopper GPU, which needs no GPU, and prints what each takes of the chip.
 
-    PYTHONPATH=FOLDER_WITH_TRITON python tools/compile_kernels.py [--json]
+    PYTHONPATH=FOLDER_WITH_TRITON python tools/compile_kernels.py [--json] [--write]
 
-Exit status 1 when one does not compile, or spills registers: float32 attention may, which only tests use.
+The kernels are launched as in service, by the functions that callers use, on tensors of the types and strides that an
+engine has; a stand-in for the driver lets Triton find the types of the arguments and compile, and runs nothing.
+SGLang's own extend kernel is among them, as captured passes call it. `--write` keeps the records of this version of
+Triton in bench/results and renews the table in docs/kernels.md.
+
+Exit status 1 when one does not compile, or spills registers: float32 attention may, which only tests use, and SGLang's.
 """
 
 from __future__ import annotations
@@ -10,185 +15,299 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results"
+DOCUMENT = ROOT / "docs/kernels.md"
+TABLE_BEGIN = "<!-- made by `python tools/compile_kernels.py --write` -->"
+TABLE_END = "<!-- end of what it made -->"
+SHARED_LIMIT_BYTES = 227 * 1024
+REGISTERS = 65536  # of a multiprocessor
 HOPPER = ("cuda", 90, 32)
+SGLANG = "SGLang"
 
 
-class Variant(NamedTuple):
-    """A kernel with the types of its arguments and its compile-time constants."""
+class Case(NamedTuple):
+    """A launch: its name in the table, and what starts one kernel or several."""
 
-    module: str
+    name: str
+    launch: Callable[[], object]
+
+
+class Compiled(NamedTuple):
+    """What one kernel takes of a multiprocessor."""
+
+    case: str
     kernel: str
-    types: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
+    types: str  # of the arguments that are no compile-time constants, one after the other
+    warps: int
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int  # a thread: stores to and loads from local memory
+    has_wgmma: bool
+    vector_loads: int
+
+    def is_for_tests(self) -> bool:
+        """Whether only tests launch it: attention in float32."""
+        return "fp32" in self.case
 
 
-def positioned(dtype: str, queries: int, keys: int, size: int) -> Variant:
-    pointers = dict.fromkeys(("q", "k", "v"), f"*{dtype}")
-    positions = dict.fromkeys(("q_positions", "k_positions", "seen_by_all", "seen_by_some"), "*i32")
-    outputs = {"out": "*fp32", "lse": "*fp32", "q_tokens": "i32", "k_tokens": "i32", "scale_log2": "fp32"}
-    names = ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride", "v_head_stride")
-    constants = {
-        "HEADS": 28, "GROUP": 7, "SIZE": size, "V_SIZE": size, "SIZE_BLOCK": size, "V_SIZE_BLOCK": size,
-        "QUERIES": queries, "KEYS": keys, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-    }  # fmt: skip
-    types = {**pointers, **positions, **outputs, **dict.fromkeys(names, "i32")}
-    is_wide = queries >= 128
-    stages = 2 if dtype == "fp32" or size > 128 else 3
-    return Variant("attention_kernels", "_positioned_block", types, constants, 8 if is_wide else 4, stages)
+def cases(has_sglang: bool) -> Iterator[Case]:
+    """All kernels in the sizes of Qwen2.5 7B (28 heads, 4 with keys, of 128), and attention in others, too."""
+    import torch
+
+    from sglang_ext_kernels import block_attention, kv_moves, padded_batch, prefix_attention
+
+    half, single = torch.bfloat16, torch.float32
+
+    def heads(tokens: int, count: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(tokens, count, size, dtype=dtype)
+
+    def positioned(dtype: torch.dtype, size: int, sizes: block_attention.BlockSizes | None = None) -> None:
+        shard = torch.arange(0, 1024, 2)
+        plan = block_attention.plan_block(shard, shard, sizes or block_attention.default_sizes(size, dtype))
+        q, kv = heads(512, 28, size, dtype), heads(512, 4, size, dtype)
+        block_attention.positioned_block(q, kv, kv, plan, 0.1)
+
+    for name, dtype, size in (("bf16", half, 64), ("bf16", half, 128), ("bf16", half, 256), ("fp32", single, 128)):
+        yield Case(f"positioned {name} D{size}", lambda dtype=dtype, size=size: positioned(dtype, size))
+    for queries, keys in ((128, 128), (64, 64)):
+        sizes = block_attention.BlockSizes(queries, keys)
+        yield Case(f"positioned bf16 D128 {queries}x{keys}", lambda sizes=sizes: positioned(half, 128, sizes))
+
+    def batch(requests: int, length: int, prefix: int) -> padded_batch.PaddedBatch:
+        """Filled by the kernels that pad, from lengths as SGLang has them."""
+        padded = padded_batch.allocate(requests * length, requests, requests * prefix, "cpu")
+        tokens = torch.zeros(requests * length, dtype=torch.int64)
+        lengths = torch.full((requests,), length, dtype=torch.int32)
+        rows, table = torch.arange(requests), torch.zeros(requests, 32768, dtype=torch.int32)
+        live = padded_batch.RaggedBatch(tokens, tokens, tokens, rows, lengths, lengths, table, prefix)
+        padded_batch.pad_batch_(padded, live)
+        return padded
+
+    def behind_prefix(size: int, length: int, requests: int) -> None:
+        q, kv, pool = (
+            heads(tokens, count, size, half) for tokens, count in ((length * requests, 28), (64, 4), (99, 4))
+        )
+        sizes = prefix_attention.splits_of(length, requests, 28, 4, size, half)
+        prefix_attention.split_prefix_attention_(
+            torch.empty_like(q),
+            q,
+            kv,
+            kv,
+            pool,
+            pool,
+            padded_batch.allocate(64, requests, 99, "cpu"),
+            0.1,
+            length,
+            sizes,
+        )
+
+    for size, length, requests in ((64, 64, 1), (128, 8, 4), (128, 16, 1), (128, 64, 4), (256, 16, 1)):
+        yield Case(
+            f"prefix bf16 D{size} {length}x{requests}",
+            lambda size=size, length=length, requests=requests: behind_prefix(size, length, requests),
+        )
+    out, lse = heads(512, 28, 128, single), torch.zeros(512, 28)
+    yield Case("merge fp32 parts", lambda: block_attention.merge_states_(out, lse, out, lse))
+    yield Case("merge a bf16 part", lambda: block_attention.merge_states_(out, lse, out.to(half), lse))
+    pool, slots = heads(4096, 4, 128, half), torch.arange(512)
+    yield Case("gather KV", lambda: kv_moves.gather_kv(pool, pool, slots))
+    packed = torch.zeros(2, 512, 4, 128, dtype=half)
+    yield Case("scatter KV", lambda: kv_moves.scatter_kv_(pool, pool, slots, packed))
+    pieces = [kv_moves.HeadPiece(0, 2), kv_moves.HeadPiece(2, 2)]
+    yield Case("split heads", lambda: kv_moves.split_heads(pool, pieces))
+    yield Case("pad 64x16", lambda: batch(64, 16, 512))
+    yield Case("pad 4x8", lambda: batch(4, 8, 512))
+    if has_sglang:
+        extend = _sglang_extend()
+
+        def extended(size: int) -> None:
+            padded = padded_batch.allocate(256, 4, 512, "cpu")
+            q, kv = heads(256, 28, size, half), heads(256, 4, size, half)
+            pool = heads(4096, 4, size, half)
+            indices = (padded.qo_indptr, padded.kv_indptr, padded.kv_indices)
+            extend(q, kv, kv, torch.empty_like(q), pool, pool, *indices, None, True, None, 64, 1.0, 1.0, sm_scale=0.1)
+
+        for size in (64, 128, 256):
+            yield Case(f"{SGLANG} {version('sglang')} extend D{size}", lambda size=size: extended(size))
 
 
-def split_prefix(dtype: str, rows: int, keys: int, size: int) -> Variant:
-    types = dict.fromkeys(("q", "k", "v", "k_pool", "v_pool", "out"), f"*{dtype}")
-    types |= {"qo_indptr": "*i64", "kv_indptr": "*i32", "kv_indices": "*i64", "parts": "*fp32", "parts_lse": "*fp32"}
-    types |= {"padded_tokens": "i32", "scale_log2": "fp32"}
-    names = ("q", "k", "v", "k_pool", "v_pool", "out")
-    types |= {f"{name}{part}_stride": "i32" for name in names for part in ("", "_head")}
-    constants = {
-        "KV_HEADS": 4, "GROUP": 7, "SIZE": size, "SIZE_BLOCK": size, "SPLITS": 32, "ROWS": rows, "KEYS": keys,
-        "LEAST": 128, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-    }  # fmt: skip
-    return Variant("prefix_kernels", "_split_prefix", types, constants, 8 if rows >= 128 or size > 128 else 4, 2)
+def _sglang_extend() -> Callable[..., None]:
+    """SGLang's function that starts its extend kernel, without the rest of SGLang, which wants a GPU."""
+    folder = Path(importlib.util.find_spec("sglang").origin or "").parent.parent  # type: ignore[union-attr]
+    from gpu.pretended_gpu import open_package
+
+    for name in ("sglang", "sglang.srt", "sglang.kernels.ops"):
+        open_package(folder, name)
+    utils = ModuleType("sglang.srt.utils")
+    utils.__getattr__ = lambda name: lambda *_: name == "is_cuda"  # type: ignore[method-assign]
+    sys.modules[utils.__name__] = utils
+    extend: Callable[..., None] = importlib.import_module(
+        "sglang.kernels.ops.attention.extend_attention"
+    ).extend_attention_fwd
+    return extend
 
 
-def variants() -> list[Variant]:
-    merge = {"out": "*fp32", "lse": "*fp32", "other_out": "*fp32", "other_lse": "*fp32", "rows": "i32"}
-    paged = dict.fromkeys(("keys", "values", "packed_keys", "packed_values"), "*bf16")
-    paged |= {"slots": "*i64", "tokens": "i32", "key_stride": "i32", "value_stride": "i32"}
-    rows = {"WIDTH": 512, "WIDTH_BLOCK": 512, "ROWS": 8}
-    heads = {"kv": "*bf16", "flat": "*bf16", "table": "*i32"}
-    heads |= dict.fromkeys(("tokens", "token_stride", "head_stride"), "i32")
-    tokens = ("ids", "positions", "cache_slots", "static_ids", "static_positions", "static_cache_slots")
-    requests = (
-        "rows", "new_lens", "prefix_lens", "static_rows", "static_new", "static_prefix", "static_total",
-        "static_start", "qo_indptr",
-    )  # fmt: skip
-    prefix = {"table": "*i32", "table_stride": "i32", "rows": "*i64", "prefix_lens": "*i64", "kv_indptr": "*i32"}
-    return [
-        *(positioned("bf16", *sizes) for sizes in ((128, 64, 128), (128, 128, 128), (64, 64, 128), (128, 64, 64))),
-        positioned("bf16", 128, 64, 256),
-        positioned("fp32", 32, 32, 128),
-        *(split_prefix("bf16", *sizes) for sizes in ((128, 64, 128), (64, 64, 128), (128, 64, 64), (64, 32, 256))),
-        Variant(
-            "prefix_kernels",
-            "_join_splits",
-            {
-                "qo_indptr": "*i64",
-                "kv_indptr": "*i32",
-                "out": "*bf16",
-                "parts": "*fp32",
-                "parts_lse": "*fp32",
-                **dict.fromkeys(("padded_tokens", "out_stride", "out_head_stride"), "i32"),
-            },
-            {"HEADS": 28, "SIZE": 128, "SIZE_BLOCK": 128, "SPLITS": 32, "ROWS": 8, "KEYS": 64, "LEAST": 128},
-        ),
-        *(
-            Variant("attention_kernels", "_merge_states", merge | other, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 8})
-            for other in ({}, {"other_out": "*bf16"})
-        ),
-        *(
-            Variant("moving_kernels", "_move_kv", paged, {**rows, "IS_GATHER": is_gather}, num_warps=8)
-            for is_gather in (True, False)
-        ),
-        Variant("moving_kernels", "_move_heads", heads, {"SIZE": 128, "SIZE_BLOCK": 128, "ROWS": 32, "IS_SPLIT": True}),
-        Variant(
-            "moving_kernels",
-            "_pad_tokens",
-            {**dict.fromkeys(tokens, "*i64"), "tokens": "i32", "padded": "i32"},
-            {"BLOCK": 1024},
-        ),
-        Variant(
-            "moving_kernels",
-            "_pad_requests",
-            {**dict.fromkeys(requests, "*i64"), "kv_indptr": "*i32", "requests": "i32", "padded": "i32"},
-            {"BLOCK": 64},
-            num_warps=1,
-        ),
-        Variant("moving_kernels", "_prefix_indices", {**prefix, "kv_indices": "*i64"}, {"BLOCK": 1024}),
-    ]
+def compile_all() -> list[Compiled]:
+    """Every case's kernels, in order; one that another case has had already is left out."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    from gpu.pretended_gpu import pretend
 
-
-def compile_variant(variant: Variant) -> dict[str, Any]:
-    """Registers, spills, shared memory and the matrix instruction of one kernel."""
+    pretend()
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
 
-    kernel = getattr(importlib.import_module(f"sglang_ext_kernels.on_gpu.{variant.module}"), variant.kernel)
-    order = kernel.arg_names
-    signature = {name: variant.types.get(name, "constexpr") for name in order}
-    # pointers of 16-byte alignment, strides that are multiples of 16: what tensors of an engine have
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(order)
-        if signature[name].startswith("*") or name.endswith("stride")
-    }
-    source = ASTSource(
-        kernel, signature, {(order.index(name),): value for name, value in variant.constants.items()}, aligned
+    from sglang_ext_kernels import triton_support
+
+    target = GPUTarget(*HOPPER)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+        )
     )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget(*HOPPER),
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
-    )
+    triton_support.runs_on = lambda tensor: True
+    launched: list[Any] = []
+    compile_only = JITFunction.run
+
+    def run(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launched.append((kernel, compile_only(kernel, *arguments, **{**options, "warmup": True})))
+
+    JITFunction.run = run
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    found: dict[str, Compiled] = {}
+    for case in cases(has_sglang=importlib.util.find_spec("sglang") is not None):
+        launched.clear()
+        case.launch()
+        for kernel, compiled in launched:
+            if compiled.hash not in found:
+                found[compiled.hash] = _measure(case.name, kernel.fn.__name__.strip("_"), compiled, ptxas)
+    return list(found.values())
+
+
+def _measure(case: str, name: str, compiled: Any, ptxas: Path) -> Compiled:
     ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(ptxas), "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
+    types = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    return Compiled(
+        case=case,
+        kernel=name,
+        types=" ".join(types),
+        warps=compiled.metadata.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        registers=int(registers),
+        spilled_bytes=sum(spilled),
+        has_wgmma="wgmma" in ptx,
+        vector_loads=ptx.count("ld.global.v4") + ptx.count("cp.async.cg.shared.global"),
+    )
+
+
+def problems(records: list[Compiled]) -> list[str]:
+    """Kernels that would not start, or would be slow."""
+    found = [
+        f"{one.case}: {one.kernel} takes {one.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT_BYTES}"
+        for one in records
+        if one.shared_bytes > SHARED_LIMIT_BYTES
+    ]
+    ours = [one for one in records if not one.is_for_tests() and not one.case.startswith(SGLANG)]
+    found += [f"{one.case}: {one.kernel} spills {one.spilled_bytes} bytes" for one in ours if one.spilled_bytes]
+    return found
+
+
+def path_of(triton_version: str) -> Path:
+    """Where the records of a version of Triton are kept."""
+    return RESULTS / f"compiled-sm90a-triton-{triton_version}.json"
+
+
+def read_records() -> dict[str, list[Compiled]]:
+    """Version of Triton to records, of all that are kept."""
+    paths = sorted(RESULTS.glob("compiled-sm90a-triton-*.json"))
     return {
-        "kernel": variant.kernel.removeprefix("_"),
-        "constants": variant.constants,
-        "shared_bytes": compiled.metadata.shared,
-        "has_wgmma": "wgmma" in ptx,
-        "vector_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg.shared.global"),
-        "local_bytes": _local_bytes(compiled),
-        "triton": triton.__version__,
+        path.stem.rpartition("-")[2]: [Compiled(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+        for path in paths
     }
 
 
-def _local_bytes(compiled: Any) -> int:
-    """Bytes of local memory a thread, where spilled registers go: the cubin's `.nv.info` has the frame size."""
-    import struct
+def table(records: dict[str, list[Compiled]]) -> str:
+    """One row a kernel and case; what differs between versions is given for each, in their order."""
+    versions = sorted(records)
+    lines = [
+        f"Triton {' / '.join(versions)}, one value where they agree; blocks: as many as fit on a multiprocessor.",
+        "",
+        "| launch | kernel | warps | shared KiB | registers | spilled bytes | blocks | wgmma |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows: dict[tuple[str, str], dict[str, Compiled]] = {}
+    for triton_version in versions:
+        for one in records[triton_version]:
+            rows.setdefault((one.case, one.kernel), {})[triton_version] = one
+    for (case, kernel), by_version in rows.items():
+        columns: list[Callable[[Compiled], str]] = [
+            lambda one: str(one.warps),
+            lambda one: f"{one.shared_bytes / 1024:.1f}",
+            lambda one: str(one.registers),
+            lambda one: str(one.spilled_bytes),
+            lambda one: str(_blocks(one)),
+            lambda one: "yes" if one.has_wgmma else "",
+        ]
+        cells = []
+        for column in columns:
+            values = [column(by_version[one]) for one in versions if one in by_version]
+            cells.append(values[0] if len(set(values)) == 1 else " / ".join(values))
+        lines.append(f"| {case} | `{kernel}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
-    cubin = compiled.asm["cubin"]
-    (section_offset,) = struct.unpack_from("<Q", cubin, 40)
-    entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, section_offset + i * entry_size) for i in range(count)]
-    names = headers[names_index][4]
-    largest = 0
-    for name, _, _, _, offset, size, *_ in headers:
-        end = cubin.index(b"\0", names + name)
-        if cubin[names + name : end] == b".nv.info":
-            at = offset
-            while at < offset + size:
-                form, attribute, length = struct.unpack_from("<BBH", cubin, at)
-                if form == 4:
-                    if attribute == 0x11:  # EIATTR_FRAME_SIZE: symbol, bytes
-                        largest = max(largest, struct.unpack_from("<I", cubin, at + 8)[0])
-                    at += 4 + length
-                else:
-                    at += 4
-    return largest
+
+def _blocks(one: Compiled) -> int:
+    """Programs that registers and shared memory of a multiprocessor hold; registers are given out by 8 a thread."""
+    of_registers = REGISTERS // (-(-one.registers // 8) * 8 * 32 * one.warps)
+    of_shared = 228 * 1024 // (one.shared_bytes + 1024)
+    return min(of_registers, of_shared, 64 // one.warps, 32)
+
+
+def with_table(document: str, made: str) -> str:
+    """The document with the table in place of the one that it has. Raises ValueError where it has none."""
+    before, begin, rest = document.partition(TABLE_BEGIN)
+    _, end, after = rest.partition(TABLE_END)
+    if not begin or not end:
+        raise ValueError(f"{DOCUMENT}: no {TABLE_BEGIN} ... {TABLE_END}")
+    return f"{before}{begin}\n{made}\n{end}{after}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
+    parser.add_argument("--write", action="store_true", help="keep the records, and renew the table in docs/kernels.md")
     arguments = parser.parse_args()
-    records = [compile_variant(variant) for variant in variants()]
-    if arguments.json:
-        print(json.dumps(records))
-    else:
-        for record in records:
-            sizes = " ".join(f"{name}={value}" for name, value in record["constants"].items())
-            print(
-                f"{record['kernel']:<36} shared {record['shared_bytes'] / 1024:6.1f} KiB  "
-                f"stack {record['local_bytes']:4} B  {'wgmma' if record['has_wgmma'] else '     '}  {sizes}"
-            )
-    return (
-        1 if any(record["local_bytes"] and record["constants"].get("PRECISION") != "ieee" for record in records) else 0
-    )
+    import triton
+
+    records = compile_all()
+    if arguments.write:
+        lines = ",\n ".join(json.dumps(one._asdict()) for one in records)
+        path_of(triton.__version__).write_text(f"[{lines}]\n", encoding="utf-8")
+        made = with_table(DOCUMENT.read_text(encoding="utf-8"), table(read_records()))
+        DOCUMENT.write_text(made, encoding="utf-8")
+    print(json.dumps([one._asdict() for one in records]) if arguments.json else table({triton.__version__: records}))
+    for problem in problems(records):
+        print(problem, file=sys.stderr)
+    return 1 if problems(records) else 0
 
 
 if __name__ == "__main__":

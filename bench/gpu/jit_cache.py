@@ -64,7 +64,7 @@ def _sglang(package: str, function: str, *arguments: Any) -> Callable[[Path], An
 
         for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.kernels.ops"):
             open_package(site, name)
-        # torch is not told of these operators here.
+        # These operators are not registered with torch here.
         unregistered: Any = type(sys)("sglang.srt.utils.custom_op")
         unregistered.register_custom_op = lambda *args, **kwargs: lambda operator: operator
         sys.modules[unregistered.__name__] = unregistered

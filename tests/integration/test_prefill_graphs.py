@@ -116,6 +116,19 @@ def test_shapes_that_cannot_be_recorded_run_as_before(capture: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("capture", ["start", "lazy"])
+def test_as_the_plugin_captures(capture: str, ranks: int) -> None:
+    """In SGLang's own context of captures, which all ranks enter together, with its memory pool."""
+    rng = random.Random(17)
+    batches = [[request(rng, 8)], [request(rng, 5, 20), request(rng, 7)], [request(rng, 30, 3)], [request(rng, 33)]]
+    setting = Setting((8, 32), (1, 2), capture=capture, ranks=ranks, is_hooked=True)
+    for outcomes in run_ranks(tiny_model(), batches, setting):
+        assert [outcome.shape for outcome in outcomes] == [(8, 1), (8, 2), (32, 1), None]
+        for outcome in outcomes:
+            check(outcome)
+
+
 def test_tensor_parallel_ranks_run_every_batch_on_the_same_shape() -> None:
     """Each captures for itself; a shape that one of them has not is used by none: their collectives would not meet."""
     rng = random.Random(15)

@@ -54,6 +54,7 @@ class Setting(NamedTuple):
     memory_gb: float | None = None
     wants_hidden: bool = False
     ranks: int = 1
+    is_hooked: bool = False  # as the plugin does it, over a stand-in for torch.cuda
     # by rank, tokens of the shapes that cannot be recorded there
     failing: tuple[frozenset[int], ...] = (frozenset(), frozenset())
 
@@ -97,9 +98,14 @@ def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int,
 
     engine = model_runner(model, Place(0, 1, rank, setting.ranks, port), setting.page_tokens, "float32")
     assert conflict(engine) is None
-    runner = GridPrefillRunner(engine, engine.prefill_cuda_graph_runner or engine.eager_runner, engine.eager_runner)
     grid = GraphOptions(Capture(setting.capture), setting.lengths_tokens, setting.batch_sizes, setting.memory_gb)
-    graphs = build_graphs(runner, engine, grid, _recorder(setting.failing[rank]), free_bytes=1 << 30)
+    stock = engine.prefill_cuda_graph_runner
+    if setting.is_hooked:
+        runner = _hooked(engine, grid)
+    else:
+        runner = GridPrefillRunner(engine, stock or engine.eager_runner, engine.eager_runner)
+        runner.use(build_graphs(runner, engine, grid, _recorder(setting.failing[rank]), free_bytes=1 << 30))
+    graphs = runner.graphs
     assert graphs is not None
     hidden: list[Any] = []
     if setting.wants_hidden:
@@ -107,7 +113,7 @@ def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int,
     outcomes = []
     for batch in batches:
         ordinary = _forward(engine, batch, lambda: None, hidden)
-        stock, engine.prefill_cuda_graph_runner = engine.prefill_cuda_graph_runner, runner
+        engine.prefill_cuda_graph_runner = runner
         runner.use(None)
         replays, fallbacks = graphs.replays.copy(), graphs.fallbacks.copy()
         on_grid = _forward(engine, batch, lambda: runner.use(graphs), hidden)
@@ -116,6 +122,33 @@ def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int,
         fallback = next(iter(graphs.fallbacks - fallbacks), None)
         outcomes.append(Outcome(ordinary, on_grid, shape and tuple(shape), fallback and fallback.value))
     return [one._replace(ordinary=_as_arrays(one.ordinary), on_grid=_as_arrays(one.on_grid)) for one in outcomes]
+
+
+def _hooked(engine: Any, grid: Any) -> Any:
+    """The runner that the hook puts in the place of SGLang's; replays run again what was captured."""
+    import pytest
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+
+    from sglang_ext.sglang_plugin.graphs.capture import with_grid
+    from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
+    from sglang_ext_cuda_graphs.recorders import CudaRecorder
+    from support.fake_cuda import Cuda
+
+    cuda = Cuda()
+    cuda.install(pytest.MonkeyPatch())  # for good: the process ends with the test
+    capture_once = CudaRecorder._capture
+
+    def capture(self: CudaRecorder, compute: Callable[[], None]) -> Any:
+        graph: Any = capture_once(self, compute)
+        graph.replay = compute
+        return graph
+
+    CudaRecorder._capture = capture  # type: ignore[method-assign]
+    stock = GraphCapture(runner=None, memory_phase="prefill", memory_usage_gb=0.0, capture_time=0.0)
+    taken = with_grid(stock, engine, engine.eager_runner, grid)
+    assert isinstance(taken.runner, GridPrefillRunner)
+    assert taken.capture_time > 0
+    return taken.runner
 
 
 def _recorder(failing: frozenset[int]) -> Any:

@@ -74,7 +74,7 @@ def installed() -> Mapping[str, list[str]]:
 
 
 def distribution_of(module: str) -> str | None:
-    """The distribution that a module comes from; None where nobody knows."""
+    """The distribution that a module comes from, None for an unknown one."""
     if module in ON_CUDA_ALONE:
         return ON_CUDA_ALONE[module]
     found = installed().get(module)

@@ -102,13 +102,13 @@ def test_no_gpu_is_promised_twice_over(demo: ModuleType, gpu_count: int) -> None
         assert len(shares) == 1 or (all(shares) and sum(shares) < 1)
 
 
-def test_what_is_started_is_said(demo: ModuleType) -> None:
-    said = {}
+def test_what_is_started_is_described(demo: ModuleType) -> None:
+    texts = {}
     for gpu_count in (0, 1, 4):
         machine = Host(CORES, gpu_count)
         config = demo.cluster_config(argparse.Namespace(device="auto", decode_tp=1, port=0), machine)
         assert resolve_device(config, machine) == ("cuda" if gpu_count else "cpu")
-        said[gpu_count] = demo.describe(config, machine)
-    assert said[0] == "1 short prefill, 2 long prefill, 1 decode, 1 coordinator, 1 router; SGLang on the CPU"
-    assert said[1] == "1 both prefill, 1 decode, 1 router; SGLang on CUDA, 1 GPU"
-    assert said[4] == "1 short prefill, 1 long prefill, 1 decode, 1 router; SGLang on CUDA, 4 GPUs"
+        texts[gpu_count] = demo.describe(config, machine)
+    assert texts[0] == "1 short prefill, 2 long prefill, 1 decode, 1 coordinator, 1 router; SGLang on the CPU"
+    assert texts[1] == "1 both prefill, 1 decode, 1 router; SGLang on CUDA, 1 GPU"
+    assert texts[4] == "1 short prefill, 1 long prefill, 1 decode, 1 router; SGLang on CUDA, 4 GPUs"

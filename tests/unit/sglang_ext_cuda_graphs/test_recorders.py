@@ -1,8 +1,4 @@
-"""How CUDA graphs are captured, over a stand-in for torch's CUDA that keeps its rules; the real one is in tests/gpu.
-
-The rules: a pool that is counted as recording takes no other capture; a capture that was broken cannot be ended, and
-then neither the pool nor the random generator is released; nothing may be freed by the garbage collector meanwhile.
-"""
+"""How CUDA graphs are captured, over a stand-in for torch's CUDA that keeps its rules; the real one is in tests/gpu."""
 
 from __future__ import annotations
 
@@ -15,100 +11,13 @@ import pytest
 import torch
 
 from sglang_ext_cuda_graphs.recorders import CudaRecorder, collection_frozen
-
-
-class Stream:
-    """A stream that waits for others."""
-
-    def __init__(self, name: str = "new") -> None:
-        self.name = name
-        self.waited: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
-
-
-class Cuda:
-    """The part of torch.cuda that a recorder uses."""
-
-    CUDAGraph = type("CUDAGraph", (), {"replay": lambda self: None})
-    Stream = Stream
-
-    def __init__(self) -> None:
-        self.current = Stream("forward")
-        self.recording: set[Any] = set()  # pools
-        self.is_generator_capturing = False
-        self.is_broken = False
-        self.pools_of_captures: list[Any] = []
-        self.runs_outside = 0
-        self.gc_in_captures: list[bool] = []
-
-    def graph_pool_handle(self) -> Any:
-        return (0, 99)
-
-    def current_stream(self) -> Stream:
-        return self.current
-
-    def current_device(self) -> int:
-        return 0
-
-    def synchronize(self) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        previous, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = previous
-
-    @contextmanager
-    def graph(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        assert capture_error_mode == "thread_local"
-        if pool in self.recording:
-            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
-        self.recording.add(pool)
-        self.is_generator_capturing = True
-        self.is_broken = False
-        self.current = stream
-        self.gc_in_captures.append(gc.isenabled())
-        try:
-            yield
-        finally:
-            if self.is_broken:
-                raise RuntimeError("operation failed due to a previous error during capture")
-            self.recording.discard(pool)
-            self.is_generator_capturing = False
-        self.pools_of_captures.append(pool)
-
-    def break_capture(self) -> None:
-        """What a synchronisation does."""
-        if self.recording:
-            self.is_broken = True
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    def draw(self) -> None:
-        assert not self.is_generator_capturing, "Offset increment outside graph capture encountered unexpectedly"
-
-    def end_allocate(self, device: int, pool: Any) -> None:
-        if pool not in self.recording:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        self.recording.discard(pool)
+from support.fake_cuda import Cuda, Stream
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
-    for name in ("CUDAGraph", "Stream", "graph_pool_handle", "current_stream", "current_device", "synchronize",
-                 "empty_cache", "stream", "graph"):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end_allocate, raising=False)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None: zeros(*shape))
+    cuda.install(monkeypatch)
     return cuda
 
 

@@ -16,6 +16,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 TRITON = ROOT / ".venv/kernels"
+TRITON_VERSION = "3.8.0"
+sys.path.append(str(ROOT / "tools"))
+
+from compile_kernels import (  # noqa: E402
+    DOCUMENT,
+    SGLANG,
+    Compiled,
+    path_of,
+    problems,
+    read_records,
+    table,
+    with_table,
+)
 
 
 def run_with_triton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -40,23 +53,47 @@ def test_kernels_are_their_references() -> None:
     assert "skipped" not in done.stdout
 
 
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+def compiled_here(tmp_path: Path) -> list[Compiled]:
+    """What compiling all kernels with the environment's Triton gives."""
     done = run_with_triton("tools/compile_kernels.py", "--json", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    records = json.loads(done.stdout.splitlines()[-1])
-    attention = [record for record in records if record["kernel"] in {"positioned_block", "split_prefix"}]
-    assert {record["kernel"] for record in records} == {
-        *(
-            "positioned_block",
-            "split_prefix",
-            "join_splits",
-            "merge_states",
-            "move_kv",
-            "move_heads",
-            "pad_tokens",
-            "pad_requests",
-            "prefix_indices",
-        )
+    return [Compiled(**record) for record in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_kernels_compile_for_hopper_as_the_document_says(tmp_path: Path) -> None:
+    records = compiled_here(tmp_path)
+    assert {record.kernel for record in records if not record.case.startswith(SGLANG)} == {
+        *("positioned_block", "split_prefix", "join_splits", "merge_states", "move_kv", "move_heads"),
+        *("pad_tokens", "pad_requests", "prefix_indices"),
     }
-    assert all(record["has_wgmma"] for record in attention if record["constants"]["PRECISION"] != "ieee")
-    assert all(record["shared_bytes"] <= 227 * 1024 for record in records)
+    attention = [record for record in records if record.kernel in {"positioned_block", "split_prefix"}]
+    assert all(record.has_wgmma for record in attention if not record.is_for_tests())
+    kept = read_records()
+    assert records == kept[TRITON_VERSION], f"python tools/compile_kernels.py --write renews {path_of(TRITON_VERSION)}"
+
+
+def test_the_document_has_the_kept_records() -> None:
+    records = read_records()
+    assert sorted(version.rpartition(".")[0] for version in records) == ["3.6", "3.8"]
+    document = DOCUMENT.read_text()
+    assert with_table(document, table(records)) == document
+    assert not [problem for one in records.values() for problem in problems(one)]
+
+
+def test_lengths_of_prompts_are_of_the_type_that_sglang_has() -> None:
+    """int32, where the static tensors that they are written to are int64."""
+    for records in read_records().values():
+        (padding,) = [one for one in records if one.kernel == "pad_requests" and one.case == "pad 64x16"]
+        assert padding.types.split()[:4] == ["*i64", "*i32", "*i32", "*i64"]
+
+
+def test_a_kernel_that_spills_or_does_not_fit_is_a_problem() -> None:
+    records = read_records()[TRITON_VERSION]
+    spilling = records[0]._replace(spilled_bytes=8)
+    assert problems([spilling]) == [f"{spilling.case}: {spilling.kernel} spills 8 bytes"]
+    large = records[0]._replace(shared_bytes=240_000)
+    assert [problem.partition(",")[0] for problem in problems([large])] == [
+        f"{large.case}: {large.kernel} takes 240000 bytes of shared memory"
+    ]
+    with pytest.raises(ValueError, match=r"no <!-- made by"):
+        with_table("no table", "")

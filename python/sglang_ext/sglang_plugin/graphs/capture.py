@@ -38,15 +38,17 @@ def capture_prefill_graph(stock: Callable[..., Any], *, model_runner: Any, eager
     if problem is not None:
         logger.warning("no prefill graphs by length and batch size: %s; this engine runs without them", problem)
         return capture
-    import msgspec
-    import torch
+    return with_grid(capture, model_runner, eager_runner, options.graphs)
 
-    from sglang_ext.sglang_plugin.graphs.capture import build_graphs, cuda_recorder
+
+def with_grid(capture: Any, model_runner: Any, eager_runner: Any, options: GraphOptions) -> Any:
+    """SGLang's record of its own capture, with the grid's runner before its own; as it is where nothing is captured."""
+    import msgspec
 
     started_s = time.perf_counter()
     free_bytes = torch.cuda.mem_get_info()[0]
     runner = GridPrefillRunner(model_runner, capture.runner or eager_runner, eager_runner)
-    graphs = build_graphs(runner, model_runner, options.graphs, cuda_recorder(), free_bytes)
+    graphs = build_graphs(runner, model_runner, options, cuda_recorder(), free_bytes)
     if graphs is None:
         return capture
     runner.use(graphs)
