@@ -26,8 +26,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ from typing import Any
 from gpu.card import CARDS, Card, read_card
 from gpu.expected import expected_lines
 from gpu.figure5_picture import draw
+from gpu.jit_cache import environment as jit_environment
 from gpu.judgement import failures_of, join_rows, merge, verdicts_of
 from gpu.stage_plan import (
     COMMANDS,
@@ -71,6 +73,8 @@ class Run:
         self._card = card
         self._end_s = time.perf_counter() + deadline_s
         self._is_dry = is_dry
+        link = Path(tempfile.gettempdir()) / f"libcuda-{os.getuid()}"
+        self._compiling = {} if is_dry else jit_environment(os.environ, bundle_site(os.environ), link)
         date = datetime.now(UTC).isoformat(timespec="seconds")
         name = "dry-run" if is_dry else f"{card.slug}-{date[:19].replace(':', '')}"
         self.path = out / f"{name}.json"
@@ -141,7 +145,13 @@ class Run:
         added |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "NVSHMEM_REMOTE_TRANSPORT": "none"}
         # FlashAttention 3 was carried without the kernels that are not called.
         added |= {"CUDA_MODULE_LOADING": "LAZY"}
-        return {**os.environ, **added}
+        return {**os.environ, **self._compiling, **added}
+
+
+def bundle_site(environment: Mapping[str, str]) -> Path | None:
+    """The folder on PYTHONPATH that `bench/gpu/bundle.py` has packed; None without one."""
+    folders = map(Path, filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
+    return next((folder for folder in folders if (folder / "sglang").is_dir()), None)
 
 
 def run_process(command: Sequence[str], log: Path, environment: dict[str, str], timeout_s: float) -> None:
@@ -242,6 +252,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--systems", type=_names(SYSTEMS), default=SYSTEMS, help="of figure 6 (default: all)")
     parser.add_argument("--concurrencies", type=_numbers, default=CONCURRENCIES, help="of figure 6 (default: 64,8,1)")
     parser.add_argument("--windows", type=_names(WINDOWS), default=WINDOWS, help="of figure 5 (default: all)")
+    parser.add_argument(
+        "--attention", default=None, help="SGLang's backend in figures 5 and 6 (default: its own choice, or triton)"
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="of each concurrency (default: 12)")
     parser.add_argument(
         "--deadline", type=float, default=None, help=f"seconds for all of it (default: {DEADLINE_S:.0f}; dry: an hour)"
@@ -263,7 +276,8 @@ def main() -> int:
         except (OSError, ValueError) as error:
             give_up(f"--judge: {error}")
     selection = Selection(
-        arguments.modes, arguments.systems, arguments.concurrencies, arguments.windows, arguments.seconds
+        *(arguments.modes, arguments.systems, arguments.concurrencies),
+        *(arguments.windows, arguments.seconds, arguments.attention),
     )
     card = DRY_CARD if arguments.dry_run else CARDS[arguments.card] if arguments.card else read_card()
     if card is None:

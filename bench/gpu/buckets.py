@@ -70,13 +70,10 @@ def prepare_process() -> None:
         cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
 
 
-def load_runner(
+def engine_options(
     folder: Path, mode: str, attention: str | None, dtype: str, lengths: list[int], batches: list[int]
-) -> Any:
-    """SGLang's model runner with weights of random numbers."""
-    from sglang.benchmark import one_batch
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
+) -> dict[str, Any]:
+    """Fields of SGLang's `ServerArgs`."""
     options: dict[str, Any] = {
         "model_path": str(folder),
         "load_format": "dummy",
@@ -112,6 +109,14 @@ def load_runner(
             "disable_cuda_graph": True,
             "max_total_tokens": 4096,
         }
+    return options
+
+
+def load_runner(options: dict[str, Any]) -> Any:
+    """SGLang's model runner with weights of random numbers."""
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
     arguments = ServerArgs(**options)
     one_batch.get_tokenizer = lambda *args, **kwargs: None
     one_batch.suppress_other_loggers = lambda: None
@@ -420,7 +425,9 @@ def main() -> int:
             write_json(arguments.out, found)
 
         record({})
-        runner = load_runner(Path(folder), arguments.mode, arguments.attention, arguments.dtype, lengths, batches)
+        runner = load_runner(
+            engine_options(Path(folder), arguments.mode, arguments.attention, arguments.dtype, lengths, batches)
+        )
         spread_weights(runner)
         if arguments.mode == "grid":
             measure_grid(runner, lengths, batches, buckets, arguments.repeats, record, end_s)

@@ -1,12 +1,16 @@
 """Packs SGLang for a GPU machine without a network: wheels from the package index, trimmed, in archives.
 
-    python bench/gpu/bundle.py OUT          writes OUT/bundle-N.tar.gz, each below 56 MiB
+    python bench/gpu/bundle.py OUT               OUT/site, and OUT/bundle-N.tar.gz of it, each below 57 MiB
+    python bench/gpu/jit_cache.py OUT/site       what would be compiled there for minutes, if anything can be here
+    python bench/gpu/bundle.py OUT --pack        the archives anew
+
+There:
+
     for f in bundle-*.tar.gz; do tar xzf $f -C /tmp; done
-    export PYTHONPATH=/tmp/site TVM_FFI_CACHE_DIR=/tmp/jit CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
-    python3 bench/h200.py --out FOLDER
+    PYTHONPATH=/tmp/site python3 bench/h200.py --out FOLDER
 
 For Python 3.12 with torch 2.11 and triton 3.6 for CUDA 13, which are there already. `bundle-1` is enough to measure;
-the next has FlashAttention 3, SGLang's default attention on Hopper GPUs, for one more baseline. Of that, and of nothing
+the last has FlashAttention 3, SGLang's default attention on Hopper GPUs, for one more baseline. Of that, and of nothing
 else, GPU code is taken out that other head sizes, types and architectures need (`gpu_code.py`): it runs bfloat16 heads
 of 128. Left out: FlashMLA, other architectures, and files that nothing here imports.
 """
@@ -59,7 +63,7 @@ FLASH_ATTENTION_3 = "sgl_kernel/flash_ops.abi3.so"
 FLASH_ATTENTION_3_KERNELS = r"ELi128ENS_10bfloat16_tEfNS_4arch4Sm90E|prepare_varlen_num_blocks|FlashAttnFwdCombine"
 HOPPER = 90
 GLIBC_MINORS = (39, 38, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
-LIMIT_BYTES = 56 * 2**20
+LIMIT_BYTES = 57 * 2**20
 STRIPPED_FROM_BYTES = 2**20
 
 
@@ -138,18 +142,27 @@ def packed_bytes(site: Path, name: str) -> int:
     return buffer.tell()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--wheels", type=Path, default=None, help="where wheels are kept (default: OUT/wheels)")
-    arguments = parser.parse_args()
-    wheels, site = arguments.wheels or arguments.out / "wheels", arguments.out / "site"
+def fill(site: Path, wheels: Path) -> None:
+    """Download and unpack everything, trimmed, into an empty `site`."""
     download(wheels, PACKAGES)
     shutil.rmtree(site, ignore_errors=True)
     unpack(wheels.glob("*.whl"), site, PACKAGES)
     strip(site)
     kept, kept_bytes = keep_gpu_code(site / FLASH_ATTENTION_3, HOPPER, FLASH_ATTENTION_3_KERNELS)
-    print(f"FlashAttention 3: {kept} source files' GPU code kept, {kept_bytes / 2**20:.1f} MiB")
+    print(f"FlashAttention 3: GPU code of {kept} source files kept, {kept_bytes / 2**20:.1f} MiB")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--wheels", type=Path, default=None, help="where wheels are kept (default: OUT/wheels)")
+    parser.add_argument("--pack", action="store_true", help="pack OUT/site as it is")
+    arguments = parser.parse_args()
+    site = arguments.out / "site"
+    if not arguments.pack:
+        fill(site, arguments.wheels or arguments.out / "wheels")
+    elif not site.is_dir():
+        parser.error(f"--pack: there is no {site}")
     for old in arguments.out.glob("bundle-*.tar.gz"):
         old.unlink()
     entries = {entry.name for entry in site.iterdir()}

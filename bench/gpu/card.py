@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from gpu.floor import Ceilings
@@ -56,6 +58,28 @@ def read_card() -> Card | None:
     if done.returncode != 0 or len(fields) != len(Card._fields) or not fields[1].isdigit():
         return None
     return Card(fields[0], int(fields[1]) * 2**20, fields[2])
+
+
+@contextmanager
+def busy_samples() -> Iterator[list[float]]:
+    """Shares of time in which the GPU computed, sampled twice a second meanwhile and there at the end; what is missing
+    to 1 lies between iterations. None without a GPU."""
+    found: list[float] = []
+    if shutil.which(QUERY[0]) is None:
+        yield found
+        return
+    sampler = subprocess.Popen(
+        [QUERY[0], "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop-ms=500"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield found
+    finally:
+        sampler.terminate()
+        output, _ = sampler.communicate()
+        found += [float(line) / 100 for line in output.split() if line.isdigit()]
 
 
 def weight_bytes(model: str) -> float:

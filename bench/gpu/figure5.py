@@ -113,7 +113,7 @@ async def level(server: Any, rate_per_s: float, load: Load) -> dict[str, Any]:
 
 def measure(
     model: Path,
-    laps: LapsOptions,
+    system: figure6.System,
     load: Load,
     has_gpu: bool,
     log: Path,
@@ -124,7 +124,7 @@ def measure(
     levels: list[dict[str, Any]] = []
     try:
         timeout_s = min(figure6.START_TIMEOUT_S, end_s - time.perf_counter())
-        with figure6.serve(model, figure6.System(laps, GRAPHS), has_gpu, log, timeout_s) as server:
+        with figure6.serve(model, system, has_gpu, log, timeout_s) as server:
             for rate_per_s in load.rates_per_s:
                 if time.perf_counter() + load.seconds + WARM_SECONDS > end_s:
                     record({"not_measured": f"from {rate_per_s:g}/s on: the time was used up"})
@@ -145,6 +145,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=8.0, help="for each rate (default: 8)")
     parser.add_argument("--within", type=float, default=500.0, help="no rate is begun later (s; default: 500)")
+    parser.add_argument("--attention", default=None, help="SGLang's backend (default: its own choice, or triton)")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     end_s = time.perf_counter() + arguments.within
@@ -162,7 +163,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(arguments.model, Path(folder))
         log = arguments.out.with_suffix(".log")
-        measure(Path(folder), windows()[arguments.window], load, has_gpu, log, record, end_s)
+        system = figure6.System(windows()[arguments.window], GRAPHS, arguments.attention)
+        measure(Path(folder), system, load, has_gpu, log, record, end_s)
     return 0 if "levels" in found else 1
 
 

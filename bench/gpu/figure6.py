@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import psutil
 
+from gpu.card import busy_samples
 from gpu.model_shapes import write_model
 from gpu.stage_plan import CONCURRENCIES
 from sglang_ext.cluster.ports import pick_free_ports
@@ -139,16 +140,20 @@ async def level(server: Server, concurrency: int, load: Load) -> dict[str, Any]:
             times.append(time.perf_counter() - started_s)
 
     started_s = time.perf_counter()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        await asyncio.gather(*(client(session, 1000 * concurrency + number) for number in range(concurrency)))
+    timeout = aiohttp.ClientTimeout(total=120)
+    with busy_samples() as busy_shares:
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            await asyncio.gather(*(client(session, 1000 * concurrency + number) for number in range(concurrency)))
+        took_s = time.perf_counter() - started_s
     return {
         "concurrency": concurrency,
         "requests": len(times),
         "failed": failed,
         "cached_share": cached_tokens / max(1, asked_tokens),
-        "requests_per_s": len(times) / (time.perf_counter() - started_s),
+        "requests_per_s": len(times) / took_s,
         "mean_s": statistics.fmean(times),
         "p90_s": sorted(times)[int(0.9 * (len(times) - 1))],
+        "busy_share": statistics.fmean(busy_shares) if busy_shares else None,
     }
 
 
@@ -300,15 +305,19 @@ def main() -> int:
     parser.add_argument("--concurrencies", default=",".join(map(str, CONCURRENCIES)), help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=12.0, help="for each concurrency")
     parser.add_argument("--within", type=float, default=500.0, help="no level is begun later (s; default: 500)")
+    parser.add_argument("--attention", default=None, help="SGLang's backend (default: its own choice, or triton)")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
+    system = SYSTEMS[arguments.system]
+    if system.attention is None:
+        system = system._replace(attention=arguments.attention)
     end_s = time.perf_counter() + arguments.within
     import torch
 
     has_gpu = torch.cuda.is_available()
     concurrencies = tuple(int(part) for part in arguments.concurrencies.split(","))
     load = Load((2, 1), 3.0, 4) if arguments.small else Load(concurrencies, arguments.seconds, 1)
-    found: dict[str, Any] = {"has_default_attention": has_default_attention() and has_gpu}
+    found: dict[str, Any] = {"attention": system.attention or ("default" if has_default_attention() else "triton")}
 
     def record(more: dict[str, Any]) -> None:
         found.update(more)
@@ -318,7 +327,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(arguments.model, Path(folder))
         log = arguments.out.with_suffix(".log")
-        measure(Path(folder), SYSTEMS[arguments.system], load, has_gpu, log, record, end_s)
+        measure(Path(folder), system, load, has_gpu, log, record, end_s)
     return 0 if "levels" in found else 1
 
 

@@ -1,9 +1,9 @@
-"""A compiled library without the GPU code that is not wanted: the host's part stays, other kernels are zeros.
+"""A compiled library without the GPU code that is not wanted: the host's part stays, other kernels are left out.
 
 A library of kernels holds GPU code for several architectures, and for every head size and data type. `nvcc` puts what
 it made of a source file into a container, with an ELF image for each architecture. The driver reads an image when a
-kernel in it is first called (CUDA_MODULE_LOADING=LAZY, the default), so one that nothing calls may be anything; zeros
-take no room in an archive.
+kernel in it is first called (CUDA_MODULE_LOADING=LAZY, the default), so one that nothing calls may be any other: it is
+replaced by the smallest of its architecture and zeros, which take next to no room in an archive.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,9 @@ ELF_MAGIC = b"\x7fELF"
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _CONTAINER_HEADER = struct.Struct("<IHHQ")
 _IMAGE_HEADER = struct.Struct("<HHIQIIHHI")
+# In an image's header of 64 bytes: flags, of which one for each way of compressing, and the size before compressing.
+_FLAGS_AT, _FULL_BYTES_AT = 40, 56
+_COMPRESSED_FLAGS = 0x2000 | 0x8000
 
 
 class Image(NamedTuple):
@@ -28,6 +32,10 @@ class Image(NamedTuple):
     at: int  # offset in the library
     size_bytes: int
     architecture: int  # 90: sm_90 or sm_90a
+    header_at: int
+
+
+_NONE = Image(0, sys.maxsize, 0, 0)
 
 
 class Section(NamedTuple):
@@ -63,7 +71,7 @@ def images(data: bytes | mmap.mmap) -> Iterator[Image]:
         image_at, at = at + header_bytes, at + header_bytes + content_bytes
         while image_at < at:
             _, _, image_header_bytes, size_bytes, _, _, _, _, architecture = _IMAGE_HEADER.unpack_from(data, image_at)
-            yield Image(image_at + image_header_bytes, size_bytes, architecture)
+            yield Image(image_at + image_header_bytes, size_bytes, architecture, image_at)
             image_at += image_header_bytes + size_bytes
         at += -(at - code.at) % 8
 
@@ -77,20 +85,45 @@ def kernels(data: bytes | mmap.mmap, image: Image) -> list[str]:
 
 
 def keep_gpu_code(library: Path, architecture: int, wanted: str) -> tuple[int, int]:
-    """Overwrite with zeros, in place, all images but those of `architecture` that hold a kernel whose name has the
-    pattern `wanted`. Returns how many are kept, and their bytes. Raises ValueError where none is."""
+    """Replace, in place, all images but those of `architecture` that hold a kernel whose name has the pattern `wanted`.
+
+    Returns how many are kept, and their bytes. Raises ValueError where none is.
+    """
     pattern = re.compile(wanted)
     kept = kept_bytes = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-        for image in list(images(data)):
+        found = list(images(data))
+        fillers = _smallest(data, found)
+        for image in found:
             if image.architecture == architecture and any(map(pattern.search, kernels(data, image))):
                 kept += 1
                 kept_bytes += image.size_bytes
-            else:
-                data[image.at : image.at + image.size_bytes] = bytes(image.size_bytes)
+                continue
+            filler = fillers.get(image.architecture, b"")
+            if len(filler) > image.size_bytes:
+                filler = b""
+            elif filler:
+                _mark_uncompressed(data, image)
+            data[image.at : image.at + image.size_bytes] = filler.ljust(image.size_bytes, b"\0")
     if not kept:
         raise ValueError(f"{library.name}: no GPU code for {architecture} with {wanted}")
     return kept, kept_bytes
+
+
+def _smallest(data: mmap.mmap, found: list[Image]) -> dict[int, bytes]:
+    """By architecture, the smallest image that is not compressed."""
+    smallest: dict[int, Image] = {}
+    for image in found:
+        is_plain = data[image.at : image.at + 4] == ELF_MAGIC
+        if is_plain and image.size_bytes < smallest.get(image.architecture, _NONE).size_bytes:
+            smallest[image.architecture] = image
+    return {architecture: data[image.at : image.at + image.size_bytes] for architecture, image in smallest.items()}
+
+
+def _mark_uncompressed(data: mmap.mmap, image: Image) -> None:
+    (flags,) = struct.unpack_from("<Q", data, image.header_at + _FLAGS_AT)
+    struct.pack_into("<Q", data, image.header_at + _FLAGS_AT, flags & ~_COMPRESSED_FLAGS)
+    struct.pack_into("<Q", data, image.header_at + _FULL_BYTES_AT, 0)
 
 
 def _text(data: bytes | mmap.mmap, at: int) -> str:

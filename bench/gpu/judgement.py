@@ -21,7 +21,8 @@ from gpu.verdicts import (
     kernel_verdicts,
 )
 
-# The relative error of bfloat16 logits between two orders of additions, over 28 to 64 layers of spread weights.
+# The relative error of bfloat16 logits between two orders of additions: 0.022 to 0.027 where a random decoder of 28 to
+# 64 layers was computed in both on a CPU.
 LOGITS_BOUND = 0.1
 # In float32: on a GPU attention multiplies in tf32, in tiles of other sizes.
 FLOAT32_LOGITS_BOUND = 2e-3
@@ -106,6 +107,8 @@ def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iter
     elif stage == "kernels":
         bound = 1e-4 if is_dry else 1e-2
         for block in step.get("blocks", ()):
+            if "flashinfer_failed" in block:
+                yield f"flashinfer at {block['tokens']} tokens: {block['flashinfer_failed']}"
             for value_name, value in block.items():
                 if value_name.endswith("error") and not value < bound:
                     yield f"{value_name} at {block['tokens']} tokens is {value:.2g}"

@@ -105,25 +105,39 @@ def norm() -> str:
 
 def activation() -> str:
     import torch
-    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.activation import silu_and_mul
 
     x = torch.randn(64, 2 * 18944, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(64, 18944, device="cuda", dtype=torch.bfloat16)
+    silu_and_mul(x, out)
     gate, up = x.float().chunk(2, dim=-1)
-    _compare(SiluAndMul().forward_cuda(x), torch.nn.functional.silu(gate) * up)
+    _compare(out, torch.nn.functional.silu(gate) * up)
     return "bfloat16 SiLU and product as in float32"
 
 
 def flash_attention_3() -> str:
-    """SGLang's default attention on Hopper GPUs."""
+    """SGLang's default attention on Hopper GPUs, over packed keys and over a cache whose pages have one token."""
     import torch
-    from sgl_kernel.flash_attn import flash_attn_varlen_func
+    from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     q, k, v, starts = _attention_inputs()
-    arguments: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 64, "max_seqlen_k": 64}
-    got = flash_attn_varlen_func(q, k, v, **arguments, causal=True, softmax_scale=128**-0.5)
-    _compare(got[0] if isinstance(got, tuple) else got, _attention(q, k, v))
-    torch.cuda.synchronize()
-    return "FlashAttention 3 as in float32: SGLang's default attention"
+    common: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 64, "causal": True, "softmax_scale": 128**-0.5}
+    packed = flash_attn_varlen_func(q, k, v, cu_seqlens_k=starts, max_seqlen_k=64, **common)
+    slots = torch.randperm(64, device="cuda")
+    k_cache, v_cache = torch.empty_like(k)[:, None], torch.empty_like(v)[:, None]
+    k_cache[slots, 0], v_cache[slots, 0] = k, v
+    cached = flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        page_table=slots[None].int(),
+        cache_seqlens=starts[1:],
+        cu_seqlens_k_new=starts,
+        **common,
+    )
+    for got in (packed, cached):
+        _compare(got[0] if isinstance(got, tuple) else got, _attention(q, k, v))
+    return "FlashAttention 3, packed and paged, as in float32: SGLang's default attention"
 
 
 def flashinfer() -> str:

@@ -52,6 +52,7 @@ class Selection(NamedTuple):
     concurrencies: tuple[int, ...] = CONCURRENCIES
     windows: tuple[str, ...] = WINDOWS
     seconds: float = 12.0  # of each level of load
+    attention: str | None = None  # of servers; None: SGLang's default where its kernels are there
 
 
 class Step(NamedTuple):
@@ -158,7 +159,7 @@ def _figure_6(stage: str, card: Card, selection: Selection, is_dry: bool) -> lis
         start_s = _server_start_s(model, has_grid=system in ("all", "graphs"))
         level_s = selection.seconds + 4.0
         load = ("--small",) if is_dry else ("--concurrencies", ",".join(map(str, selection.concurrencies)))
-        load += () if is_dry else ("--seconds", f"{selection.seconds:g}")
+        load += () if is_dry else ("--seconds", f"{selection.seconds:g}", *_attention(selection))
         steps.append(
             Step(
                 stage,
@@ -184,17 +185,22 @@ def _kernels(stage: str, card: Card, selection: Selection, is_dry: bool) -> list
 def _figure_5(stage: str, card: Card, selection: Selection, is_dry: bool) -> list[Step]:
     model = "tiny" if is_dry else "qwen2.5-7b"
     start_s = _server_start_s(model, has_grid=True, graphs=28)
+    load = ("--small",) if is_dry else _attention(selection)
     return [
         Step(
             stage,
             window,
             model,
-            ("-m", "gpu.figure5", "--model", model, "--window", window, *(("--small",) if is_dry else ())),
+            ("-m", "gpu.figure5", "--model", model, "--window", window, *load),
             start_s + len(RATES_PER_S) * (2.0 + 8.0 + 2.0) + 5.0,
             start_s,
         )
         for window in selection.windows
     ]
+
+
+def _attention(selection: Selection) -> tuple[str, ...]:
+    return () if selection.attention is None else ("--attention", selection.attention)
 
 
 _BUILDERS: dict[str, Callable[[str, Card, Selection, bool], list[Step]]] = {

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
+from gpu import buckets
 from gpu.buckets import REPREFILLS, Bucket, in_order, parse_reprefills
-from gpu.bundle import PACKAGES, divide, unpack
+from gpu.bundle import FLASH_ATTENTION_3, LIMIT_BYTES, PACKAGES, divide, unpack, write_archive
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
 from gpu.gpu_code import images, keep_gpu_code, kernels
 from gpu.judgement import join_rows
@@ -87,34 +90,44 @@ def library(path: Path, files: list[list[tuple[int, bytes]]]) -> Path:
         for architecture, image in images_of_file:
             image = image if image.startswith(b"\x28") else elf([(f".text.{image.decode()}", b"code" * 8)])
             header = struct.pack("<HHIQIIHHI", 2, 1, 64, len(image), 0, 0, 0, 0, architecture)
-            content += header.ljust(64, b"\0") + image
+            flags = 0x108011 if image.startswith(b"\x28") else 0x100011
+            content += header.ljust(40, b"\0") + struct.pack("<QQQ", flags, 0, 99 * (flags >> 15 & 1)) + image
         code += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(content)) + content + bytes(-len(content) % 8)
     path.write_bytes(elf([(".text", b"host code"), (".nv_fatbin", code)]))
     return path
 
 
-def test_gpu_code_that_is_not_wanted_becomes_zeros(tmp_path: Path) -> None:
+def test_gpu_code_that_is_not_wanted_is_replaced(tmp_path: Path) -> None:
     files = [
         [(90, b"head128_bf16"), (80, b"head128_bf16")],
-        [(90, b"head64_bf16")],
-        [(90, b"\x28\xb5\x2f\xfdcompressed")],
+        [(90, b"head64_bf16"), (80, b"head64_b")],
+        [(90, b"\x28\xb5\x2f\xfdcompressed".ljust(800))],
+        [(90, b"\x28\xb5\x2f\xfdshort"), (75, b"\x28\xb5\x2f\xfdalone")],
         [(90, b"combine")],
     ]
     path = library(tmp_path / "flash.so", files)
     before = path.read_bytes()
     assert [kernels(before, image) for image in images(before)] == [
-        *(["head128_bf16"], ["head128_bf16"], ["head64_bf16"], [], ["combine"])
+        *(["head128_bf16"], ["head128_bf16"], ["head64_bf16"], ["head64_b"], [], [], [], ["combine"])
     ]
     kept, kept_bytes = keep_gpu_code(path, 90, "head128|combine")
     after = path.read_bytes()
     assert kept == 2
     assert kept_bytes < len(after) == len(before)
+    # Each has the smallest of its architecture instead, or nothing where that has not the room or there is none.
+    assert [kernels(after, image) for image in images(after)] == [
+        *(["head128_bf16"], ["head64_b"], ["combine"], ["head64_b"], ["combine"], [], [], ["combine"])
+    ]
     for number, image in enumerate(images(before)):
-        code = after[image.at : image.at + image.size_bytes]
-        assert code == (before[image.at : image.at + image.size_bytes] if number in (0, 4) else bytes(image.size_bytes))
+        is_kept = number in (0, 3, 7)
+        span = slice(image.at, image.at + image.size_bytes)
+        assert (after[span] == before[span]) == is_kept, number
+        flags = struct.unpack_from("<Q", after, image.header_at + 40)[0]
+        # a compressed one that now is none
+        assert bool(flags & 0x8000) == (number in (5, 6))
     assert b"host code" in after
     # containers and their headers stay: the library registers what it registered
-    assert [image[:3] for image in images(after)] == [image[:3] for image in images(before)]
+    assert list(images(after)) == list(images(before))
     with pytest.raises(ValueError, match=r"flash\.so: no GPU code for 100"):
         keep_gpu_code(path, 100, "head128")
 
@@ -172,9 +185,23 @@ def test_rows_of_all_modes_are_joined_by_bucket() -> None:
     assert alone["breakable_s"] == 7.0
 
 
+def test_upstreams_full_graphs_hold_all_requests_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "HAS_GPU", True)
+    options = {
+        mode: buckets.engine_options(Path("/m"), mode, None, "bfloat16", [8, 256], [1, 64])
+        for mode in ("grid", "breakable", "full")
+    }
+    assert options["full"]["cuda_graph_config"] == {"prefill": {"full_prefill_max_req": 64}}
+    assert options["full"]["attention_backend"] == "flashinfer"
+    assert options["breakable"]["cuda_graph_bs_prefill"] == [8, 256, 512, 16384]
+    assert options["grid"]["cuda_graph_backend_prefill"] == "disabled"
+    for one in options.values():
+        assert (one["chunked_prefill_size"], one["max_running_requests"]) == (16384, 64)
+
+
 def test_what_takes_least_is_measured_first() -> None:
-    buckets = [Bucket(256, 64), Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64)]
-    assert in_order(buckets) == [Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64), Bucket(256, 64)]
+    given = [Bucket(256, 64), Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64)]
+    assert in_order(given) == [Bucket(8, 1), Bucket(16, 1, 4096), Bucket(8, 64), Bucket(256, 64)]
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
@@ -224,6 +251,27 @@ def test_figure_6_is_judged_at_64_clients_by_the_faster_stock() -> None:
 def test_a_bundle_is_divided_first_fit_largest_first() -> None:
     assert divide({"a": 5, "b": 4, "c": 3, "d": 2}, 7) == [["a", "d"], ["b", "c"]]
     assert divide({"huge": 9, "a": 1}, 7) == [["huge"], ["a"]]
+
+
+def test_an_archive_and_the_repository_are_carried_together() -> None:
+    root = Path(__file__).resolve().parents[3]
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    tracked_bytes = sum((root / name).stat().st_size for name in names.split("\0") if name and (root / name).is_file())
+    assert LIMIT_BYTES + tracked_bytes <= 63.5 * 2**20
+
+
+def test_flash_attention_3_is_in_no_archive_but_its_own(tmp_path: Path) -> None:
+    kernels_folder = tmp_path / "site/sgl_kernel"
+    kernels_folder.mkdir(parents=True)
+    (tmp_path / "site" / FLASH_ATTENTION_3).write_bytes(b"kernels")
+    (kernels_folder / "__init__.py").write_bytes(b"")
+    for names, members in (
+        (["sgl_kernel"], {"site/sgl_kernel", "site/sgl_kernel/__init__.py"}),
+        ([FLASH_ATTENTION_3], {f"site/{FLASH_ATTENTION_3}"}),
+    ):
+        write_archive(tmp_path / "one.tar.gz", tmp_path / "site", names)
+        with tarfile.open(tmp_path / "one.tar.gz") as archive:
+            assert set(archive.getnames()) == members
 
 
 def test_a_missing_wheel_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
 import h200
 from gpu import preflight
-from gpu.card import CARDS, Card, largest_model, needed_bytes, read_card
+from gpu.card import CARDS, Card, busy_samples, largest_model, needed_bytes, read_card
 from gpu.expected import expected_lines
 from gpu.judgement import CONTROL_BOUND, LOGITS_BOUND, failures_of, merge, verdicts_of
 from gpu.stage_plan import (
@@ -89,6 +90,14 @@ def test_the_model_is_what_the_card_holds() -> None:
     assert needed_bytes("qwen2.5-7b") < 40e9
 
 
+def test_attention_is_the_engines_choice_unless_another_is_named() -> None:
+    for stage in ("figure6", "figure5"):
+        for one in plan(stage, H100, Selection()):
+            assert "--attention" not in one.arguments
+        for one in plan(stage, H100, Selection(attention="triton")):
+            assert one.arguments[-2:] == ("--attention", "triton")
+
+
 def test_a_card_is_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_card() is None
@@ -103,6 +112,20 @@ def test_a_card_is_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.Monk
     for answer in ("exit 9", "echo 'no devices were found'"):
         tool.write_text(f"#!/bin/sh\n{answer}\n")
         assert read_card() is None
+
+
+def test_how_busy_the_card_is_sampled_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with busy_samples() as found:
+        pass
+    assert found == []
+    tool, told = tmp_path / "nvidia-smi", tmp_path / "told"
+    tool.write_text(f"#!/bin/sh\necho 90\necho 70\necho '[N/A]'\n/bin/touch {told}\nexec /bin/sleep 600\n")
+    tool.chmod(0o755)
+    with busy_samples() as found:
+        while not told.exists():
+            time.sleep(0.01)
+    assert found == [0.9, 0.7]
 
 
 def test_repeats_are_fewer_where_they_take_long() -> None:
@@ -187,6 +210,21 @@ def test_results_are_there_after_each_step(tmp_path: Path, monkeypatch: pytest.M
     assert run.record["stages"]["figure6"]["steps"]["second"]["seen"] == [{"concurrency": 64, "failed": 0}]
 
 
+def test_what_was_compiled_beforehand_is_found_beside_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    (site / "sglang").mkdir(parents=True)
+    (site / "sglang_jit").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/other:{site}")
+    script = "import json, os, sys; open(sys.argv[2], 'w').write(json.dumps(dict(os.environ)))"
+    found = run_one(tmp_path, step(script), 60.0, monkeypatch)
+    assert found["TVM_FFI_CACHE_DIR"] == str(site / "sglang_jit")
+    assert found["CUDA_HOME"]
+    assert found["NVSHMEM_REMOTE_TRANSPORT"] == "none"
+    assert found["PYTHONPATH"].endswith(str(site))
+
+
 def test_a_stage_that_the_card_does_not_hold_is_a_failure_of_its_own(tmp_path: Path) -> None:
     run = h200.Run(tmp_path, H100, 60.0, is_dry=False)
     run.stage("buckets-32b", Selection())
@@ -267,6 +305,10 @@ def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
     prefixes = [{"shape": [16, 1, 4096], "split_error": 0.003}, {"shape": [8, 1, 0], "split_error": float("nan")}]
     assert failures_of(record("kernels", "rates", {"prefixes": prefixes})) == [
         "kernels, rates: split_error at [8, 1, 0] is nan"
+    ]
+    blocks = [{"tokens": 64, "causal_error": 1e-3, "flashinfer_failed": "no nvcc"}]
+    assert failures_of(record("kernels", "rates", {"blocks": blocks})) == [
+        "kernels, rates: flashinfer at 64 tokens: no nvcc"
     ]
     checks = {
         "norm": {"ok": False, "is_required": True, "detail": "no cublasLt.h"},
