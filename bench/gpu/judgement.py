@@ -116,6 +116,9 @@ def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iter
             for value_name, value in block.items():
                 if value_name.endswith("error") and not value < bound:
                     yield f"{value_name} at {block['tokens']} tokens is {value:.2g}"
+        for prefix in step.get("prefixes", ()):
+            if not prefix["split_error"] < bound:
+                yield f"split_error at {prefix['shape']} is {prefix['split_error']:.2g}"
 
 
 def _wrong_logits(step: Mapping[str, Any], bound: float) -> Iterator[str]:

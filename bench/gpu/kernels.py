@@ -3,7 +3,8 @@
     python -m gpu.kernels --out FILE [--small]
 
 Attention: Triton on zigzag and striped blocks, flashinfer with log-sum-exp where it is installed, each against
-FlashAttention 2 (torch's) on the same block; merge, gather and scatter against the measured copy bandwidth.
+FlashAttention 2 (torch's) on the same block; merge, gather and scatter against the measured copy bandwidth; a few
+tokens behind long prefixes against SGLang's kernel.
 `--small` takes sizes for a dry run in Triton's interpreter.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from gpu.ceilings import measure, median_s
+from gpu.prefixes import measure_prefixes
 from sglang_ext_kernels import flashinfer_block, triton_support
 from sglang_ext_kernels.block_attention import (
     BlockSizes,
@@ -191,6 +193,7 @@ def main() -> int:
     found = measure()
     blocks: list[dict[str, Any]] = []
     rates: dict[str, float] = {}
+    prefixes: list[dict[str, Any]] = []
 
     def record() -> None:
         values = {
@@ -199,11 +202,14 @@ def main() -> int:
             "copy_bytes_per_s": found.copy_bytes_per_s,
             "blocks": blocks,
             "moves_bytes_per_s": rates,
+            "prefixes": prefixes,
             "ratios": ratios(blocks, rates, found.copy_bytes_per_s),
         }
         write_json(arguments.out, values)
 
     rates |= moves(move_tokens, device)
+    record()
+    prefixes += measure_prefixes(device, found.ceilings.read_bytes_per_s)
     record()
     for tokens in sizes:
         if time.perf_counter() > end_s:

@@ -96,7 +96,9 @@ def _on_cuda(
     if mask is not None:
         raise ValueError("attention_block takes no mask on a CUDA device; give positions to positioned_block")
     if flashinfer_block.can_run(q, v):
-        return flashinfer_block.flashinfer_block(q, k, v, scale, is_causal)
+        found = flashinfer_block.try_flashinfer_block(q, k, v, scale, is_causal)
+        if found is not None:
+            return found
     keys = torch.arange(k.shape[0], device=q.device)
     queries = keys if is_causal else torch.full((q.shape[0],), k.shape[0], device=q.device)
     return positioned_block(q, k, v, plan_block(queries, keys, default_sizes(q.shape[-1], q.dtype)), scale)

@@ -327,6 +327,10 @@ def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
     assert failures_of(record("kernels", "rates", {"blocks": [{"tokens": 64, "causal_error": 0.5}]})) == [
         "kernels, rates: causal_error at 64 tokens is 0.5"
     ]
+    prefixes = [{"shape": [16, 1, 4096], "split_error": 0.003}, {"shape": [8, 1, 0], "split_error": float("nan")}]
+    assert failures_of(record("kernels", "rates", {"prefixes": prefixes})) == [
+        "kernels, rates: split_error at [8, 1, 0] is nan"
+    ]
     blocks = [{"tokens": 64, "causal_error": 1e-3, "flashinfer_failed": "no nvcc"}]
     assert failures_of(record("kernels", "rates", {"blocks": blocks})) == [
         "kernels, rates: flashinfer at 64 tokens: no nvcc"
