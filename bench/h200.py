@@ -1,6 +1,6 @@
 """Everything about a GPU, in commands of ten minutes: correctness, then prefills by length and batch size, kernels.
 
-    python bench/h200.py [--stages preflight,kernels-check,...] [--deadline SECONDS] [--out FOLDER]
+    python bench/h200.py [--stages preflight,tokens,...] [--deadline SECONDS] [--out FOLDER]
     python bench/h200.py --stages buckets-7b --modes grid,breakable
     python bench/h200.py --stages figure6 --systems stock,all --concurrencies 64,8
     python bench/h200.py --expected [--card h100]     what each stage should take and show, by the roofline
@@ -112,13 +112,14 @@ class Run:
             progress(f"-- {step.name}: not begun: {left_s:.0f} s are left, it needs {step.start_s + RESERVE_S:.0f}")
             return {"not_measured": f"{left_s:.0f} s were left"}
         progress(f"-- {step.name}: {left_s:.0f} s are left, about {step.estimate_s:.0f} needed")
+        limit_s = left_s if self._is_dry else min(left_s, step.most_s)
         started_s = time.perf_counter()
         log = self._out / step.log_name
         part = log.with_suffix(".json")
         part.unlink(missing_ok=True)
         found: dict[str, Any] = {}
         try:
-            run_process(self._command(step, part, left_s), log, self._environment(step), left_s - RESERVE_S / 3)
+            run_process(self._command(step, part, limit_s), log, self._environment(step), limit_s - RESERVE_S / 3)
         except StepError as error:
             found["error"] = str(error)
         if part.is_file():
@@ -130,10 +131,10 @@ class Run:
         progress(f"-- {step.name}: {seconds:.0f} s {found.get('error', '')}")
         return {**found, "seconds": seconds}
 
-    def _command(self, step: Step, part: Path, left_s: float) -> list[str]:
+    def _command(self, step: Step, part: Path, limit_s: float) -> list[str]:
         command = [sys.executable, *step.arguments]
         if "pytest" not in step.arguments:
-            command += ["--out", str(part), "--within", f"{left_s - RESERVE_S:.0f}"]
+            command += ["--out", str(part), "--within", f"{limit_s - RESERVE_S:.0f}"]
         return command
 
     def _environment(self, step: Step) -> dict[str, str]:

@@ -55,6 +55,7 @@ SHORT_MEDIAN_TOKENS, SHORT_SIGMA = 48, 0.9
 TURNS = 6
 START_TIMEOUT_S = 240.0
 LEAST_CORES, CLIENT_CORES = 8, 4
+NO_GRAPHS = "no prefill graphs by length and batch size"
 
 
 class System(NamedTuple):
@@ -88,7 +89,7 @@ SYSTEMS = {
     "stock": System(),
     "stock-flashinfer": System(attention="flashinfer"),
     "graphs": System(graphs=GraphOptions(Capture.START)),
-    "two queues": System(LapsOptions()),
+    "two-queues": System(LapsOptions()),
     "all": System(LapsOptions(), GraphOptions(Capture.START)),
 }
 
@@ -293,8 +294,17 @@ def measure(
                     break
                 levels.append(asyncio.run(level(server, concurrency, load)))
                 record({"levels": levels} if system.laps is None else {"levels": levels, "laps": laps_status(server)})
+        problem = missing_graphs(log) if system.graphs is not None and has_gpu else None
+        if problem is not None:
+            record({"error": problem})
     except RuntimeError as error:
         record({"error": str(error)})
+
+
+def missing_graphs(log: Path) -> str | None:
+    """The line in which a server says that it runs without the graphs it was asked for; None where it does not."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in lines if NO_GRAPHS in line), None)
 
 
 def main() -> int:

@@ -104,6 +104,10 @@ def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iter
         failed = sum(level["failed"] for level in step.get("levels", ()))
         if failed:
             yield f"{failed} requests failed"
+        if not is_dry and step.get("levels") and (stage == "figure5" or name == "all"):
+            graphs = step["levels"][-1].get("graphs") or step.get("laps", {}).get("graphs")
+            if not graphs or not sum(graphs["replays"].values()):
+                yield "no prefill ran on a captured shape"
     elif stage == "kernels":
         bound = 1e-4 if is_dry else 1e-2
         for block in step.get("blocks", ()):

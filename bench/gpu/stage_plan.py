@@ -16,12 +16,12 @@ from gpu.model_shapes import SHAPES
 LENGTHS = (8, 16, 32, 64, 128, 256)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("grid", "breakable", "full")
-SYSTEMS = ("stock", "all", "stock-flashinfer", "graphs", "two queues")
+SYSTEMS = ("stock", "all", "stock-flashinfer", "graphs", "two-queues")
 CONCURRENCIES = (64, 8, 1)
 WINDOWS = ("adaptive", "0", "30", "5", "15")
 RATES_PER_S = (360.0, 180.0, 60.0)
 STAGES = (
-    *("preflight", "kernels-check", "tokens", "buckets-7b", "figure6", "kernels", "figure5"),
+    *("preflight", "tokens", "kernels-check", "buckets-7b", "figure6", "kernels", "figure5"),
     *("buckets-14b", "buckets-32b"),
 )
 # A command is ended after 600 s, whatever it has done by then.
@@ -29,6 +29,7 @@ COMMAND_S = 600.0
 DEADLINE_S = 570.0
 # Kept free at the end of a command, for stopping what runs and writing.
 RESERVE_S = 15.0
+LEAST_LIMIT_S = 120.0
 # A command's files come back, as many as these.
 MOST_FILES = 8
 
@@ -66,8 +67,13 @@ class Step(NamedTuple):
     start_s: float
 
     @property
+    def most_s(self) -> float:
+        """Seconds after which it is stopped, so that what hangs leaves something to the steps behind it."""
+        return max(LEAST_LIMIT_S, 2.5 * self.estimate_s)
+
+    @property
     def log_name(self) -> str:
-        return f"{self.stage}-{self.name.replace(' ', '-')}.log"
+        return f"{self.stage}-{self.name}.log"
 
 
 def plan(stage: str, card: Card, selection: Selection, is_dry: bool = False) -> list[Step]:
@@ -88,6 +94,8 @@ def _preflight(stage: str, card: Card, selection: Selection, is_dry: bool) -> li
 def _kernels_check(stage: str, card: Card, selection: Selection, is_dry: bool) -> list[Step]:
     # A warning of a library is no reason to lose a command on the device.
     options = ("-v", "-rs", "-p", "no:cacheprovider", "-W", "default")
+    # What waits for the device for ever, in C, is ended by a thread or not at all.
+    options += ("--timeout", "90", "--timeout-method", "thread")
     return [Step(stage, "tests", "", ("-m", "pytest", *options, "tests/kernels", "tests/gpu"), 150.0, 30.0)]
 
 
@@ -241,12 +249,12 @@ def _command(stages: Sequence[str], **selected: tuple[str, ...] | tuple[int, ...
 
 # The order in which a device should be used: what decides most comes first.
 COMMANDS = (
-    _command(("preflight", "kernels-check", "tokens")),
+    _command(("preflight", "tokens", "kernels-check")),
     _command(("buckets-7b",), modes=("grid", "breakable")),
     _command(("figure6",), systems=("stock", "all"), concurrencies=(64, 8)),
     _command(("kernels", "buckets-7b"), modes=("full",)),
     _command(("figure5",), windows=("adaptive", "0", "30")),
-    _command(("figure6",), systems=("stock-flashinfer", "graphs", "two queues"), concurrencies=(64, 8)),
+    _command(("figure6",), systems=("stock-flashinfer", "graphs", "two-queues"), concurrencies=(64, 8)),
     _command(("figure5",), windows=("5", "15")),
     _command(("buckets-14b",), modes=("grid", "breakable")),
 )

@@ -11,9 +11,20 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
 from gpu import figure6
-from gpu.figure6 import LONG_TOKENS, SYSTEMS, Server, System, divide_cores, launch_command, turns
+from gpu.figure6 import (
+    LONG_TOKENS,
+    NO_GRAPHS,
+    SYSTEMS,
+    Server,
+    System,
+    divide_cores,
+    launch_command,
+    missing_graphs,
+    turns,
+)
 from gpu.model_shapes import CONTEXT_TOKENS
 from gpu.stage_plan import SYSTEMS as PLANNED
+from sglang_ext.sglang_plugin.graphs import capture
 from sglang_ext.sglang_plugin.options import ENVIRONMENT_VARIABLE, options_from_environment
 from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
 
@@ -76,3 +87,13 @@ def test_turns_go_on_where_the_one_before_ended() -> None:
     assert 0.6 < goes_on / len(new) < 0.8
     assert 0.08 < sum(tokens >= LONG_TOKENS[0] for tokens in new) / len(new) < 0.12
     assert max(map(len, prompts)) < CONTEXT_TOKENS
+
+
+def test_a_server_without_the_graphs_that_were_asked_for_is_found_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("Load weight end\nthe server is ready\n")
+    assert missing_graphs(log) is None
+    line = "no prefill graphs by length and batch size: the model has a sliding window; this engine runs without them"
+    log.write_text(f"Load weight end\n{line}\nthe server is ready\n")
+    assert missing_graphs(log) == line
+    assert any(NO_GRAPHS in path.read_text() for path in Path(capture.__file__).parent.glob("*.py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
 import h200
-from gpu import preflight
+from gpu import preflight, stage_plan
 from gpu.card import CARDS, Card, busy_samples, largest_model, needed_bytes, read_card
 from gpu.expected import expected_lines
 from gpu.judgement import CONTROL_BOUND, LOGITS_BOUND, failures_of, merge, verdicts_of
@@ -57,6 +58,8 @@ def test_every_command_fits_its_time_and_its_files(card: Card) -> None:
     ]
     measured = {(step.stage, step.name) for command in COMMANDS for step in command.steps(card)}
     assert set(wanted) < measured
+    # as they are printed, a shell takes them
+    assert all(shlex.split(" ".join(command.options)) == list(command.options) for command in COMMANDS)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
@@ -73,7 +76,7 @@ def test_the_first_half_hour_has_what_decides_most() -> None:
     assert sum(command.estimate_s(H100) + 30 for command in COMMANDS[:4]) < 1500
     first = [(step.stage, step.name) for command in COMMANDS[:3] for step in command.steps(H100)]
     assert first == [
-        *(("preflight", "checks"), ("kernels-check", "tests"), ("tokens", "grid")),
+        *(("preflight", "checks"), ("tokens", "grid"), ("kernels-check", "tests")),
         *(("buckets-7b", "grid"), ("buckets-7b", "breakable"), ("figure6", "stock"), ("figure6", "all")),
     ]
     assert CONCURRENCIES == (64, 8, 1)
@@ -186,6 +189,19 @@ def test_a_step_that_fails_says_why_and_keeps_what_it_had(tmp_path: Path, monkey
     assert "error" not in found
 
 
+def test_a_step_that_hangs_leaves_time_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_plan, "LEAST_LIMIT_S", 6.0)
+    hangs = step("import time; time.sleep(600)")
+    monkeypatch.setattr(h200, "plan", lambda *given: [hangs, step(WRITES)._replace(name="next")])
+    run = h200.Run(tmp_path, H200, 570.0, is_dry=False)
+    run.stage("figure6", Selection())
+    steps = run.record["stages"]["figure6"]["steps"]
+    assert steps["all"]["error"] == "not done after 1 s"
+    assert "levels" in steps["next"]
+    for one in (step for command in COMMANDS for step in command.steps(H100)):
+        assert one.most_s > 2 * one.estimate_s
+
+
 def test_what_has_no_time_left_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_one(tmp_path, step("raise SystemExit('was begun')", start_s=40.0), 50.0, monkeypatch)
     assert list(found) == ["not_measured"]
@@ -296,9 +312,18 @@ def test_a_test_that_was_skipped_on_the_device_is_a_failure() -> None:
 
 
 def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
-    assert failures_of(record("figure6", "all", {"levels": [{"failed": 2}, {"failed": 1}]})) == [
-        "figure6, all: 3 requests failed"
-    ]
+    graphs = {"replays": {"8x1": 3}}
+    failing = {"levels": [{"failed": 2}, {"failed": 1}], "laps": {"graphs": graphs}}
+    assert failures_of(record("figure6", "all", failing)) == ["figure6, all: 3 requests failed"]
+    assert failures_of(record("figure6", "stock", {"levels": [{"failed": 0}]})) == []
+    for idle in (None, {"replays": {}}, {"replays": {"8x1": 0}}):
+        # A result of graphs in which none ran is a result of something else.
+        for stage, name, found in (
+            ("figure6", "all", {"levels": [{"failed": 0}], "laps": {"graphs": idle}}),
+            ("figure5", "0", {"levels": [{"failed": 0, "graphs": idle}]}),
+        ):
+            assert failures_of(record(stage, name, found)) == [f"{stage}, {name}: no prefill ran on a captured shape"]
+            assert failures_of(record(stage, name, found, is_dry=True)) == []
     assert failures_of(record("kernels", "rates", {"blocks": [{"tokens": 64, "causal_error": 0.5}]})) == [
         "kernels, rates: causal_error at 64 tokens is 0.5"
     ]
@@ -319,7 +344,8 @@ def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
 
 
 def test_results_of_several_commands_are_judged_as_one(tmp_path: Path) -> None:
-    level = {"concurrency": 64, "failed": 0, "requests_per_s": 10.0, "mean_s": 2.0}
+    graphs = {"replays": {"8x1": 3}}
+    level = {"concurrency": 64, "failed": 0, "requests_per_s": 10.0, "mean_s": 2.0, "graphs": graphs}
     faster = {**level, "requests_per_s": 13.0, "mean_s": 1.0}
     parts = [
         record("figure6", "stock", {"levels": [level]}),

@@ -1,0 +1,105 @@
+"""Command lines for GPU machines, without a GPU: SGLang accepts them there, and our hooks are in force."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.sglang_plugin.device import Device, MachineFacts
+from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
+from sglang_ext.sglang_plugin.launch_plan import WorkerOptions, build_launch
+from sglang_ext.types import Role
+
+ROOT = Path(__file__).resolve().parents[4]
+sys.path.append(str(ROOT / "bench"))
+
+from gpu import figure6  # noqa: E402
+
+CUDA = MachineFacts(Device.CUDA, tuple(range(8)), 32 << 30)
+WORKERS = {
+    "short": (Role.SHORT, ()),
+    "decode": (Role.DECODE, ()),
+    "both, beside another": (Role.BOTH, ("--mem-fraction-static", "0.40")),
+}
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """SGLang's own view, of a process that takes some seconds."""
+    model = tmp_path_factory.mktemp("models") / "qwen"
+    command_lines = {}
+    for name, (role, arguments) in WORKERS.items():
+        worker = WorkerOptions(role, str(model), True, transfer_backend="nixl", engine_arguments=arguments)
+        worker = replace(worker, laps=LapsOptions(), graphs=GraphOptions(Capture.START)) if role.is_prefill else worker
+        launch = build_launch(worker, CUDA)
+        command_lines[name] = launch.argv[3:]
+        if role is Role.SHORT:
+            environment = dict(launch.environment)
+    for name, system in figure6.SYSTEMS.items():
+        command_lines[f"figure 6, {name}"] = figure6.launch_command(model, system, (30000, 30001), True)[0][3:]
+    command_lines["refused"] = ["--model-path", str(model), "--disaggregation-transfer-backend", "pigeon"]
+    request = {
+        "model": str(model),
+        "environment": environment,
+        "command_lines": list(command_lines.values()),
+        "buckets": ["grid", "breakable", "full"],
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/support/cuda_arguments.py")],
+        input=json.dumps(request),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]  # a hook that is not in force ends it, too
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found["command_lines"] = dict(zip(command_lines, found["command_lines"], strict=True))
+    return found
+
+
+def test_sglang_accepts_what_workers_start_with(answer: dict[str, Any]) -> None:
+    for name in WORKERS:
+        found = answer["command_lines"][name]
+        assert "error" not in found, (name, found)
+        assert found["device"] == "cuda"
+        assert found["disaggregation_transfer_backend"] == "nixl"
+        assert found["disaggregation_mode"] == ("decode" if name == "decode" else "prefill")
+        assert found["attention_backend"] == "fa3"  # SGLang's choice on Hopper
+        assert found["page_size"] == 1
+    assert answer["command_lines"]["both, beside another"]["mem_fraction_static"] == 0.4
+    assert 0.5 < answer["command_lines"]["short"]["mem_fraction_static"] < 0.95
+
+
+def test_sglang_accepts_what_the_benchmarks_start_with(answer: dict[str, Any]) -> None:
+    for name, system in figure6.SYSTEMS.items():
+        found = answer["command_lines"][f"figure 6, {name}"]
+        assert "error" not in found, (name, found)
+        assert found["disaggregation_mode"] == "prefill"
+        assert found["attention_backend"] == (system.attention or found["attention_backend"])
+        assert found["attention_backend"] in {"fa3", "flashinfer", "triton"}
+
+
+def test_upstream_s_prefill_graphs_are_what_the_buckets_ask_for(answer: dict[str, Any]) -> None:
+    for mode, found in answer["buckets"].items():
+        graphs = found["cuda_graph_config"]["prefill"]
+        assert graphs["backend"] == ("disabled" if mode == "grid" else mode)
+        assert found["attention_backend"] == ("flashinfer" if mode == "full" else "triton")
+        if mode != "grid":
+            assert graphs["bs"] == [16, 64, 1024, 4096]
+        assert graphs["full_prefill_max_req"] == (64 if mode == "full" else None)  # a slot for each request
+        assert found["cuda_graph_config"]["decode"]["backend"] == "disabled"
+        assert found["chunked_prefill_size"] == 4096
+
+
+def test_what_sglang_does_not_know_is_noticed(answer: dict[str, Any]) -> None:
+    assert answer["command_lines"]["refused"] == {"error": "SystemExit: 2"}
