@@ -133,6 +133,8 @@ class PrefillGraphs:
         started_s = self._clock()
         recording, has_memory = None, True
         try:
+            if not self._recordings:
+                self._pad_once(shape)
             self._load_dummy(batch, shape)
             self._recorder.warm_up(compute)
             before = self._recorder.memory()
@@ -157,6 +159,13 @@ class PrefillGraphs:
         own = after.used_bytes - before.used_bytes - growth
         self._ledger.note(CaptureCost(shape, max(0, growth), max(0, own), self._clock() - started_s))
         return True
+
+    def _pad_once(self, shape: GraphShape) -> None:
+        """As before a replay, on tensors of the types that an engine has, so that its kernels are compiled by then."""
+        device = self._output.device
+        one = torch.zeros(1, dtype=torch.int64, device=device)
+        lens = torch.ones(1, dtype=torch.int32, device=device)
+        self.load(shape, RaggedBatch(one, one, one, one, lens, lens, lens.view(1, 1), longest_prefix_tokens=1))
 
     def _leave_out(self, shape: GraphShape, reason: Fallback) -> bool:
         self.grid.leave_out(shape, reason)

@@ -169,7 +169,7 @@ def _pad_requests(
     tl.store(kv_indptr + at, (kv_end - prefix).to(tl.int32), mask=at == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefix_indices(table, table_stride, rows, prefix_lens, kv_indptr, kv_indices, BLOCK: tl.constexpr):
     request = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

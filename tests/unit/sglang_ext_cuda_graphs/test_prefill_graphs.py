@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
+from sglang_ext_cuda_graphs import prefill_graphs
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
 from sglang_ext_cuda_graphs.prefill_graphs import MOST_FAILURES_IN_A_ROW, PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DeviceMemory, DirectRecorder, Recording
-from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch
+from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, pad_batch_
 
 HIDDEN = 4
 GRAPH_BYTES = 10
@@ -223,6 +224,20 @@ def test_nothing_is_collected_while_all_are_captured() -> None:
     list(PrefillGraphs(*arguments).capture_all())
     assert all(count > 0 for count in frozen)
     assert gc.get_freeze_count() == before
+
+
+def test_padding_is_compiled_before_the_first_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = []
+
+    def note(static: PaddedBatch, batch: RaggedBatch) -> None:
+        padded.append((batch.longest_prefix_tokens, [tensor.dtype for tensor in batch[:-1]]))
+        pad_batch_(static, batch)
+
+    monkeypatch.setattr(prefill_graphs, "pad_batch_", note)
+    graphs, _ = build()
+    list(graphs.capture_all())
+    types = [torch.int64] * 4 + [torch.int32] * 3  # those of SGLang
+    assert padded == [(1, types)]
 
 
 def test_why_a_batch_has_no_shape() -> None:
