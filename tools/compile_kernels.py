@@ -87,8 +87,9 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     def batch(requests: int, length: int, prefix: int) -> padded_batch.PaddedBatch:
         """Filled by the kernels that pad, from lengths as SGLang has them."""
         padded = padded_batch.allocate(requests * length, requests, requests * prefix, "cpu")
-        tokens = torch.zeros(requests * length, dtype=torch.int64)
-        lengths = torch.full((requests,), length, dtype=torch.int32)
+        # of an odd number of requests the tensors are views that are not aligned
+        tokens = torch.zeros(requests * length + 1, dtype=torch.int64)[requests % 2 :][: requests * length]
+        lengths = torch.full((requests + 1,), length, dtype=torch.int32)[requests % 2 :][:requests]
         rows, table = torch.arange(requests), torch.zeros(requests, 32768, dtype=torch.int32)
         live = padded_batch.RaggedBatch(tokens, tokens, tokens, rows, lengths, lengths, table, prefix)
         padded_batch.pad_batch_(padded, live)
@@ -127,7 +128,8 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     pieces = [kv_moves.HeadPiece(0, 2), kv_moves.HeadPiece(2, 2)]
     yield Case("split heads", lambda: kv_moves.split_heads(pool, pieces))
     yield Case("pad 64x16", lambda: batch(64, 16, 512))
-    yield Case("pad 4x8", lambda: batch(4, 8, 512))
+    yield Case("pad 5x13", lambda: batch(5, 13, 512))
+    yield Case("pad 1x1", lambda: batch(1, 1, 512))
     if has_sglang:
         extend = _sglang_extend()
 

@@ -36,12 +36,12 @@ from gpu.pretended_gpu import open_package, pretend  # noqa: E402
 
 SGLANG_FOLDER = "sglang_jit"
 FLASHINFER_PACKAGE = "flashinfer_jit_cache"
-# CUDA 13.0, as the GPU machine's torch has it. Of cuBLAS the headers alone are unpacked.
+# CUDA 13.0, as the GPU machine's torch has it. Of cuBLAS and cuRAND the headers alone are unpacked.
 TOOLKIT = (
     *("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88", "nvidia-cuda-cccl==13.0.85"),
-    *("nvidia-cuda-runtime==13.0.96", "nvidia-cublas==13.1.1.3"),
+    *("nvidia-cuda-runtime==13.0.96", "nvidia-cublas==13.1.1.3", "nvidia-curand==10.4.0.35"),
 )
-HEADERS_ONLY = "nvidia_cublas"
+HEADERS_ONLY = ("nvidia_cublas", "nvidia_curand")
 ARCHITECTURE = "9.0a"
 MODULE_TIMEOUT_S = 3600
 
@@ -80,6 +80,7 @@ def _flashinfer(package: str, function: str, *arguments: Any) -> Callable[[Path]
         open_package(site, "flashinfer")
         spec = getattr(importlib.import_module(f"flashinfer.jit.{package}"), function)(*_types(arguments))
         spec.build(False)
+        spec.load(spec.jit_library_path)  # fails where a symbol of a library that it names is not there
         target = site / FLASHINFER_PACKAGE / "jit_cache" / spec.name
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(spec.jit_library_path, target / f"{spec.name}.so")
@@ -139,7 +140,9 @@ def unpack_toolkit(wheels: Iterable[Path], folder: Path) -> Path:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             for entry in archive.namelist():
-                if entry.startswith("nvidia/cu13/") and (HEADERS_ONLY not in wheel.name or "/include/" in entry):
+                if entry.startswith("nvidia/cu13/") and (
+                    "/include/" in entry or not wheel.name.startswith(HEADERS_ONLY)
+                ):
                     archive.extract(entry, folder)
     home = folder / "nvidia/cu13"
     if not (home / "bin/nvcc").is_file():
@@ -198,6 +201,7 @@ def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> 
         environment = {
             **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CUDA_PATH")},
             **toolkit_environment(toolkit),
+            "LD_LIBRARY_PATH": str(toolkit / "lib"),
             "TVM_FFI_CACHE_DIR": str(Path(scratch) / SGLANG_FOLDER),
             "FLASHINFER_WORKSPACE_BASE": scratch,
             "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,

@@ -3,7 +3,7 @@
     python tests/support/cuda_arguments.py < REQUEST    one JSON object, as its test writes it
 
 A process of its own, since SGLang asks for the device once and for all. Packages that need a GPU, or are not in the
-CPU's environment, are stand-ins: what is proven is that the hooks are in force there, that SGLang accepts the arguments,
+CPU's environment, are stand-ins: what is proven is that the hooks are in force there, that SGLang takes the arguments,
 and what it makes of them.
 """
 

@@ -204,7 +204,7 @@ def _stages(size: int, dtype: torch.dtype) -> int:
 _ROWS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_states(
     out, lse, other_out, other_lse, rows, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):

@@ -1,6 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: N803 (capitals are Triton's compile-time constants)
-"""Triton kernels that move: tokens of a paged pool, heads of tokens, and a ragged batch into static tensors."""
+"""Triton kernels that move: tokens of a paged pool, heads of tokens, and a ragged batch into static tensors.
+
+Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for a pointer that is not aligned. What
+varies from batch to batch is therefore not told apart: it would be compiled while requests wait.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import triton.language as tl
 _ELEMENTS = 4096  # of a program that moves KV
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _move_kv(
     keys,
     values,
@@ -73,7 +77,7 @@ def move_kv(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _move_heads(
     kv,
     flat,
@@ -123,10 +127,12 @@ def move_heads(kv: torch.Tensor, flat: torch.Tensor, table: torch.Tensor, is_spl
 
 
 _TOKENS = 1024
+_REQUESTS = 256  # at least: as many as the largest shape of the default grid has slots for
 _PREFIX_TOKENS = 1024
+_REQUESTS = 256  # at least: as many as the largest shape of the default grid has slots for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "padded"], do_not_specialize_on_alignment=["ids", "positions", "cache_slots"])
 def _pad_tokens(
     ids, positions, cache_slots, static_ids, static_positions, static_cache_slots, tokens, padded, BLOCK: tl.constexpr
 ):
@@ -138,7 +144,9 @@ def _pad_tokens(
     tl.store(static_cache_slots + at, tl.load(cache_slots + at, mask=is_real, other=0), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["requests", "padded"], do_not_specialize_on_alignment=["rows", "new_lens", "prefix_lens"]
+)
 def _pad_requests(
     rows, new_lens, prefix_lens, static_rows, static_new, static_prefix, static_total, static_start, qo_indptr,
     kv_indptr, requests, padded, BLOCK: tl.constexpr,
@@ -184,7 +192,8 @@ def pad_batch(live: tuple[torch.Tensor, ...], static: tuple[torch.Tensor, ...], 
     )  # fmt: skip
     _pad_requests[(1,)](
         rows, new_lens, prefix_lens, static_rows, static_new, static_prefix, static_total, static_start, qo_indptr,
-        kv_indptr, requests, padded_requests, BLOCK=triton.next_power_of_2(padded_requests), num_warps=1,
+        kv_indptr, requests, padded_requests, BLOCK=max(_REQUESTS, triton.next_power_of_2(padded_requests)),
+        num_warps=4,
     )  # fmt: skip
     if longest_prefix_tokens:
         _prefix_indices[(requests, triton.cdiv(longest_prefix_tokens, _PREFIX_TOKENS))](

@@ -3,7 +3,7 @@
 """Triton kernels of the attention of a few new tokens behind long prefixes: programs share a prefix, parts are joined.
 
 A few new tokens make few programs, and each would read its prefix alone, from end to end. So the query heads that read
-the same keys are rows of one tile, which reads them once, and a prefix is divided among up to SPLITS programs. Where it
+the same keys are rows of one tile, which reads them once, and a prefix is divided among several programs. Where it
 takes but one, that one writes the result; else each leaves its part, and a second kernel joins the parts of a row. How
 many there are follows from the length of the prefix, which both kernels read, so a captured pass adapts by itself.
 """
@@ -16,9 +16,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _keys_per_split(prefix, SPLITS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr):
+def _keys_per_split(prefix, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
     """Keys of a prefix that one program takes: whole blocks, and no fewer than what is worth a program."""
-    return tl.maximum(tl.cdiv(tl.cdiv(prefix, SPLITS), KEYS) * KEYS, LEAST)
+    return tl.maximum(tl.cdiv(tl.cdiv(prefix, splits), KEYS) * KEYS, LEAST)
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _take(acc, weight, highest, q, k_block, v_block, is_visible, scale_log2, PRE
     return acc, weight, new_highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded_tokens", "splits"])
 def _split_prefix(
     q,
     k,
@@ -49,6 +49,7 @@ def _split_prefix(
     parts,
     parts_lse,
     padded_tokens,
+    splits,
     scale_log2,
     q_stride,
     q_head_stride,
@@ -66,7 +67,6 @@ def _split_prefix(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
@@ -82,7 +82,7 @@ def _split_prefix(
         return
     prefix_first = tl.load(kv_indptr + request).to(tl.int64)
     prefix = (tl.load(kv_indptr + request + 1).to(tl.int64) - prefix_first).to(tl.int32)
-    per_split = _keys_per_split(prefix, SPLITS, KEYS, LEAST)
+    per_split = _keys_per_split(prefix, splits, KEYS, LEAST)
     # the first split also has the new tokens' own square
     if (split > 0) & (split * per_split >= prefix):
         return
@@ -155,7 +155,7 @@ def _split_prefix(
         tl.store(parts_lse + part, highest + tl.log2(weight), mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded_tokens", "splits"])
 def _join_splits(
     qo_indptr,
     kv_indptr,
@@ -163,12 +163,12 @@ def _join_splits(
     parts,
     parts_lse,
     padded_tokens,
+    splits,
     out_stride,
     out_head_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
@@ -177,7 +177,7 @@ def _join_splits(
     first = tl.load(qo_indptr + request).to(tl.int32)
     new = tl.load(qo_indptr + request + 1).to(tl.int32) - first
     prefix = tl.load(kv_indptr + request + 1).to(tl.int32) - tl.load(kv_indptr + request).to(tl.int32)
-    per_split = _keys_per_split(prefix, SPLITS, KEYS, LEAST)
+    per_split = _keys_per_split(prefix, splits, KEYS, LEAST)
     if (tl.program_id(0) * ROWS >= new * HEADS) | (prefix <= per_split):
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -247,13 +247,13 @@ def split_prefix_attention(
         parts,
         parts_lse,
         tokens,
+        splits,
         scale * 1.4426950408889634,
         *(stride for x in (q, k, v, k_pool, v_pool, out) for stride in x.stride()[:2]),
         KV_HEADS=kv_heads,
         GROUP=group,
         SIZE=size,
         SIZE_BLOCK=size_block,
-        SPLITS=splits,
         ROWS=rows,
         KEYS=keys,
         LEAST=least_keys,
@@ -268,12 +268,12 @@ def split_prefix_attention(
         parts,
         parts_lse,
         tokens,
+        splits,
         out.stride(0),
         out.stride(1),
         HEADS=heads,
         SIZE=size,
         SIZE_BLOCK=size_block,
-        SPLITS=splits,
         ROWS=JOINED_ROWS,
         KEYS=keys,
         LEAST=least_keys,

@@ -87,6 +87,13 @@ def test_lengths_of_prompts_are_of_the_type_that_sglang_has() -> None:
         assert padding.types.split()[:4] == ["*i64", "*i32", "*i32", "*i64"]
 
 
+def test_no_batch_has_its_padding_compiled_while_it_waits() -> None:
+    """Other numbers of tokens and requests, and tensors that are not aligned, take what has been compiled."""
+    for records in read_records().values():
+        padding = [one.kernel for one in records if one.case.startswith("pad ")]
+        assert sorted(padding) == ["pad_requests", "pad_tokens", "prefix_indices"]
+
+
 def test_a_kernel_that_spills_or_does_not_fit_is_a_problem() -> None:
     records = read_records()[TRITON_VERSION]
     spilling = records[0]._replace(spilled_bytes=8)
