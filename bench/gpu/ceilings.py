@@ -43,8 +43,11 @@ def measure() -> Device:
     """On random numbers, several times the size of the caches; a hundredth of it without a GPU."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     read, copy = _bandwidths()
+    rate = _product_rate()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # or an engine in this process would find 8 GB less
     # a copy reads too: whichever way reads fastest is the ceiling
-    return Device(name, Ceilings(max(read, copy), _product_rate()), copy)
+    return Device(name, Ceilings(max(read, copy), rate), copy)
 
 
 def _bandwidths() -> tuple[float, float]:

