@@ -21,7 +21,7 @@ from sglang_ext.policy.laps.round_plan import (
     PrefillBatch,
     QueuedPrefill,
 )
-from sglang_ext.policy.laps.short_batch import FormedBatch, alone_s, joined_s
+from sglang_ext.policy.laps.short_batch import FormedBatch, apart_s, joined_s
 from sglang_ext.policy.laps.slack import RankedPrefill
 from sglang_ext.policy.laps.time_sharing import TimeAccount, automatic_round_s
 from sglang_ext.policy.laps.wait_depth import (
@@ -121,19 +121,25 @@ class InstanceModel:
             return Verdict(DispatchReason.SHARE if has_longs else DispatchReason.ALONE, now_s)
         cost = self.fit.coefficients
         depth = len(batch.members)
-        arrivals_s = [member.request.arrival_s for member in batch.members]
+        oldest_s, newest_s = inf, -inf
+        for member in batch.members:
+            arrival_s = member.request.arrival_s
+            if arrival_s < oldest_s:
+                oldest_s = arrival_s
+            if arrival_s > newest_s:
+                newest_s = arrival_s
         arrivals_per_s = self.rate.per_s(now_s)
         others = others_served(arrivals_per_s, batch.predicted_s, self.busy.share)
-        apart_s = sum([alone_s(member, cost, self.grid) for member in batch.members]) / depth
+        mean_alone_s = apart_s(batch.members, cost, self.grid) / depth
         gathering = GatheringBatch(
             depth=depth,
             new_tokens=batch.new_tokens,
             is_full=batch.is_full,
-            oldest_arrival_s=min(arrivals_s),
-            newest_arrival_s=max(arrivals_s),
+            oldest_arrival_s=oldest_s,
+            newest_arrival_s=newest_s,
             latest_start_s=deadline_s - batch.predicted_s * (1 + self.fit.typical_error()),
             break_even_gap_s=break_even_gap_s(
-                depth, apart_s, batch.predicted_s, joined_s(batch, cost, self.grid), others
+                depth, mean_alone_s, batch.predicted_s, joined_s(batch, cost, self.grid), others
             ),
         )
         is_offline = all(member.request.deadline_s == inf for member in batch.members)
@@ -165,4 +171,9 @@ def batch_of_shorts(batch: FormedBatch, reason: DispatchReason) -> PrefillBatch:
 
 def nearest_deadline_s(shorts: Sequence[RankedPrefill]) -> float:
     """Of these; infinite where none has one."""
-    return min([one.request.deadline_s for one in shorts], default=inf)
+    nearest_s = inf
+    for one in shorts:
+        deadline_s = one.request.deadline_s
+        if deadline_s < nearest_s:
+            nearest_s = deadline_s
+    return nearest_s

@@ -198,7 +198,6 @@ class Laps:
     def _learn_dispatch(self, queue: PrefillQueue, now_s: float, batch: PrefillBatch) -> None:
         """The account of the classes' time, and the depth of short batches."""
         model = self._model
-        members = [queue.get(key).request for key in batch.keys]
         model.busy.add(now_s, batch.predicted_s)
         if model.options.composition is Composition.PACKED:
             has_longs = queue.has_longs()
@@ -214,7 +213,7 @@ class Laps:
             model.account.spend(batch.predicted_s, round_s)
         else:
             model.account.clear()
-        model.learn_depth(now_s, batch.reason, members)
+        model.learn_depth(now_s, batch.reason, [queue.get(key).request for key in batch.whole])
 
     def _class_report(self, state: Survey, length_class: LengthClass) -> ClassReport:
         ranked = [item for item in (*state.shorts, *state.longs) if item.request.length_class is length_class]

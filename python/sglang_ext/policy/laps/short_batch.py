@@ -123,11 +123,16 @@ def joined_s(formed: FormedBatch, cost: CostCoefficients, grid: GraphGrid) -> fl
     return cost.iteration_s(work, grid.tokens[at] if at >= 0 else new_tokens, cached_tokens, depth + 1, at >= 0)
 
 
-def alone_s(ranked: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> float:
-    """Seconds that a request takes by itself, on a captured shape where that is known to take less."""
-    if cost.replayed is None:
-        return ranked.remaining_s
-    return min(ranked.remaining_s, lone_batch(ranked, cost, grid).predicted_s)
+def apart_s(members: Sequence[RankedPrefill], cost: CostCoefficients, grid: GraphGrid) -> float:
+    """Seconds that these take one after another, each on a captured shape where that is known to take less."""
+    has_replayed = cost.replayed is not None
+    time_s = 0.0
+    for member in members:
+        own_s = member.remaining_s
+        if has_replayed:
+            own_s = min(own_s, lone_batch(member, cost, grid).predicted_s)
+        time_s += own_s
+    return time_s
 
 
 def pages(new_tokens: int, page_tokens: int) -> int:
