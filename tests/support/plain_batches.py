@@ -8,7 +8,7 @@ from math import inf
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid, GraphShape
-from sglang_ext.policy.laps.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch, alone_s
+from sglang_ext.policy.laps.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch, apart_s
 from sglang_ext.policy.laps.slack import RankedPrefill
 
 
@@ -126,7 +126,7 @@ class PlainBatch:
                 self.lacks_room = True
                 continue
             before_s, joined_s = self.time_s(self.members), self.time_s(joined)
-            if not self.grid.shapes or joined_s <= before_s + alone_s(one, self.cost, self.grid):
+            if not self.grid.shapes or joined_s <= before_s + apart_s([one], self.cost, self.grid):
                 if not self.is_in_time(joined):
                     self.lacks_room = True
                     continue
