@@ -6,7 +6,7 @@ No engine and no clock; what a policy must never do is asserted at every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -185,6 +185,7 @@ def run_laps(
             outcome.end_s = now_s
             return outcome
         snapshot = RoundSnapshot(now_s, tuple(queue.values()), kv_tokens - used_tokens)
+        assert {ranked.request.key: ranked.request for ranked in laps.queue} == queue, "what is kept is what waits"
         plan = laps.choose(now_s, kv_tokens - used_tokens)
         assert plan == laps.choose_of(snapshot) or not is_compared, "the queue that is kept decides as a new one"
         check_plan(snapshot, plan, limits)
@@ -203,11 +204,17 @@ def run_laps(
         if not is_compared:
             laps.note_iteration(sample)
         if not batch.is_short:
-            queue = {key: request.overtaken() for key, request in queue.items()}
+            queue = {key: replace(request, is_current=False) for key, request in queue.items()}
         if batch.cut is not None:
             request, tokens = queue[batch.cut.key], batch.cut.tokens
             used_tokens += tokens
-            queue[batch.cut.key] = request.after_chunk(tokens)
+            queue[batch.cut.key] = replace(
+                request,
+                new_tokens=request.new_tokens - tokens,
+                cached_tokens=request.cached_tokens + tokens,
+                is_started=True,
+                is_current=True,
+            )
         for key in batch.whole:
             if queue[key].is_started:
                 used_tokens -= queue[key].total_tokens - queue[key].new_tokens

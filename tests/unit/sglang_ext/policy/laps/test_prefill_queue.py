@@ -121,6 +121,7 @@ class SortedAnew(RuleBasedStateMachine):
             first_or_started = [one for at, one in enumerate(longs) if at < 2 or one.is_started]
             assert [ranked.request for ranked in self.queue.longs(group, 2)] == first_or_started
             assert self.queue.count(group) == len(mine)
+            assert self.queue.head_class(group) == min([self.class_of(one) for one in mine], default=inf)
             work_s = self.queue.long_work_s[group]
             assert abs(work_s - sum(map(remaining_s, longs))) < 1e-6
             assert work_s == 0 or longs
