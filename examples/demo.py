@@ -119,7 +119,7 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
         coordinator=CoordinatorConfig(
             enabled=gpu_count == 0,
             args=(
-                *("--profile", str(EXAMPLES / "demo_costs.json"), "--improvement-rate", "0"),
+                *("--profile", str(EXAMPLES / "demo_costs.json")),
                 *("--min-chunk-tokens", str(MIN_CHUNK_TOKENS)),
             ),
         ),

@@ -29,9 +29,6 @@ _PROFILES = {
     "engine": Command(
         "sglang_ext.profiling.profile_engine", "measure a running instance and fit what its prefills cost"
     ),
-    "rates": Command(
-        "sglang_ext.profiling.profile_rates", "find the planner's best improvement rate for each load, by simulation"
-    ),
 }
 _BATCHES = {
     "run": Command("sglang_ext.batch.run_command", "send a file of requests through an endpoint, nothing lost"),

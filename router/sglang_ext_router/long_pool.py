@@ -82,7 +82,7 @@ class LongPoolMonitor:
         self._problem = problem
 
 
-_NOTHING = ("model", "epoch", "is_connected", "improvement_rate", "members", "requests", "recent")
+_NOTHING = ("model", "epoch", "is_connected", "arrivals_per_s", "members", "requests", "recent")
 
 
 def read_status(answer: object) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def read_status(answer: object) -> dict[str, Any]:
         "model": status.get("model"),
         "epoch": status.get("epoch"),
         "is_connected": status.get("is_connected"),
-        "improvement_rate": status.get("improvement_rate"),
+        "arrivals_per_s": _rounded(status.get("arrivals_per_s")),
         "members": [
             {
                 "name": str(one.get("name")),

@@ -83,7 +83,7 @@ def _registered() -> list[tuple[str, str, tuple[str, ...]]]:
     TransferMetrics(receive_backends=1)
     registered = [one for one in REGISTRY._collector_to_names if hasattr(one, "_labelnames")]
     found = [(one._name, one._type, one._labelnames) for one in registered]
-    status = SimpleNamespace(members=(), is_connected=False, requests=(), cost_scale=1.0, improvement_rate=0.0)
+    status = SimpleNamespace(members=(), is_connected=False, requests=(), cost_scale=1.0, arrivals_per_s=0.0)
     pool = _PoolCollector(SimpleNamespace(history=PoolHistory()), lambda: status)  # type: ignore[arg-type,return-value]
     return found + [(one.name, one.type, tuple(getattr(one, "_labelnames", ()))) for one in pool.collect()]
 

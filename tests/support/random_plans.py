@@ -6,11 +6,11 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, PlannedChunk, PlannerConfig, PrefillSnapshot
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.plan import PrefillSnapshot
+from sglang_ext.policy.cdsp.price_planner import Placement, PriceOptions, PricePlanner, WaitingPrompt
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
@@ -24,30 +24,34 @@ MOST_CHUNKS = 4
 _CANDIDATES = [SpCandidate(size, SpCost(0.001, 1e-4, 0.0, 0.0)) for size in (1, 2, 3, 4)]
 
 
-class RandomPlanner(CdspPlanner):
-    """Groups of any size that contain the earlier ones, and up to four chunks, whole pages each."""
+class RandomPlanner(PricePlanner):
+    """Groups of any size that contain the holders, whole pages of what is left or all of it."""
 
     def __init__(self, page_tokens: int, draw: random.Random) -> None:
-        super().__init__(PlannerConfig(tuple(_CANDIDATES), 1, page_tokens))
+        super().__init__(PriceOptions(tuple(_CANDIDATES), 1, page_tokens))
         self._draw = draw
 
-    def plan(self, snapshot: PrefillSnapshot, request: CdspRequest, improvement_rate: float) -> ChunkPlan:
-        draw, page = self._draw, self.config.page_tokens
-        left, start, group = request.new_tokens, request.cached_tokens, list(request.group)
-        chunks: list[PlannedChunk] = []
-        ends_s = 0.0
-        # A plan is made anew after each chunk, so that on average a prompt has several of them.
-        for more in reversed(range(draw.randint(1, MOST_CHUNKS))):
-            others = [one for one in range(len(snapshot.node_ids)) if one not in group]
-            group += draw.sample(others, draw.randint(0, len(others)))
-            pages = left // page
-            tokens = left if not more or pages < 2 else page * draw.randint(1, pages - 1)
-            begins_s = max(ends_s, *(snapshot.queue_delays_s[one] for one in group))
-            chunks.append(PlannedChunk(start, tokens, tuple(group), begins_s, 0.001))
-            ends_s, start, left = begins_s + 0.001, start + tokens, left - tokens
-            if not left:
-                break
-        return ChunkPlan(tuple(chunks), ends_s)
+    def place(
+        self, snapshot: PrefillSnapshot, waiting: Sequence[WaitingPrompt], others_price: float
+    ) -> list[Placement]:
+        draw, page = self._draw, self.options.page_tokens
+        free = {place for place, delay_s in enumerate(snapshot.queue_delays_s) if delay_s == 0.0}
+        placements: list[Placement] = []
+        for number, one in enumerate(waiting):
+            group = [holder.instance for holder in one.holders]
+            if not free.issuperset(group):
+                continue
+            others = sorted(free.difference(group))
+            # Each chunk is drawn by itself, so that on average a prompt has several of them.
+            group += draw.sample(others, draw.randint(min(len(others), not group), len(others)))
+            if not group:
+                continue
+            free -= {*group}
+            pages = one.new_tokens // page
+            is_last = pages < 2 or draw.randint(1, MOST_CHUNKS) == 1
+            tokens = one.new_tokens if is_last else page * draw.randint(1, pages - 1)
+            placements.append(Placement(number, tokens, tuple(group), 0.0, 0.001, 0.001))
+        return placements
 
 
 class _RecordingProtocol(PoolProtocol):
@@ -55,7 +59,7 @@ class _RecordingProtocol(PoolProtocol):
         self._draw = draw
         super().__init__(settings, PoolCosts(_CANDIDATES))
 
-    def _planner(self, identity: Identity) -> CdspPlanner:
+    def _planner(self, identity: Identity) -> PricePlanner:
         return RandomPlanner(identity.page_tokens, self._draw)
 
 

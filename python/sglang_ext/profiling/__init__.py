@@ -2,6 +2,5 @@
 
 `profile_engine.py` is `sglang-ext profile engine`: `points.py` says what is measured, `instance.py` asks the running
 instance, `measurement.py` repeats, `measured_points.py` keeps what was measured through an interruption, `fit.py` fits;
-`costs/engine_profile.py` is the file that comes out. `profile_rates.py` is `sglang-ext profile rates`: `rates.py`
-searches improvement rates by simulation and writes the table.
+`costs/engine_profile.py` is the file that comes out.
 """

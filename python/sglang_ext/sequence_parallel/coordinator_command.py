@@ -8,15 +8,13 @@ import logging
 import math
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 from aiohttp import web
 
 from sglang_ext.costs.engine_profile import ProfileError, load_profile
-from sglang_ext.costs.improvement_rates import ImprovementRates, RatesFileError, load_improvement_rates
-from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.pool_schedule import PrefillOrder
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, make_app
@@ -43,7 +41,6 @@ class CoordinatorOptions(NamedTuple):
     store_port: int
     candidates: tuple[SpCandidate, ...]
     settings: PoolSettings
-    rates: ImprovementRates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,24 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"or all of it before the chunk, for comparison (default: {_OVERLAPPED})",
     )
     add(
-        "--replanning",
-        choices=[str(ReplanMode.LARS), str(ReplanMode.FCFS)],
-        default=str(default.mode),
-        help="which request is planned first: that with the least relative slack, or the first to arrive",
+        "--order",
+        choices=[str(one) for one in PrefillOrder],
+        default=str(default.order),
+        help="whose turn it is: on-time goes by deadlines and puts the longest back where not everybody can be on "
+        "time; fcfs, lars (relative slack), edf and srpt for comparison",
     )
-    rates = parser.add_mutually_exclusive_group()
-    rates.add_argument(
-        "--improvement-rate",
+    add(
+        "--cross-node-factor",
         type=float,
-        metavar="R",
-        default=default.improvement_rate,
-        help="share of the time to first token that more instances must save, from 0 to below 1",
-    )
-    rates.add_argument(
-        "--improvement-rates",
-        type=Path,
-        metavar="FILE",
-        help="table of `sglang-ext profile rates` that gives this share by the load",
+        metavar="F",
+        default=default.cross_node_factor,
+        help="how many times as long a group takes over more nodes than it needs; inf: no such groups",
     )
     add(
         "--min-chunk-tokens",
@@ -125,15 +116,15 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
     for name in ("port", "http_port", "store_port"):
         if not 0 <= getattr(arguments, name) < 65536:
             raise OptionError(f"--{name.replace('_', '-')} must be a port, got {getattr(arguments, name)}")
-    if not 0 <= arguments.improvement_rate < 1:
-        raise OptionError(f"--improvement-rate must be from 0 to below 1, got {arguments.improvement_rate}")
+    if not arguments.cross_node_factor >= 1:
+        raise OptionError(f"--cross-node-factor must be at least 1, got {arguments.cross_node_factor}")
     if arguments.min_chunk_tokens < 1:
         raise OptionError(f"--min-chunk-tokens must be at least 1, got {arguments.min_chunk_tokens}")
     settings = PoolSettings(
         Interleaving(arguments.interleaving),
-        ReplanMode(arguments.replanning),
-        arguments.improvement_rate,
+        PrefillOrder(arguments.order),
         arguments.min_chunk_tokens,
+        arguments.cross_node_factor,
         _seconds("--mesh-timeout-ms", arguments.mesh_timeout_ms, 0.0),
         _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
         _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
@@ -146,7 +137,6 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         arguments.store_port,
         _candidates(_sizes(arguments.sp_sizes), arguments.profile),
         settings,
-        _rates(arguments.improvement_rates),
     )
 
 
@@ -167,7 +157,7 @@ async def serve(options: CoordinatorOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    protocol = PoolProtocol(options.settings, PoolCosts(options.candidates), options.rates)
+    protocol = PoolProtocol(options.settings, PoolCosts(options.candidates))
     store = MeshStore(options.host, options.store_port)
     server = CoordinatorServer(protocol, store, options.settings.member_timeout_s)
     port = await server.listen(options.host, options.port)
@@ -208,16 +198,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     if sizes[0] < 1:
         raise OptionError(f"--sp-sizes must be at least 1, got {text!r}")
     return tuple(sizes)
-
-
-def _rates(path: Path | None) -> ImprovementRates:
-    rates = ImprovementRates()
-    if path is not None:
-        try:
-            rates.put(load_improvement_rates(path), str(path), time.time())
-        except RatesFileError as error:
-            raise OptionError(f"--improvement-rates: {error}") from None
-    return rates
 
 
 def _candidates(sizes: tuple[int, ...], profile: Path | None) -> tuple[SpCandidate, ...]:

@@ -1,13 +1,12 @@
 """A long pool's coordinator: connections of members over TCP, the clock and the mesh store around a `PoolProtocol`.
 
-Over HTTP it shows the pool's status and metrics; the improvement rates are the one thing that a request may change.
+Over HTTP it shows the pool's status and metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from sglang_ext.costs.improvement_rates import BY_REQUEST, describe_rates
-from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.orders import BuildMesh, DeclineReason
 from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
 from sglang_ext.sequence_parallel.messages import (
@@ -216,25 +213,10 @@ def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus]) -> web.Ap
     async def get_health(request: web.Request) -> web.Response:
         return web.Response()
 
-    async def get_improvement_rates(request: web.Request) -> web.Response:
-        return web.json_response(describe_rates(protocol.improvement_rates))
-
-    async def put_improvement_rates(request: web.Request) -> web.Response:
-        try:
-            table = table_from_json(json.loads(await request.read()))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            return _refusal("the body is not JSON")
-        except ValueError as error:
-            return _refusal(str(error))
-        protocol.improvement_rates.put(table, BY_REQUEST, time.time())
-        return web.json_response(describe_rates(protocol.improvement_rates))
-
     app = web.Application()
     app.router.add_get("/status", get_status)
     app.router.add_get("/metrics", get_metrics)
     app.router.add_get("/health", get_health)
-    app.router.add_get("/improvement_rates", get_improvement_rates)
-    app.router.add_put("/improvement_rates", put_improvement_rates)
     return app
 
 
@@ -246,11 +228,6 @@ def describe_status(status: PoolStatus) -> dict[str, Any]:
         for one, record in zip(described[name], records, strict=True):
             one["times"] = dataclasses.asdict(record.times)
     return described
-
-
-def _refusal(message: str) -> web.Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return web.json_response({"error": error}, status=400)
 
 
 class _PoolCollector(Collector):
@@ -266,7 +243,7 @@ class _PoolCollector(Collector):
         yield _gauge("connected", "1 when all members have the mesh of this epoch", status.is_connected)
         yield _gauge("requests", "Prefills that members share or that wait for it", len(status.requests))
         yield _gauge("cost_scale", "What the given costs are multiplied with, from measured chunks", status.cost_scale)
-        yield _gauge("improvement_rate", "What more instances must save, a share", status.improvement_rate)
+        yield _gauge("arrivals_per_second", "Long prefills offered, lately", status.arrivals_per_s)
         yield _counter("members_lost", "Members whose connection has ended", history.members_lost)
         yield _counter("meshes_ordered", "Epochs whose mesh was built", history.meshes_ordered)
         yield _counter("steps_failed", "Steps that a member could not do", history.steps_failed)

@@ -161,8 +161,7 @@ class PoolStatus:
     requests_declined: int
     members_lost: int
     cost_scale: float
-    improvement_rate: float
-    arrivals_per_s: float | None  # of offers, when the improvement rate was last looked up; None where it is fixed
+    arrivals_per_s: float  # of offers and announced prompts, in the last minute or so
     former_members: tuple[FormerMember, ...]  # latest last
 
 

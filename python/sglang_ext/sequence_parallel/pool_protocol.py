@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.costs.improvement_rates import ImprovementRates
 from sglang_ext.identifiers import instance_of
 from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
-from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Offer, Order, RunChunk
-from sglang_ext.policy.cdsp.plan import PlannerConfig
-from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.orders import Bind, BuildMesh, Collect, Decline, Offer, Order, RunChunk
+from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule, PrefillOrder
+from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
 from sglang_ext.sequence_parallel.messages import (
     AddressedMessage,
@@ -57,9 +55,9 @@ class PoolSettings(NamedTuple):
     """One pool's settings."""
 
     interleaving: Interleaving = Interleaving.ZIGZAG
-    mode: ReplanMode = ReplanMode.LARS
-    improvement_rate: float = 0.05
+    order: PrefillOrder = PrefillOrder.ON_TIME
     min_chunk_tokens: int = 512
+    cross_node_factor: float = 1.1
     mesh_timeout_s: float = 5.0
     step_timeout_s: float = 30.0
     member_timeout_s: float = 5.0
@@ -112,6 +110,7 @@ class Events:
 
     lost: list[Lost] = field(default_factory=list)
     ended: list[PrefillRecord] = field(default_factory=list)
+    bound: list[Bind] = field(default_factory=list)  # announced prompts whose turn has come
     given_up: list[GivenUp] = field(default_factory=list)  # steps of a lost member that others still compute
 
 
@@ -134,11 +133,9 @@ class _Pool:
 class PoolProtocol:
     """One long pool. Methods take what has happened and return what is to be sent, in order; see also `events`."""
 
-    def __init__(self, settings: PoolSettings, costs: PoolCosts, rates: ImprovementRates | None = None) -> None:
-        """`rates`: where there is a table, it gives the improvement rate; else the settings do."""
+    def __init__(self, settings: PoolSettings, costs: PoolCosts) -> None:
         self._settings = settings
         self._costs = costs
-        self.improvement_rates = rates or ImprovementRates()
         self._pool: _Pool | None = None
         self._epoch = 0  # the last one of any pool
         self._peers: dict[int, Peer] = {}
@@ -157,12 +154,6 @@ class PoolProtocol:
     def members(self) -> tuple[int, ...]:
         """Numbers of all that belong to the pool: any other connection has to end."""
         return tuple(self._peers)
-
-    @property
-    def improvement_rate(self) -> float:
-        """What plans are made with, now."""
-        source = self.improvement_rates.source
-        return self._settings.improvement_rate if source is None else source.current
 
     def take_events(self) -> Events:
         """What has happened since the last call."""
@@ -256,9 +247,6 @@ class PoolProtocol:
         deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
         tokens = len(message.token_ids)
         offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s)
-        if self.improvement_rates.source is not None:
-            self.improvement_rates.source.note_arrival(now_s)
-        core.use_improvement_rate(self.improvement_rate)
         try:
             self._token_ids[message.request] = array("i", message.token_ids)
             orders = core.offer(offer, now_s)
@@ -285,7 +273,6 @@ class PoolProtocol:
         if pool is None:
             return out
         if pool.coordinator.requests:
-            pool.coordinator.use_improvement_rate(self.improvement_rate)
             out += self._carry_out(pool.coordinator.plan(now_s), now_s)
         if self._mesh_due is not None and now_s >= self._mesh_ordered_s + MESH_INTERVAL_S:
             out += self._order_mesh(self._mesh_due, now_s)
@@ -324,6 +311,8 @@ class PoolProtocol:
             elif isinstance(order, Decline):
                 declined[order.request] = order.reason
                 out.append(AddressedMessage(order.owner, order))
+            elif isinstance(order, Bind):
+                self._events.bound.append(order)
             else:
                 out += [AddressedMessage(instance, order) for instance in order.members]
         self._note_ends(declined, now_s)
@@ -409,7 +398,6 @@ class PoolProtocol:
             )
             for instance, peer in self._peers.items()
         )
-        source = self.improvement_rates.source
         return PoolStatus(
             now_s,
             str(self._pool.identity) if self._pool is not None else None,
@@ -422,8 +410,7 @@ class PoolProtocol:
             sum(count for outcome, count in history.outcomes.items() if not isinstance(outcome, PrefillEnd)),
             history.members_lost,
             self._costs.scale,
-            self.improvement_rate,
-            None if source is None else source.arrivals_per_s,
+            core.arrivals_per_s(now_s) if core is not None else 0.0,
             tuple(history.former_members),
         )
 
@@ -435,14 +422,20 @@ class PoolProtocol:
             layers=identity.layers,
             page_tokens=identity.page_tokens,
             interleaving=self._settings.interleaving,
-            mode=self._settings.mode,
-            improvement_rate=self._settings.improvement_rate,
             mesh_timeout_s=self._settings.mesh_timeout_s,
         )
-        return Coordinator(self._planner(identity), settings, self._epoch)
+        return Coordinator(PoolSchedule(self._planner(identity), self._settings.order), settings, self._epoch)
 
-    def _planner(self, identity: Identity) -> CdspPlanner:
-        return CdspPlanner(PlannerConfig(self._costs.candidates, self._settings.min_chunk_tokens, identity.page_tokens))
+    def _planner(self, identity: Identity) -> PricePlanner:
+        settings = self._settings
+        return PricePlanner(
+            PriceOptions(
+                tuple(self._costs.candidates),
+                settings.min_chunk_tokens,
+                identity.page_tokens,
+                settings.cross_node_factor,
+            )
+        )
 
 
 def _of_positions(token_ids: array[int], positions: Positions) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sglang_ext.policy.cdsp.improvement_rate import FixedImprovementRate, ImprovementRateSource
 from sglang_ext.policy.cdsp.plan import (
     CdspRequest,
     ChunkPlan,
@@ -51,7 +50,7 @@ class CdspPolicy:
     def __init__(
         self,
         candidates: Sequence[SpCandidate],
-        rates: ImprovementRateSource,
+        improvement_rate: float,
         *,
         is_chunking: bool = True,
         min_chunk_tokens: int = 512,
@@ -59,13 +58,13 @@ class CdspPolicy:
         self.planner = CdspPlanner(
             PlannerConfig(tuple(candidates), min_chunk_tokens=min_chunk_tokens, is_chunking=is_chunking)
         )
-        self._rates = rates
+        self._improvement_rate = improvement_rate
 
     def note_arrival(self, now_s: float) -> None:
-        self._rates.note_arrival(now_s)
+        """The load does not matter."""
 
     def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan:
-        return self.planner.plan(snapshot, request, self._rates.current)
+        return self.planner.plan(snapshot, request, self._improvement_rate)
 
 
 def greedy_esp(candidates: Sequence[SpCandidate]) -> CdspPolicy:
@@ -74,7 +73,7 @@ def greedy_esp(candidates: Sequence[SpCandidate]) -> CdspPolicy:
     The size with the lowest time to first token of this request, queues counted, however small the gain: Algorithm 2
     with an improvement rate of 0. So it takes SP 16 in the example of section 2.4, as printed there.
     """
-    return CdspPolicy(candidates, FixedImprovementRate(GREEDY_RATE), is_chunking=False)
+    return CdspPolicy(candidates, GREEDY_RATE, is_chunking=False)
 
 
 class FixedSp:

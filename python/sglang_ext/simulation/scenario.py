@@ -6,10 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 from itertools import islice
-from pathlib import Path
 
-from sglang_ext.costs.improvement_rates import RatesFileError, load_improvement_rates
-from sglang_ext.policy.cdsp.improvement_rate import ImprovementRateTable
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
@@ -68,10 +65,8 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
     if not 0 <= args.improvement_rate < 1:
         raise ScenarioError(f"--improvement-rate must be at least 0 and below 1, got {args.improvement_rate:g}")
     _require_positive("--chunk-s", args.chunk_s)
-    if args.chunk_s is not None and not args.policy.startswith("replan-"):
-        raise ScenarioError(f"--chunk-s needs a policy that plans again (replan-…), not {args.policy}")
-    if args.improvement_rates is not None and not _uses_improvement_rate(args.policy):
-        raise ScenarioError(f"--improvement-rates: --policy {args.policy} has no improvement rate")
+    if args.chunk_s is not None and not args.policy.startswith(ClusterSystem.POOL):
+        raise ScenarioError(f"--chunk-s needs a policy that decides again (pool…), not {args.policy}")
     if args.policy != LAPS and args.move_pools:
         raise ScenarioError("--move-pools needs --policy laps")
     short = args.short_instances
@@ -167,7 +162,6 @@ def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: b
     options = SystemOptions(
         ClusterSystem(args.policy),
         improvement_rate=args.improvement_rate,
-        improvement_rates=_improvement_rates(args.improvement_rates),
         sp_size=args.sp_size,
         slo_s=args.slo,
         chunk_s=args.chunk_s,
@@ -229,19 +223,6 @@ def _iteration_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[
         return LapsPolicy(Laps(laps_options, GraphGrid(), engine.coefficients, limits))
 
     return policy
-
-
-def _uses_improvement_rate(policy: str) -> bool:
-    return policy in _CLUSTER_POLICIES and ClusterSystem(policy).uses_improvement_rate
-
-
-def _improvement_rates(path: Path | None) -> ImprovementRateTable | None:
-    if path is None:
-        return None
-    try:
-        return load_improvement_rates(path)
-    except RatesFileError as error:
-        raise ScenarioError(f"--improvement-rates: {error}") from None
 
 
 def decode_spec(args: argparse.Namespace, instances: int) -> DecodeSpec:

@@ -79,19 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     policy = parser.add_argument_group("policy")
     policy.add_argument("--policy", choices=POLICIES, default="tetris", help="who decides over prefill")
     policy.add_argument(
-        "--improvement-rate", type=float, default=0.5, help="tetris…, replan-…: gain that a larger SP size must bring"
-    )
-    policy.add_argument(
-        "--improvement-rates",
-        type=Path,
-        metavar="FILE",
-        help="tetris…, replan-…: a table of `sglang-ext profile rates`; the arrivals of the last minute choose from it "
-        "every 30 s",
+        "--improvement-rate", type=float, default=0.5, help="tetris…: gain that a larger SP size must bring"
     )
     policy.add_argument(
         "--chunk-s",
         type=float,
-        help="replan-…: longest time of a chunk, or ten times its overhead if that is more; then all is planned again",
+        help="pool…: longest time of a chunk, or ten times its overhead if that is more; then all is decided again",
     )
     policy.add_argument("--sp-size", type=int, default=8, help="fixed-sp: instances of a group")
     policy.add_argument(

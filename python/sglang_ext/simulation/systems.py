@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_ext.policy.cdsp.improvement_rate import (
-    FixedImprovementRate,
-    ImprovementRateSource,
-    ImprovementRateTable,
-    ProfiledImprovementRate,
-)
-from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.pool_schedule import PrefillOrder
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.cluster import (
     CdspPolicy,
@@ -24,7 +19,7 @@ from sglang_ext.simulation.cluster import (
     greedy_esp,
 )
 from sglang_ext.simulation.events import EventLoop, PrefillListener
-from sglang_ext.simulation.replanning_cluster import ReplanningCluster, ReplanOptions
+from sglang_ext.simulation.long_pool import LongPool, LongPoolOptions
 
 
 class ClusterSystem(StrEnum):
@@ -35,14 +30,15 @@ class ClusterSystem(StrEnum):
     LOONGSERVE_IDLE = "loongserve-idle"  # greedy ESP, on instances that are idle
     TETRIS_SINGLE = "tetris-single"  # improvement rate, one chunk per prompt
     TETRIS = "tetris"  # CDSP
-    REPLAN_FCFS = "replan-fcfs"  # CDSP, planned again at every event in order of arrival
-    REPLAN_LARS = "replan-lars"  # and in order of relative slack
-    REPLAN_EDF = "replan-edf"  # of deadlines
-    REPLAN_SRPT = "replan-srpt"  # of remaining time
+    POOL = "pool"  # the coordinator that serves
+    POOL_FCFS = "pool-fcfs"  # the same in another order: of arrival
+    POOL_LARS = "pool-lars"  # of relative slack
+    POOL_EDF = "pool-edf"  # of deadlines
+    POOL_SRPT = "pool-srpt"  # of remaining time
 
     @property
     def uses_improvement_rate(self) -> bool:
-        return self in (self.TETRIS_SINGLE, self.TETRIS) or self in _REPLAN_MODES
+        return self in (self.TETRIS_SINGLE, self.TETRIS)
 
     @property
     def can_fail(self) -> bool:
@@ -50,11 +46,12 @@ class ClusterSystem(StrEnum):
         return self is not self.LOONGSERVE_IDLE
 
 
-_REPLAN_MODES = {
-    ClusterSystem.REPLAN_FCFS: ReplanMode.FCFS,
-    ClusterSystem.REPLAN_LARS: ReplanMode.LARS,
-    ClusterSystem.REPLAN_EDF: ReplanMode.EDF,
-    ClusterSystem.REPLAN_SRPT: ReplanMode.SRPT,
+_ORDERS = {
+    ClusterSystem.POOL: PrefillOrder.ON_TIME,
+    ClusterSystem.POOL_FCFS: PrefillOrder.FCFS,
+    ClusterSystem.POOL_LARS: PrefillOrder.LARS,
+    ClusterSystem.POOL_EDF: PrefillOrder.EDF,
+    ClusterSystem.POOL_SRPT: PrefillOrder.SRPT,
 }
 
 
@@ -63,13 +60,14 @@ class SystemOptions:
     """What a system is told besides the costs."""
 
     system: ClusterSystem
-    improvement_rate: float = 0.5  # at every load, unless
-    improvement_rates: ImprovementRateTable | None = None  # says which at which
+    improvement_rate: float = 0.5  # of the paper's systems
     sp_size: int = 8  # of FIXED_SP
     min_chunk_tokens: int = 512
-    slo_s: float = 1.0  # TTFT objective by which REPLAN_LARS orders, or
-    slo_stretch: float = 5.0  # so many times the time on an idle cluster
-    chunk_s: float | None = None  # of REPLAN_…: longest time of a chunk before all is planned again
+    slo_s: float = 1.0  # TTFT objective by which POOL orders, or
+    slo_stretch: float = 5.0  # so many times the time on an idle pool
+    chunk_s: float | None = None  # of POOL: longest time of a chunk, after which all is decided again
+    cross_node_factor: float = math.inf  # of POOL: what a group over more nodes than it needs takes
+    noise: float = 0.0  # of POOL: standard deviation of a chunk's time over the predicted one
 
 
 def build_cluster(
@@ -80,7 +78,7 @@ def build_cluster(
     listener: PrefillListener,
     *,
     is_recorded: bool = False,
-) -> PlannedCluster | IdleCluster | ReplanningCluster:
+) -> PlannedCluster | IdleCluster | LongPool:
     """Return the prefill stage of a system. SP sizes beyond the cluster are left out; ValueError if none is left."""
     usable = [candidate for candidate in candidates if candidate.size <= spec.instances]
     if not usable:
@@ -88,11 +86,19 @@ def build_cluster(
         raise ValueError(f"the engine's smallest SP size is {smallest}, the cluster has {spec.instances} instances")
     if options.system is ClusterSystem.LOONGSERVE_IDLE:
         return IdleCluster(loop, spec, usable, listener, is_recorded)
-    mode = _REPLAN_MODES.get(options.system)
-    if mode is None:
+    order = _ORDERS.get(options.system)
+    if order is None:
         return PlannedCluster(loop, spec, _policy(options, usable), listener, is_recorded)
-    replan = ReplanOptions(mode, options.slo_s, options.slo_stretch, options.min_chunk_tokens, chunk_s=options.chunk_s)
-    return ReplanningCluster(loop, spec, usable, replan, _rates(options), listener, is_recorded)
+    pool = LongPoolOptions(
+        order,
+        options.slo_s,
+        options.slo_stretch,
+        options.min_chunk_tokens,
+        options.chunk_s,
+        options.cross_node_factor,
+        options.noise,
+    )
+    return LongPool(loop, spec, usable, pool, listener, is_recorded)
 
 
 def _policy(options: SystemOptions, candidates: Sequence[SpCandidate]) -> ClusterPolicy:
@@ -104,13 +110,7 @@ def _policy(options: SystemOptions, candidates: Sequence[SpCandidate]) -> Cluste
         case _:
             return CdspPolicy(
                 candidates,
-                _rates(options),
+                options.improvement_rate,
                 is_chunking=options.system is not ClusterSystem.TETRIS_SINGLE,
                 min_chunk_tokens=options.min_chunk_tokens,
             )
-
-
-def _rates(options: SystemOptions) -> ImprovementRateSource:
-    if options.improvement_rates is None:
-        return FixedImprovementRate(options.improvement_rate)
-    return ProfiledImprovementRate(options.improvement_rates)

@@ -1,11 +1,12 @@
 """Which instances compute which chunk next: the coordinator of a long pool as a state machine.
 
-Events come in (an instance joins, is lost, has done a chunk; a request is offered, cancelled), orders go out. Nothing
-waits here and nothing is sent: a driver does both.
+Events come in (an instance joins, is lost, has done a chunk; a prompt is announced, a request offered, cancelled),
+orders go out. Nothing waits here and nothing is sent: a driver does both, over a network or in a simulation.
 
 - An instance has at most one chunk at a time, and a chunk is ordered from all its members at once. So no two instances
   can wait for each other: there is no deadlock to avoid.
-- What has not been ordered is planned again at every event (`replanning`).
+- What has not been ordered is decided again at every event (`pool_schedule`).
+- A prompt may be announced before any instance has it (a ticket): it is bound to one when its turn has come.
 - Whatever fails, positions that a member holds are kept, and only lost ones are computed again. A request that keeps
   failing goes back to the instance that it came to, which can always compute it alone.
 
@@ -14,11 +15,12 @@ Membership is counted in epochs. Every change starts one, in which the mesh betw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.orders import (
+    Bind,
     BuildMesh,
     Collect,
     Decline,
@@ -27,16 +29,21 @@ from sglang_ext.policy.cdsp.orders import (
     MemberReport,
     Offer,
     Order,
+    PromptTicket,
     RollBack,
     RunChunk,
 )
-from sglang_ext.policy.cdsp.plan import ChunkPlan, NoPlan, PlannedChunk, PrefillSnapshot
-from sglang_ext.policy.cdsp.planner import CdspPlanner
-from sglang_ext.policy.cdsp.replanning import PendingPrefill, ReplanMode, ideal_prefill_s, replan
+from sglang_ext.policy.cdsp.pool_members import PoolMembers
+from sglang_ext.policy.cdsp.pool_requests import AnnouncedPrompt, RunningStep, SharedPrefill, tokens_held, without_head
+from sglang_ext.policy.cdsp.pool_schedule import (
+    PoolSchedule,
+    Turn,
+    tokens_within,
+)
+from sglang_ext.policy.cdsp.price_planner import Placement, PricePlanner
 from sglang_ext.policy.cdsp.sharding import (
     Interleaving,
     KvSegment,
-    Positions,
     count_tokens,
     gather,
     head,
@@ -44,6 +51,7 @@ from sglang_ext.policy.cdsp.sharding import (
     positions_of,
     without,
 )
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 
 _TAG_SPACE = 2**31 - 1
 
@@ -54,64 +62,29 @@ class CoordinationSettings(NamedTuple):
     layers: int  # of the model: every layer of a transfer has a tag
     page_tokens: int = 1
     interleaving: Interleaving = Interleaving.ZIGZAG
-    mode: ReplanMode = ReplanMode.LARS
-    improvement_rate: float = 0.05
     max_attempts: int = 3  # failed chunks of a request before its own instance computes it alone
     mesh_timeout_s: float = 5.0  # so long a request waits for a mesh; then its own instance computes it alone
-
-
-@dataclass(slots=True)
-class _RunningStep:
-    """An ordered step that not all of its members have answered for."""
-
-    order: RunChunk | Collect
-    before: dict[int, tuple[KvSegment, ...]]  # what was held when it was ordered
-    after: dict[int, tuple[KvSegment, ...]]
-    ends_s: float  # predicted
-    waiting: set[int]
-    has_failed: bool = False
-    done: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _SharedPrefill:
-    offer: Offer
-    total_s: float
-    held: dict[int, tuple[KvSegment, ...]]
-    todo: Positions
-    group: tuple[int, ...]
-    idle_s: float  # since when no step of it runs
-    involved: set[int]  # instances that may know of it: its owner, and all that were given a step of it
-    running: _RunningStep | None = None
-    attempts: int = 0
-    is_cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _PoolInstance:
-    node: int
-    report: MemberReport
-    step: int | None = None  # sequence of the step that it is in
-    mesh_epoch: int = 0
-    reported_s: float | None = None
-
-    def backlog_s(self, now_s: float) -> float:
-        """Ordinary work that is left: an instance that sends no report works on what it has reported."""
-        since_s = 0.0 if self.reported_s is None else now_s - self.reported_s
-        return max(0.0, self.report.backlog_s - since_s)
+    room_timeout_s: float = 30.0  # so long it waits for a group that can hold it, while others are computed
+    bind_ahead_s: float = 0.05  # a prompt is given to an instance so long before its turn, and
+    bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after so long
+    short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting; longer work does, but
+    backlog_timeout_s: float = 5.0  # where nothing else runs, not longer than this
+    chunk_s: float | None = None  # longest time of a chunk, or
+    chunk_overheads: float = 10.0  # this many times what every chunk on its group costs anew if that is more
 
 
 class Coordinator:
     """One long pool. Every method takes an event and returns the orders that follow from it, in their order."""
 
-    def __init__(self, planner: CdspPlanner, settings: CoordinationSettings, first_epoch: int = 0) -> None:
+    def __init__(self, schedule: PoolSchedule, settings: CoordinationSettings, first_epoch: int = 0) -> None:
         """Epochs begin above `first_epoch`: a pool that takes another's place does not repeat its epochs."""
-        self._planner = planner
+        self._schedule = schedule
         self._settings = settings
-        self._improvement_rate = settings.improvement_rate
-        self._members: dict[int, _PoolInstance] = {}
-        self._requests: dict[int, _SharedPrefill] = {}
-        self._steps: dict[int, _SharedPrefill] = {}  # by sequence
+        self._members = PoolMembers(settings.short_backlog_s)
+        self._quiet_s = 0.0  # when the last step ended, or the first prefill came after it
+        self._requests: dict[int, SharedPrefill] = {}
+        self._announced: dict[int, AnnouncedPrompt] = {}  # by ticket
+        self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._epoch = first_epoch
         self._next_sequence = 1
         self._next_tag = 0
@@ -122,24 +95,37 @@ class Coordinator:
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(sorted(self._members))
+        return tuple(self._members)
 
     @property
     def requests(self) -> tuple[int, ...]:
         return tuple(self._requests)
 
+    def arrivals_per_s(self, now_s: float) -> float:
+        """Prefills offered and prompts announced in a second, lately."""
+        return self._schedule.load.arrivals_per_s(now_s)
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Of prompts that no instance has offered yet."""
+        return tuple(self._announced)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether a request is left that no group could hold."""
+        waiting = [one for one in self._requests.values() if one.running is None]
+        return any(one.no_room_s is not None for one in (*waiting, *self._announced.values()))
+
     @property
     def is_connected(self) -> bool:
         """Whether all members have the mesh of this epoch."""
-        return all(member.mesh_epoch == self._epoch for member in self._members.values())
+        return self._members.are_connected(self._members, self._epoch)
 
-    def use_planner(self, planner: CdspPlanner) -> None:
-        """Plan with other costs from now on."""
-        self._planner = planner
-
-    def use_improvement_rate(self, improvement_rate: float) -> None:
-        """Plan with another improvement rate from now on, 0 to below 1."""
-        self._improvement_rate = improvement_rate
+    def use_planner(self, planner: PricePlanner) -> None:
+        """Decide with other costs from now on."""
+        self._schedule.planner = planner
+        for one in self._requests.values():
+            one.estimate(self._candidates)
 
     def held_by(self, instance: int) -> int:
         """Tokens that requests hold there, as far as is known."""
@@ -150,14 +136,16 @@ class Coordinator:
     def join(self, instance: int, node: int, report: MemberReport) -> list[Order]:
         """An instance has come, or has come back and knows nothing of what it held."""
         orders = self.lose(instance, 0.0) if instance in self._members else []
-        self._members[instance] = _PoolInstance(node, report)
+        self._members.add(instance, node, report)
         return [*[one for one in orders if not isinstance(one, BuildMesh)], self._new_epoch()]
 
     def lose(self, instance: int, now_s: float) -> list[Order]:
         """An instance has gone: killed, unreachable, or moved to another pool. What it held is lost."""
-        if self._members.pop(instance, None) is None:
+        if not self._members.remove(instance):
             return []
         orders: list[Order] = []
+        for ticket in [ticket for ticket, announced in self._announced.items() if announced.owner == instance]:
+            del self._announced[ticket]
         for one in list(self._requests.values()):
             running = one.running
             one.involved.discard(instance)
@@ -180,9 +168,7 @@ class Coordinator:
 
     def report(self, instance: int, report: MemberReport, now_s: float) -> None:
         """An instance's newest report. `plan` follows when it matters."""
-        if instance in self._members:
-            self._members[instance].report = report
-            self._members[instance].reported_s = now_s
+        self._members.report(instance, report, now_s)
 
     def mesh_built(self, instance: int, epoch: int, now_s: float) -> list[Order]:
         """An instance is connected to all members of this epoch."""
@@ -203,18 +189,45 @@ class Coordinator:
             raise ValueError(f"request {offer.request} is offered twice, or with {offer.cached_tokens} cached tokens")
         if offer.owner not in self._members:
             return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
-        costs = [candidate.cost for candidate in self._planner.config.candidates]
-        cached: Positions = (range(offer.cached_tokens),) if offer.cached_tokens else ()
-        self._requests[offer.request] = _SharedPrefill(
-            offer,
-            max(1e-9, ideal_prefill_s(costs, offer.cached_tokens, offer.tokens - offer.cached_tokens)),
-            {offer.owner: (KvSegment(cached, is_borrowed=True),)} if cached else {},
-            (range(offer.cached_tokens, offer.tokens),),
-            (offer.owner,),
-            now_s,
-            {offer.owner},
-        )
+        self._schedule.note_arrival(now_s, self._add(offer, now_s).work_s)
         return self.plan(now_s)
+
+    def announce(self, ticket: PromptTicket, now_s: float) -> list[Order]:
+        """A long prompt has come to a router. ValueError for numbers that make no sense or a ticket that is there."""
+        if ticket.ticket in self._announced or not 0 <= ticket.cached_tokens < ticket.tokens:
+            raise ValueError(f"ticket {ticket.ticket} is announced twice, or with {ticket.cached_tokens} cached tokens")
+        if not self._requests and not self._announced:
+            self._quiet_s = now_s
+        one = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates)
+        self._schedule.note_arrival(now_s, one.work_s)
+        return self.plan(now_s)
+
+    def claim(self, ticket: int, offer: Offer, now_s: float) -> list[Order]:
+        """An announced prompt is offered by the instance that got it, with the arrival and deadline of its ticket.
+
+        As `offer` where the ticket is not known: it has been withdrawn, or this coordinator is new.
+        """
+        one = self._announced.get(ticket)
+        if one is None:
+            return self.offer(offer, now_s)
+        if offer.request in self._requests or not 0 <= offer.cached_tokens < offer.tokens:
+            raise ValueError(f"request {offer.request} is offered twice, or with {offer.cached_tokens} cached tokens")
+        del self._announced[ticket]
+        offer = offer._replace(arrival_s=one.ticket.arrival_s, deadline_s=one.ticket.deadline_s)
+        if offer.owner not in self._members:
+            return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
+        self._add(offer, now_s)
+        return self.plan(now_s)
+
+    def withdraw(self, ticket: int, now_s: float) -> list[Order]:
+        """The client of an announced prompt has gone, or its router goes another way with it."""
+        return [] if self._announced.pop(ticket, None) is None else self.plan(now_s)
+
+    def _add(self, offer: Offer, now_s: float) -> SharedPrefill:
+        if not self._requests and not self._announced:
+            self._quiet_s = now_s
+        one = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates, now_s)
+        return one
 
     def cancel(self, request: int, now_s: float) -> list[Order]:
         """The client has gone, or the owner has given the request up."""
@@ -226,76 +239,141 @@ class Coordinator:
 
     def done(self, instance: int, sequence: int, now_s: float) -> list[Order]:
         """A member has done its part of a step."""
-        return self._answer(instance, sequence, now_s, is_done=True)
+        return self.done_together((instance,), sequence, now_s)
+
+    def done_together(self, instances: Sequence[int], sequence: int, now_s: float) -> list[Order]:
+        """The same for several members at once: what follows is decided once."""
+        orders = [order for instance in instances for order in self._answer(instance, sequence, now_s, is_done=True)]
+        return [*orders, *self.plan(now_s)]
 
     def failed(self, instance: int, sequence: int, now_s: float) -> list[Order]:
         """A member could not do its part, and is as before it: its KV pool is full, or a peer did not answer."""
-        return self._answer(instance, sequence, now_s, is_done=False)
+        return [*self._answer(instance, sequence, now_s, is_done=False), *self.plan(now_s)]
 
     def plan(self, now_s: float) -> list[Order]:
         """Order whatever can start now. Called by every event; call it also when reports have changed."""
         orders: list[Order] = []
         idle = [one for one in self._requests.values() if one.running is None]
+        kept: set[int] = set()  # they get no chunk until what they hold has been collected
         for one in idle:
             if not one.todo:
                 orders += self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
+                if one.running is None and not one.is_cancelled:
+                    kept.update(one.holders())
         pending = [one for one in idle if one.todo]
-        if not pending:
+        self._forget_unclaimed(now_s)
+        # Ordinary work may be followed by more of it for ever.
+        waits_for_nobody = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
+        if not (pending or self._announced) or not (waits_for_nobody or self._members.any_idle(now_s, kept)):
             return orders
-        indices = {instance: index for index, instance in enumerate(self.members)}
-        snapshot = self._snapshot(now_s)
-        planned = replan(
-            self._planner,
-            self._settings.mode,
-            now_s,
-            snapshot,
-            [self._as_pending(one, indices) for one in pending],
-            self._improvement_rate,
-        )
-        for entry in planned:
-            orders += self._start(self._requests[entry.key], entry.plan, now_s)
+        positions = {instance: position for position, instance in enumerate(self._members)}
+        for turn in self._turns(pending, positions, kept, now_s, counts_backlog=not waits_for_nobody):
+            announced = self._announced.get(turn.key)
+            if announced is not None:
+                orders += self._bind(announced, turn.placement, now_s)
+            elif turn.key in self._requests:
+                orders += self._start(self._requests[turn.key], turn.placement, now_s)
         return orders
+
+    def _turns(
+        self,
+        pending: Sequence[SharedPrefill],
+        positions: dict[int, int],
+        kept: set[int],
+        now_s: float,
+        *,
+        counts_backlog: bool,
+    ) -> list[Turn]:
+        snapshot = self._members.snapshot(now_s, kept, counts_backlog=counts_backlog)
+        waiting = [one.pending(positions) for one in pending]
+        waiting += [one.pending(positions) for one in self._announced.values()]
+        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _start(self, one: _SharedPrefill, plan: ChunkPlan | NoPlan, now_s: float) -> list[Order]:
-        """The first chunk of a plan, if all it needs is there."""
-        if isinstance(plan, NoPlan):
-            return self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
+    def _bind(self, one: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
+        """Who gets the prompt, shortly before its turn. It is not asked for twice."""
+        if one.owner is not None or placement.start_s > self._settings.bind_ahead_s:
+            return []
+        if placement.group:
+            owner = self.members[placement.group[0]]
+        elif self._may_get_room(one, now_s):
+            return []
+        else:
+            owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
+        one.owner, one.bound_s, one.no_room_s = owner, now_s, None
+        return [Bind(one.ticket.ticket, owner)]
+
+    def _start(self, one: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
+        """The next chunk of a request, if its turn has come and all it needs is there."""
+        if not placement.group:
+            return self._wait_for_room(one, now_s)
+        one.no_room_s = None
         members = self.members
-        chunk = plan.chunks[0]
-        group = tuple(members[index] for index in chunk.instances)
-        if len(plan.chunks) == 1 and group == (one.offer.owner,) and not self._is_shared(one):
-            return self._collect_to_owner(one, DeclineReason.ALONE_IS_BEST, now_s)
+        group = tuple(members[position] for position in placement.group)
+        if placement.start_s > 0 and not self._has_timed_out(one, group, now_s):
+            return []
+        tokens, compute_s = self._cut(one, placement, len(group))
+        if tokens == count_tokens(one.todo) and group == (one.offer.owner,) and not one.is_shared:
+            orders = self._collect_to_owner(one, DeclineReason.ALONE_IS_BEST, now_s)
+            if orders:
+                self._members[one.offer.owner].add_backlog(compute_s, now_s)
+            return orders
         if self._has_timed_out(one, group, now_s):
             return self._decline(one, DeclineReason.MESH_DOWN)
-        backlog_s = max(self._members[instance].backlog_s(now_s) for instance in group)
-        if chunk.start_s > backlog_s + 1e-9 or not self._are_ready(group):
+        if not self._members.are_ready(group, self._epoch):
             return []
-        return [self._order_chunk(one, chunk, group, now_s)]
+        return [self._order_chunk(one, tokens, compute_s, group, now_s)]
 
-    def _order_chunk(self, one: _SharedPrefill, chunk: PlannedChunk, group: tuple[int, ...], now_s: float) -> Order:
+    def _wait_for_room(self, one: SharedPrefill, now_s: float) -> list[Order]:
+        """No group can hold it now."""
+        return [] if self._may_get_room(one, now_s) else self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
+
+    def _may_get_room(self, one: SharedPrefill | AnnouncedPrompt, now_s: float) -> bool:
+        """Whether something runs that may make room for it, and it has not waited too long for that."""
+        one.no_room_s = now_s if one.no_room_s is None else one.no_room_s
+        is_known = one.fastest_s < math.inf
+        return is_known and bool(self._steps) and now_s <= one.no_room_s + self._settings.room_timeout_s
+
+    def _order_chunk(
+        self, one: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float
+    ) -> Order:
         settings = self._settings
-        positions = head(one.todo, chunk.tokens)
+        positions = head(one.todo, tokens)
         layout, after = lay_out(one.held, positions, group, settings.interleaving, settings.page_tokens)
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         order = RunChunk(self._sequence(), self._epoch, one.offer.request, layout, self._tags(tags))
         one.group = group
-        self._run(one, order, group, after, now_s + chunk.compute_s)
+        for instance in group:
+            more = tokens_held(after, instance) - tokens_held(one.held, instance)
+            self._members[instance].claimed_tokens += max(0, more)
+        self._run(one, order, group, after, now_s + compute_s)
         return order
 
-    def _collect_to_owner(self, one: _SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
+    def _cut(self, one: SharedPrefill, placement: Placement, size: int) -> tuple[int, float]:
+        """Tokens and time of what is run of a chunk: all of it, or what fits the longest time of one."""
+        chunk_s = self._settings.chunk_s
+        if chunk_s is None or placement.compute_s <= chunk_s:
+            return placement.tokens, placement.compute_s
+        cost = next(candidate.cost for candidate in self._candidates if candidate.size == size)
+        cached = one.offer.tokens - count_tokens(one.todo)
+        budget_s = max(chunk_s, self._settings.chunk_overheads * cost.predict_s(0, 0))
+        if placement.compute_s <= budget_s:
+            return placement.tokens, placement.compute_s
+        fitting = tokens_within(cost, cached, placement.tokens, budget_s)
+        tokens = min(placement.tokens, max(self._schedule.planner.options.min_chunk_tokens, fitting))
+        factor = placement.compute_s / cost.predict_s(cached, placement.tokens)
+        return tokens, cost.predict_s(cached, tokens) * factor
+
+    def _collect_to_owner(self, one: SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
         """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
         if all(segment.is_borrowed for segments in one.held.values() for segment in segments):
             return self._decline(one, reason)
         owner = one.offer.owner
-        members = (
-            owner,
-            *sorted(instance for instance, segments in one.held.items() if segments and instance != owner),
-        )
+        members = one.holders()
         if self._has_timed_out(one, members, now_s):
             return self._decline(one, DeclineReason.MESH_DOWN)
-        if not self._are_ready(members):
+        if not self._members.are_ready(members, self._epoch):
             return []
         moves = gather(one.held, owner)
         tag = self._tags(self._settings.layers * len(moves))
@@ -305,17 +383,16 @@ class Coordinator:
 
     def _run(
         self,
-        one: _SharedPrefill,
+        one: SharedPrefill,
         order: RunChunk | Collect,
         members: Sequence[int],
         after: dict[int, tuple[KvSegment, ...]],
         ends_s: float,
     ) -> None:
-        one.running = _RunningStep(order, dict(one.held), after, ends_s, set(members))
+        one.running = RunningStep(order, dict(one.held), after, set(members))
         self._steps[order.sequence] = one
         one.involved.update(members)
-        for instance in members:
-            self._members[instance].step = order.sequence
+        self._members.begin_step(order.sequence, members, ends_s)
 
     def _answer(self, instance: int, sequence: int, now_s: float, *, is_done: bool) -> list[Order]:
         one = self._steps.get(sequence)
@@ -335,17 +412,15 @@ class Coordinator:
         if not is_done and running.order.epoch == self._epoch:
             # A member that fails has closed its connections, or broken them at a timeout; a later epoch has others.
             orders.append(self._new_epoch())
-        return [*orders, *self.plan(now_s)]
+        return orders
 
-    def _end_step(self, one: _SharedPrefill, now_s: float) -> list[Order]:
+    def _end_step(self, one: SharedPrefill, now_s: float) -> list[Order]:
         running = one.running
         assert running is not None
         order = running.order
-        one.running, one.idle_s = None, now_s
+        one.running, one.idle_s, self._quiet_s = None, now_s, now_s
         del self._steps[order.sequence]
-        for member in self._members.values():
-            if member.step == order.sequence:
-                member.step = None
+        self._members.end_step(order.sequence)
         if isinstance(order, Collect) and order.owner in running.done:
             # Copies of what the owner has got do not matter, nor how their holders fared.
             return self._forget(one)
@@ -362,7 +437,7 @@ class Coordinator:
         one.attempts += 1
         return [*orders, *self._settle(one)]
 
-    def _settle(self, one: _SharedPrefill) -> list[Order]:
+    def _settle(self, one: SharedPrefill) -> list[Order]:
         """A request of which no step runs: end it, or find anew what is left of it to compute."""
         if one.is_cancelled:
             return self._forget(one)
@@ -372,53 +447,33 @@ class Coordinator:
         expected = one.offer.tokens - count_tokens(one.todo)
         if count_tokens(held) != expected:
             one.todo = without((range(one.offer.tokens),), held)
-            one.group = (
-                one.offer.owner,
-                *sorted(i for i, segments in one.held.items() if segments and i != one.offer.owner),
-            )
+        one.estimate(self._candidates)
         return []
 
-    def _decline(self, one: _SharedPrefill, reason: DeclineReason) -> list[Order]:
+    def _decline(self, one: SharedPrefill, reason: DeclineReason) -> list[Order]:
         return [*self._forget(one), Decline(one.offer.request, one.offer.owner, reason)]
 
-    def _forget(self, one: _SharedPrefill) -> list[Order]:
+    def _forget(self, one: SharedPrefill) -> list[Order]:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
-        members = tuple(sorted(one.involved & self._members.keys()))
+        members = tuple(instance for instance in self._members if instance in one.involved)
         return [Drop(one.offer.request, members)] if members else []
 
     # -- what is so --------------------------------------------------------------------------------------------------
 
-    def _snapshot(self, now_s: float) -> PrefillSnapshot:
-        nodes, delays_s, free = [], [], []
-        for instance in self.members:
-            member = self._members[instance]
-            one = None if member.step is None else self._steps[member.step]
-            left_s = max(0.0, one.running.ends_s - now_s) if one is not None and one.running is not None else 0.0
-            nodes.append(member.node)
-            delays_s.append(left_s + member.backlog_s(now_s))
-            free.append(member.report.free_kv_tokens)
-        return PrefillSnapshot(nodes, delays_s, free)
+    @property
+    def _candidates(self) -> tuple[SpCandidate, ...]:
+        return self._schedule.planner.options.candidates
 
-    def _as_pending(self, one: _SharedPrefill, indices: dict[int, int]) -> PendingPrefill:
-        offer = one.offer
-        left = count_tokens(one.todo)
-        group = tuple(indices[instance] for instance in one.group if instance in indices)
-        return PendingPrefill(
-            offer.request, left, offer.tokens - left, group, offer.arrival_s, offer.deadline_s, one.total_s
-        )
+    def _forget_unclaimed(self, now_s: float) -> None:
+        timeout_s = self._settings.bind_timeout_s
+        for ticket in [key for key, one in self._announced.items() if now_s > one.bound_s + timeout_s]:
+            del self._announced[ticket]
 
-    def _is_shared(self, one: _SharedPrefill) -> bool:
-        return any(segments for instance, segments in one.held.items() if instance != one.offer.owner)
-
-    def _has_timed_out(self, one: _SharedPrefill, group: Sequence[int], now_s: float) -> bool:
+    def _has_timed_out(self, one: SharedPrefill, group: Sequence[int], now_s: float) -> bool:
         """Whether it has waited long enough for these to be connected."""
-        is_connected = all(self._members[instance].mesh_epoch == self._epoch for instance in group)
+        is_connected = self._members.are_connected(group, self._epoch)
         return not is_connected and now_s > one.idle_s + self._settings.mesh_timeout_s
-
-    def _are_ready(self, group: Sequence[int]) -> bool:
-        members = [self._members[instance] for instance in group]
-        return all(member.step is None and member.mesh_epoch == self._epoch for member in members)
 
     def _new_epoch(self) -> BuildMesh:
         self._epoch += 1
@@ -434,13 +489,3 @@ class Coordinator:
             self._next_tag = 0
         self._next_tag += count
         return self._next_tag - count
-
-
-def without_head(positions: Positions, tokens: int) -> Positions:
-    """All but the first `tokens` of them."""
-    kept: list[range] = []
-    for part in positions:
-        if tokens < len(part):
-            kept.append(part[max(0, tokens) :])
-        tokens -= len(part)
-    return tuple(kept)

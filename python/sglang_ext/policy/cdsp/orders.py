@@ -19,6 +19,16 @@ class Offer(NamedTuple):
     deadline_s: float  # absolute; infinity where there is none
 
 
+class PromptTicket(NamedTuple):
+    """A long prompt that no instance has yet: the pool says which one shall get it, once its turn has come."""
+
+    ticket: int  # unique among tickets and requests
+    tokens: int  # as many as the router knows of
+    cached_tokens: int  # of them, that the instance which gets it is expected to have
+    arrival_s: float
+    deadline_s: float  # absolute; infinity where there is none
+
+
 class MemberReport(NamedTuple):
     """An instance's load, as it reports it."""
 
@@ -41,6 +51,13 @@ class BuildMesh(NamedTuple):
 
     epoch: int
     members: tuple[int, ...]
+
+
+class Bind(NamedTuple):
+    """To whoever brought the ticket: give the prompt to this instance, which is to offer it with the ticket."""
+
+    ticket: int
+    owner: int
 
 
 class RunChunk(NamedTuple):
@@ -88,4 +105,4 @@ class Decline(NamedTuple):
     reason: DeclineReason
 
 
-Order = BuildMesh | RunChunk | Collect | RollBack | Drop | Decline
+Order = BuildMesh | Bind | RunChunk | Collect | RollBack | Drop | Decline

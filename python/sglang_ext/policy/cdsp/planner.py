@@ -1,10 +1,11 @@
-"""The CDSP planner: Algorithms 1-3 of Tetris, with the KV capacity of instances as a constraint.
+"""The planner of the Tetris paper: its Algorithms 1-3, with the KV capacity of instances as a constraint.
 
-Importing this module without its C++ core raises ImportError with one line that says how to get it.
+A baseline: what is served is planned by `price_planner.py`.
 """
 
 from __future__ import annotations
 
+from sglang_ext.policy.cdsp.native_core import NativePlanner, core_cost
 from sglang_ext.policy.cdsp.plan import (
     CdspRequest,
     ChunkPlan,
@@ -14,15 +15,6 @@ from sglang_ext.policy.cdsp.plan import (
     PlannerConfig,
     PrefillSnapshot,
 )
-from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
-
-try:
-    from sglang_ext.policy.cdsp._core import Planner
-except ImportError as error:
-    raise ImportError(
-        f"the CDSP planner's C++ core is not usable ({error}): with a C++ compiler run `make env` in a checkout or "
-        "install sglang-ext from source"
-    ) from None
 
 # By the number that the core gives.
 _REASONS = {
@@ -42,9 +34,9 @@ class CdspPlanner:
     def __init__(self, config: PlannerConfig) -> None:
         self.config = config
         candidates = sorted(config.candidates, key=lambda candidate: candidate.size)
-        self._core = Planner(
+        self._core = NativePlanner(
             [candidate.size for candidate in candidates],
-            [_coefficients(candidate.cost) for candidate in candidates],
+            [core_cost(candidate.cost) for candidate in candidates],
             config.min_chunk_tokens,
             config.page_tokens,
             config.is_chunking,
@@ -69,9 +61,3 @@ class CdspPlanner:
             node_ids, queue_delays_s, free_kv_tokens, new_tokens, cached_tokens, group, waited_s, improvement_rate
         )
         return answer if isinstance(answer, ChunkPlan) else _REASONS[answer]
-
-
-def _coefficients(cost: SpCost | TabulatedCost) -> tuple[float, float, float, float] | tuple[list[float], list[float]]:
-    if isinstance(cost, SpCost):
-        return cost.a_s, cost.b_s_per_token, cost.c_s_per_token2, cost.d_s_per_token2
-    return [float(tokens) for tokens in cost.prompt_tokens], list(cost.duration_s)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from sglang_ext.policy.cdsp.improvement_rate import table_from_json
-from sglang_ext.policy.cdsp.replanning import ReplanMode
+from sglang_ext.policy.cdsp.pool_schedule import PrefillOrder
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_arguments, options_from, run
 from sglang_ext.sequence_parallel.coordinator_server import make_app
@@ -37,14 +37,14 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
     path.write_text(json.dumps({"format": "sglang-ext engine profile", "version": 1, "model": "m", "sp": [cost]}))
     options = options_from(
         parse(
-            *("--sp-sizes", "3,1,3", "--profile", str(path), "--interleaving", "striped", "--replanning", "fcfs"),
-            *("--improvement-rate", "0", "--min-chunk-tokens", "7", "--mesh-timeout-ms", "0"),
+            *("--sp-sizes", "3,1,3", "--profile", str(path), "--interleaving", "striped", "--order", "fcfs"),
+            *("--cross-node-factor", "inf", "--min-chunk-tokens", "7", "--mesh-timeout-ms", "0"),
             *("--step-timeout-ms", "1500", "--member-timeout-ms", "250"),
         )
     )
     assert [candidate.size for candidate in options.candidates] == [1, 3]
     assert options.candidates[0].cost.predict_s(0, 0) == 0.5
-    assert options.settings == PoolSettings(Interleaving.STRIPED, ReplanMode.FCFS, 0.0, 7, 0.0, 1.5, 0.25)
+    assert options.settings == PoolSettings(Interleaving.STRIPED, PrefillOrder.FCFS, 7, math.inf, 0.0, 1.5, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,12 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
         (("--store-port", "-1"), "--store-port must be a port"),
         (("--sp-sizes", "1,x"), "--sp-sizes must be numbers"),
         (("--sp-sizes", "0,1"), "--sp-sizes must be at least 1"),
-        (("--improvement-rate", "1"), "--improvement-rate must be from 0 to below 1"),
-        (("--improvement-rate", "nan"), "--improvement-rate must be"),
+        (("--cross-node-factor", "0.9"), "--cross-node-factor must be at least 1"),
+        (("--cross-node-factor", "nan"), "--cross-node-factor must be"),
         (("--min-chunk-tokens", "0"), "--min-chunk-tokens must be at least 1"),
         (("--mesh-timeout-ms", "-1"), "--mesh-timeout-ms must be at least 0"),
         (("--member-timeout-ms", "inf"), "--member-timeout-ms must be at least 100"),
         (("--profile", "/does/not/exist"), "--profile /does/not/exist cannot be read"),
-        (("--improvement-rates", "/does/not/exist"), "--improvement-rates: /does/not/exist cannot be read"),
     ],
 )
 def test_one_line_that_names_the_option(
@@ -71,49 +70,6 @@ def test_one_line_that_names_the_option(
     assert str(caught.value).startswith(message)
     assert run(parse(*arguments)) == 2
     assert capsys.readouterr().err == f"sglang-ext coordinator: {caught.value}\n"
-
-
-def test_a_table_and_a_fixed_rate_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--improvement-rate", "0.3", "--improvement-rates", "rates.json")
-    assert "--improvement-rates: not allowed with argument --improvement-rate" in capsys.readouterr().err
-
-
-TABLE = {"version": 1, "rates": [{"arrivals_per_s": 0.5, "improvement_rate": 0.1}]}
-OTHER = {"version": 1, "rates": [{"arrivals_per_s": 1.0, "improvement_rate": 0.6}]}
-
-
-def test_a_table_is_given_at_the_start_and_replaced_while_serving(tmp_path: Path) -> None:
-    path = tmp_path / "rates.json"
-    path.write_text(json.dumps(TABLE))
-    options = options_from(parse("--improvement-rates", str(path)))
-
-    async def talk() -> None:
-        protocol = PoolProtocol(options.settings, PoolCosts(options.candidates), options.rates)
-        async with TestClient(TestServer(make_app(protocol, lambda: protocol.status(0.0)))) as client:
-            given = await (await client.get("/improvement_rates")).json()
-            assert (given["origin"], given["improvement_rate"], given["rates"]) == (str(path), 0.1, TABLE["rates"])
-            for wrong, message in (
-                (b"{", "the body is not JSON"),
-                (b"\xff", "the body is not JSON"),
-                (json.dumps({"version": 2, "rates": []}).encode(), "version 2 is not known, 1 is needed"),
-            ):
-                answer = await client.put("/improvement_rates", data=wrong)
-                assert (answer.status, (await answer.json())["error"]["message"]) == (400, message)
-            assert await (await client.get("/improvement_rates")).json() == given
-            answer = await client.put("/improvement_rates", json=OTHER)
-            assert (answer.status, (await answer.json())["origin"]) == (200, "PUT /improvement_rates")
-            assert (await (await client.get("/status")).json())["improvement_rate"] == 0.6
-            assert "sglang_ext:cdsp_improvement_rate 0.6" in await (await client.get("/metrics")).text()
-
-    asyncio.run(talk())
-
-
-def test_without_a_table_the_option_holds_until_one_comes() -> None:
-    protocol = PoolProtocol(PoolSettings(improvement_rate=0.25), PoolCosts(prior_candidates((1, 2))))
-    assert protocol.status(0.0).improvement_rate == 0.25
-    protocol.improvement_rates.put(table_from_json(OTHER), "here", 0.0)
-    assert protocol.status(0.0).improvement_rate == 0.6
 
 
 def test_status_and_metrics() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.identifiers import pool_request
-from sglang_ext.policy.cdsp.improvement_rate import table_from_json
 from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, Drop, MemberReport, RollBack
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.messages import (
@@ -152,29 +151,6 @@ def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
     pool.say(1, StepFailed(1, "the KV pool is full"))
     first = pool.protocol.status(pool.now_s).requests[0]
     assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
-
-
-def test_the_improvement_rate_follows_the_load() -> None:
-    """Two instances save nearly half: worth it at a rate of 0.05, not at 0.9."""
-    pool = connected("a", "b")
-    table = {
-        "version": 1,
-        "rates": [{"arrivals_per_s": 0.0, "improvement_rate": 0.05}, {"arrivals_per_s": 1.0, "improvement_rate": 0.9}],
-    }
-    pool.protocol.improvement_rates.put(table_from_json(table), "a test", 0.0)
-    assert len(of_kind(pool.offer(1), ChunkOrder)) == 2
-    source = pool.protocol.improvement_rates.source
-    assert source is not None
-    for number in range(2, 40):  # one a second
-        pool.wait(1.0)
-        pool.offer(number)
-        pool.say(0, CancelMessage(number))
-    assert (source.arrivals_per_s, source.current) == (pytest.approx(1.0, rel=0.1), 0.9)
-    for instance in (0, 1):
-        pool.say(instance, StepDone(1, TIMES))
-    for instance in (0, 1):
-        pool.say(instance, StepDone(2, TIMES))
-    assert of_kind(pool.offer(50), Decline), "it is computed alone"
 
 
 def test_who_has_gone_is_still_known_by_name() -> None:

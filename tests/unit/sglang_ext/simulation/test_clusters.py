@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.improvement_rate import FixedImprovementRate
 from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PrefillSnapshot
-from sglang_ext.policy.cdsp.replanning import ideal_prefill_s
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 from sglang_ext.simulation.cluster import CdspPolicy, ClusterSpec, Failure, FixedSp, greedy_esp
@@ -72,7 +70,7 @@ def test_loongserve_is_greedy_as_the_paper_prints_it() -> None:
 
 
 def test_an_improvement_rate_leaves_half_of_the_instances_to_the_next() -> None:
-    single = CdspPolicy(tabulated_candidates(), FixedImprovementRate(0.05), is_chunking=False)
+    single = CdspPolicy(tabulated_candidates(), 0.05, is_chunking=False)
     assert plan_in_turn(single, (32 * K, 16 * K)) == pytest.approx([1.58, 1.31])
 
 
@@ -127,22 +125,22 @@ def test_chunks_use_the_time_until_the_others_are_free() -> None:
 REPLANNED = [(0.0, 1000), (0.1, 4000), (0.2, 500), (0.9, 100)]
 
 
-def test_replanning_in_order_of_arrival_by_hand() -> None:
-    options = system(ClusterSystem.REPLAN_FCFS)
+def test_a_pool_in_order_of_arrival_by_hand() -> None:
+    options = system(ClusterSystem.POOL_FCFS)
     assert ttfts_s(serve(REPLANNED, options, 1, ALONE)) == pytest.approx([1.0, 4.9, 5.3, 4.7])
 
 
-def test_replanning_in_order_of_slack_by_hand() -> None:
-    # Twice the own time is allowed. At 0.9 s the slack of 4000 is (8.1 - 0.9 - 4) / 4 = 0.8, that of 500
-    # (1.2 - 0.9 - 0.5) / 0.5 = -0.4, that of 100 is 1: 500 from 1 s on, 4000 from 1.5 s, 100 from 5.5 s.
-    options = system(ClusterSystem.REPLAN_LARS, slo_s=1e-6, slo_stretch=2.0)
-    assert ttfts_s(serve(REPLANNED, options, 1, ALONE)) == pytest.approx([1.0, 5.4, 1.3, 4.7])
+def test_a_pool_in_order_of_slack_by_hand() -> None:
+    # Twice the own time is allowed. At 1 s the slack of 4000 is (8.1 - 1 - 4) / 4 = 0.8, that of 500
+    # (1.2 - 1 - 0.5) / 0.5 = -0.6, that of 100 is 0: 500 from 1 s on. At 1.5 s that of 100 is -5: it is next.
+    options = system(ClusterSystem.POOL_LARS, slo_s=1e-6, slo_stretch=2.0)
+    assert ttfts_s(serve(REPLANNED, options, 1, ALONE)) == pytest.approx([1.0, 5.5, 1.3, 0.7])
 
 
-def test_replanning_changes_nothing_where_nothing_follows() -> None:
+def test_behind_a_queue_as_the_paper_has_it() -> None:
     # A is on both until 0.6 s. B (600) is faster behind it on both (0.4 s) than on one (0.6 s).
-    for name in (ClusterSystem.TETRIS, ClusterSystem.REPLAN_FCFS):
-        assert ttfts_s(serve([(0, 1000), (0, 600)], system(name, improvement_rate=0.0), 2)) == pytest.approx([0.6, 1.0])
+    options = system(ClusterSystem.TETRIS, improvement_rate=0.0)
+    assert ttfts_s(serve([(0, 1000), (0, 600)], options, 2)) == pytest.approx([0.6, 1.0])
 
 
 # ---- chunks that are cut ----
@@ -151,10 +149,10 @@ def test_replanning_changes_nothing_where_nothing_follows() -> None:
 @pytest.mark.parametrize(
     ("name", "expected_s"),
     [
-        (ClusterSystem.REPLAN_FCFS, [4.0, 3.8]),
-        (ClusterSystem.REPLAN_EDF, [4.1, 0.8]),
-        (ClusterSystem.REPLAN_SRPT, [4.1, 0.8]),
-        (ClusterSystem.REPLAN_LARS, [4.1, 1.8]),  # slack at 1 s: 1 of the long one, 10 of the other; at 2 s: 1 and 0
+        (ClusterSystem.POOL_FCFS, [4.0, 3.8]),
+        (ClusterSystem.POOL_EDF, [4.1, 0.8]),
+        (ClusterSystem.POOL_SRPT, [4.1, 0.8]),
+        (ClusterSystem.POOL_LARS, [4.1, 1.8]),  # slack at 1 s: 1 of the long one, 10 of the other; at 2 s: 1 and 0
     ],
 )
 def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: ClusterSystem, expected_s: list[float]) -> None:
@@ -165,14 +163,14 @@ def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: ClusterSy
 def test_a_chunk_is_not_cut_below_ten_times_its_overhead() -> None:
     # 900 tokens in 1 s, the short prompt, then 900 and 200.
     costs = (SpCandidate(1, SpCost(0.1, 1e-3, 0.0, 0.0)),)
-    outcome = serve([(0, 2000), (0.3, 100)], system(ClusterSystem.REPLAN_SRPT, chunk_s=0.2), 1, costs)
+    outcome = serve([(0, 2000), (0.3, 100)], system(ClusterSystem.POOL_SRPT, chunk_s=0.2), 1, costs)
     assert ttfts_s(outcome) == pytest.approx([2.5, 0.9])
     assert [busy.end_s for busy in outcome.timeline] == pytest.approx([1.0, 1.2, 2.2, 2.5])
 
 
 def test_chunks_shrink_as_the_prefix_grows() -> None:
     costs = (SpCandidate(1, SpCost(0.0, 1e-4, 1e-6, 0.5e-6)),)
-    outcome = serve([(0, 5000)], system(ClusterSystem.REPLAN_LARS, chunk_s=1.0), 1, costs)
+    outcome = serve([(0, 5000)], system(ClusterSystem.POOL_LARS, chunk_s=1.0), 1, costs)
     ends_s = [busy.end_s for busy in outcome.timeline]
     # All chunks but the last take the second that they may, and nothing is lost by cutting: c = 2d.
     assert all(later - end == pytest.approx(1.0, abs=0.01) for end, later in pairwise([0.0, *ends_s[:-1]]))
@@ -191,14 +189,14 @@ def test_a_failed_instance_takes_its_plans_along() -> None:
     assert [(busy.start_s, busy.end_s) for busy in lost] == [(0.0, 0.5)]
 
 
-@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, ClusterSystem.REPLAN_FCFS])
+@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, ClusterSystem.POOL_FCFS])
 def test_a_prompt_on_two_instances_goes_on_with_one(name: ClusterSystem) -> None:
     # 1,000 tokens on both end at 0.6 s; at 0.5 s one is lost, and all is computed again on the other: 1.5 s.
     outcome = serve([(0, 1000)], system(name, improvement_rate=0.05), 2, failures=(Failure(1, 0.5, 10.0),))
     assert ttfts_s(outcome) == pytest.approx([1.5])
 
 
-@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, ClusterSystem.REPLAN_LARS])
+@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, ClusterSystem.POOL_LARS])
 def test_without_any_instance_requests_wait_for_the_recovery(name: ClusterSystem) -> None:
     outcome = serve([(0, 1000), (1.0, 1000)], system(name), 1, ALONE, failures=(Failure(0, 0.5, 2.0),))
     assert sorted(ttfts_s(outcome)) == pytest.approx([3.5, 3.5])
@@ -206,7 +204,7 @@ def test_without_any_instance_requests_wait_for_the_recovery(name: ClusterSystem
 
 
 def test_a_failure_of_an_instance_that_does_not_exist_is_an_error() -> None:
-    for name in (ClusterSystem.TETRIS, ClusterSystem.REPLAN_FCFS):
+    for name in (ClusterSystem.TETRIS, ClusterSystem.POOL_FCFS):
         with pytest.raises(ValueError, match=r"^instance 2 does not exist, there are 2$"):
             serve([(0, 1)], system(name), 2, failures=(Failure(2, 0.0, 1.0),))
     with pytest.raises(ValueError, match="not simulated with this policy"):
@@ -241,7 +239,6 @@ def test_every_request_is_served_once_and_no_instance_does_two_things_at_a_time(
     chunk_s: float | None,
 ) -> None:
     candidates = fitted_candidates()
-    costs = [candidate.cost for candidate in candidates]
     requests, now_s = [], 0.0
     for gap_s, length in zip(gaps_s, tokens, strict=False):
         now_s += gap_s
@@ -254,7 +251,8 @@ def test_every_request_is_served_once_and_no_instance_does_two_things_at_a_time(
     assert not outcome.unfinished
     for one in outcome.served:
         assert one.start_s >= one.request.arrival_s - 1e-9
-        assert one.first_token_s - one.start_s >= ideal_prefill_s(costs, 0, one.request.new_tokens) - 1e-6
+        fastest_s = min(candidate.cost.predict_s(0, one.request.new_tokens) for candidate in candidates)
+        assert one.first_token_s - one.start_s >= fastest_s - 1e-6
     by_instance: dict[int, list[tuple[float, float]]] = {}
     for busy in outcome.timeline:
         by_instance.setdefault(busy.instance, []).append((busy.start_s, busy.end_s))

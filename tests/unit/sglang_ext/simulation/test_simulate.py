@@ -74,22 +74,6 @@ def test_a_trace_keeps_its_times_unless_a_rate_is_given(timed: str, capsys: pyte
     assert "load: 0.5 requests/s" in capsys.readouterr().out
 
 
-def test_a_table_of_improvement_rates_takes_the_place_of_one(
-    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables = []
-    path = tmp_path / "rates.json"
-    for rate in (0.05, 0.7):
-        entries = [{"arrivals_per_s": 1.0, "improvement_rate": rate}]
-        path.write_text(json.dumps({"version": 1, "rates": entries}), encoding="utf-8")
-        for options in (["--improvement-rate", str(rate)], ["--improvement-rates", str(path)]):
-            for policy in ("tetris", "replan-lars"):
-                arguments = ["--rate", "3", "--requests", "80", "--policy", policy, *options]
-                assert main(["simulate", "--workload", lengths, *arguments]) == 0
-                tables.append(capsys.readouterr().out)
-    assert tables[0:2] == tables[2:4] != tables[4:6] == tables[6:8]
-
-
 def test_sessions_find_their_prefix_where_the_router_sends_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ def split(loop: EventLoop, listener: PrefillListener) -> SplitStage:
     short = InstancePool(
         loop, spec, router_policy("least_loaded"), lambda _: ChunkedPrefill(QueueOrder.FCFS, 8192), listener, 0, True
     )
-    options = SystemOptions(ClusterSystem.REPLAN_FCFS, improvement_rate=0.05)
+    options = SystemOptions(ClusterSystem.POOL_FCFS)
     return SplitStage(
         100, short, build_cluster(options, loop, ClusterSpec(2), CANDIDATES, listener, is_recorded=True), 1
     )
@@ -53,7 +53,7 @@ def test_what_has_not_ended_is_unfinished_in_either() -> None:
     assert [one.request.key for one in outcome.served] == [1]
 
 
-@pytest.mark.parametrize("policy", ["replan-fcfs", "tetris", "loongserve-idle"])
+@pytest.mark.parametrize("policy", ["pool", "tetris", "loongserve-idle"])
 def test_the_option(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = tmp_path / "lengths.csv"
     workload.write_text("num_prefill_tokens,num_decode_tokens\n100,1\n200000,1\n", encoding="utf-8")
@@ -78,14 +78,9 @@ def test_the_option(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ),
         (["--short-instances", "2", "--fail", "0:1:1"], "--fail is not simulated with --short-instances"),
         (["--move-pools"], "--move-pools needs --policy laps"),
-        (["--chunk-s", "1"], "--chunk-s needs a policy that plans again (replan-…), not tetris"),
-        (["--chunk-s", "0", "--policy", "replan-lars"], "--chunk-s must be above 0, got 0"),
+        (["--chunk-s", "1"], "--chunk-s needs a policy that decides again (pool…), not tetris"),
+        (["--chunk-s", "0", "--policy", "pool-lars"], "--chunk-s must be above 0, got 0"),
         (["--think-s", "nan"], "--think-s must be above 0, got nan"),
-        (["--improvement-rates", "none.json"], "--improvement-rates: none.json cannot be read"),
-        (
-            ["--improvement-rates", "none.json", "--policy", "loongserve"],
-            "--improvement-rates: --policy loongserve has no improvement rate",
-        ),
     ],
 )
 def test_an_impossible_pool_is_one_line(

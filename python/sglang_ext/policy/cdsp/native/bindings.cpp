@@ -1,4 +1,4 @@
-// Python in, Python out: reads a snapshot without calling back into Python, and makes the records of records.py.
+// Python in, Python out: reads a snapshot without calling back into Python, and makes the records of plan.py.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
@@ -7,65 +7,19 @@
 #include <cstdio>
 #include <string>
 
+#include "price.hpp"
+#include "reading.hpp"
 #include "search.hpp"
-
-namespace nb = nanobind;
 
 namespace cdsp {
 namespace {
 
-// Limits that keep every sum of tokens exact in a double, and a node id from asking for much memory.
-constexpr Tokens kMaxTokens = Tokens(1) << 40;
-constexpr Tokens kMaxNode = Tokens(1) << 20;
-
-[[noreturn]] void refuse(const char *field, std::size_t index, const char *rule) {
-    throw nb::value_error((std::string(field) + "[" + std::to_string(index) + "]: " + rule).c_str());
-}
-
-// A list or tuple, its items borrowed.
-class Items {
-  public:
-    Items(nb::handle sequence, const char *field) : fast_(PySequence_Fast(sequence.ptr(), "a sequence is needed")) {
-        if (fast_ == nullptr) {
-            PyErr_Clear();
-            throw nb::type_error((std::string(field) + ": a sequence is needed").c_str());
-        }
-    }
-    ~Items() { Py_DECREF(fast_); }
-    Items(const Items &) = delete;
-    Items &operator=(const Items &) = delete;
-
-    std::size_t size() const { return std::size_t(PySequence_Fast_GET_SIZE(fast_)); }
-    PyObject *operator[](std::size_t i) const { return PySequence_Fast_GET_ITEM(fast_, Py_ssize_t(i)); }
-
-  private:
-    PyObject *fast_;
-};
-
-Tokens read_integer(PyObject *item, const char *field, std::size_t index, Tokens limit, const char *rule) {
-    if (!PyLong_Check(item)) refuse(field, index, rule);
-    int overflow = 0;
-    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-    if (overflow != 0 || value < 0 || value >= limit) refuse(field, index, rule);
-    return value;
-}
-
-double read_delay(PyObject *item, std::size_t index) {
-    constexpr const char *rule = "a finite number of seconds of at least 0 is needed";
-    double value = -1.0;
-    if (PyFloat_Check(item)) value = PyFloat_AS_DOUBLE(item);
-    else if (PyLong_Check(item)) value = double(read_integer(item, "queue_delays_s", index, kMaxTokens, rule));
-    if (!(value >= 0.0) || std::isinf(value)) refuse("queue_delays_s", index, rule);
-    return value;
-}
-
 class Planner {
   public:
-    // Costs are (a, b, c, d) of Eq. 1, or a pair of lists: prompt tokens and seconds.
     Planner(std::vector<std::int32_t> sizes, nb::list costs, Tokens min_chunk_tokens, Tokens page_tokens, bool chunking,
             nb::object chunk_record, nb::object plan_record)
         : sizes_(std::move(sizes)),
-          search_(candidates(sizes_, costs), min_chunk_tokens, page_tokens, chunking),
+          search_(read_costs<Candidate>(sizes_, costs), min_chunk_tokens, page_tokens, chunking),
           chunk_record_(std::move(chunk_record)),
           plan_record_(std::move(plan_record)) {}
 
@@ -77,7 +31,7 @@ class Planner {
         if (!(waited_s >= 0.0) || std::isinf(waited_s)) throw nb::value_error("waited_s: a finite number of seconds of at least 0 is needed");
         if (!(improvement_rate >= 0.0 && improvement_rate < 1.0))
             throw nb::value_error("improvement_rate: a share of at least 0 and below 1 is needed");
-        read_instances(node_ids, queue_delays_s, free_kv_tokens);
+        snapshot_.node_limit = read_instances(node_ids, queue_delays_s, free_kv_tokens, snapshot_.node, snapshot_.delay_s, snapshot_.free_tokens);
         read_group(group);
         const Outcome outcome = search_.run(snapshot_, {new_tokens, cached_tokens, improvement_rate, waited_s});
         if (outcome != Outcome::kPlanned) return nb::int_(int(outcome));
@@ -85,38 +39,6 @@ class Planner {
     }
 
   private:
-    static std::vector<Candidate> candidates(const std::vector<std::int32_t> &sizes, nb::list costs) {
-        std::vector<Candidate> made;
-        for (std::size_t i = 0; i < sizes.size(); ++i) {
-            nb::tuple cost = nb::cast<nb::tuple>(costs[i]);
-            if (cost.size() == 4)
-                made.push_back({sizes[i], Cost(nb::cast<double>(cost[0]), nb::cast<double>(cost[1]), nb::cast<double>(cost[2]),
-                                               nb::cast<double>(cost[3]))});
-            else
-                made.push_back({sizes[i], Cost(nb::cast<std::vector<double>>(cost[0]), nb::cast<std::vector<double>>(cost[1]))});
-        }
-        return made;
-    }
-
-    void read_instances(nb::handle node_ids, nb::handle queue_delays_s, nb::handle free_kv_tokens) {
-        const Items nodes(node_ids, "node_ids"), delays(queue_delays_s, "queue_delays_s"), free(free_kv_tokens, "free_kv_tokens");
-        const std::size_t count = nodes.size();
-        if (count == 0) throw nb::value_error("node_ids: at least one instance is needed");
-        if (delays.size() != count) throw nb::value_error("queue_delays_s: one entry per entry of node_ids is needed");
-        if (free.size() != count) throw nb::value_error("free_kv_tokens: one entry per entry of node_ids is needed");
-        snapshot_.node.resize(count);
-        snapshot_.delay_s.resize(count);
-        snapshot_.free_tokens.resize(count);
-        std::int32_t largest = 0;
-        for (std::size_t i = 0; i < count; ++i) {
-            snapshot_.node[i] = std::int32_t(read_integer(nodes[i], "node_ids", i, kMaxNode, "a number of at least 0 and below 2**20 is needed"));
-            largest = std::max(largest, snapshot_.node[i]);
-            snapshot_.delay_s[i] = read_delay(delays[i], i);
-            snapshot_.free_tokens[i] = read_integer(free[i], "free_kv_tokens", i, kMaxTokens, "a whole number of at least 0 and below 2**40 is needed");
-        }
-        snapshot_.node_limit = largest + 1;
-    }
-
     void read_group(nb::handle group) {
         const Items members(group, "group");
         snapshot_.initial.clear();
@@ -154,6 +76,65 @@ class Planner {
     std::vector<std::int32_t> members_;
 };
 
+class PricePlanner {
+  public:
+    PricePlanner(std::vector<std::int32_t> sizes, nb::list costs, Tokens min_chunk_tokens, Tokens page_tokens, double cross_node_factor,
+                 double lateness_weight, double least_price, std::int32_t most_considered, nb::object placement_record)
+        : search_(read_costs<SizeCost>(sizes, costs), {min_chunk_tokens, page_tokens, cross_node_factor, lateness_weight, least_price, most_considered}),
+          record_(std::move(placement_record)) {}
+
+    // Prompts are tuples (new tokens, cached tokens, due, owner or -1, holders), holders a tuple of pairs (position, tokens).
+    nb::object place(nb::handle node_ids, nb::handle queue_delays_s, nb::handle free_kv_tokens, nb::handle prompts, double others_price) {
+        if (!(others_price >= 0.0) || std::isinf(others_price)) throw nb::value_error("others_price: a finite number of at least 0 is needed");
+        instances_.node_limit = read_instances(node_ids, queue_delays_s, free_kv_tokens, instances_.node, instances_.busy_s, instances_.free_tokens);
+        const Items given(prompts, "prompts");
+        prompts_.resize(given.size());
+        for (std::size_t at = 0; at < given.size(); ++at) read_prompt(given[at], at);
+        placements_.clear();
+        search_.run(instances_, prompts_, others_price, placements_);
+        nb::object made = nb::steal(PyList_New(Py_ssize_t(placements_.size())));
+        for (std::size_t at = 0; at < placements_.size(); ++at) {
+            const Placement &one = placements_[at];
+            nb::object group = nb::steal(PyTuple_New(Py_ssize_t(one.group.size())));
+            for (std::size_t k = 0; k < one.group.size(); ++k) PyTuple_SET_ITEM(group.ptr(), Py_ssize_t(k), PyLong_FromLong(one.group[k]));
+            nb::object record = record_(one.prompt, one.tokens, group, one.start_s, one.compute_s, one.end_s);
+            PyList_SET_ITEM(made.ptr(), Py_ssize_t(at), record.release().ptr());
+        }
+        return made;
+    }
+
+  private:
+    void read_prompt(PyObject *given, std::size_t at) {
+        Prompt &prompt = prompts_[at];
+        const Items fields(given, "prompts");
+        if (fields.size() != 5) refuse("prompts", at, "five fields are needed");
+        prompt.new_tokens = read_integer(fields[0], "new_tokens", at, kMaxTokens, "a whole number is needed");
+        prompt.cached_tokens = read_integer(fields[1], "cached_tokens", at, kMaxTokens, "a whole number of at least 0 is needed");
+        if (prompt.new_tokens < 1) refuse("new_tokens", at, "at least 1 is needed");
+        if (!PyFloat_Check(fields[2]) || std::isnan(PyFloat_AS_DOUBLE(fields[2]))) refuse("due_s", at, "a number is needed");
+        prompt.due_s = PyFloat_AS_DOUBLE(fields[2]);
+        constexpr const char *owner_rule = "the position of an instance or -1 is needed";
+        prompt.owner = std::int32_t(read_integer_above(fields[3], "owner", at, -1, Tokens(instances_.size()), owner_rule));
+        const Items holders(fields[4], "holders");
+        prompt.holders.clear();
+        constexpr const char *rule = "pairs of the position of an instance, named once, and its tokens are needed";
+        for (std::size_t k = 0; k < holders.size(); ++k) {
+            const Items pair(holders[k], "holders");
+            if (pair.size() != 2) refuse("holders", at, rule);
+            const auto instance = std::int32_t(read_integer(pair[0], "holders", at, Tokens(instances_.size()), rule));
+            for (const Holder &other : prompt.holders)
+                if (other.instance == instance) refuse("holders", at, rule);
+            prompt.holders.push_back({instance, read_integer(pair[1], "holders", at, kMaxTokens, rule)});
+        }
+    }
+
+    PriceSearch search_;
+    nb::object record_;
+    Instances instances_;
+    std::vector<Prompt> prompts_;
+    std::vector<Placement> placements_;
+};
+
 }  // namespace
 }  // namespace cdsp
 
@@ -162,4 +143,7 @@ NB_MODULE(_core, module) {
     nb::class_<cdsp::Planner>(module, "Planner")
         .def(nb::init<std::vector<std::int32_t>, nb::list, cdsp::Tokens, cdsp::Tokens, bool, nb::object, nb::object>())
         .def("plan", &cdsp::Planner::plan);
+    nb::class_<cdsp::PricePlanner>(module, "PricePlanner")
+        .def(nb::init<std::vector<std::int32_t>, nb::list, cdsp::Tokens, cdsp::Tokens, double, double, double, std::int32_t, nb::object>())
+        .def("place", &cdsp::PricePlanner::place);
 }

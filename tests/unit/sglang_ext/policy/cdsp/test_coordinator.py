@@ -22,24 +22,24 @@ from sglang_ext.policy.cdsp.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.policy.cdsp.plan import PlannerConfig
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule
+from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
 from sglang_ext.policy.cdsp.sharding import KvSegment, after_moves, compacted, positions_of
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 
 IDLE = MemberReport(0.0, 100_000)
 
 
-def planner(sizes: tuple[int, ...] = (1, 2, 4), min_chunk_tokens: int = 64, start_s: float = 0.001) -> CdspPlanner:
+def schedule(sizes: tuple[int, ...] = (1, 2, 4), min_chunk_tokens: int = 64, start_s: float = 0.001) -> PoolSchedule:
     """Two instances take half the time and a little more."""
     candidates = tuple(
         SpCandidate(size, SpCost(start_s * size, 1e-3 / size, 2e-7 / size, 1e-7 / size)) for size in sizes
     )
-    return CdspPlanner(PlannerConfig(candidates, min_chunk_tokens))
+    return PoolSchedule(PricePlanner(PriceOptions(candidates, min_chunk_tokens)))
 
 
 def coordinator(instances: int = 4, **settings: Any) -> Coordinator:
-    one = Coordinator(planner(), CoordinationSettings(layers=2, **settings))
+    one = Coordinator(schedule(), CoordinationSettings(layers=2, **settings))
     for instance in range(instances):
         one.join(instance, 0, IDLE)
     for instance in range(instances):
@@ -100,7 +100,7 @@ def test_offers_that_make_no_sense(bad: Offer) -> None:
 
 
 def test_nothing_starts_before_the_mesh_is_there() -> None:
-    one = Coordinator(planner(), CoordinationSettings(layers=2))
+    one = Coordinator(schedule(), CoordinationSettings(layers=2))
     one.join(0, 0, IDLE)
     (mesh,) = one.join(1, 0, IDLE)
     assert mesh == BuildMesh(2, (0, 1))
@@ -111,7 +111,7 @@ def test_nothing_starts_before_the_mesh_is_there() -> None:
 
 
 def test_a_mesh_that_never_comes_is_not_waited_for() -> None:
-    one = Coordinator(planner(), CoordinationSettings(layers=2, mesh_timeout_s=3.0))
+    one = Coordinator(schedule(), CoordinationSettings(layers=2, mesh_timeout_s=3.0))
     one.join(0, 0, IDLE)
     one.join(1, 0, IDLE)
     assert one.offer(offer(), 0.0) == []
@@ -122,7 +122,7 @@ def test_a_mesh_that_never_comes_is_not_waited_for() -> None:
 
 
 def test_what_a_lost_instance_held_is_computed_again_and_nothing_else() -> None:
-    one = Coordinator(planner((1, 2), 64), CoordinationSettings(layers=2))
+    one = Coordinator(schedule((1, 2), 64), CoordinationSettings(layers=2))
     for instance in range(3):
         one.join(instance, 0, IDLE)
     for instance in range(3):
@@ -244,7 +244,7 @@ def test_who_fails_takes_part_in_nothing_before_it_is_connected_anew() -> None:
 
 
 def test_epochs_that_have_not_begun_are_not_believed() -> None:
-    one = Coordinator(planner(), CoordinationSettings(layers=2), first_epoch=7)
+    one = Coordinator(schedule(), CoordinationSettings(layers=2), first_epoch=7)
     assert one.join(0, 0, IDLE) == [BuildMesh(8, (0,))]
     one.mesh_built(0, 9, 0.0)
     assert not one.is_connected
@@ -254,7 +254,7 @@ def test_epochs_that_have_not_begun_are_not_believed() -> None:
 
 def test_other_costs_from_now_on() -> None:
     one = coordinator(2)
-    one.use_planner(CdspPlanner(PlannerConfig((SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)),), 64)))
+    one.use_planner(PricePlanner(PriceOptions((SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)),), 64)))
     assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
@@ -265,7 +265,7 @@ class SimulatedCluster:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.coordinator = Coordinator(
-            planner((1, 2, 3), 1, 1e-4), CoordinationSettings(layers=2, page_tokens=self.random.choice((1, 16)))
+            schedule((1, 2, 3), 1, 1e-4), CoordinationSettings(layers=2, page_tokens=self.random.choice((1, 16)))
         )
         self.mail: dict[int, deque[Order]] = {}
         self.held: dict[tuple[int, int], tuple[KvSegment, ...]] = {}  # instance, request

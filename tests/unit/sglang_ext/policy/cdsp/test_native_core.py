@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.policy.cdsp import _core, planner
+from sglang_ext.policy.cdsp import _core, native_core
 
 BUILD_SCRIPT = Path(__file__).parents[5] / "tools/build_native.py"
 
@@ -35,8 +35,8 @@ def test_the_core_is_of_these_sources() -> None:
 
 def test_without_the_core_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang_ext.policy.cdsp._core", None)
-    assert planner.__file__ is not None
+    assert native_core.__file__ is not None
     with pytest.raises(ImportError, match=r"^the CDSP planner's C\+\+ core is not usable .*`make env`") as caught:
-        load("planner_without_core", Path(planner.__file__))
+        load("planner_without_core", Path(native_core.__file__))
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None

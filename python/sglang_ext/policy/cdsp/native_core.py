@@ -1,0 +1,23 @@
+"""The planners' C++ core, or one line that says how to get it (ImportError)."""
+
+from __future__ import annotations
+
+from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
+
+try:
+    from sglang_ext.policy.cdsp._core import Planner as NativePlanner
+    from sglang_ext.policy.cdsp._core import PricePlanner as NativePricePlanner
+except ImportError as error:
+    raise ImportError(
+        f"the CDSP planner's C++ core is not usable ({error}): with a C++ compiler run `make env` in a checkout or "
+        "install sglang-ext from source"
+    ) from None
+
+__all__ = ["NativePlanner", "NativePricePlanner", "core_cost"]
+
+
+def core_cost(cost: SpCost | TabulatedCost) -> tuple[float, float, float, float] | tuple[list[float], list[float]]:
+    """What the core takes a cost as: the coefficients of Eq. 1, or prompt tokens and seconds."""
+    if isinstance(cost, SpCost):
+        return cost.a_s, cost.b_s_per_token, cost.c_s_per_token2, cost.d_s_per_token2
+    return [float(tokens) for tokens in cost.prompt_tokens], list(cost.duration_s)

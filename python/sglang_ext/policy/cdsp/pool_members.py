@@ -1,0 +1,122 @@
+"""The instances of a long pool as its coordinator knows them: what they report, what they compute, who is connected."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang_ext.policy.cdsp.orders import MemberReport
+from sglang_ext.policy.cdsp.plan import PrefillSnapshot
+
+_NOT_YET_S = 1e-6
+
+
+@dataclass(slots=True)
+class PoolInstance:
+    """One instance."""
+
+    node: int
+    report: MemberReport
+    step: int | None = None  # sequence of the step that it is in
+    step_ends_s: float = 0.0  # predicted
+    mesh_epoch: int = 0
+    reported_s: float | None = None
+    claimed_tokens: int = 0  # of KV, by chunks that were ordered after its last report
+
+    def backlog_s(self, now_s: float) -> float:
+        """Ordinary work that is left: an instance that sends no report works on what it has reported."""
+        backlog_s = self.report.backlog_s
+        if backlog_s <= 0.0 or self.reported_s is None:
+            return max(0.0, backlog_s)
+        return max(0.0, backlog_s - now_s + self.reported_s)
+
+    def add_backlog(self, work_s: float, now_s: float) -> None:
+        """It has been given ordinary work that its report does not know of."""
+        self.report = self.report._replace(backlog_s=self.backlog_s(now_s) + work_s)
+        self.reported_s = now_s
+
+
+class PoolMembers:
+    """All of a pool. Iteration is in the order of their numbers, as are positions in a snapshot."""
+
+    def __init__(self, short_backlog_s: float) -> None:
+        """Ordinary work of at most `short_backlog_s` keeps no step waiting."""
+        self._short_backlog_s = short_backlog_s
+        self._members: dict[int, PoolInstance] = {}
+        self._order: tuple[int, ...] = ()
+
+    def __contains__(self, instance: int) -> bool:
+        return instance in self._members
+
+    def __getitem__(self, instance: int) -> PoolInstance:
+        return self._members[instance]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, instance: int, node: int, report: MemberReport) -> None:
+        """A new one, which knows nothing."""
+        self._members[instance] = PoolInstance(node, report)
+        self._order = tuple(sorted(self._members))
+
+    def remove(self, instance: int) -> bool:
+        """Whether it was there."""
+        is_there = self._members.pop(instance, None) is not None
+        self._order = tuple(sorted(self._members))
+        return is_there
+
+    def report(self, instance: int, report: MemberReport, now_s: float) -> None:
+        """Its newest report."""
+        member = self._members.get(instance)
+        if member is not None:
+            member.report, member.reported_s, member.claimed_tokens = report, now_s, 0
+
+    def begin_step(self, sequence: int, group: Iterable[int], ends_s: float) -> None:
+        """These are in a step now, until `ends_s` as it seems."""
+        for instance in group:
+            self._members[instance].step = sequence
+            self._members[instance].step_ends_s = ends_s
+
+    def end_step(self, sequence: int) -> None:
+        """Whoever is in it is so no more."""
+        for member in self._members.values():
+            if member.step == sequence:
+                member.step = None
+
+    def are_connected(self, group: Iterable[int], epoch: int) -> bool:
+        """Whether all of these have the mesh of this epoch."""
+        return all(self._members[instance].mesh_epoch == epoch for instance in group)
+
+    def are_ready(self, group: Sequence[int], epoch: int) -> bool:
+        """Whether they are connected and none is in a step."""
+        return self.are_connected(group, epoch) and all(self._members[instance].step is None for instance in group)
+
+    def any_idle(self, now_s: float, kept: Collection[int]) -> bool:
+        """Whether a step could begin somewhere."""
+        return any(
+            one.step is None and instance not in kept and one.backlog_s(now_s) <= self._short_backlog_s
+            for instance, one in self._members.items()
+        )
+
+    def snapshot(self, now_s: float, kept: Collection[int] = (), *, counts_backlog: bool = True) -> PrefillSnapshot:
+        """Delays are the rest of the running step and the ordinary work behind it, if that is not short.
+
+        Who is in a step or is `kept` is not free before it has said so, whatever has been predicted.
+        """
+        nodes, delays_s, free_tokens = [], [], []
+        for instance in self._order:
+            member = self._members[instance]
+            delay_s = member.backlog_s(now_s) if counts_backlog else 0.0
+            if delay_s <= self._short_backlog_s:
+                delay_s = 0.0
+            if member.step is not None:
+                delay_s += max(_NOT_YET_S, member.step_ends_s - now_s)
+            elif instance in kept:
+                delay_s += _NOT_YET_S
+            nodes.append(member.node)
+            delays_s.append(delay_s)
+            free_tokens.append(max(0, member.report.free_kv_tokens - member.claimed_tokens))
+        return PrefillSnapshot(nodes, delays_s, free_tokens)

@@ -1,0 +1,150 @@
+"""The requests of a long pool: prompts that are announced, prefills that are offered, and the step that runs of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang_ext.policy.cdsp.on_time_order import PendingPrefill
+from sglang_ext.policy.cdsp.orders import Collect, Offer, PromptTicket, RunChunk
+from sglang_ext.policy.cdsp.pool_schedule import fastest_s, least_work_s
+from sglang_ext.policy.cdsp.price_planner import Holder
+from sglang_ext.policy.cdsp.sharding import KvSegment, Positions, count_tokens
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """An ordered step that not all of its members have answered for."""
+
+    order: RunChunk | Collect
+    before: dict[int, tuple[KvSegment, ...]]  # what was held when it was ordered
+    after: dict[int, tuple[KvSegment, ...]]
+    waiting: set[int]
+    has_failed: bool = False
+    done: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class SharedPrefill:
+    """A long prefill that an instance has offered: who holds what of it, and what is left."""
+
+    offer: Offer
+    total_s: float
+    held: dict[int, tuple[KvSegment, ...]]
+    todo: Positions
+    group: tuple[int, ...]  # of its last chunk
+    idle_s: float  # since when no step of it runs
+    involved: set[int]  # instances that may know of it: its owner, and all that were given a step of it
+    fastest_s: float  # of what is left
+    work_s: float
+    running: RunningStep | None = None
+    attempts: int = 0
+    is_cancelled: bool = False
+    no_room_s: float | None = None  # since when no group can hold it
+
+    @classmethod
+    def of(cls, offer: Offer, candidates: Sequence[SpCandidate], now_s: float) -> SharedPrefill:
+        """A new one."""
+        cached: Positions = (range(offer.cached_tokens),) if offer.cached_tokens else ()
+        new_tokens = offer.tokens - offer.cached_tokens
+        whole_s = fastest_s(candidates, offer.cached_tokens, new_tokens)
+        return cls(
+            offer,
+            max(1e-9, whole_s),
+            {offer.owner: (KvSegment(cached, is_borrowed=True),)} if cached else {},
+            (range(offer.cached_tokens, offer.tokens),),
+            (),
+            now_s,
+            {offer.owner},
+            whole_s,
+            least_work_s(candidates, offer.cached_tokens, new_tokens),
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another instance than its owner holds something of it."""
+        return any(segments for instance, segments in self.held.items() if instance != self.offer.owner)
+
+    def holders(self) -> tuple[int, ...]:
+        """Its owner, and all others that hold something of it."""
+        owner = self.offer.owner
+        return owner, *sorted(instance for instance, segments in self.held.items() if segments and instance != owner)
+
+    def estimate(self, candidates: Sequence[SpCandidate]) -> None:
+        """What is left of it, or what it costs, has changed."""
+        left = count_tokens(self.todo)
+        if left:
+            self.fastest_s = fastest_s(candidates, self.offer.tokens - left, left)
+            self.work_s = least_work_s(candidates, self.offer.tokens - left, left)
+
+    def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
+        """As the schedule takes it; `positions`: of the instances in the snapshot."""
+        offer = self.offer
+        left = count_tokens(self.todo)
+        holding = {instance for instance, segments in self.held.items() if segments}
+        order = [*(instance for instance in self.group if instance in holding), *sorted(holding - {*self.group})]
+        return PendingPrefill(
+            offer.request,
+            left,
+            offer.tokens - left,
+            positions[offer.owner],
+            tuple(Holder(positions[instance], tokens_held(self.held, instance)) for instance in order),
+            offer.arrival_s,
+            offer.deadline_s,
+            self.total_s,
+            self.fastest_s,
+            self.work_s,
+            bool(self.group),
+        )
+
+
+@dataclass(slots=True)
+class AnnouncedPrompt:
+    """A long prompt that no instance has offered yet."""
+
+    ticket: PromptTicket
+    fastest_s: float
+    work_s: float
+    owner: int | None = None  # that it has been given to
+    bound_s: float = math.inf
+    no_room_s: float | None = None
+
+    @classmethod
+    def of(cls, ticket: PromptTicket, candidates: Sequence[SpCandidate]) -> AnnouncedPrompt:
+        """A new one."""
+        cached, new = ticket.cached_tokens, ticket.tokens - ticket.cached_tokens
+        return cls(ticket, fastest_s(candidates, cached, new), least_work_s(candidates, cached, new))
+
+    def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
+        """As the schedule takes it; `positions`: of the instances in the snapshot."""
+        ticket = self.ticket
+        return PendingPrefill(
+            ticket.ticket,
+            ticket.tokens - ticket.cached_tokens,
+            ticket.cached_tokens,
+            -1 if self.owner is None else positions[self.owner],
+            (),
+            ticket.arrival_s,
+            ticket.deadline_s,
+            max(1e-9, self.fastest_s),
+            self.fastest_s,
+            self.work_s,
+            False,
+        )
+
+
+def tokens_held(held: Mapping[int, tuple[KvSegment, ...]], instance: int) -> int:
+    """Tokens of a request that an instance holds."""
+    return sum(segment.tokens for segment in held.get(instance, ()))
+
+
+def without_head(positions: Positions, tokens: int) -> Positions:
+    """All but the first `tokens` of them."""
+    kept: list[range] = []
+    for part in positions:
+        if tokens < len(part):
+            kept.append(part[max(0, tokens) :])
+        tokens -= len(part)
+    return tuple(kept)
