@@ -26,8 +26,8 @@ from random import Random
 from statistics import fmean, median
 from time import perf_counter_ns
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, PlannerConfig, PrefillSnapshot
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import LARGEST_SIZE, fitted_candidates
 from support.cdsp_optimum import unrestricted_optimum_s

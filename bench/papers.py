@@ -5,17 +5,19 @@
     python bench/papers.py medha [--rates 0.25 0.75] [--seeds 0 1 2 3 4] [--out FILE.json]
 
 tetris: 16 prefill instances on 2 nodes, Table 1 fit, 20,000 Poisson arrivals of prompts drawn from the `tetris_like`
-lengths (resampled from other traces to the published means: synthetic), the first 10% dropped, seeds 0 to 2. Critical
+lengths (resampled from other traces to the published means: synthetic), the first 10% dropped, seeds 0 to 2 and two by
+which nothing was chosen (200, 201). Critical
 rate per system: the highest at which the P99 TTFT is at most 25 times the mean light-load time and none is above
 three times that, bisected to 1%. Light load is no queue and the best SP size. The improvement rate is chosen per
 system, trace and load on other arrivals (a seed of its own). Without --full that choice is among 5 rates on 4,000
 arrivals, with it among 15 on 20,000; nothing else is reduced.
 
 `fluid` is one first-come first-served machine that serves min_s s T_s(0, L) / 16 per request; the bound is the rate at
-which all 16 instances would compute all the time, each prompt on the size that takes the least of them. Ours is
-`replan-fcfs`; the best baseline is the best of the paper's (fixed SP 8 and 16, LoongServe as the paper describes it);
-`critical_over_best_of_all` is against the stronger ones too that the paper does not have (fixed SP 4, LoongServe on
-idle instances).
+which all 16 instances would compute all the time, each prompt on the size that takes the least of them. Ours is `pool`,
+the coordinator that serves, with deadlines at the limit; `pool-noise-5` and `-10` with chunks that take longer or
+shorter than predicted (standard deviation 5% and 10%). The best baseline is the best of the paper's (fixed SP 8 and 16,
+LoongServe as the paper describes it); `critical_over_best_of_all` is against the stronger ones too that the paper does
+not have (fixed SP 2 and 4, LoongServe on idle instances) and against Tetris.
 
 laps: see support/papers_laps.py. medha: see support/papers_medha.py.
 

@@ -6,11 +6,11 @@ Each run is a process of its own, one after the other; seconds are of the whole 
 trace or drawing the requests, simulating, summarising), memory is the process's peak.
 
 - `mooncake`: the conversation trace of Mooncake (12,031 requests) on 16 prefill and 16 decode instances, CDSP;
-  `mooncake_replan`: with re-planning in order of arrival.
+  `mooncake_pool`: by the coordinator that serves.
 - `million`: 1,000,000 Poisson arrivals of that trace's lengths on 1,000 prefill instances, nodes of 8, SP sizes up to
   512, at 0.7 of the load that keeps all of them computing; CDSP without re-planning. `million_decode`: with 1,000
   decode instances behind them.
-- `thousand_replan`: 20,000 of those arrivals on the same prefill instances, with re-planning in order of arrival.
+- `thousand_pool`: 20,000 of those arrivals on the same prefill instances, by the coordinator that serves.
 
 Costs are the Table 1 fit (`sglang-ext simulate --engine table1`). The last line is `RESULT {json}`.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.profiling.rates import carrying_rate_per_s
+from sglang_ext.policy.cdsp.pool_schedule import least_work_s
 from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.decode import DecodeSpec
 from sglang_ext.simulation.engines import load_engine
@@ -64,10 +64,10 @@ class Figures(NamedTuple):
 
 RUNS = (
     Run("mooncake", ClusterSystem.TETRIS, 16, 16, None),
-    Run("mooncake_replan", ClusterSystem.REPLAN_FCFS, 16, 16, None),
+    Run("mooncake_pool", ClusterSystem.POOL, 16, 16, None),
     Run("million", ClusterSystem.TETRIS, 1000, 0, 1_000_000),
     Run("million_decode", ClusterSystem.TETRIS, 1000, 1000, 1_000_000),
-    Run("thousand_replan", ClusterSystem.REPLAN_FCFS, 1000, 0, 20_000),
+    Run("thousand_pool", ClusterSystem.POOL, 1000, 0, 20_000),
 )
 
 
@@ -79,7 +79,7 @@ def carry_out(run: Run) -> Figures:
     requests = list(workload.requests)
     if run.drawn_requests is not None:
         lengths = workload.drawn_lengths()
-        rate_per_s = LOAD * carrying_rate_per_s(engine.candidates, run.prefill, lengths)
+        rate_per_s = LOAD * run.prefill / fmean(least_work_s(engine.candidates, 0, prompt) for prompt, _ in lengths)
         requests = list(drawn_requests(lengths, run.drawn_requests, rate_per_s, seed=0))
     options = SystemOptions(run.system, improvement_rate=IMPROVEMENT_RATE)
     outcome = simulate(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
+from sglang_ext.policy.cdsp.planner import CdspRequest, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCost
 
 

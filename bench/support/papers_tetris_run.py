@@ -14,11 +14,14 @@ from support.papers_tetris import FLUID, Measured, Scale, Trace, Ttft, load_trac
 from support.result import give_up, progress
 
 TRACES = ("short", "medium", "long")
-OURS = "replan-fcfs"
+OURS = "pool"
 PAPER_BASELINES = ("fixed-sp16", "fixed-sp8", "loongserve")
-OTHER_BASELINES = ("fixed-sp4", "loongserve-idle")
-SMALL = Scale(20_000, (0, 1, 2), 4_000, (0.1, 0.2, 0.35, 0.5, 0.65))
-FULL = Scale(20_000, (0, 1, 2), 20_000, tuple(round(0.05 * step, 2) for step in range(1, 16)))
+OTHER_BASELINES = ("fixed-sp2", "fixed-sp4", "loongserve-idle")
+UNTUNED_SEEDS = (200, 201)  # nothing was ever chosen by them
+PAPER_SYSTEMS = ("tetris-single", "tetris")
+SEEDS = (0, 1, 2, *UNTUNED_SEEDS)
+SMALL = Scale(20_000, SEEDS, 4_000, (0.1, 0.2, 0.35, 0.5, 0.65))
+FULL = Scale(20_000, SEEDS, 20_000, tuple(round(0.05 * step, 2) for step in range(1, 16)))
 
 
 class _Task(NamedTuple):
@@ -107,25 +110,30 @@ def figures(
     """The figures of one trace. Ratios of rates are means over seeds of the ratio of one seed."""
     ours = critical[OURS]
     best = best_of(critical, PAPER_BASELINES)
-    best_of_all = best_of(critical, PAPER_BASELINES + OTHER_BASELINES)
+    best_of_all = best_of(critical, PAPER_BASELINES + OTHER_BASELINES + PAPER_SYSTEMS)
     times = {name: outcome.ttft for name, outcome in ttfts.items() if outcome.ttft is not None}
     return {
         "light_load_mean_s": trace.light_s,
         "limit_s": trace.limit_s,
         "bound_per_s": trace.bound_per_s,
         "critical_over_fluid": _ratio(ours, critical[FLUID]),
+        "critical_over_fluid_by_seed": _ratios(ours, critical[FLUID]),
+        "critical_over_fluid_noise_5": _ratio(critical["pool-noise-5"], critical[FLUID]),
+        "critical_over_fluid_noise_10": _ratio(critical["pool-noise-10"], critical[FLUID]),
         "critical_over_bound": ours.mean_critical_per_s / trace.bound_per_s,
         "best_baseline": best,
         "critical_over_best_baseline": _ratio(ours, critical[best]),
         "best_of_all": best_of_all,
         "critical_over_best_of_all": _ratio(ours, critical[best_of_all]),
         "at_rate_per_s": rate_per_s,
+        "p99_over_lowest_baseline": times[OURS].p99_s
+        / min(times[name].p99_s for name in (*PAPER_BASELINES, *OTHER_BASELINES, *PAPER_SYSTEMS)),
         "p50_gain": times[best].p50_s / times[OURS].p50_s,
         "p99_gain": times[best].p99_s / times[OURS].p99_s,
         "chunking_p50_gain": times["tetris-single"].p50_s / times["tetris"].p50_s,
         "chunking_p99_gain": times["tetris-single"].p99_s / times["tetris"].p99_s,
-        "replanning_p50_gain": times["tetris"].p50_s / times[OURS].p50_s,
-        "replanning_p99_gain": times["tetris"].p99_s / times[OURS].p99_s,
+        "price_p50_gain": times["tetris"].p50_s / times[OURS].p50_s,
+        "price_p99_gain": times["tetris"].p99_s / times[OURS].p99_s,
         "systems": {
             name: {
                 "critical_per_s": list(one.critical_per_s),
@@ -138,4 +146,8 @@ def figures(
 
 
 def _ratio(one: Measured, other: Measured) -> float:
-    return fmean(x / y for x, y in zip(one.critical_per_s, other.critical_per_s, strict=True))
+    return fmean(_ratios(one, other))
+
+
+def _ratios(one: Measured, other: Measured) -> list[float]:
+    return [x / y for x, y in zip(one.critical_per_s, other.critical_per_s, strict=True)]

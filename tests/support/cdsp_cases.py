@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
+from sglang_ext.policy.cdsp.planner import CdspRequest, ChunkPlan, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import LATENCY_S, PROMPT_TOKENS
 
@@ -110,3 +112,14 @@ def tabulated_candidates() -> tuple[SpCandidate, ...]:
     return tuple(
         SpCandidate(size, TabulatedCost(PROMPT_TOKENS[: len(times_s)], times_s)) for size, times_s in LATENCY_S.items()
     )
+
+
+def queue_delays_after(plan: ChunkPlan, queue_delays_s: Sequence[float]) -> tuple[float, ...]:
+    """Return the delays (s, from the same moment) once `plan` is committed.
+
+    All instances of a plan are members of its last group, so all of them are busy until it ends.
+    """
+    delays = list(queue_delays_s)
+    for instance in plan.chunks[-1].instances:
+        delays[instance] = plan.ttft_s
+    return tuple(delays)

@@ -12,7 +12,8 @@ from itertools import combinations, pairwise
 from math import ceil
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
+from sglang_ext.policy.cdsp.planner import CdspRequest, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
 
 

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from sglang_ext.policy.cdsp.plan import PrefillSnapshot
-from sglang_ext.policy.cdsp.price_planner import Placement, PriceOptions, PricePlanner, WaitingPrompt
+from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sglang_ext.policy.cdsp.plan import (
+from sglang_ext.policy.cdsp.planner import (
+    CdspPlanner,
     CdspRequest,
     ChunkPlan,
     NoPlan,
     NoPlanReason,
     PlannedChunk,
     PlannerConfig,
-    PrefillSnapshot,
 )
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.events import (
     BusyInterval,

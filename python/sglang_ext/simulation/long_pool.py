@@ -69,7 +69,7 @@ class _Progress:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _RunningGroup:
     """What an instance or a group computes, until `end_s`; void once a member is lost."""
 
     key: int
@@ -105,7 +105,7 @@ class LongPool:
         self._holds: dict[int, dict[int, int]] = {}  # by request: tokens by instance
         self._alone_s = [0.0] * spec.instances  # until an instance has computed what it computes alone
         self._progress: dict[int, _Progress] = {}
-        self._running: dict[int, _Running] = {}  # by request
+        self._running: dict[int, _RunningGroup] = {}  # by request
         self._tickets: dict[int, int] = {}  # request by ticket, before it is bound
         self._next_ticket = 0
         self._noise = Random(f"noise {options.noise_seed}")
@@ -175,10 +175,10 @@ class LongPool:
         new = sum(map(count_tokens, layout.new))
         for instance, history, part in zip(layout.group, layout.history, layout.new, strict=True):
             self._hold(order.request, instance, count_tokens(history) + count_tokens(part))
-        running = _Running(order.request, layout.group, order)
+        running = _RunningGroup(order.request, layout.group, order)
         self._begin(progress, running, self._duration_s(layout.group, cached, new), self._end_chunk)
 
-    def _end_chunk(self, running: _Running) -> None:
+    def _end_chunk(self, running: _RunningGroup) -> None:
         if running.is_void:
             return
         order, now_s = running.order, self._loop.now_s
@@ -214,9 +214,9 @@ class LongPool:
         self._alone_s[owner] = max(self._alone_s[owner], self._loop.now_s) + duration_s
         self._report(owner)
         delay_s = self._alone_s[owner] - duration_s - self._loop.now_s
-        self._begin(progress, _Running(request.key, (owner,), None), duration_s, self._end_alone, delay_s)
+        self._begin(progress, _RunningGroup(request.key, (owner,), None), duration_s, self._end_alone, delay_s)
 
-    def _end_alone(self, running: _Running) -> None:
+    def _end_alone(self, running: _RunningGroup) -> None:
         if running.is_void:
             return
         del self._running[running.key]
@@ -226,9 +226,9 @@ class LongPool:
     def _begin(
         self,
         progress: _Progress,
-        running: _Running,
+        running: _RunningGroup,
         duration_s: float,
-        handler: Callable[[_Running], None],
+        handler: Callable[[_RunningGroup], None],
         delay_s: float = 0.0,
     ) -> None:
         start_s = self._loop.now_s + delay_s

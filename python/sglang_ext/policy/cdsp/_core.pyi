@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 
-from sglang_ext.policy.cdsp.plan import ChunkPlan, PlannedChunk
+from sglang_ext.policy.cdsp.planner import ChunkPlan, PlannedChunk
 from sglang_ext.policy.cdsp.price_planner import Placement, WaitingPrompt
 
 SOURCE_DIGEST: str
@@ -13,7 +13,7 @@ class PricePlanner:
         min_chunk_tokens: int,
         page_tokens: int,
         cross_node_factor: float,
-        lateness_weight: float,
+        tardiness_weight: float,
         least_price: float,
         most_considered: int,
         placement_record: type[Placement],

@@ -36,8 +36,8 @@ from sglang_ext.policy.cdsp.orders import (
 from sglang_ext.policy.cdsp.pool_members import PoolMembers
 from sglang_ext.policy.cdsp.pool_requests import AnnouncedPrompt, RunningStep, SharedPrefill, tokens_held, without_head
 from sglang_ext.policy.cdsp.pool_schedule import (
+    PlacedPrefill,
     PoolSchedule,
-    Turn,
     tokens_within,
 )
 from sglang_ext.policy.cdsp.price_planner import Placement, PricePlanner
@@ -113,8 +113,9 @@ class Coordinator:
     @property
     def waits_for_room(self) -> bool:
         """Whether a request is left that no group could hold."""
-        waiting = [one for one in self._requests.values() if one.running is None]
-        return any(one.no_room_s is not None for one in (*waiting, *self._announced.values()))
+        return any(one.no_room_s is not None and one.running is None for one in self._requests.values()) or any(
+            one.no_room_s is not None for one in self._announced.values()
+        )
 
     @property
     def is_connected(self) -> bool:
@@ -263,11 +264,11 @@ class Coordinator:
         pending = [one for one in idle if one.todo]
         self._forget_unclaimed(now_s)
         # Ordinary work may be followed by more of it for ever.
-        waits_for_nobody = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
-        if not (pending or self._announced) or not (waits_for_nobody or self._members.any_idle(now_s, kept)):
+        ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
+        if not (pending or self._announced) or not (ignores_backlog or self._members.any_idle(now_s, kept)):
             return orders
         positions = {instance: position for position, instance in enumerate(self._members)}
-        for turn in self._turns(pending, positions, kept, now_s, counts_backlog=not waits_for_nobody):
+        for turn in self._turns(pending, positions, kept, now_s, counts_backlog=not ignores_backlog):
             announced = self._announced.get(turn.key)
             if announced is not None:
                 orders += self._bind(announced, turn.placement, now_s)
@@ -283,7 +284,7 @@ class Coordinator:
         now_s: float,
         *,
         counts_backlog: bool,
-    ) -> list[Turn]:
+    ) -> list[PlacedPrefill]:
         snapshot = self._members.snapshot(now_s, kept, counts_backlog=counts_backlog)
         waiting = [one.pending(positions) for one in pending]
         waiting += [one.pending(positions) for one in self._announced.values()]

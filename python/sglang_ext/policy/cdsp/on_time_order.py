@@ -1,8 +1,8 @@
 """In which order waiting long prefills take instances: by deadline, those put back that cost too many others theirs.
 
-Moore's and Hodgson's rule: in the order of deadlines, while everybody so far would be on time; where one would not,
-the longest so far is put back. So that nobody pays for that without bound, the number of those that are put back is a
-share of the arrivals, and whoever has waited for two deadlines comes first.
+Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far would be on time; where one would not,
+the longest so far is put back. So that no prefill pays for that without bound, the number of those that are put back
+is a share of the arrivals, and one that has waited for two deadlines comes first.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class OnTimeOrder:
     ) -> list[OrderedPrefill]:
         """Return all of `waiting` in their order. `running_s`: instance-seconds until all that runs has ended."""
         options = self._options
+        # One that waits no more has started, or its client has gone: what it was allowed is used.
+        self._put_back &= {one.key for one in waiting}
         by_deadline = sorted(waiting, key=lambda one: (one.deadline_s, one.arrival_s, one.key))
         late = {one.key for one in by_deadline if now_s + one.fastest_s > one.deadline_s}
         # Who has waited so long goes first, and who has KV already: to wait any longer would keep it.
@@ -99,7 +101,8 @@ class OnTimeOrder:
         per_work = options.work_factor / instances
         ahead_s = running_s / instances + sum(one.work_s for one in first) * per_work
         put_back = self._choose(now_s, [one for one in by_deadline if one.key not in late], ahead_s, per_work)
-        self._settle(put_back, waiting)
+        self._allowance += len(self._put_back - put_back) - len(put_back - self._put_back)
+        self._put_back = put_back
         behind = put_back | late
         are_first = {one.key for one in first}
         turns = [*first, *(one for one in by_deadline if one.key not in behind)]
@@ -127,10 +130,3 @@ class OnTimeOrder:
                 end_s += saved_s
                 put_back.add(key)
         return put_back
-
-    def _settle(self, put_back: set[int], waiting: Sequence[PendingPrefill]) -> None:
-        """Those who are not put back any more have cost nobody anything, unless they have started meanwhile."""
-        known = {one.key for one in waiting}
-        returned = sum(key in known and key not in put_back for key in self._put_back)
-        self._allowance += returned - sum(key not in self._put_back for key in put_back)
-        self._put_back = put_back

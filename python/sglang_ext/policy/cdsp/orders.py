@@ -54,7 +54,7 @@ class BuildMesh(NamedTuple):
 
 
 class Bind(NamedTuple):
-    """To whoever brought the ticket: give the prompt to this instance, which is to offer it with the ticket."""
+    """To the router that brought the ticket: give the prompt to this instance, which is to offer it with the ticket."""
 
     ticket: int
     owner: int

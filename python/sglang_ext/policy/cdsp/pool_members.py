@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.policy.cdsp.orders import MemberReport
-from sglang_ext.policy.cdsp.plan import PrefillSnapshot
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 
 _NOT_YET_S = 1e-6
 
 
 @dataclass(slots=True)
-class PoolInstance:
+class LongInstance:
     """One instance."""
 
     node: int
@@ -42,13 +42,13 @@ class PoolMembers:
     def __init__(self, short_backlog_s: float) -> None:
         """Ordinary work of at most `short_backlog_s` keeps no step waiting."""
         self._short_backlog_s = short_backlog_s
-        self._members: dict[int, PoolInstance] = {}
+        self._members: dict[int, LongInstance] = {}
         self._order: tuple[int, ...] = ()
 
     def __contains__(self, instance: int) -> bool:
         return instance in self._members
 
-    def __getitem__(self, instance: int) -> PoolInstance:
+    def __getitem__(self, instance: int) -> LongInstance:
         return self._members[instance]
 
     def __iter__(self) -> Iterator[int]:
@@ -59,7 +59,7 @@ class PoolMembers:
 
     def add(self, instance: int, node: int, report: MemberReport) -> None:
         """A new one, which knows nothing."""
-        self._members[instance] = PoolInstance(node, report)
+        self._members[instance] = LongInstance(node, report)
         self._order = tuple(sorted(self._members))
 
     def remove(self, instance: int) -> bool:
@@ -81,7 +81,7 @@ class PoolMembers:
             self._members[instance].step_ends_s = ends_s
 
     def end_step(self, sequence: int) -> None:
-        """Whoever is in it is so no more."""
+        """Its members are in none now."""
         for member in self._members.values():
             if member.step == sequence:
                 member.step = None
@@ -104,7 +104,7 @@ class PoolMembers:
     def snapshot(self, now_s: float, kept: Collection[int] = (), *, counts_backlog: bool = True) -> PrefillSnapshot:
         """Delays are the rest of the running step and the ordinary work behind it, if that is not short.
 
-        Who is in a step or is `kept` is not free before it has said so, whatever has been predicted.
+        An instance that is in a step or is `kept` is not free before it has answered, whatever has been predicted.
         """
         nodes, delays_s, free_tokens = [], [], []
         for instance in self._order:

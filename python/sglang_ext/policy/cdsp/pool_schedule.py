@@ -15,8 +15,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
-from sglang_ext.policy.cdsp.plan import PrefillSnapshot
-from sglang_ext.policy.cdsp.price_planner import Placement, PricePlanner, WaitingPrompt
+from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.laps.slack import relative_slack
 
@@ -34,7 +33,7 @@ class PrefillOrder(StrEnum):
     SRPT = "srpt"  # shortest remaining time first
 
 
-class Turn(NamedTuple):
+class PlacedPrefill(NamedTuple):
     """A pending prefill and its place; without a group where no group can hold it now."""
 
     key: int
@@ -106,7 +105,7 @@ class PoolSchedule:
 
     def turns(
         self, now_s: float, snapshot: PrefillSnapshot, pending: Sequence[PendingPrefill], running_s: float
-    ) -> list[Turn]:
+    ) -> list[PlacedPrefill]:
         """Return what starts now and what is reserved, in the order of the prefills, until no instance is idle.
 
         `running_s`: instance-seconds until all that runs has ended. ValueError as `PricePlanner.place`.
@@ -121,7 +120,7 @@ class PoolSchedule:
         behind = len(ordered) - len(waiting)
         others = behind + self.load.arrivals_until_empty(now_s, left_s, instances)
         placements = self.planner.place(snapshot, waiting, others)
-        return [Turn(ordered[placed.prompt].prefill.key, placed) for placed in placements]
+        return [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
 
     def _ordered(
         self, now_s: float, pending: Sequence[PendingPrefill], instances: int, running_s: float

@@ -7,7 +7,7 @@ So a prompt takes the group, of all sizes, that minimises
 
 on N instances, which is a larger size than the cheapest one only where the gain of its own is worth more than that.
 Nothing is kept from one decision to the next: a prompt that waits for its group reserves it, others fill the gap where
-they end in time, and all that has not started is decided anew at the next event. A prompt that nobody waits behind may
+they end in time, and all that has not started is decided anew at the next event. A prompt that has none behind it may
 also begin on a few idle instances until the larger group is free. The search is in C++ (`native/price.hpp`).
 
 Tetris has an improvement rate in the place of the price, searched offline for each load (`planner.py`).
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.native_core import NativePricePlanner, core_cost
-from sglang_ext.policy.cdsp.plan import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 
 
@@ -33,7 +32,7 @@ class PriceOptions:
     min_chunk_tokens: int = 512  # where a prompt grows, its chunk and what is left are at least this long
     page_tokens: int = 1  # KV slots are taken in pages of this size on each instance
     cross_node_factor: float = 1.1  # a group over more nodes than it needs takes so many times as long; inf: none does
-    lateness_weight: float = 1000.0  # a second after the deadline counts as so many
+    tardiness_weight: float = 1000.0  # a second after the deadline counts as so many
     least_price: float = 0.01  # of an instance-second, in seconds: what an idle pool does not share for less
     most_considered: int = 64  # prompts in a decision: one behind so many hardly starts now; they count as arrivals
 
@@ -49,9 +48,21 @@ class PriceOptions:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
         if not self.cross_node_factor >= 1:
             raise ValueError(f"cross_node_factor: {self.cross_node_factor} is less than 1")
-        for name in ("lateness_weight", "least_price"):
+        for name in ("tardiness_weight", "least_price"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number of at least 0")
+
+
+class PrefillSnapshot(NamedTuple):
+    """The prefill instances at the moment of a decision: three lists or tuples of one length.
+
+    A delay is the time until the instance has done all it is committed to. Free KV is what will be free by then; what
+    the request itself already holds there counts as free.
+    """
+
+    node_ids: Sequence[int]  # instances of one node share a number; at least 0, below 2**20
+    queue_delays_s: Sequence[float]
+    free_kv_tokens: Sequence[int]
 
 
 class Holder(NamedTuple):
@@ -94,7 +105,7 @@ class PricePlanner:
             options.min_chunk_tokens,
             options.page_tokens,
             options.cross_node_factor,
-            options.lateness_weight,
+            options.tardiness_weight,
             options.least_price,
             options.most_considered,
             Placement,

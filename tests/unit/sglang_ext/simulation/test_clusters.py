@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PrefillSnapshot
+from sglang_ext.policy.cdsp.planner import CdspRequest, ChunkPlan, NoPlan
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 from sglang_ext.simulation.cluster import CdspPolicy, ClusterSpec, Failure, FixedSp, greedy_esp

@@ -79,8 +79,8 @@ class Planner {
 class PricePlanner {
   public:
     PricePlanner(std::vector<std::int32_t> sizes, nb::list costs, Tokens min_chunk_tokens, Tokens page_tokens, double cross_node_factor,
-                 double lateness_weight, double least_price, std::int32_t most_considered, nb::object placement_record)
-        : search_(read_costs<SizeCost>(sizes, costs), {min_chunk_tokens, page_tokens, cross_node_factor, lateness_weight, least_price, most_considered}),
+                 double tardiness_weight, double least_price, std::int32_t most_considered, nb::object placement_record)
+        : search_(read_costs<SizeCost>(sizes, costs), {min_chunk_tokens, page_tokens, cross_node_factor, tardiness_weight, least_price, most_considered}),
           record_(std::move(placement_record)) {}
 
     // Prompts are tuples (new tokens, cached tokens, due, owner or -1, holders), holders a tuple of pairs (position, tokens).

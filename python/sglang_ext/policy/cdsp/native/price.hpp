@@ -18,7 +18,7 @@ struct PriceRules {
     Tokens min_chunk_tokens;
     Tokens page_tokens;
     double cross_node_factor;  // at least 1: a group takes so many times as long where one node could hold it but does not
-    double lateness_weight;    // per second after the deadline
+    double tardiness_weight;    // per second after the deadline
     double least_price;
     std::int32_t most_considered;
 };
@@ -56,7 +56,7 @@ struct Placement {
 
 // Goes through the prompts in their order and gives each the group with the lowest
 //
-//     end + price * instance-seconds + lateness_weight * max(0, end - due)
+//     end + price * instance-seconds + tardiness_weight * max(0, end - due)
 //
 // among: a group of any size that waits until its members are free; one of idle members that ends before those that
 // wait for them begin (a gap); and a chunk on a smaller idle group until the larger one is free. Who waits for a group
@@ -237,7 +237,7 @@ class PriceSearch {
 
     double score_of(const Prompt &prompt, double end_s, double work_s) const {
         const double late_s = end_s - prompt.due_s;
-        return end_s + price_ * work_s + (late_s > 0.0 ? rules_.lateness_weight * late_s : 0.0);
+        return end_s + price_ * work_s + (late_s > 0.0 ? rules_.tardiness_weight * late_s : 0.0);
     }
 
     void take(const Prompt &prompt, Choice choice, double work_s) {

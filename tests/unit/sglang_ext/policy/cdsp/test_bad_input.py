@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, PlannerConfig, PrefillSnapshot
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
 

@@ -11,6 +11,7 @@ import pytest
 
 from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
 from sglang_ext.policy.cdsp.orders import (
+    Bind,
     BuildMesh,
     Collect,
     Decline,
@@ -19,6 +20,7 @@ from sglang_ext.policy.cdsp.orders import (
     MemberReport,
     Offer,
     Order,
+    PromptTicket,
     RollBack,
     RunChunk,
 )
@@ -258,6 +260,176 @@ def test_other_costs_from_now_on() -> None:
     assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
+# ---- who need not wait for whom ----
+
+
+def test_a_busy_owner_is_not_waited_for() -> None:
+    one = coordinator(4)
+    one.report(0, MemberReport(10.0, 100_000), 0.0)
+    order = chunk_of(one.offer(offer(), 0.0))
+    assert 0 not in order.layout.group
+    orders = one.done_together(order.layout.group, order.sequence, 1.0)
+    (collect,) = [item for item in orders if isinstance(item, Collect)]
+    assert (collect.owner, collect.members) == (0, (0, *sorted(order.layout.group)))
+
+
+def test_what_the_owner_has_cached_keeps_it_in_the_group() -> None:
+    order = chunk_of(coordinator(4).offer(offer(cached=500), 0.0))
+    assert order.layout.group[0] == 0
+
+
+def test_short_ordinary_work_keeps_no_chunk_waiting() -> None:
+    one = coordinator(2, short_backlog_s=0.1)
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.1, 100_000), 0.0)
+    assert sorted(chunk_of(one.offer(offer(), 0.0)).layout.group) == [0, 1]
+
+
+def test_ordinary_work_without_end_is_not_waited_for() -> None:
+    one = coordinator(2, backlog_timeout_s=5.0)
+    orders = []
+    for tenths in range(60):
+        now_s = tenths / 10
+        for instance in (0, 1):
+            one.report(instance, MemberReport(2.0, 100_000), now_s)
+        orders = one.offer(offer(), now_s) if not tenths else one.plan(now_s)
+        if orders:
+            break
+    assert now_s == pytest.approx(5.1)
+    assert isinstance(orders[0], RunChunk)
+
+
+def test_a_collection_is_not_put_off_by_new_chunks() -> None:
+    """The owner computes for another prompt; until it is free, the holder of the first gets nothing new."""
+    one = coordinator(2)
+    one.report(0, MemberReport(100.0, 100_000), 0.0)
+    first = chunk_of(one.offer(offer(1, owner=0), 0.0))
+    assert first.layout.group == (1,)
+    one.report(0, IDLE, 0.1)
+    second = chunk_of(one.offer(offer(2, owner=1, tokens=9000), 0.1))
+    assert second.layout.group == (0,)
+    assert one.done(1, first.sequence, 4.0) == []
+    assert one.offer(offer(3, owner=1, tokens=3000), 4.1) == []
+    orders = one.done(0, second.sequence, 9.0)
+    assert isinstance(orders[0], Collect)
+    assert orders[0].request == 1
+
+
+def test_a_prompt_waits_for_room_while_others_make_it() -> None:
+    one = coordinator(2, room_timeout_s=3.0)
+    order = chunk_of(one.offer(offer(1, tokens=4000), 0.0))
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.0, 1000), 0.0)
+    other = offer(2, owner=1, tokens=4000)
+    assert one.offer(other, 0.1) == []
+    one.done(0, order.sequence, 1.0)
+    assert one.plan(1.1) == []
+    assert one.waits_for_room
+    for instance in (0, 1):
+        one.report(instance, IDLE, 2.0)
+    orders = one.done(1, order.sequence, 2.0)
+    assert {item.request for item in orders if isinstance(item, RunChunk | Collect)} >= {1}
+
+
+def test_a_prompt_that_no_group_can_hold_goes_home() -> None:
+    one = coordinator(2)
+    orders = one.offer(offer(tokens=300_000), 0.0)
+    assert orders[-1] == Decline(1, 0, DeclineReason.NO_PLAN)
+
+
+def test_chunks_that_take_too_long_are_cut() -> None:
+    one = coordinator(2, chunk_s=0.5)
+    order = chunk_of(one.offer(offer(tokens=4000), 0.0))
+    tokens = sum(len(part) for positions in order.layout.new for part in positions)
+    assert tokens < 4000
+    cost = SpCost(0.002, 5e-4, 1e-7, 5e-8)
+    assert cost.predict_s(0, tokens) <= 0.5 < cost.predict_s(0, tokens + 2)
+
+
+# ---- prompts that no instance has ----
+
+
+def ticket(number: int = -1, tokens: int = 4000, arrival_s: float = 0.0, deadline_s: float = math.inf) -> PromptTicket:
+    return PromptTicket(number, tokens, 0, arrival_s, deadline_s)
+
+
+def test_an_announced_prompt_is_given_to_an_instance_in_its_turn() -> None:
+    one = coordinator(2)
+    (bind,) = one.announce(ticket(), 0.0)
+    assert bind == Bind(-1, 0)
+    # While it is on its way, its group is kept for it.
+    assert one.announce(ticket(-2, arrival_s=0.1), 0.1) == []
+    order = chunk_of(one.claim(-1, offer(1, tokens=4010), 0.2))
+    assert order.layout.group == (0, 1)
+    assert sum(len(part) for positions in order.layout.new for part in positions) == 4010
+    assert one.tickets == (-2,)
+    one.done_together((0, 1), order.sequence, 3.0)
+    assert one.tickets == (-2,)
+
+
+def test_a_claim_has_the_arrival_and_the_deadline_of_its_ticket() -> None:
+    one = coordinator(1)
+    first = one.offer(offer(1, tokens=9000), 0.0)
+    assert isinstance(first[-1], Decline)
+    early, late = ticket(-1, 3000, 0.1, 60.0), ticket(-2, 3000, 0.2, 30.0)
+    assert one.announce(early, 0.1) == one.announce(late, 0.2) == []
+    one.report(0, IDLE, 20.0)
+    assert one.plan(20.0) == [Bind(-2, 0)]
+
+
+def test_a_prompt_is_bound_shortly_before_its_turn() -> None:
+    one = coordinator(2, bind_ahead_s=0.2)
+    order = chunk_of(one.offer(offer(), 0.0))
+    ends_s = 0.002 + 4000 / 2 * 1e-3 + 1e-7 / 2 * 4000**2
+    assert one.announce(ticket(), 0.1) == []
+    assert one.plan(ends_s - 0.3) == []
+    one.done(0, order.sequence, ends_s - 0.1)
+    assert one.tickets == (-1,)
+
+
+def test_a_prompt_whose_instance_never_offers_it_is_forgotten() -> None:
+    one = coordinator(2, bind_timeout_s=3.0)
+    assert one.announce(ticket(), 0.0) == [Bind(-1, 0)]
+    assert one.plan(2.9) == []
+    assert one.tickets == (-1,)
+    one.plan(3.1)
+    assert one.tickets == ()
+    # It comes late, and is an offer as any other.
+    assert isinstance(one.claim(-1, offer(), 3.2)[0], RunChunk)
+
+
+def test_a_withdrawn_prompt_makes_room_for_the_next() -> None:
+    one = coordinator(2)
+    assert one.announce(ticket(-1), 0.0) == [Bind(-1, 0)]
+    assert one.announce(ticket(-2, arrival_s=0.1), 0.1) == []
+    assert one.withdraw(-1, 0.2) == [Bind(-2, 0)]
+    assert one.withdraw(-1, 0.3) == []
+
+
+def test_a_prompt_is_forgotten_with_the_instance_that_it_was_given_to() -> None:
+    one = coordinator(2)
+    assert one.announce(ticket(), 0.0) == [Bind(-1, 0)]
+    one.lose(0, 0.1)
+    assert one.tickets == ()
+
+
+def test_an_announced_prompt_that_no_group_can_hold_is_given_to_the_instance_with_most_room() -> None:
+    one = coordinator(2)
+    one.report(1, MemberReport(0.0, 200_000), 0.0)
+    assert one.announce(ticket(tokens=900_000), 0.0) == [Bind(-1, 1)]
+    assert one.claim(-1, offer(1, owner=1, tokens=900_000), 0.1)[-1] == Decline(1, 1, DeclineReason.NO_PLAN)
+
+
+@pytest.mark.parametrize("bad", [ticket(tokens=0), ticket()._replace(cached_tokens=4000)])
+def test_tickets_that_make_no_sense(bad: PromptTicket) -> None:
+    one = coordinator()
+    with pytest.raises(ValueError, match="ticket -1"):
+        one.announce(bad, 0.0)
+    one.announce(ticket(), 0.0)
+    with pytest.raises(ValueError, match="ticket -1 is announced twice"):
+        one.announce(ticket(), 0.0)
+
+
 class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
@@ -274,6 +446,8 @@ class SimulatedCluster:
         self.ended: dict[int, str] = {}
         self.broken: set[int] = set()  # steps in which a peer has failed
         self.arrived: set[int] = set()  # collecting steps whose owner has everything
+        self.announced: dict[int, Offer] = {}  # by ticket
+        self.bound: list[Bind] = []
         for instance in range(4):
             self.join(instance)
 
@@ -287,6 +461,11 @@ class SimulatedCluster:
         for order in orders:
             if isinstance(order, Decline):
                 self.end(order.request, order.reason)
+                continue
+            if isinstance(order, Bind):
+                assert order.owner in self.mail
+                assert order.ticket in self.announced
+                self.bound.append(order)
                 continue
             to = order.layout.group if isinstance(order, RunChunk) else order.members
             for instance in to:
@@ -304,6 +483,24 @@ class SimulatedCluster:
         owner = self.random.choice(list(self.mail))
         tokens = self.random.choice((self.random.randrange(2, 8), self.random.randrange(200, 3000)))
         one = Offer(request, owner, tokens, self.random.choice((0, 0, tokens // 3)), self.now_s, math.inf)
+        if self.random.random() < 0.4:
+            self.announced[-request] = one._replace(cached_tokens=0)
+            self.deliver(self.coordinator.announce(PromptTicket(-request, tokens, 0, self.now_s, math.inf), self.now_s))
+            return
+        self.accept(one)
+
+    def claim(self, bind: Bind) -> None:
+        """The router has given the prompt to the instance that the pool has named, or it has gone."""
+        self.bound.remove(bind)
+        one = self.announced.pop(bind.ticket, None)
+        if one is None or bind.owner not in self.mail:
+            return
+        one = one._replace(owner=bind.owner)
+        self.offers[one.request] = one
+        self.deliver(self.coordinator.claim(bind.ticket, one, self.now_s))
+
+    def accept(self, one: Offer) -> None:
+        request, owner = one.request, one.owner
         self.offers[request] = one
         if one.cached_tokens:
             self.held[owner, request] = (KvSegment((range(one.cached_tokens),), is_borrowed=True),)
@@ -386,7 +583,9 @@ class SimulatedCluster:
             busy = [instance for instance, mail in self.mail.items() if mail]
             if busy:
                 self.work(self.random.choice(busy), may_fail=False)
-            elif self.coordinator.requests:
+            elif self.bound:
+                self.claim(self.bound[0])
+            elif self.coordinator.requests or self.coordinator.tickets:
                 self.deliver(self.coordinator.plan(self.now_s))
             else:
                 return
@@ -402,12 +601,18 @@ def test_any_history_ends(seed: int) -> None:
             busy = [instance for instance, mail in cluster.mail.items() if mail]
             if busy:
                 cluster.work(cluster.random.choice(busy), may_fail=True)
+            if cluster.bound and cluster.random.random() < 0.3:
+                cluster.claim(cluster.random.choice(cluster.bound))
         chance = cluster.random.random()
         if chance < 0.1 and len(cluster.mail) > 1:
             cluster.kill(cluster.random.choice(list(cluster.mail)))
         elif chance < 0.2:
             cluster.join(cluster.random.randrange(6))
-        elif chance < 0.3 and cluster.coordinator.requests:
+        elif chance < 0.25 and cluster.announced:
+            gone = cluster.random.choice(list(cluster.announced))
+            del cluster.announced[gone]
+            cluster.deliver(cluster.coordinator.withdraw(gone, cluster.now_s))
+        elif chance < 0.35 and cluster.coordinator.requests:
             victim = cluster.random.choice(cluster.coordinator.requests)
             cluster.ended.setdefault(victim, "cancelled")
             cluster.deliver(cluster.coordinator.cancel(victim, cluster.now_s))
@@ -415,6 +620,7 @@ def test_any_history_ends(seed: int) -> None:
             cluster.offer(request)
     cluster.quiet_down()
     assert set(cluster.ended) == set(cluster.offers)
+    assert not cluster.coordinator.tickets
     # A member that holds nothing any more gets the end, too.
     assert not cluster.held
 

@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, NoPlanReason, PlannerConfig, PrefillSnapshot
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, NoPlanReason, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 
 PLENTY = 10**6

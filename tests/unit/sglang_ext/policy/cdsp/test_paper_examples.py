@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, PlannerConfig, PrefillSnapshot, queue_delays_after
-from sglang_ext.policy.cdsp.planner import CdspPlanner
-from support.cdsp_cases import tabulated_candidates
+from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
+from support.cdsp_cases import queue_delays_after, tabulated_candidates
 
 K = 1024
 

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.plan import (
-    CdspRequest,
-    ChunkPlan,
-    NoPlan,
-    PlannerConfig,
-    PrefillSnapshot,
-    queue_delays_after,
-)
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.table1 import fitted_candidates
-from support.cdsp_cases import Case, cases, scaling_cases
+from support.cdsp_cases import Case, cases, queue_delays_after, scaling_cases
 from support.cdsp_reference import Reference
 
 

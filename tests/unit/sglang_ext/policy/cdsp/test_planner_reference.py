@@ -7,8 +7,8 @@ from fractions import Fraction
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.plan import CdspRequest, ChunkPlan, NoPlan, PlannerConfig, PrefillSnapshot
-from sglang_ext.policy.cdsp.planner import CdspPlanner
+from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, PlannerConfig
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from support.cdsp_cases import PLENTY, Case, cases, polynomial_costs, scaling_cases
 from support.cdsp_reference import Reference, optimum_s
