@@ -66,12 +66,13 @@ class ShownRequest(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """All of it. `losses`: which instances were lost, and when."""
+    """All of it. `losses`: which instances were lost, and when; `began_s`: the coordinator's time of its beginning."""
 
     instances: tuple[str, ...]
     requests: tuple[ShownRequest, ...]
     bars: tuple[Bar, ...]
     losses: tuple[tuple[str, float], ...]
+    began_s: float = 0.0
 
 
 def timeline_of(status: object, most_requests: int = 20) -> Timeline:
@@ -125,7 +126,7 @@ def _timeline(status: Any, most_requests: int) -> Timeline:
         for one in status["former_members"]
         if records and float(one["lost_s"]) >= began_s and one["name"] in shown
     )
-    return Timeline(tuple(sorted(shown)), tuple(requests), tuple(bars), losses)
+    return Timeline(tuple(sorted(shown)), tuple(requests), tuple(bars), losses, began_s)
 
 
 def _bars_of(
