@@ -259,8 +259,14 @@ def test_figure_6_is_judged_at_64_clients_by_the_faster_stock() -> None:
         "all": system(c64=(13, 1.5), c1=(1, 1)),
         "graphs": {"error": "x"},
     }
-    assert [verdict.value for verdict in figure_6_verdicts(found)] == [pytest.approx(0.3), pytest.approx(-0.25)]
-    assert [verdict.holds for verdict in figure_6_verdicts(found)] == [True, True]
+    gained = [pytest.approx(0.3), pytest.approx(-0.25)]
+    assert [verdict.value for verdict in figure_6_verdicts(found)] == [*gained, None]
+    assert [verdict.holds for verdict in figure_6_verdicts(found)] == [True, True, None]
+    for share, holds in ((0.001, True), (0.05, False)):
+        (at_aim, _) = found["all"]["levels"]  # type: ignore[misc]
+        at_aim["decisions"] = {"batches": 100, "mean_s": 1e-4, "share": share}
+        assert [verdict.holds for verdict in figure_6_verdicts(found)] == [True, True, holds]
+    del at_aim["decisions"]
     for without in ({"stock": system(c8=(10, 2)), "all": found["all"]}, {"stock": found["stock"]}):
         assert {verdict.value for verdict in figure_6_verdicts(without)} == {None}
 
