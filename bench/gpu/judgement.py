@@ -110,6 +110,10 @@ def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iter
             graphs = step["levels"][-1].get("graphs") or step.get("laps", {}).get("graphs")
             if not graphs or not sum(graphs["replays"].values()):
                 yield "no prefill ran on a captured shape"
+        laps_levels = step.get("levels", ()) if stage == "figure5" or name in ("all", "two-queues") else ()
+        for level in laps_levels:
+            if not level.get("decisions", {}).get("batches"):
+                yield f"at {level.get('concurrency', level.get('rate_per_s'))} no decision was timed"
     elif stage == "kernels":
         bound = 1e-4 if is_dry else 1e-2
         for block in step.get("blocks", ()):

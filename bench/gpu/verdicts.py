@@ -88,6 +88,8 @@ def capture_verdicts(capture: Mapping[str, Any] | None) -> list[Verdict]:
 AIM_CONCURRENCY = 64
 STOCKS = ("stock", "stock-flashinfer")
 AIM_RATE_PER_S = 360.0
+# Of the time, spent before iterations by deciding: a tenth of what figure 6 is to gain.
+MOST_DECIDING = 0.02
 
 
 def figure_6_verdicts(systems: Mapping[str, Any]) -> list[Verdict]:
@@ -101,12 +103,15 @@ def figure_6_verdicts(systems: Mapping[str, Any]) -> list[Verdict]:
     stock = max(stocks, key=lambda level: level["requests_per_s"], default=None)
     ours = at_aim("all")
 
+    deciding = None if ours is None else ours.get("decisions", {}).get("share")
+
     def gain(name: str) -> float | None:
         return None if stock is None or ours is None else ours[name] / stock[name] - 1
 
     return [
         Verdict("figure 6: requests/s gained", 0.2, False, gain("requests_per_s")),
         Verdict("figure 6: mean latency gained", -0.2, True, gain("mean_s")),
+        Verdict("figure 6: share of time in LAPS's decisions", MOST_DECIDING, True, deciding),
     ]
 
 

@@ -314,18 +314,20 @@ def test_a_test_that_was_skipped_on_the_device_is_a_failure() -> None:
 
 
 def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
-    graphs = {"replays": {"8x1": 3}}
-    failing = {"levels": [{"failed": 2}, {"failed": 1}], "laps": {"graphs": graphs}}
+    graphs, timed = {"replays": {"8x1": 3}}, {"decisions": {"batches": 9}}
+    failing = {"levels": [{"failed": 2, **timed}, {"failed": 1, **timed}], "laps": {"graphs": graphs}}
     assert failures_of(record("figure6", "all", failing)) == ["figure6, all: 3 requests failed"]
     assert failures_of(record("figure6", "stock", {"levels": [{"failed": 0}]})) == []
     for idle in (None, {"replays": {}}, {"replays": {"8x1": 0}}):
         # A result of graphs in which none ran is a result of something else.
         for stage, name, found in (
-            ("figure6", "all", {"levels": [{"failed": 0}], "laps": {"graphs": idle}}),
-            ("figure5", "0", {"levels": [{"failed": 0, "graphs": idle}]}),
+            ("figure6", "all", {"levels": [{"failed": 0, **timed}], "laps": {"graphs": idle}}),
+            ("figure5", "0", {"levels": [{"failed": 0, "graphs": idle, **timed}]}),
         ):
             assert failures_of(record(stage, name, found)) == [f"{stage}, {name}: no prefill ran on a captured shape"]
             assert failures_of(record(stage, name, found, is_dry=True)) == []
+    untimed = {"levels": [{"concurrency": 8, "failed": 0}]}
+    assert failures_of(record("figure6", "two-queues", untimed)) == ["figure6, two-queues: at 8 no decision was timed"]
     assert failures_of(record("kernels", "rates", {"blocks": [{"tokens": 64, "causal_error": 0.5}]})) == [
         "kernels, rates: causal_error at 64 tokens is 0.5"
     ]
@@ -348,7 +350,7 @@ def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
 def test_results_of_several_commands_are_judged_as_one(tmp_path: Path) -> None:
     graphs = {"replays": {"8x1": 3}}
     level = {"concurrency": 64, "failed": 0, "requests_per_s": 10.0, "mean_s": 2.0, "graphs": graphs}
-    faster = {**level, "requests_per_s": 13.0, "mean_s": 1.0}
+    faster = {**level, "requests_per_s": 13.0, "mean_s": 1.0, "decisions": {"batches": 9, "share": 0.001}}
     parts = [
         record("figure6", "stock", {"levels": [level]}),
         record("figure6", "all", {"error": "out of memory"}),
