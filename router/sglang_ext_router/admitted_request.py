@@ -441,7 +441,7 @@ class AdmittedRequest:
             self._count_slo(request.headers.ttft_slo_s, outcome, status, now_s)
 
     def seen(self) -> SeenRequest:
-        """What the live page is told of it; times are the loop's."""
+        """It as the live page shows it; times are the loop's."""
         request, attempt = self._request, self._attempt
         route = None if attempt is None else attempt.route
         tokens, known_tokens = request.prompt_tokens, self._known_prompt_tokens

@@ -121,7 +121,7 @@ class Viewer:
         self._page.resend()
 
     def access_entry(self, now_s: float) -> AccessEntry:
-        """What the access log is told of it."""
+        """Its line in the access log."""
         return AccessEntry("/ui/stream", 200, "ok", now_s - self._began_s, client=self._peer, method="GET")
 
 

@@ -66,7 +66,7 @@ class Runnable(Protocol):
         """See that its reply begins, and goes on."""
 
     def seen(self) -> SeenRequest:
-        """What the live page is told of it."""
+        """It as the live page shows it."""
 
 
 @dataclass(slots=True)

@@ -318,7 +318,7 @@ def test_quantiles_weigh_what_a_sample_stands_for() -> None:
     assert reader.head["sampled_of"] == 900 // MAX_ENDED
 
 
-def test_memory_is_bounded_whoever_reads() -> None:
+def test_memory_is_bounded_while_frames_are_not_taken() -> None:
     view = LiveView(0.0)
     view.take_instances([instance("a:1")], 0.0)
     for number in range(3 * MAX_PENDING):
