@@ -57,6 +57,7 @@ class Page:
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.errors: list[str] = []  # of the console, uncaught exceptions, requests that failed to load
         self.requested: list[str] = []  # URLs
+        self.loaded = asyncio.Event()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -126,6 +127,8 @@ class Page:
                 continue
             parameters = content.get("params", {})
             match content.get("method"):
+                case "Page.loadEventFired":
+                    self.loaded.set()
                 case "Runtime.exceptionThrown":
                     details = parameters["exceptionDetails"]
                     self.errors.append(details.get("exception", {}).get("description", details["text"]))
@@ -155,7 +158,9 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await page.send(f"{domain}.enable")
         await page.show(width=width, height=height, **shown)
+        page.loaded.clear()
         await page.send("Page.navigate", url=url)
+        await asyncio.wait_for(page.loaded.wait(), START_S)
         return page
 
     async def close(self) -> None:
