@@ -20,11 +20,12 @@ from urllib.parse import urlsplit
 from sglang_ext.live_view.recording import MAX_LINE_BYTES, RecordingError, check_lines
 
 _TIMEOUT_S = 15.0  # without a message, of which four come a second
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEY_VARIABLES = ("SGLANG_EXT_ADMIN_API_KEY", "SGLANG_EXT_API_KEY")
 
 
 class _StoppedError(Exception):
-    """SIGTERM: what has been written stays."""
+    """Ctrl-C or SIGTERM: what has been written stays."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,14 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(f"{base} answers {error.code}{why and ': '}{why}", 1)
     except (OSError, http.client.HTTPException) as error:
         return _fail(f"{base} does not answer ({getattr(error, 'reason', error)})", 1)
-    previous = signal.signal(signal.SIGTERM, _stop)
+    previous = [signal.signal(number, _stop) for number in _SIGNALS]
     try:
         with reply, arguments.out.open("wb") as file:
             return _record(reply, file, arguments)
     except OSError as error:
         return _fail(f"--out {arguments.out}: {error.strerror or error}", 1)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in zip(_SIGNALS, previous, strict=True):
+            signal.signal(number, handler)
 
 
 def _record(reply: http.client.HTTPResponse, file: IO[bytes], arguments: argparse.Namespace) -> int:
@@ -89,7 +91,7 @@ def _record(reply: http.client.HTTPResponse, file: IO[bytes], arguments: argpars
             file.write(message)
             file.flush()
             written += 1
-    except (KeyboardInterrupt, _StoppedError):
+    except _StoppedError:
         pass
     except RecordingError as error:
         return _fail(f"{arguments.url}: {error}", 1)
