@@ -153,3 +153,15 @@ def kernel_verdicts(kernels: Mapping[str, float]) -> list[Verdict]:
         ("scatter over copy bandwidth", "scatter_ratio", 0.85),
     )
     return [Verdict(aim, bound, False, kernels.get(name)) for aim, name, bound in aims]
+
+
+def two_engines_verdicts(arrangements: Mapping[str, Any]) -> list[Verdict]:
+    """`arrangements`: what `two_engines.py` found, by name; what the device's workers refuse is not measured."""
+
+    def share(found: Mapping[str, Any]) -> float | None:
+        return (found["equal"] + found["ties"]) / found["answers"] if found.get("answers") else None
+
+    return [
+        Verdict(f"two engines, {name}: answers that are one instance's", 1.0, False, share(found))
+        for name, found in arrangements.items()
+    ]
