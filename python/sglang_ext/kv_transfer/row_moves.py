@@ -1,8 +1,9 @@
 """Rows of registered memory to consecutive bytes and back: what stands between a pool and a message.
 
-Heads of a wider pool and slots without order are many short rows: one system call, or one Python object, for each
-costs more than moving it. They are gathered into a staging buffer, which is moved whole; long runs of bytes move
-from and to their place. Rows of all buffers share one `SlotIndex`, so slots are looked at once and not per layer.
+Heads of a wider pool and slots without order are many short rows: a Python object for each costs more than moving it.
+The shortest are gathered into a staging buffer, which is moved whole; longer ones, and runs of rows that follow each
+other, move from and to their place, as vectors that the kernel takes a thousand of at a time. Rows of all buffers share
+one `SlotIndex`, so slots are looked at once and not per layer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsErro
 from sglang_ext.kv_transfer.pool_layout import RowSet, Slots
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+Vectors: TypeAlias = "npt.NDArray[np.uint64]"
+"""Of shape [n, 2]: address and length of pieces of memory, in order."""
 
-# A run of so many bytes is moved from and to its place. Looking it up takes as long as copying some of its length.
-DIRECT_BYTES = 8192
+# Rows, or runs of them, of so many bytes are moved from and to their place: a vector costs as much as two copies of
+# some 500 bytes.
+DIRECT_BYTES = 1024
 # Large enough that a system call does not count, small enough for a processor's cache.
 STAGING_BYTES = 512 << 10
 
@@ -33,21 +37,20 @@ class SlotIndex:
         self.count = len(slots)
         self.low = int(slots.min())
         self.rows = int(slots.max()) - self.low + 1  # from the lowest to the highest
-        self._relative = slots.astype(np.int64) - self.low
+        self._relative = np.subtract(slots, self.low, dtype=np.int64)
         self._scaled: dict[int, npt.NDArray[np.int64]] = {1: self._relative}
-        starts = np.concatenate(([0], np.flatnonzero(np.diff(self._relative) != 1) + 1))
-        self._run_starts = starts
-        self._run_rows = np.diff(np.concatenate((starts, [self.count])))
+        self._breaks = self._relative[1:] != self._relative[:-1] + 1
+        self._run_count = 1 + int(np.count_nonzero(self._breaks))
 
     @property
     def is_one_run(self) -> bool:
         """Whether they all follow each other."""
-        return len(self._run_starts) == 1
+        return self._run_count == 1
 
     @property
     def mean_run(self) -> float:
         """Slots that follow each other."""
-        return self.count / len(self._run_starts)
+        return self.count / self._run_count
 
     def scaled(self, factor: int) -> npt.NDArray[np.int64]:
         """Indices where `factor` rows of the same length stand for one slot."""
@@ -56,10 +59,10 @@ class SlotIndex:
             scaled = self._scaled[factor] = self._relative * factor
         return scaled
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First row and number of rows of each run of slots that follow each other, in order."""
-        firsts = self._relative[self._run_starts]
-        return zip(firsts.tolist(), self._run_rows.tolist(), strict=True)
+        starts = np.concatenate(([0], np.flatnonzero(self._breaks) + 1))
+        return self._relative[starts], np.diff(np.concatenate((starts, [self.count])))
 
 
 class RowWindow:
@@ -68,7 +71,7 @@ class RowWindow:
     def __init__(self, view: memoryview, rows: RowSet, index: SlotIndex) -> None:
         self.count = index.count
         self.length_bytes = rows.length_bytes
-        self._view = view
+        self._address = rows.address + index.low * rows.stride
         self._stride = rows.stride
         self._index = index
         # Long rows, or runs of them, need no staging.
@@ -85,17 +88,14 @@ class RowWindow:
         else:
             self._items = np.frombuffer(view, kind)
 
-    def runs(self) -> list[memoryview]:
+    def vectors(self) -> Vectors:
         """All rows, in order, where they lie."""
-        if self._stride == self.length_bytes:
-            runs = self._index.runs()
-        else:
-            runs = ((row, 1) for row in self._index.scaled(1).tolist())
-        size = self.length_bytes
-        return [
-            self._view[row * self._stride : row * self._stride + (count - 1) * self._stride + size]
-            for row, count in runs
-        ]
+        is_joined = self._stride == self.length_bytes
+        rows, counts = self._index.runs() if is_joined else (self._index.scaled(1), np.ones(1, np.int64))
+        vectors = np.empty((len(rows), 2), np.uint64)
+        vectors[:, 0] = self._address + rows * self._stride
+        vectors[:, 1] = counts * self.length_bytes
+        return vectors
 
     def gather(self, first: int, count: int, out: Bytes) -> None:
         """Copy rows first, first + 1, … one after the other to `out` (count × length_bytes bytes)."""
@@ -156,7 +156,7 @@ class Piece(NamedTuple):
 
 def stage_pieces(windows: Sequence[RowWindow], staging_bytes: int) -> Iterator[list[Piece] | RowWindow]:
     """The windows in order: pieces that fill a staging buffer of `staging_bytes` (at least DIRECT_BYTES), or a window
-    whose runs are moved as they are."""
+    whose rows are moved as vectors."""
     pieces: list[Piece] = []
     used_bytes = 0
     for window in windows:

@@ -33,7 +33,7 @@ from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsErro
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, RowSet, cut_rows, group_by_slots
 from sglang_ext.kv_transfer.row_moves import Bytes, Piece, RowWindow, SlotIndex, open_rows
-from sglang_ext.kv_transfer.wire import receive_exactly
+from sglang_ext.kv_transfer.socket_io import receive_exactly
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,13 @@ from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsErro
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
 from sglang_ext.kv_transfer.row_moves import STAGING_BYTES, Bytes, RowWindow, SlotIndex, open_rows, stage_pieces
-from sglang_ext.kv_transfer.wire import receive_exactly, receive_into, send_all
+from sglang_ext.kv_transfer.socket_io import receive_exactly, receive_into, receive_vectors, send_all, send_vectors
 
 __all__ = ["Block", "EngineOptions", "TcpTransferEngine", "TransferError"]
 
 logger = logging.getLogger(__name__)
+
+_LOCAL_SEND_BYTES = 512 << 10
 
 _REFUSALS: dict[int, str] = {
     wire.Status.OUT_OF_BOUNDS: "the peer refused an address outside its registered memory",
@@ -190,6 +192,10 @@ class TcpTransferEngine:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.getsockname()[0] == connection.getpeername()[0]:
+                # What is on its way to a peer on this machine stays in the processor's cache; the network would want
+                # as much as it takes.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_BYTES)
             connection.settimeout(self._options.io_timeout_s)
             connection.sendall(wire.encode_greeting())
             wire.check_greeting(bytes(receive_exactly(connection, wire.GREETING.size)))
@@ -328,19 +334,19 @@ def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow
     first = [memoryview(head)]
     for piece in stage_pieces(windows, STAGING_BYTES):
         if isinstance(piece, RowWindow):
-            views = piece.runs()
+            send_all(link.connection, first)
+            send_vectors(link.connection, piece.vectors())
         else:
             for rows in piece:
                 rows.gather(link.staging)
-            views = [link.staging.data[: piece[-1].stop]]
-        send_all(link.connection, [*first, *views])
+            send_all(link.connection, [*first, link.staging.data[: piece[-1].stop]])
         first = []
 
 
 def _receive_rows(link: _StagedConnection, windows: Sequence[RowWindow]) -> None:
     for piece in stage_pieces(windows, STAGING_BYTES):
         if isinstance(piece, RowWindow):
-            receive_into(link.connection, piece.runs())
+            receive_vectors(link.connection, piece.vectors())
         else:
             receive_into(link.connection, [link.staging.data[: piece[-1].stop]])
             for rows in piece:

@@ -82,10 +82,11 @@ def test_long_rows_and_runs_are_moved_as_they_are(length: int) -> None:
     slots = [7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6]
     with open_rows(regions, [RowSet(memory.ctypes.data, row_bytes, length)], SlotIndex(u32(slots))) as (window,):
         assert list(stage_pieces([window], DIRECT_BYTES)) == [window]
-        runs = window.runs()
-    assert [len(run) // length for run in runs] == ([1] * 11 if length == DIRECT_BYTES else [5, 6])
+        vectors = window.vectors().tolist()
+    assert [size // length for _, size in vectors] == ([1] * 11 if length == DIRECT_BYTES else [5, 6])
     rows = memory.reshape(ROWS, row_bytes)[slots, :length]
-    assert b"".join(runs) == rows.tobytes()
+    offsets = [(address - memory.ctypes.data, size) for address, size in vectors]
+    assert b"".join(memory[offset : offset + size].tobytes() for offset, size in offsets) == rows.tobytes()
 
 
 def test_pieces_fill_the_staging_buffer_across_windows() -> None:
