@@ -78,7 +78,8 @@ class FaultyEndpoint:
             # Python 3.11 loses a connection that was accepted but is not yet attached when its server closes
             # (gh-109564): nothing more is accepted, and what was is attached, before it does.
             for site in runner.sites:
-                assert isinstance(site, web.TCPSite) and site._server is not None
+                assert isinstance(site, web.TCPSite)
+                assert site._server is not None
                 for listening in site._server.sockets:  # type: ignore[attr-defined]
                     self._loop.remove_reader(listening.fileno())
             await asyncio.sleep(0)
