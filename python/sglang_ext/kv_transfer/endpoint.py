@@ -14,9 +14,10 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 from sglang_ext.identifiers import TransferId
 from sglang_ext.kv_transfer.control_channel import ControlLoop, ControlMessage
@@ -30,7 +31,7 @@ from sglang_ext.kv_transfer.invitations import (
 )
 from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
-from sglang_ext.kv_transfer.pool_layout import PoolLayout
+from sglang_ext.kv_transfer.pool_layout import PoolLayout, RowCopy, cut_rows
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import Transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
@@ -66,12 +67,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_RECORDS = 10_000
 _LAYOUT_TIMEOUT_S = 10.0
+# Of one part, before others have their turn: some milliseconds, and the cost of a turn does not count.
+_TURN_BYTES = 16 << 20
+_GIVEN_UP = "given up before it was written"
 
 
 class HandshakeEndpoint:
     """Listens on `host` from construction to `close`; `layout` and everything that it names stay where they are.
 
-    `write_threads` bounds the parts that are written at a time; `decode_rank` goes with invitations. Thread-safe.
+    `write_threads` bounds the parts that are written at a time; others have their turn after at most 16 MiB of each.
+    `decode_rank` goes with invitations. Thread-safe.
     """
 
     def __init__(
@@ -355,11 +360,14 @@ class HandshakeEndpoint:
         if outgoing.machine.is_over:
             self._outgoing.pop((outgoing.machine.transfer_id, outgoing.machine.receiver), None)
 
-    def _submit(self, executor: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+    def _submit(self, executor: ThreadPoolExecutor, task: Callable[[], None]) -> bool:
+        """Let a thread do it once those before it are done; False when this endpoint is being closed."""
         try:
             executor.submit(task)
         except RuntimeError:
             logger.debug("a task came after the end")
+            return False
+        return True
 
     # ---- other threads ----
 
@@ -370,22 +378,57 @@ class HandshakeEndpoint:
                 self._carry_out(self._receiver.on_fenced(permit, self._clock()))
 
     def _write(self, outgoing: OutgoingTransfer, todo: WritePart) -> None:
-        machine = outgoing.machine
+        """Begin a part: find out where it goes, and write the first of it."""
         try:
-            if machine.outcome is not None:
-                raise TransferError("given up before it was written")
-            peer = self._peers.wait(machine.receiver, todo.permit >> PERMIT_EPOCH_SHIFT, _LAYOUT_TIMEOUT_S)
+            if outgoing.machine.outcome is not None:
+                raise TransferError(_GIVEN_UP)
+            receiver = outgoing.machine.receiver
+            peer = self._peers.wait(receiver, todo.permit >> PERMIT_EPOCH_SHIFT, _LAYOUT_TIMEOUT_S)
             with self._lock:
                 rows = outgoing.rows(todo.chunk, todo.part, self._layout, peer.layout)
-            written_bytes = self._transport.write(peer.transport_address, todo.permit, rows)
         except (TransferError, ValueError) as error:
-            with self._lock:
-                self._failed_writes += 1
-                now_s = self._clock()
-                self._carry_out_sender(outgoing, machine.on_write_failed(todo.chunk, todo.part, str(error), now_s))
+            self._end_write(outgoing, todo, 0, str(error))
             return
+        total_bytes = sum(copy.total_bytes for copy in rows)
+        turn = _Turn(outgoing, todo, peer.transport_address, total_bytes, cut_rows(rows, _TURN_BYTES))
+        self._write_turn(turn, next(turn.rest, None))
+
+    def _write_turn(self, turn: _Turn, rows: list[RowCopy] | None) -> None:
+        """Write `rows` (None: there is nothing to write), then let other parts have their turn before the next ones."""
+        while rows is not None:
+            try:
+                if turn.outgoing.machine.outcome is not None:
+                    raise TransferError(_GIVEN_UP)
+                self._transport.write(turn.address, turn.todo.permit, rows)
+            except TransferError as error:
+                self._end_write(turn.outgoing, turn.todo, 0, str(error))
+                return
+            rows = next(turn.rest, None)
+            if rows is not None and self._submit(self._writers, partial(self._write_turn, turn, rows)):
+                return
+        self._end_write(turn.outgoing, turn.todo, turn.total_bytes, None)
+
+    def _end_write(self, outgoing: OutgoingTransfer, todo: WritePart, written_bytes: int, problem: str | None) -> None:
+        """Tell the machine what came of a part; `problem`: why it has failed."""
+        machine = outgoing.machine
         with self._lock:
-            self._writes += 1
-            self._written_bytes += written_bytes
-            outgoing.written_bytes += written_bytes
-            self._carry_out_sender(outgoing, machine.on_written(todo.chunk, todo.part, self._clock()))
+            now_s = self._clock()
+            if problem is None:
+                self._writes += 1
+                self._written_bytes += written_bytes
+                outgoing.written_bytes += written_bytes
+                actions = machine.on_written(todo.chunk, todo.part, now_s)
+            else:
+                self._failed_writes += 1
+                actions = machine.on_write_failed(todo.chunk, todo.part, problem, now_s)
+            self._carry_out_sender(outgoing, actions)
+
+
+class _Turn(NamedTuple):
+    """A part that is being written, some of it at a time."""
+
+    outgoing: OutgoingTransfer
+    todo: WritePart
+    address: str  # of the receiver's transport
+    total_bytes: int
+    rest: Iterator[list[RowCopy]]
