@@ -30,7 +30,8 @@ from sglang_ext.policy.live_view.messages import (
 
 CLASSES = ("short", "long", "unknown")
 MAX_TRACKED = 400  # requests that are followed while they are under way
-MAX_ENDED = 60  # requests of a frame that were not followed
+MAX_NEW_TRACKED = 30  # of these, at one look: where requests end within a frame, following them is of little use
+MAX_ENDED = 40  # requests of a frame that were not followed
 MAX_PENDING = 2_000  # rows of each kind that wait for a frame
 MAX_TTFTS = 2_000  # of each class
 TTFT_WINDOW_S = 60.0
@@ -243,10 +244,12 @@ class LiveView:
         """The admitted requests, or the first ones of them, each by a key that stays its own until its end."""
         stages: dict[str, list[int]] = {name: [0, 0, 0, 0] for name in CLASSES}
         scanned = 0
+        tracked = self._tracked
+        most_tracked = min(MAX_TRACKED, len(tracked) + MAX_NEW_TRACKED)
         for key, request in seen:
             scanned += 1
             stages[request.length_class or "unknown"][_stage(request)] += 1
-            if key in self._tracked or len(self._tracked) < MAX_TRACKED:
+            if key in tracked or len(tracked) < most_tracked:
                 self._follow(key, request)
         self._is_estimate = 0 < scanned < counts.in_flight
         if self._is_estimate:
