@@ -107,6 +107,7 @@ def drain(view: LiveView, reader: Reader, at_s: float) -> float:
     for _ in range(1000):
         reader.take(view.frame(at_s))
         if not reader.head["deferred"]:
+            assert reader.rows["loads"].keys() == reader.rows["instances"].keys()
             return at_s
         at_s += MIN_INTERVAL_S
     raise AssertionError(f"{reader.head['deferred']} rows still wait")
