@@ -132,6 +132,14 @@ class Receiver:
         self._fail(request, TransferOutcome.ABORTED, reason, now_s)
         return self._finish_event(request, now_s)
 
+    def on_peer_lost(self, transfer_id: TransferId, address: str, reason: str, now_s: float) -> ReceiverActions:
+        """A prefill rank that was invited does not answer. One that has shaken hands has its lease."""
+        request = self._requests.get(transfer_id)
+        if request is None or request.phase is not ReceivePhase.OPEN or address in request.senders:
+            return ()
+        self._fail(request, TransferOutcome.PEER_LOST, reason, now_s)
+        return self._finish_event(request, now_s)
+
     def on_fenced(self, permit: int, now_s: float) -> ReceiverActions:
         """The transport lets no sender write under this permit any more."""
         entry = self._permits.get(permit)
