@@ -292,7 +292,7 @@ class HandshakeEndpoint:
             if isinstance(message, SenderReport):
                 self._carry_out(self._receiver.on_report(message, now_s))
             elif isinstance(message, SenderStopped):
-                self._carry_out(self._receiver.on_stopped(message, now_s))
+                self._bar_stopped(message, now_s)
             elif isinstance(message, LayoutRequest):
                 reply = LayoutReply(
                     self.address, self._epoch, self._transport.name, self._transport.address, self._layout
@@ -315,6 +315,14 @@ class HandshakeEndpoint:
                 self._watches.on_alive(message.peer, message.epoch, now_s)
             else:
                 self._on_answer(message, now_s)
+
+    def _bar_stopped(self, message: SenderStopped, now_s: float) -> None:
+        """A sender writes no more; what it has written may still be on its way, where it did not wait for the end."""
+        permit = self._receiver.permit_of(message.transfer_id, message.sender)
+        if permit is not None and self._transport.can_fence:
+            self._submit(self._fencers, partial(self._take_stopped, message, permit))
+        else:
+            self._carry_out(self._receiver.on_stopped(message, now_s))
 
     def _on_answer(self, message: ToSender, now_s: float) -> None:
         outgoing = self._outgoing.get((message.transfer_id, message.receiver))
@@ -404,6 +412,11 @@ class HandshakeEndpoint:
         return True
 
     # ---- other threads ----
+
+    def _take_stopped(self, message: SenderStopped, permit: int) -> None:
+        self._transport.revoke(permit)
+        with self._lock:
+            self._carry_out(self._receiver.on_stopped(message, self._clock()))
 
     def _fence(self, permit: int) -> None:
         self._transport.revoke(permit)

@@ -89,6 +89,12 @@ class Receiver:
         """Whether nothing is written under this permit any more, so that its backend may take another chunk."""
         return permit not in self._permits
 
+    def permit_of(self, transfer_id: TransferId, sender: str) -> int | None:
+        """The permit under which this sender may be writing."""
+        request = self._requests.get(transfer_id)
+        state = None if request is None else request.senders.get(sender)
+        return None if state is None or state.outstanding is None else state.outstanding.permit
+
     @property
     def unsettled_permits(self) -> int:
         """Grants under which a sender may be writing."""
