@@ -172,12 +172,13 @@ def row_text(row: Sequence[Any]) -> str:
 
 
 def _clean(value: Any) -> Any:
-    if value is None or isinstance(value, bool):
+    kind = type(value)  # the plain ones first: this runs for every field of every row
+    if value is None or kind is bool:
         return value
-    if isinstance(value, int):
-        return max(-MAX_WHOLE, min(MAX_WHOLE, value))
-    if isinstance(value, float):
+    if kind is float:
         return round(value, 4) if -MAX_WHOLE < value < MAX_WHOLE else None  # not a number is not within
+    if kind is int:
+        return value if -MAX_WHOLE < value < MAX_WHOLE else max(-MAX_WHOLE, min(MAX_WHOLE, value))
     if isinstance(value, str):
         return str(value)[:MAX_TEXT_CHARACTERS]
     return [_clean(one) for one in value]

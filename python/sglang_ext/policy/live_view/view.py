@@ -30,10 +30,12 @@ from sglang_ext.policy.live_view.messages import (
 
 CLASSES = ("short", "long", "unknown")
 MAX_TRACKED = 400  # requests that are followed while they are under way
-MAX_ENDED = 60  # requests of a frame that were not followed
+MAX_NEW_TRACKED = 30  # of these, at one look: where requests end within a frame, following them is of little use
+MAX_ENDED = 40  # requests of a frame that were not followed
 MAX_PENDING = 2_000  # rows of each kind that wait for a frame
-MAX_TTFTS = 4_000  # of each class
+MAX_TTFTS = 2_000  # of each class
 TTFT_WINDOW_S = 60.0
+QUANTILES_EVERY_S = 0.99
 MAX_TIME_S = 1e12  # of a span: what is not a time is not shown
 MAX_SPANS = 8_000  # that are remembered, so that none is told twice
 MAX_PROMPTS = 60  # of the long pool
@@ -121,12 +123,16 @@ class _Ttfts:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, int]] = deque(maxlen=MAX_TTFTS)
+        self._found: tuple[float | None, float | None, int] = (None, None, 0)
+        self._found_s = float("-inf")
 
     def note(self, at_s: float, ttft_s: float, weight: int) -> None:
         self._samples.append((at_s, ttft_s, weight))
 
     def quantiles(self, now_s: float) -> tuple[float | None, float | None, int]:
-        """Median and 90th percentile, and of how many samples."""
+        """Median and 90th percentile, and of how many samples; found anew once a second."""
+        if 0 <= now_s - self._found_s < QUANTILES_EVERY_S:
+            return self._found
         samples = self._samples
         while samples and samples[0][0] < now_s - TTFT_WINDOW_S:
             samples.popleft()
@@ -139,7 +145,8 @@ class _Ttfts:
             for place, share in enumerate((0.5, 0.9)):
                 if found[place] is None and reached >= share * total:
                     found[place] = ttft_s
-        return found[0], found[1], len(ordered)
+        self._found, self._found_s = (found[0], found[1], len(ordered)), now_s
+        return self._found
 
 
 class LiveView:
@@ -237,10 +244,12 @@ class LiveView:
         """The admitted requests, or the first ones of them, each by a key that stays its own until its end."""
         stages: dict[str, list[int]] = {name: [0, 0, 0, 0] for name in CLASSES}
         scanned = 0
+        tracked = self._tracked
+        most_tracked = min(MAX_TRACKED, len(tracked) + MAX_NEW_TRACKED)
         for key, request in seen:
             scanned += 1
             stages[request.length_class or "unknown"][_stage(request)] += 1
-            if key in self._tracked or len(self._tracked) < MAX_TRACKED:
+            if key in tracked or len(tracked) < most_tracked:
                 self._follow(key, request)
         self._is_estimate = 0 < scanned < counts.in_flight
         if self._is_estimate:

@@ -27,6 +27,7 @@ from sglang_ext.policy.live_view.messages import (
 )
 from sglang_ext.policy.live_view.view import (
     MAX_ENDED,
+    MAX_NEW_TRACKED,
     MAX_PENDING,
     MAX_TRACKED,
     Counts,
@@ -300,22 +301,22 @@ def test_a_request_is_followed_to_its_end_and_its_first_token_counts_once() -> N
 
 
 def test_quantiles_weigh_what_a_sample_stands_for() -> None:
-    """Nine in ten requests are fast and are sampled; the others are seen on their way."""
+    """Of thirty-one requests thirty are fast and are sampled; the others are all seen on their way."""
     view, reader = LiveView(0.0), Reader()
     for tick in range(4):
         at_s = float(tick)
         for number in range(900):
             if view.wants_end((tick, number)):
                 view.note_end((tick, number), request(received_s=at_s, first_token_s=at_s + 0.1, ended_s=at_s + 0.2))
-        slow = [((tick, "slow", number), request(received_s=at_s, first_token_s=at_s + 2.0)) for number in range(90)]
-        view.take_in_flight(slow, Counts(0, 90, NONE_ENDED), at_s)
+        slow = [((tick, "slow", number), request(received_s=at_s, first_token_s=at_s + 2.0)) for number in range(30)]
+        view.take_in_flight(slow, Counts(0, 30, NONE_ENDED), at_s)
         for key, seen in slow:
             assert view.wants_end(key)
             view.note_end(key, seen)
         reader.take(view.frame(at_s))
     assert reader.of_class("short")["ttft_p50_s"] == pytest.approx(0.1)
     assert reader.of_class("short")["ttft_p90_s"] == pytest.approx(0.1)
-    assert reader.head["sampled_of"] == 900 // MAX_ENDED
+    assert reader.head["sampled_of"] == -(-900 // MAX_ENDED)
 
 
 def test_memory_is_bounded_while_frames_are_not_taken() -> None:
@@ -325,7 +326,8 @@ def test_memory_is_bounded_while_frames_are_not_taken() -> None:
         view.note_event(0.0, "move", 1, str(number))
         view.add_spans([SeenSpan("a:1", "prefill", float(number), number + 0.5)])
     seen = [(number, request()) for number in range(3 * MAX_TRACKED)]
-    view.take_in_flight(seen, Counts(0, len(seen), NONE_ENDED), 0.0)
+    for _ in range(MAX_TRACKED // MAX_NEW_TRACKED + 2):
+        view.take_in_flight(seen, Counts(0, len(seen), NONE_ENDED), 0.0)
     reader = Reader()
     drain(view, reader, 0.0)
     assert reader.head["dropped"] == 4 * MAX_PENDING
