@@ -74,6 +74,24 @@ def test_blocks_arrive_at_their_addresses_and_nothing_else_changes(
     assert target.buffer.raw == bytes(expected)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=30))
+def test_any_number_of_blocks_of_any_size_goes_in_bounded_batches(lengths: list[int]) -> None:
+    """Both ends refuse what is larger."""
+    limits = wire.Limits(max_blocks=3, max_payload_bytes=150)
+    here, there = (TcpTransferEngine("127.0.0.1", EngineOptions(limits=limits)) for _ in range(2))
+    source, target = Memory(here, bytes(i % 251 for i in range(SIZE))), Memory(there)
+    expected, blocks, position = bytearray(SIZE), [], 0
+    for length in lengths:
+        blocks.append(Block(source.address + 2 * position, target.address + position, length))
+        expected[position : position + length] = source.buffer.raw[2 * position :][:length]
+        position += length + 1
+    here.write(there.session_id, blocks)
+    assert target.buffer.raw == bytes(expected)
+    here.close()
+    there.close()
+
+
 def test_large_block_crosses_socket_buffers(writer: TcpTransferEngine, owner: TcpTransferEngine) -> None:
     size = 32 << 20
     source = Memory(writer, bytes(range(256)) * (size // 256), size)
