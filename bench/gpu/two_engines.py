@@ -50,6 +50,7 @@ REFUSED = 2  # exit status of a worker that does not start
 CUDA_ARGUMENTS = (
     *("--dtype", "float32", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--mem-fraction-static", "0.2", "--max-total-tokens", "65536"),
+    *("--cuda-graph-max-bs-decode", "16"),
 )
 GRAPHS = ("--laps-graphs", "start", "--laps-graph-lengths", "8,32,64", "--laps-graph-batches", "1,4")
 
