@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -342,6 +343,46 @@ def test_without_fences_slots_are_released_when_the_sender_has_stopped(make: Mak
         return now is not None and now.is_released
 
     wait_until(is_released)
+
+
+class SlowToBar:
+    """A transport that has bytes of a write on their way until `arrived`: only then is a permit taken back."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.arrived = threading.Event()
+        self.revoked: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def revoke(self, permit: int) -> None:
+        assert self.arrived.wait(30)
+        self._inner.revoke(permit)
+        self.revoked.append(permit)
+
+
+def test_slots_are_not_released_while_bytes_of_a_sender_that_has_stopped_are_on_their_way() -> None:
+    """As of one that has given a write up because it took too long."""
+    prefill = HandshakeEndpoint("127.0.0.1", create_transport("tcp", "127.0.0.1"), Pool(PoolShape(), 1).layout, OPTIONS)
+    mover = SlowToBar(create_transport("tcp", "127.0.0.1"))
+    decode = HandshakeEndpoint("127.0.0.1", mover, Pool(PoolShape(), 2).layout, OPTIONS)  # type: ignore[arg-type]
+    decode.expect(need(1, [1, 2, 3, 4]))
+    handle = prefill.open_sender(1, decode.address)
+    handle.offer(chunk(WHOLE, [0, 1, 2, 3]), is_last=True)
+    wait_until(lambda: handle.status.stage is Stage.TRANSFERRING)
+    handle.abort("enough")
+    wait_until(lambda: handle.status.is_released)
+    time.sleep(0.3)
+    status = decode.receive_status(1)
+    assert status is not None
+    assert not status.is_released
+    mover.arrived.set()
+    wait_until(lambda: (now := decode.receive_status(1)) is not None and now.is_released)
+    assert len(mover.revoked) >= 1
+    assert decode.totals().unsettled_permits == 0
+    prefill.close()
+    decode.close()
 
 
 def test_an_instance_that_shuts_down_tells_its_peers(make: Make) -> None:
