@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from sglang_ext.cli import main
@@ -56,3 +61,49 @@ def long_pool_recording(folder: Path) -> Path:
     out = folder / "long-pool.jsonl"
     out.write_bytes(b"\n".join(lines) + b"\n")
     return out
+
+
+class StreamingRouter(ThreadingHTTPServer):
+    """Streams the same messages to all; then it ends the stream, or waits."""
+
+    daemon_threads = True
+
+    def __init__(self, messages: Sequence[bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _StreamHandler)
+        self.answer = b"".join(b"data: %b\n\n" % message for message in messages)
+        self.code = 200
+        self.waits = False
+        self.asked: list[tuple[str, str | None]] = []  # path and Authorization
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _StreamHandler(BaseHTTPRequestHandler):
+    server: StreamingRouter
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers.get("authorization")))
+        self.send_response(self.server.code)
+        self.end_headers()
+        self.wfile.write(self.server.answer)
+        self.wfile.flush()
+        if self.server.waits:
+            time.sleep(30)
+
+    def log_message(self, *_: object) -> None:
+        """Not on standard error."""
+
+
+@contextmanager
+def streaming_router(messages: Sequence[bytes]) -> Iterator[StreamingRouter]:
+    """One in a thread of its own."""
+    with StreamingRouter(messages) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
