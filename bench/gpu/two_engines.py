@@ -50,6 +50,7 @@ REFUSED = 2  # exit status of a worker that does not start
 CUDA_ARGUMENTS = (
     *("--dtype", "float32", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--mem-fraction-static", "0.2", "--max-total-tokens", "65536"),
+    *("--cuda-graph-max-bs-decode", "16"),
 )
 GRAPHS = ("--laps-graphs", "start", "--laps-graph-lengths", "8,32,64", "--laps-graph-batches", "1,4")
 
@@ -143,7 +144,8 @@ class Engines:
         return engine
 
     def coordinator(self) -> Coordinator:
-        return self._stack.enter_context(Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64"))
+        """Of a long pool: to be started."""
+        return self._stack.enter_context(Coordinator.prepared("--sp-sizes", "1,2", "--min-chunk-tokens", "64"))
 
 
 Ask = Callable[[int, Sequence[int]], list[int]]  # the number of a prompt, and the prompt
@@ -173,6 +175,8 @@ def pool(engines: Engines, found: dict[str, Any]) -> Ask:
     )
     members = [engines.start(EngineSpec(Role.LONG, worker_options=options, name=f"member {n}")) for n in (1, 2)]
     decode = engines.start(EngineSpec(Role.DECODE, worker_options=backend, name="decode"))
+    # Not before the members: those that are refused need none, and members wait for it.
+    coordinator.start_again()
     coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"])
 
     def ask(number: int, prompt: Sequence[int]) -> list[int]:
@@ -260,7 +264,7 @@ def main() -> int:
 
     record({})
     measure(arguments.arrangement, torch.cuda.is_available(), end_s, record)
-    progress(str(found))
+    progress(str(found.get("error", found)))
     return 1 if "error" in found else 0
 
 

@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 
 from sglang_ext.cli import main
+from sglang_ext.policy.live_view.messages import InstanceRow, LoadRow, PromptRow, hello
+from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance, SeenSpan
 
 
 def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:
@@ -23,4 +25,34 @@ def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -
     assert (
         main(["simulate", "--workload", str(workload), *options, "--boundary-tokens", "256", "--record", str(out)]) == 0
     )
+    return out
+
+
+def long_pool_recording(folder: Path) -> Path:
+    """Four instances that share two prompts: one is collected, of the other two chunks are begun, one is planned."""
+    view = LiveView(0.0, {"long": 5.0})
+    lines = [hello(source="router", name="r", began_unix_s=1e9, interval_s=0.25, boundary_tokens=256, notes=["a note"])]
+    names = [f"host:{number}" for number in range(4)]
+    load = LoadRow(0, 1, 2, 0, 1, 1, 0.0, 0.8, 0.5, 0.3, 1)
+    instances = [SeenInstance(InstanceRow(0, name, "long", "m", "ready", "long", ""), load) for name in names]
+    collected = [(2_000, names[:1], 1.25, 3.0), (6_500, names[:3], 3.0, 14.0)]
+    under_way = [(4_000, names[3:], 5.0, 9.0), (5_000, [names[3], names[1]], 9.0, None)]
+    prompts = [
+        PromptRow(1, names[0], 9_000, 500, 1.0, 15.0, "collected", collected, []),
+        PromptRow(2, names[3], 20_000, 0, 4.0, None, None, under_way, [(11_000, names)]),
+    ]
+    for frame in range(80):
+        at_s = 0.25 * frame
+        view.take_instances(instances, at_s)
+        view.take_in_flight([], Counts(0, 0, {}), at_s)
+        if at_s == 16.0:
+            view.take_prompts(prompts)
+            for name in names[:3]:
+                view.add_spans(
+                    SeenSpan(name, kind, start_s, end_s, "long", "9,000 tokens of host:0")
+                    for kind, start_s, end_s in (("compute", 3.0, 10.0), ("ring", 10.0, 14.0), ("collect", 14.0, 15.0))
+                )
+        lines.append(view.frame(at_s) or b"")
+    out = folder / "long-pool.jsonl"
+    out.write_bytes(b"\n".join(lines) + b"\n")
     return out

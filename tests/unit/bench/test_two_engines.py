@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 from gpu import two_engines
 from gpu.two_engines import TIE, Answer, Deviation, compare, deviation, summary
 from support.engines import EngineSpec
+from support.long_pool import Coordinator
 
 EXPECTED = Answer((5, 6, 7), (1.0, TIE / 2, 2.0))
 
@@ -89,8 +89,11 @@ def test_a_worker_that_refuses_is_told_in_its_words(arrangement: str, monkeypatc
         return start(self, EngineSpec(spec.role, worker_options=options, name=spec.name))
 
     monkeypatch.setattr(two_engines.Engines, "start", on_a_gpu)
-    coordinator = SimpleNamespace(address="127.0.0.1:1")
-    monkeypatch.setattr(two_engines.Engines, "coordinator", lambda self: coordinator)
+
+    def must_not_start(self: Coordinator) -> None:
+        raise AssertionError("no coordinator is needed for a refusal")
+
+    monkeypatch.setattr(Coordinator, "start_again", must_not_start)
     found: dict[str, Any] = {}
     two_engines.measure(arrangement, True, time.perf_counter() + 60, found.update)
     assert list(found) == ["not_possible"]

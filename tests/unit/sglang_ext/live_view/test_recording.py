@@ -18,7 +18,7 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.live_view.recording import RecordingError, check_lines, read_recording, write_page
-from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, schema
+from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, RequestRow, schema
 from sglang_ext.sequence_parallel.timeline import Activity, timeline_of_recording
 from support.live_recordings import simulated_recording
 
@@ -41,6 +41,10 @@ def test_a_simulated_run_is_recorded_whole(recording: Path) -> None:
             came = sum(at_s <= message["at_s"] for at_s in arrivals)
             assert sum(sum(row[1:7]) for row in message["classes"]) == came
             ended = sum(row[5] for row in message["classes"])
+            for values in message.get("requests", ()):
+                row = RequestRow(*values)
+                times = (row.received_s, row.started_s, row.prefilled_s, row.first_token_s, row.ended_s)
+                assert all(at_s is None or at_s <= message["at_s"] for at_s in times), "told before it was so"
     recorded = read_recording(recording)
     assert ended == len(arrivals)
     assert sorted(one.received_s for one in recorded.requests.values()) == pytest.approx(arrivals, abs=1e-3)

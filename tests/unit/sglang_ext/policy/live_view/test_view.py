@@ -107,6 +107,7 @@ def drain(view: LiveView, reader: Reader, at_s: float) -> float:
     for _ in range(1000):
         reader.take(view.frame(at_s))
         if not reader.head["deferred"]:
+            assert reader.rows["loads"].keys() == reader.rows["instances"].keys()
             return at_s
         at_s += MIN_INTERVAL_S
     raise AssertionError(f"{reader.head['deferred']} rows still wait")
@@ -259,6 +260,7 @@ def test_what_happens_to_instances_is_told_with_its_reason_and_numbers_are_never
     drain(view, reader, 0.0)
     assert reader.events == [], "what is there from the beginning is no event"
     first = view.number_of("b:1")
+    view.take_instances([instance("a:1"), instance("b:1", in_flight=5)], 0.5)  # what it leaves behind is not told
     broken = instance("a:1", state="unhealthy")
     view.take_instances([broken._replace(row=broken.row._replace(reason="it does not answer"))], 1.0)
     view.take_instances([instance("a:1", "long"), instance("b:1")], 2.0)
