@@ -15,8 +15,8 @@ from sglang_ext.live_view.recording import RecordingError, check_lines
 from sglang_ext.live_view.stream_client import (
     KEY_HELP,
     AddressError,
+    LiveStreamError,
     StoppedError,
-    StreamError,
     given_key,
     router_address,
     stopped_by_signals,
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         next(check_lines([first]))
         with arguments.out.open("wb") as file:
             frames, lost = _record(first, messages, file, arguments.seconds or float("inf"))
-    except (StreamError, RecordingError) as error:
+    except (LiveStreamError, RecordingError) as error:
         return _fail(f"{address}: {error}" if isinstance(error, RecordingError) else str(error), 1)
     except OSError as error:
         return _fail(f"--out {arguments.out}: {error.strerror or error}", 1)
@@ -72,7 +72,7 @@ def _record(first: bytes, messages: Iterator[bytes], file: IO[bytes], seconds: f
                 message = next(messages)
     except StoppedError:
         pass
-    except StreamError as error:
+    except LiveStreamError as error:
         return frames, str(error)
     return frames, ""
 

@@ -28,7 +28,7 @@ class AddressError(ValueError):
     """What is no address of a router; the text is one line."""
 
 
-class StreamError(RuntimeError):
+class LiveStreamError(RuntimeError):
     """The stream cannot be had, or has ended; the text is one line. `is_final`: trying again is of no use."""
 
     def __init__(self, message: str, is_final: bool = False) -> None:
@@ -51,7 +51,7 @@ def given_key(option: str) -> str:
 
 
 def stream_messages(address: str, key: str) -> Iterator[bytes]:
-    """The messages of the stream, each with its line's end; StreamError when no more comes."""
+    """The messages of the stream, each with its line's end; LiveStreamError when no more comes."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         reply = urllib.request.urlopen(
@@ -60,17 +60,17 @@ def stream_messages(address: str, key: str) -> Iterator[bytes]:
     except urllib.error.HTTPError as error:
         error.close()
         why = {401: "a key is needed, or this one is wrong (--api-key)", 404: "it has no live page"}.get(error.code, "")
-        raise StreamError(f"{address} answers {error.code}{why and ': '}{why}", bool(why)) from None
+        raise LiveStreamError(f"{address} answers {error.code}{why and ': '}{why}", bool(why)) from None
     except (OSError, http.client.HTTPException) as error:
-        raise StreamError(f"{address} does not answer ({getattr(error, 'reason', error)})") from None
+        raise LiveStreamError(f"{address} does not answer ({getattr(error, 'reason', error)})") from None
     with reply:
         while True:
             try:
                 line = reply.readline(MAX_LINE_BYTES)
             except (OSError, http.client.HTTPException) as error:
-                raise StreamError(f"the connection was lost ({str(error) or type(error).__name__})") from None
+                raise LiveStreamError(f"the connection was lost ({str(error) or type(error).__name__})") from None
             if not line.endswith(b"\n"):
-                raise StreamError("the router has ended the stream")
+                raise LiveStreamError("the router has ended the stream")
             if line.startswith(b"data: "):
                 yield line[6:]
 

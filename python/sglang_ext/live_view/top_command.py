@@ -16,8 +16,8 @@ from sglang_ext.live_view.recording import RecordingError, check_lines
 from sglang_ext.live_view.stream_client import (
     KEY_HELP,
     AddressError,
+    LiveStreamError,
     StoppedError,
-    StreamError,
     given_key,
     router_address,
     stopped_by_signals,
@@ -89,7 +89,7 @@ def _follow(address: str, key: str, arguments: argparse.Namespace, is_terminal: 
                     return 0
         except RecordingError as error:
             return _fail(f"{address}: {error}", 1)
-        except StreamError as error:
+        except LiveStreamError as error:
             if error.is_final or (not view.has_begun and shown_s == float("-inf")):
                 return _fail(str(error), 1)
             if is_terminal:
