@@ -63,6 +63,23 @@ def long_pool_recording(folder: Path) -> Path:
     return out
 
 
+def fleet_recording(folder: Path, count: int) -> Path:
+    """So many instances for short prompts, the last of which is out."""
+    view = LiveView(0.0)
+    lines = [hello(source="router", name="r", began_unix_s=1e9, interval_s=0.25, boundary_tokens=256, notes=[])]
+    load = LoadRow(0, 3, 2, 0, 1, 0, 0.5, 0.25, 0.5, 0.3, 1)
+    rows = [
+        InstanceRow(0, f"host:{number}", "short", "m", "ready" if number < count - 1 else "unhealthy", None, "")
+        for number in range(count)
+    ]
+    for frame in range(40):
+        view.take_instances([SeenInstance(row, load) for row in rows], 0.25 * frame)
+        lines.append(view.frame(0.25 * frame) or b"")
+    out = folder / "fleet.jsonl"
+    out.write_bytes(b"\n".join(lines) + b"\n")
+    return out
+
+
 class StreamingRouter(ThreadingHTTPServer):
     """Streams the same messages to all; then it ends the stream, or waits."""
 
