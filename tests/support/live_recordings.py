@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from sglang_ext.cli import main
@@ -56,3 +61,66 @@ def long_pool_recording(folder: Path) -> Path:
     out = folder / "long-pool.jsonl"
     out.write_bytes(b"\n".join(lines) + b"\n")
     return out
+
+
+def fleet_recording(folder: Path, count: int) -> Path:
+    """So many instances for short prompts, the last of which is out."""
+    view = LiveView(0.0)
+    lines = [hello(source="router", name="r", began_unix_s=1e9, interval_s=0.25, boundary_tokens=256, notes=[])]
+    load = LoadRow(0, 3, 2, 0, 1, 0, 0.5, 0.25, 0.5, 0.3, 1)
+    rows = [
+        InstanceRow(0, f"host:{number}", "short", "m", "ready" if number < count - 1 else "unhealthy", None, "")
+        for number in range(count)
+    ]
+    for frame in range(40):
+        view.take_instances([SeenInstance(row, load) for row in rows], 0.25 * frame)
+        lines.append(view.frame(0.25 * frame) or b"")
+    out = folder / "fleet.jsonl"
+    out.write_bytes(b"\n".join(lines) + b"\n")
+    return out
+
+
+class StreamingRouter(ThreadingHTTPServer):
+    """Streams the same messages to all; then it ends the stream, or waits."""
+
+    daemon_threads = True
+
+    def __init__(self, messages: Sequence[bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _StreamHandler)
+        self.answer = b"".join(b"data: %b\n\n" % message for message in messages)
+        self.code = 200
+        self.waits = False
+        self.asked: list[tuple[str, str | None]] = []  # path and Authorization
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _StreamHandler(BaseHTTPRequestHandler):
+    server: StreamingRouter
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers.get("authorization")))
+        self.send_response(self.server.code)
+        self.end_headers()
+        self.wfile.write(self.server.answer)
+        self.wfile.flush()
+        if self.server.waits:
+            time.sleep(30)
+
+    def log_message(self, *_: object) -> None:
+        """Not on standard error."""
+
+
+@contextmanager
+def streaming_router(messages: Sequence[bytes]) -> Iterator[StreamingRouter]:
+    """One in a thread of its own."""
+    with StreamingRouter(messages) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

@@ -302,6 +302,18 @@ def test_a_request_is_followed_to_its_end_and_its_first_token_counts_once() -> N
     assert reader.of_class("short")["ttft_samples"] == 0, "of the last minute"
 
 
+def test_followed_requests_go_on_where_only_a_part_is_looked_at() -> None:
+    view, reader = LiveView(0.0), Reader()
+    view.take_in_flight([("a", request(id="a", sent_s=0.1))], Counts(0, 1, NONE_ENDED), 1.0)
+    reader.take(view.frame(1.0))
+    assert view.followed == ("a",)
+    view.follow([("a", request(id="a", sent_s=0.1, prefilled_s=1.5)), ("b", request(id="b"))])
+    view.take_in_flight([("c", request(id="c"))], Counts(0, 2, NONE_ENDED), 2.0)
+    reader.take(view.frame(2.0))
+    told = {one["id"]: one["prefilled_s"] for one in reader.rows["requests"].values()}
+    assert told == {"a": 1.5, "c": None}
+
+
 def test_quantiles_weigh_what_a_sample_stands_for() -> None:
     """Of thirty-one requests thirty are fast and are sampled; the others are all seen on their way."""
     view, reader = LiveView(0.0), Reader()
