@@ -47,6 +47,7 @@ COMMANDS = {
     "timeline": Command(
         "sglang_ext.sequence_parallel.timeline", "draw who computed what when in a long pool, or in a recording"
     ),
+    "top": Command("sglang_ext.live_view.top_command", "show pools and requests of a running router in the terminal"),
     "record": Command("sglang_ext.live_view.record_command", "write what the live page of a router shows to a file"),
     "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
     "run-module": Command(

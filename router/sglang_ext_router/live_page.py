@@ -15,17 +15,17 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
-from itertools import islice
 from typing import Protocol
 
 from sglang_ext import __version__
 from sglang_ext.policy.live_view.messages import MIN_INTERVAL_S, InstanceRow, LoadRow, hello
-from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance, SeenRequest
+from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance
 from sglang_ext.policy.pools.instance_pressure import pressure
 from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext_router import replies
 from sglang_ext_router.access import Access
 from sglang_ext_router.access_log import AccessEntry, peer_of
+from sglang_ext_router.admitted_request import AdmittedRequest
 from sglang_ext_router.client_requests import Request
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.controller import PoolController, pool_of
@@ -255,14 +255,15 @@ class LivePage:
             self._tell_long_pool(view)
         self._ticks += 1
         counts = Counts(self._router.requests_queued, len(self._router.running), self._ended())
-        view.take_in_flight(self._in_flight(), counts, now_s)
+        running = tuple(self._router.running)
+        step = -(-len(running) // MAX_SCANNED) or 1
+        if step > 1:  # those that the part below leaves out
+            view.follow((one, one.seen()) for one in view.followed if isinstance(one, AdmittedRequest))
+        view.take_in_flight(((one, one.seen()) for one in running[::step]), counts, now_s)
         frame = view.frame(now_s)
         if frame is not None:
             for viewer in tuple(self._viewers):
                 viewer.send(frame)
-
-    def _in_flight(self) -> Iterator[tuple[Runnable, SeenRequest]]:
-        return ((request, request.seen()) for request in islice(tuple(self._router.running), MAX_SCANNED))
 
     def _ended(self) -> Mapping[str, tuple[int, int]]:
         """Generation requests answered whole, and the others, by class."""

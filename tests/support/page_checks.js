@@ -2,7 +2,7 @@
 ({
   names: () => {
     const found = [], say = (what, node) => found.push(`${what}: ${node.outerHTML.slice(0, 120)}`);
-    const text = node => (node.getAttribute('aria-label') || node.textContent || '').trim();
+    const text = node => (node.getAttribute('aria-label') || (['SELECT', 'INPUT'].includes(node.tagName) ? '' : node.textContent) || '').trim();
     const name = node => text(node) || (node.labels && [...node.labels].map(text).join(' ').trim())
       || (node.getAttribute('aria-labelledby') || '').split(' ').map(id => document.getElementById(id)).filter(Boolean)
          .map(text).join(' ').trim() || node.title;

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span
+from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span, Vectors
 from sglang_ext.kv_transfer.pool_layout import RowSet, Slots
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-Vectors: TypeAlias = "npt.NDArray[np.uint64]"
-"""Of shape [n, 2]: address and length of pieces of memory, in order."""
 
 # Rows, or runs of them, of so many bytes are moved from and to their place: a vector costs as much as two copies of
 # some 500 bytes.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang_ext.kv_transfer.row_moves import Vectors
+from sglang_ext.kv_transfer.memory_regions import Vectors
 
 # Linux accepts 1024 buffers per call (UIO_MAXIOV).
 MAX_BUFFERS_PER_CALL = 1024

@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.kv_transfer import wire
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span
+from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Vectors
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
 from sglang_ext.kv_transfer.row_moves import STAGING_BYTES, Bytes, RowWindow, SlotIndex, open_rows, stage_pieces
@@ -38,6 +39,9 @@ _REFUSALS: dict[int, str] = {
     wire.Status.OUT_OF_BOUNDS: "the peer refused an address outside its registered memory",
     wire.Status.NOT_PERMITTED: "the peer does not allow this write any more",
 }
+
+
+_Blocks: TypeAlias = "npt.NDArray[np.uint64]"  # of shape [n, 3]: the numbers of a `Block`
 
 
 class Block(NamedTuple):
@@ -108,8 +112,23 @@ class TcpTransferEngine:
 
         Raises TransferError otherwise. The blocks may then be partly written.
         """
-        wanted = [block for block in blocks if block.length_bytes]
-        for batch in _batches(wanted, self._options.limits) if wanted else ([],):
+        sources, targets, lengths = zip(*blocks, strict=True) if blocks else ((), (), ())
+        self.write_blocks(session_id, sources, targets, lengths, permit=permit)
+
+    def write_blocks(
+        self,
+        session_id: str,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        permit: int = 0,
+    ) -> None:
+        """The same for blocks whose addresses and lengths come apart. Raises ValueError when they differ in number."""
+        if not len(sources) == len(targets) == len(lengths):
+            raise ValueError(f"{len(sources)} sources, {len(targets)} targets and {len(lengths)} lengths of blocks")
+        blocks = np.column_stack([np.asarray(numbers, np.uint64) for numbers in (sources, targets, lengths)])
+        for batch in _batches(blocks[blocks[:, 2] > 0], self._options.limits):
             self._write_blocks(session_id, batch, permit)
 
     def write_rows(self, session_id: str, copies: Sequence[RowCopy], *, permit: int = 0) -> None:
@@ -136,10 +155,11 @@ class TcpTransferEngine:
 
     # Writing side ----------------------------------------------------------------------------------------
 
-    def _write_blocks(self, session_id: str, batch: Sequence[Block], permit: int) -> None:
-        with self._failures(session_id), self._regions.views(_spans(batch, is_source=True)) as views:
-            head = wire.encode_batch(_spans(batch, is_source=False), self._options.limits, permit)
-            self._deliver(session_id, lambda link: send_all(link.connection, [memoryview(head), *views]))
+    def _write_blocks(self, session_id: str, batch: _Blocks, permit: int) -> None:
+        sources, targets = batch[:, [0, 2]], batch[:, [1, 2]]
+        with self._failures(session_id), self._regions.hold(sources):
+            head = wire.encode_batch(targets, self._options.limits, permit)
+            self._deliver(session_id, lambda link: _send_blocks(link, head, sources))
 
     def _write_rows(self, session_id: str, batch: Sequence[RowCopy], permit: int) -> None:
         first = batch[0]
@@ -297,8 +317,8 @@ class TcpTransferEngine:
                 _receive_rows(link, windows)
         else:
             targets = wire.decode_table(table, header)
-            with self._permission(header, link.connection), self._regions.views(targets) as views:
-                receive_into(link.connection, views)
+            with self._permission(header, link.connection), self._regions.hold(targets):
+                receive_vectors(link.connection, targets)
 
     def _permission(self, header: wire.BatchHeader, connection: socket.socket) -> AbstractContextManager[None]:
         """`Permits.revoke` closes the connection while a payload is on its way."""
@@ -307,27 +327,36 @@ class TcpTransferEngine:
         return self._permits.use(header.permit, lambda: _wake(connection))
 
 
-def _batches(blocks: Sequence[Block], limits: wire.Limits) -> Iterator[list[Block]]:
-    """The same bytes in the same order, cut so that each batch keeps to the limits."""
-    batch: list[Block] = []
-    left_bytes = limits.max_payload_bytes
-    for block in blocks:
-        start = 0
-        while start < block.length_bytes:
-            length_bytes = min(block.length_bytes - start, left_bytes)
-            if not length_bytes or len(batch) == limits.max_blocks:
-                yield batch
-                batch, left_bytes = [], limits.max_payload_bytes
-                continue
-            batch.append(Block(block.source + start, block.target + start, length_bytes))
-            left_bytes -= length_bytes
-            start += length_bytes
-    if batch:
-        yield batch
+def _batches(blocks: _Blocks, limits: wire.Limits) -> Iterator[_Blocks]:
+    """The same bytes in the same order, cut so that each batch keeps to the limits; one without blocks for none."""
+    if len(blocks) and int(blocks[:, 2].max()) > limits.max_payload_bytes:
+        blocks = _cut(blocks, limits.max_payload_bytes)
+    ends = np.cumsum(blocks[:, 2])
+    first, sent_bytes = 0, 0
+    while first < len(blocks) or not first:
+        stop = int(np.searchsorted(ends, sent_bytes + limits.max_payload_bytes, "right"))
+        stop = min(stop, first + limits.max_blocks)
+        yield blocks[first:stop]
+        if stop == first:
+            return
+        first, sent_bytes = stop, int(ends[stop - 1])
 
 
-def _spans(blocks: Sequence[Block], *, is_source: bool) -> list[Span]:
-    return [Span(block.source if is_source else block.target, block.length_bytes) for block in blocks]
+def _cut(blocks: _Blocks, max_bytes: int) -> _Blocks:
+    """The same bytes in the same order, as blocks of at most `max_bytes`."""
+    return np.array(
+        [
+            (source + start, target + start, min(max_bytes, length - start))
+            for source, target, length in blocks.tolist()
+            for start in range(0, length, max_bytes)
+        ],
+        np.uint64,
+    )
+
+
+def _send_blocks(link: _StagedConnection, head: bytes, sources: Vectors) -> None:
+    send_all(link.connection, [memoryview(head)])
+    send_vectors(link.connection, sources)
 
 
 def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow]) -> None:

@@ -15,14 +15,13 @@ Integers are little-endian. A batch without entries is a probe.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
-from sglang_ext.kv_transfer.memory_regions import Span
+from sglang_ext.kv_transfer.memory_regions import Vectors
 from sglang_ext.kv_transfer.pool_layout import RowSet, Slots
 
 MAGIC = b"SGLXKV\r\n"
@@ -90,14 +89,13 @@ def check_greeting(data: bytes) -> None:
         raise WireError(f"the peer speaks KV transfer version {version}, this process version {VERSION}")
 
 
-def encode_batch(spans: Sequence[Span], limits: Limits, permit: int = 0) -> bytes:
-    """Header and table of a batch that writes to `spans` of the peer's memory, under a permit where it asks for one.
+def encode_batch(targets: Vectors, limits: Limits, permit: int = 0) -> bytes:
+    """Header and table of a batch that writes to `targets` in the peer's memory, under a permit where it asks for one.
 
     Raises WireError when the batch exceeds `limits`.
     """
-    header = BatchHeader(len(spans), 0, sum(span.length_bytes for span in spans), permit)
-    flat = [number for span in spans for number in span]
-    return _encode_header(header, limits) + struct.pack(f"<{len(flat)}Q", *flat)
+    header = BatchHeader(len(targets), 0, int(targets[:, 1].sum()), permit)
+    return _encode_header(header, limits) + targets.astype("<u8").tobytes()
 
 
 def encode_rows(batch: RowBatch, limits: Limits, permit: int = 0) -> bytes:
@@ -118,15 +116,17 @@ def decode_header(data: bytes, limits: Limits) -> BatchHeader:
     return header
 
 
-def decode_table(data: bytes | bytearray, header: BatchHeader) -> list[Span]:
+def decode_table(data: bytes | bytearray, header: BatchHeader) -> Vectors:
     """Parse the table of a batch of blocks. Raises WireError when it contradicts the header."""
     _check_table(data, header)
-    spans = [Span(address, length) for address, length in BLOCK.iter_unpack(data)]
-    if any(span.length_bytes == 0 for span in spans):
+    blocks = np.frombuffer(data, "<u8").reshape(-1, 2).astype(np.uint64)
+    lengths = blocks[:, 1]
+    if not lengths.all():
         raise WireError("a block is empty")
-    if sum(span.length_bytes for span in spans) != header.payload_bytes:
+    # One alone that is too long could make the sum overflow.
+    if lengths.max(initial=0) > header.payload_bytes or int(lengths.sum()) != header.payload_bytes:
         raise WireError("the blocks do not add up to the payload")
-    return spans
+    return blocks
 
 
 def decode_rows(data: bytes | bytearray, header: BatchHeader) -> RowBatch:

@@ -22,9 +22,9 @@ from sglang_ext_router import live_page
 from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.controller import MoveRecord
 from sglang_ext_router.long_pool import pool_prompts, pool_spans
-from support.router_process import Cluster, RunningRouter, cluster
+from support.router_process import RunningRouter, cluster
 from support.running_time import running_s
-from support.scripted_engine import DONE, event, hang, reply, status, stream
+from support.scripted_engine import DONE, chunk, event, hang, raw, reply, status, stream, stream_head
 
 LONG_TEXT = "word " * 4000
 ADMIN = {"admin_api_key": "the-administrator"}
@@ -373,22 +373,30 @@ async def test_a_long_pools_prompts_are_told() -> None:
                 assert not any("No coordinator" in note for note in page.hello["notes"])
 
 
-async def test_a_large_number_under_way_is_counted_from_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_number_under_way_is_counted_from_an_even_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are all in decode by then: a part that begins with them would tell nothing of prefill."""
     monkeypatch.setattr(live_page, "MAX_SCANNED", 4)
+    async with cluster() as served, following(served) as page:
+        asked: list[asyncio.Task[Any]] = []
+        clients = [await served.connect() for _ in range(16)]
 
-    async def hold(served: Cluster) -> None:
-        async with following(served) as page:
-            for engine in (*served.short, *served.decode):
-                engine.script = hang()
-            clients = [await served.connect() for _ in range(10)]
-            asked = [asyncio.create_task(one.ask("POST", "/generate", {"text": "hi"})) for one in clients]
-            await served.until(lambda: page.of_class("short").get("prefilling") == 10)
-            assert page.frame["is_estimate"] is True
-            assert page.frame["in_flight"] == 10
-            for one in clients:
-                one.close()
-            await asyncio.gather(*asked, return_exceptions=True)
-            await served.until(lambda: page.frame["in_flight"] == 0)
+        async def send(count: int) -> None:
+            for _ in range(count):
+                client = clients[len(asked)]
+                asked.append(asyncio.create_task(client.ask("POST", "/generate", {"text": "hi", "stream": True})))
 
-    async with cluster() as served:
-        await hold(served)
+        served.short[0].script = reply()
+        served.decode[0].script = raw(stream_head() + chunk(event({"text": "a"})), then="hang")
+        await send(8)
+        await served.until(lambda: page.of_class("short").get("decoding") == 8)
+        served.short[0].script = hang()
+        served.decode[0].script = hang()
+        await send(8)
+        await served.until(lambda: page.frame["in_flight"] == 16)
+        await served.until(lambda: page.of_class("short").get("prefilling") == 8)
+        assert page.of_class("short")["decoding"] == 8
+        assert page.frame["is_estimate"] is True
+        for client in clients:
+            client.close()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await served.until(lambda: page.frame["in_flight"] == 0)

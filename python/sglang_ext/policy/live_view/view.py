@@ -241,7 +241,7 @@ class LiveView:
     # -- requests ---------------------------------------------------------------------------------------
 
     def take_in_flight(self, seen: Iterable[tuple[Hashable, SeenRequest]], counts: Counts, now_s: float) -> None:
-        """The admitted requests, or the first ones of them, each by a key that stays its own until its end."""
+        """The admitted requests, or an even part of them, each by a key that stays its own until its end."""
         stages: dict[str, list[int]] = {name: [0, 0, 0, 0] for name in CLASSES}
         scanned = 0
         tracked = self._tracked
@@ -263,6 +263,17 @@ class LiveView:
             answered, failed = counts.ended.get(name, (0, 0))
             answered_before, failed_before = self._ended_before.get(name, (0, 0))
             self._ended[name] = (answered - answered_before, failed - failed_before)
+
+    @property
+    def followed(self) -> tuple[Hashable, ...]:
+        """Keys of the requests that are followed on their way."""
+        return tuple(self._tracked)
+
+    def follow(self, seen: Iterable[tuple[Hashable, SeenRequest]]) -> None:
+        """How far these have come; others than the followed ones are left out."""
+        for key, request in seen:
+            if key in self._tracked:
+                self._follow(key, request)
 
     def wants_end(self, key: Hashable) -> bool:
         """Whether `note_end` is to be called of a request that ends now; to be asked once for each."""

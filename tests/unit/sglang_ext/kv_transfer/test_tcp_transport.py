@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -230,7 +231,7 @@ def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> N
 def test_idle_writer_is_kept(owner: TcpTransferEngine) -> None:
     with greet(owner) as connection:
         time.sleep(2 * FAST.io_timeout_s)
-        connection.sendall(wire.encode_batch([], FAST.limits))
+        connection.sendall(wire.encode_batch(np.zeros((0, 2), np.uint64), FAST.limits))
         assert connection.recv(1) == bytes([wire.Status.DONE])
 
 

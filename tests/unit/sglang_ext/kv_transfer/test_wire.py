@@ -33,11 +33,12 @@ def test_foreign_greeting_is_refused(greeting: bytes, reason: str) -> None:
 
 @given(spans, st.integers(0, (1 << 64) - 1))
 def test_batch_round_trip(targets: list[Span], permit: int) -> None:
-    frame = wire.encode_batch(targets, LIMITS, permit)
+    table = np.array(targets, np.uint64).reshape(-1, 2)
+    frame = wire.encode_batch(table, LIMITS, permit)
     header = wire.decode_header(frame[: wire.BATCH_HEADER.size], LIMITS)
     assert header.payload_bytes == sum(span.length_bytes for span in targets)
     assert header.permit == permit
-    assert wire.decode_table(frame[wire.BATCH_HEADER.size :], header) == targets
+    np.testing.assert_array_equal(wire.decode_table(frame[wire.BATCH_HEADER.size :], header), table)
 
 
 row_sets = st.builds(RowSet, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 2**12))
@@ -93,8 +94,9 @@ def test_bad_header_is_refused(header: bytes) -> None:
         (wire.BLOCK.pack(4096, 8), wire.BatchHeader(1, 0, 9, 0)),
         (wire.BLOCK.pack(4096, 8) + wire.BLOCK.pack(0, 0), wire.BatchHeader(2, 0, 8, 0)),
         (wire.BLOCK.pack(4096, 8), wire.BatchHeader(2, 0, 8, 0)),
+        (wire.BLOCK.pack(4096, 2**64 - 8) + wire.BLOCK.pack(0, 16), wire.BatchHeader(2, 0, 8, 0)),
     ],
-    ids=["sum", "empty block", "length"],
+    ids=["sum", "empty block", "length", "a sum that overflows"],
 )
 def test_table_that_contradicts_its_header_is_refused(table: bytes, header: wire.BatchHeader) -> None:
     with pytest.raises(wire.WireError):

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.live_view.recording import read_recording
+from sglang_ext.live_view.recording import read_recording, write_page
 from support.browser import Browser, Page, browser, needs_browser
-from support.live_recordings import simulated_recording
+from support.live_recordings import fleet_recording, long_pool_recording, simulated_recording
 
 SHOTS = Path(__file__).parents[4] / "run" / "live-page"
 CHECKS = (Path(__file__).parents[3] / "support" / "page_checks.js").read_text().rstrip()
@@ -33,8 +33,6 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page_file(recording: Path) -> Path:
     """The page with the recording inside."""
-    from sglang_ext.live_view.recording import write_page
-
     out = recording.with_suffix(".html")
     write_page(recording, out)
     return out
@@ -53,7 +51,7 @@ async def playing(opened: Browser, page_file: Path, at_s: float, **shown: Any) -
 
 async def show(page: Page, view: str) -> None:
     await page.evaluate(f"document.getElementById('tab-{view}').click()")
-    await asyncio.sleep(0.5)  # it draws a few times a second
+    await asyncio.sleep(0.35)  # it draws a few times a second
 
 
 def in_browser(test: Callable[[Browser], Coroutine[Any, Any, None]]) -> None:
@@ -184,5 +182,62 @@ def test_a_recording_is_played_forward_and_back_and_a_wrong_file_is_named(
             await page.until("document.getElementById('state').textContent.includes('line 1 is not JSON')")
             await page.send("DOM.setFileInputFiles", files=[str(recording)], nodeId=node["nodeId"])
             await page.until(f"document.getElementById('source').textContent.startsWith({json.dumps(recording.name)})")
+
+    in_browser(look)
+
+
+def test_shared_prompts_show_their_chunks_and_lanes_what_members_did(tmp_path: Path) -> None:
+    page_file = tmp_path / "page.html"
+    write_page(long_pool_recording(tmp_path), page_file)
+
+    async def look(opened: Browser) -> None:
+        async with playing(opened, page_file, 18.0, height=700) as page:
+            await show(page, "shared")
+            await page.until("document.querySelectorAll('[data-prompt]').length === 2")
+            rows = await page.evaluate(
+                "[...document.querySelectorAll('[data-prompt]')].map(r => [...r.children].map(c => c.innerText))"
+            )
+            assert [[cell for at, cell in enumerate(row) if at != 2] for row in rows] == [
+                ["host:3", "20,000 tok", "4,000 @ 1 → 5,000 @ 2", "11,000 @ 4", "host:3, host:1", "under way"],
+                ["host:0", "9,000 tok", "2,000 @ 1 → 6,500 @ 3", "–", "–", "collected"],
+            ]
+            widths = await page.evaluate(
+                "[...document.querySelectorAll('[data-prompt=\"2\"] .plan i')]"
+                ".map(i => [i.className, i.style.flexGrow])"
+            )
+            assert [(name, float(width)) for name, width in widths][:3] == [
+                ("done", 0.2),
+                ("now", 0.25),
+                ("planned", 0.55),
+            ]
+            assert await page.evaluate(f"{CHECKS}.names()") == []
+            await page.screenshot(SHOTS / "long-pool.png")
+            await show(page, "time")
+            hits = await page.until("(liveView.laneOf(1) || {hits: []}).hits.length === 3 && liveView.laneOf(1).hits")
+            assert {hit["id"] for hit in hits} == {"9,000 tokens of host:0"}
+            await page.screenshot(SHOTS / "long-pool-time.png")
+
+    in_browser(look)
+
+
+def test_many_instances_are_cells_and_lanes_that_are_scrolled_to(tmp_path: Path) -> None:
+    page_file = tmp_path / "page.html"
+    write_page(fleet_recording(tmp_path, 300), page_file)
+
+    async def look(opened: Browser) -> None:
+        async with playing(opened, page_file, 9.0) as page:
+            await page.until("document.querySelectorAll('.cell').length === 300")
+            labels = await page.evaluate(
+                "[...document.querySelectorAll('.cell')].map(c => c.getAttribute('aria-label'))"
+            )
+            assert labels[0] == "host:0: ready, 3 in flight, busy 75 %"
+            assert labels[299].startswith("host:299: unhealthy")
+            assert await page.evaluate("document.querySelectorAll('.cell.out').length") == 1
+            await show(page, "time")
+            await page.until("Boolean(liveView.laneOf(1))")
+            assert not await page.evaluate("Boolean(liveView.laneOf(250))"), "only what is in sight is drawn"
+            await page.evaluate("document.getElementById('lanes').scrollTop = 249 * 30")
+            await page.until("Boolean(liveView.laneOf(250))")
+            await page.screenshot(SHOTS / "fleet.png")
 
     in_browser(look)

@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jsonschema
@@ -18,9 +16,9 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.live_view.recording import RecordingError, check_lines, read_recording, write_page
-from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, schema
+from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, RequestRow, schema
 from sglang_ext.sequence_parallel.timeline import Activity, timeline_of_recording
-from support.live_recordings import simulated_recording
+from support.live_recordings import StreamingRouter, simulated_recording, streaming_router
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +39,10 @@ def test_a_simulated_run_is_recorded_whole(recording: Path) -> None:
             came = sum(at_s <= message["at_s"] for at_s in arrivals)
             assert sum(sum(row[1:7]) for row in message["classes"]) == came
             ended = sum(row[5] for row in message["classes"])
+            for values in message.get("requests", ()):
+                row = RequestRow(*values)
+                times = (row.received_s, row.started_s, row.prefilled_s, row.first_token_s, row.ended_s)
+                assert all(at_s is None or at_s <= message["at_s"] for at_s in times), "told before it was so"
     recorded = read_recording(recording)
     assert ended == len(arrivals)
     assert sorted(one.received_s for one in recorded.requests.values()) == pytest.approx(arrivals, abs=1e-3)
@@ -147,47 +149,14 @@ def test_the_timeline_of_a_recording(recording: Path, tmp_path: Path, capsys: py
     ]
 
 
-class _Router(ThreadingHTTPServer):
-    """Streams a recording; then ends, or waits."""
-
-    daemon_threads = True
-    answer: bytes = b""
-    code = 200
-    waits = False
-    asked: list[tuple[str, str | None]]
-
-
 @pytest.fixture
-def router(recording: Path) -> Iterator[_Router]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            server.asked.append((self.path, self.headers.get("authorization")))
-            self.send_response(server.code)
-            self.end_headers()
-            self.wfile.write(server.answer)
-            self.wfile.flush()
-            if server.waits:
-                time.sleep(30)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with _Router(("127.0.0.1", 0), Handler) as server:
-        server.asked = []
-        server.answer = b"".join(b"data: %b\n\n" % line for line in recording.read_bytes().splitlines()[:20])
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+def router(recording: Path) -> Iterator[StreamingRouter]:
+    with streaming_router(recording.read_bytes().splitlines()[:20]) as server:
         yield server
-        server.shutdown()
-        thread.join()
-
-
-def url(server: _Router) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
 
 
 def test_what_a_router_streams_is_recorded_until_it_ends(
-    router: _Router,
+    router: StreamingRouter,
     recording: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -195,7 +164,7 @@ def test_what_a_router_streams_is_recorded_until_it_ends(
 ) -> None:
     monkeypatch.setenv("SGLANG_EXT_ADMIN_API_KEY", "the key")
     out = tmp_path / "r.jsonl"
-    assert main(["record", f"{url(router)}/ui", "--out", str(out)]) == 1
+    assert main(["record", f"{router.url}/ui", "--out", str(out)]) == 1
     assert router.asked == [("/ui/stream", "Bearer the key")]
     assert out.read_bytes().splitlines() == recording.read_bytes().splitlines()[:20]
     shown = capsys.readouterr()
@@ -204,10 +173,12 @@ def test_what_a_router_streams_is_recorded_until_it_ends(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_recording_with_status_0(router: _Router, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_a_recording_with_status_0(
+    router: StreamingRouter, tmp_path: Path, number: signal.Signals
+) -> None:
     router.waits = True
     out = tmp_path / "r.jsonl"
-    command = [sys.executable, "-m", "sglang_ext.cli", "record", url(router), "--out", str(out)]
+    command = [sys.executable, "-m", "sglang_ext.cli", "record", router.url, "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ})
     end_s = time.monotonic() + 60
     while not out.exists() or out.read_bytes().count(b"\n") < 20:
@@ -221,18 +192,20 @@ def test_a_signal_ends_a_recording_with_status_0(router: _Router, tmp_path: Path
 
 
 def test_what_cannot_be_recorded_is_one_line(
-    router: _Router, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    router: StreamingRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "r.jsonl")
     assert main(["record", "ftp://x", "--out", out]) == 2
-    assert main(["record", url(router), "--out", out, "--seconds", "0"]) == 2
+    assert main(["record", router.url, "--out", out, "--seconds", "0"]) == 2
     router.code = 401
-    assert main(["record", url(router), "--out", out]) == 1
+    assert main(["record", router.url, "--out", out]) == 1
     router.code = 404
-    assert main(["record", url(router), "--out", out]) == 1
+    assert main(["record", router.url, "--out", out]) == 1
+    good = router.answer
     router.code, router.answer = 200, b"data: {}\n\n"
-    assert main(["record", url(router), "--out", out]) == 1
-    assert main(["record", url(router), "--out", str(tmp_path / "none" / "r")]) == 1
+    assert main(["record", router.url, "--out", out]) == 1
+    router.answer = good
+    assert main(["record", router.url, "--out", str(tmp_path / "none" / "r")]) == 1
     lines = capsys.readouterr().err.splitlines()
     for line, words in zip(
         lines,

@@ -107,6 +107,7 @@ def drain(view: LiveView, reader: Reader, at_s: float) -> float:
     for _ in range(1000):
         reader.take(view.frame(at_s))
         if not reader.head["deferred"]:
+            assert reader.rows["loads"].keys() == reader.rows["instances"].keys()
             return at_s
         at_s += MIN_INTERVAL_S
     raise AssertionError(f"{reader.head['deferred']} rows still wait")
@@ -259,6 +260,7 @@ def test_what_happens_to_instances_is_told_with_its_reason_and_numbers_are_never
     drain(view, reader, 0.0)
     assert reader.events == [], "what is there from the beginning is no event"
     first = view.number_of("b:1")
+    view.take_instances([instance("a:1"), instance("b:1", in_flight=5)], 0.5)  # what it leaves behind is not told
     broken = instance("a:1", state="unhealthy")
     view.take_instances([broken._replace(row=broken.row._replace(reason="it does not answer"))], 1.0)
     view.take_instances([instance("a:1", "long"), instance("b:1")], 2.0)
@@ -298,6 +300,18 @@ def test_a_request_is_followed_to_its_end_and_its_first_token_counts_once() -> N
     view.take_in_flight([], Counts(0, 0, {"short": (1, 0)}), 200.0)
     reader.take(view.frame(200.0))
     assert reader.of_class("short")["ttft_samples"] == 0, "of the last minute"
+
+
+def test_followed_requests_go_on_where_only_a_part_is_looked_at() -> None:
+    view, reader = LiveView(0.0), Reader()
+    view.take_in_flight([("a", request(id="a", sent_s=0.1))], Counts(0, 1, NONE_ENDED), 1.0)
+    reader.take(view.frame(1.0))
+    assert view.followed == ("a",)
+    view.follow([("a", request(id="a", sent_s=0.1, prefilled_s=1.5)), ("b", request(id="b"))])
+    view.take_in_flight([("c", request(id="c"))], Counts(0, 2, NONE_ENDED), 2.0)
+    reader.take(view.frame(2.0))
+    told = {one["id"]: one["prefilled_s"] for one in reader.rows["requests"].values()}
+    assert told == {"a": 1.5, "c": None}
 
 
 def test_quantiles_weigh_what_a_sample_stands_for() -> None:
