@@ -85,6 +85,18 @@ def test_rows_arrive_under_a_permit(pair: tuple[Transport, Transport]) -> None:
     np.testing.assert_array_equal(target, expected)
 
 
+def test_copies_of_the_same_source_may_go_to_different_slots(pair: tuple[Transport, Transport]) -> None:
+    sender, receiver = pair
+    source, target = memory(sender, 1), memory(receiver, 2)
+    expected = target.copy()
+    receiver.allow(7)
+    first = copy(source, target, [5, 6, 7])
+    second = first._replace(target_slots=np.array([30, 31, 40], np.uint32))
+    expected[[7, 6, 5], 8:28] = expected[[30, 31, 40], 8:28] = source[[5, 6, 7], 8:28]
+    sender.write(receiver.address, 7, [first, second])
+    np.testing.assert_array_equal(target, expected)
+
+
 @pytest.mark.parametrize("permit", [0, 6, 7])
 def test_nothing_is_written_without_a_permit_or_after_it(pair: tuple[Transport, Transport], permit: int) -> None:
     sender, receiver = pair
