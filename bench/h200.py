@@ -128,7 +128,8 @@ class Run:
         if "pytest" in step.arguments:
             found |= tests_in(log.read_text(encoding="utf-8", errors="replace"))
         seconds = time.perf_counter() - started_s
-        progress(f"-- {step.name}: {seconds:.0f} s {found.get('error', '')}")
+        not_possible = f"not possible: {found['not_possible']}" if "not_possible" in found else ""
+        progress(f"-- {step.name}: {seconds:.0f} s {found.get('error', not_possible)}")
         return {**found, "seconds": seconds}
 
     def _command(self, step: Step, part: Path, limit_s: float) -> list[str]:
@@ -248,7 +249,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=_names(STAGES), default=STAGES[:6], help=f"of {', '.join(STAGES)}")
+    parser.add_argument("--stages", type=_names(STAGES), default=STAGES[:7], help=f"of {', '.join(STAGES)}")
     parser.add_argument("--modes", type=_names(MODES), default=MODES, help="of the bucket stages (default: all)")
     parser.add_argument("--systems", type=_names(SYSTEMS), default=SYSTEMS, help="of figure 6 (default: all)")
     parser.add_argument("--concurrencies", type=_numbers, default=CONCURRENCIES, help="of figure 6 (default: 64,8,1)")

@@ -10,6 +10,9 @@ are not counted. The routers take turns in every repeat; each number is a median
 - processor time per request with prompts of 32 KB, 120 KB, 400 KB and 4 MB, all different, at concurrency 4
 - processor time per streamed event, requests' own cost included (64 events of 200 bytes each)
 
+With --ui, ours alone: processor time per request while one page of its live stream is open over that without, in turns
+on one router (`ui_cpu_ratio`), and what an open page costs a router without requests.
+
 A run fails when an answer is outside 2xx, when a stream is not whole, or when a leg of a request did not
 reach its instances. The last line is `RESULT {json}`; its ratios are ours over the better peer.
 """
@@ -27,7 +30,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -43,7 +46,10 @@ CONCURRENCIES = (1, 16, 64)
 STREAM_CONCURRENCY = 32
 BODIES = {"32k": 32_000, "120k": 120_000, "400k": 400_000, "4m": 4_000_000}  # bytes of their prompts
 BODY_CONCURRENCY = 4
+UI_CONCURRENCIES = (16, 64)
+UI_TURNS = (False, True, True, False)  # whether a page is open: what drifts meets both alike
 WARM_UP_S = 1.0
+START_PAGE_S = 20.0
 QUIET_CORES = 0.1
 WARM_UP_CONCURRENCY = 8
 
@@ -146,6 +152,50 @@ class Bench:
         self._note(name, "cpu_us_chunk", chunk_us)
         progress(f"  {name:14s} streaming     : {chunk_us:6.1f} us of CPU per event, {sent} events")
 
+    def measure_viewed(self) -> None:
+        """Add samples of whole answers with a page open, and without, in turns on one router."""
+        with self.router(OURS, self.whole) as router:
+            run_wrk(router.port, concurrency=WARM_UP_CONCURRENCY, duration_s=WARM_UP_S, stream=False)
+            for concurrency in UI_CONCURRENCIES:
+                for is_viewed in UI_TURNS:
+                    with self._page(router.port) if is_viewed else nullcontext():
+                        used_s = router.processor_time_s
+                        load = run_wrk(router.port, concurrency=concurrency, duration_s=self.seconds, stream=False)
+                        used_s = router.processor_time_s - used_s
+                    cpu_us = used_s / load.requests * 1e6
+                    name = "viewed" if is_viewed else "unviewed"
+                    self._note(name, f"cpu_us_c{concurrency}", cpu_us)
+                    self._note(name, f"p99_ms_c{concurrency}", load.p99_ms)
+                    progress(
+                        f"  {name:14s} concurrency {concurrency:2d}: {cpu_us:6.1f} us of CPU per request, "
+                        f"p99 {load.p99_ms:.3f} ms, {load.requests_per_s:.0f} requests/s"
+                    )
+            for is_viewed in (False, True):
+                with self._page(router.port) if is_viewed else nullcontext():
+                    used_s = router.processor_time_s
+                    time.sleep(self.seconds)
+                    used_s = router.processor_time_s - used_s
+                self._note("viewed" if is_viewed else "unviewed", "idle_ms_per_s", used_s / self.seconds * 1e3)
+
+    @contextmanager
+    def _page(self, port: int) -> Iterator[None]:
+        """A reader of the live stream, as a page is; RouterError where it got no frames."""
+        out = self.folder / "recording.jsonl"
+        command = [sys.executable, "-m", "sglang_ext.cli", "record", f"127.0.0.1:{port}", "--out", str(out)]
+        with (self.folder / "record.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            end_s = time.monotonic() + START_PAGE_S
+            while not out.exists() or out.read_bytes().count(b"\n") < 3:
+                if process.poll() is not None or time.monotonic() > end_s:
+                    raise RouterError("the live stream brought nothing")
+                time.sleep(0.05)
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+            out.unlink(missing_ok=True)
+
     def _events_sent(self) -> int:
         total = 0
         for port in self.streaming.decode:
@@ -171,6 +221,10 @@ def main() -> None:
         try:
             with bench.upstreams() as static:
                 for repeat in range(arguments.repeats):
+                    if arguments.ui:
+                        progress(f"[{time.monotonic() - began_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}")
+                        bench.measure_viewed()
+                        continue
                     # None is always first, nor always after the same one.
                     order = names[repeat % len(names) :] + names[: repeat % len(names)]
                     for name in order:
@@ -197,8 +251,15 @@ def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, obje
         for name, quantities in samples.items()
     }
     result: dict[str, object] = {}
+    if arguments.ui:
+        viewed, unviewed = medians["viewed"], medians["unviewed"]
+        for concurrency in UI_CONCURRENCIES:
+            quantity = f"cpu_us_c{concurrency}"
+            result[f"ui_cpu_ratio_c{concurrency}"] = round(viewed[quantity] / unviewed[quantity], 4)
+        result["ui_cpu_ratio"] = max(result[f"ui_cpu_ratio_c{c}"] for c in UI_CONCURRENCIES)  # type: ignore[type-var]
+        result["ui_idle_ms_per_s"] = round(viewed["idle_ms_per_s"] - unviewed["idle_ms_per_s"], 2)
     peers = [medians[name] for name in medians if name != OURS]
-    if OURS in medians and peers:
+    if not arguments.ui and OURS in medians and peers:
         quantities = {f"cpu_ratio_c{c}": f"cpu_us_c{c}" for c in CONCURRENCIES}
         quantities |= {f"body_ratio_{size}": f"cpu_us_body_{size}" for size in BODIES}
         quantities |= {"p50_ratio_c1": "p50_ms_c1", "chunk_ratio": "cpu_us_chunk"}
@@ -226,6 +287,7 @@ def _arguments() -> argparse.Namespace:
         default=list(COMMANDS),
         help="measure only these; ratios need ours and a peer",
     )
+    parser.add_argument("--ui", action="store_true", help="measure what an open live page costs ours, and nothing else")
     arguments = parser.parse_args()
     if arguments.repeats < 1 or not arguments.seconds > 0:
         parser.error("--repeats must be at least 1 and --seconds greater than 0")

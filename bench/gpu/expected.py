@@ -43,6 +43,8 @@ def expected_lines(stage: str, card: Card, selection: Selection) -> Iterator[str
         yield from _kernels(ceilings)
     elif stage == "tokens":
         yield "  the same tokens; logits that differ by 1e-4 or less, with wrong attention by 1 or so"
+    elif stage == "two-engines":
+        yield "  all 16 answers one instance's, none of them for another prompt; what workers refuse ends after seconds"
 
 
 def _buckets(model: str, ceilings: Ceilings) -> Iterator[str]:

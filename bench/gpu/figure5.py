@@ -130,7 +130,7 @@ def measure(
                     record({"not_measured": f"from {rate_per_s:g}/s on: the time was used up"})
                     break
                 asyncio.run(level(server, rate_per_s, load._replace(seconds=min(WARM_SECONDS, load.seconds))))
-                found = asyncio.run(level(server, rate_per_s, load))
+                found = figure6.with_decisions(server, system, level(server, rate_per_s, load))
                 status = figure6.laps_status(server)
                 levels.append({**found, "awd": status["awd"], "graphs": status.get("graphs")})
                 record({"levels": levels})

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -273,6 +273,26 @@ def laps_status(server: Server) -> Any:
         return json.load(reply)
 
 
+def decisions_between(before: Mapping[str, Any], after: Mapping[str, Any], took_s: float) -> dict[str, Any]:
+    """What LAPS's decisions took between two reports: before how many batches, seconds each, share of `took_s`.
+
+    The device computes meanwhile or waits for them; SGLang's own building of a batch is not in it.
+    """
+    batches = after["decisions"]["batches"] - before["decisions"]["batches"]
+    seconds = after["decisions"]["seconds"] - before["decisions"]["seconds"]
+    return {"batches": batches, "mean_s": seconds / batches if batches else None, "share": seconds / took_s}
+
+
+def with_decisions(server: Server, system: System, load: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Run a level of load: what it got, and what LAPS's decisions took meanwhile where the system has them."""
+    if system.laps is None:
+        return asyncio.run(load)
+    before, started_s = laps_status(server), time.perf_counter()
+    found = asyncio.run(load)
+    took_s = time.perf_counter() - started_s
+    return {**found, "decisions": decisions_between(before, laps_status(server), took_s)}
+
+
 def measure(
     model: Path,
     system: System,
@@ -293,7 +313,7 @@ def measure(
                 if time.perf_counter() + load.seconds > end_s:
                     record({"not_measured": f"from concurrency {concurrency} on: the time was used up"})
                     break
-                levels.append(asyncio.run(level(server, concurrency, load)))
+                levels.append(with_decisions(server, system, level(server, concurrency, load)))
                 record({"levels": levels} if system.laps is None else {"levels": levels, "laps": laps_status(server)})
         problem = missing_graphs(log) if system.graphs is not None and has_gpu else None
         if problem is not None:

@@ -216,8 +216,10 @@ def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> 
             found[module.name] = seconds if done.returncode == 0 else done.stderr.strip()[-2000:]
             print(f"{module.name:<16} {f'{seconds} s' if done.returncode == 0 else 'FAILED'}", flush=True)
         _keep_libraries(Path(scratch) / SGLANG_FOLDER, site / SGLANG_FOLDER)
-    record = {name: value for name, value in found.items() if isinstance(value, float)}
-    (site / FLASHINFER_PACKAGE / "built.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    path = site / FLASHINFER_PACKAGE / "built.json"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    record |= {name: value for name, value in found.items() if isinstance(value, float)}
+    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return found
 
 

@@ -19,6 +19,7 @@ from gpu.verdicts import (
     figure_5_verdicts,
     figure_6_verdicts,
     kernel_verdicts,
+    two_engines_verdicts,
 )
 
 # The relative error of bfloat16 logits between two orders of additions: 0.022 to 0.027 where a random decoder of 28 to
@@ -29,6 +30,9 @@ FLOAT32_LOGITS_BOUND = 2e-3
 CPU_LOGITS_BOUND = 1e-4
 # What attention of each token to itself only must at least differ by: far beyond every bound.
 CONTROL_BOUND = 0.3
+# Of the answers of two engines: so many may part where two tokens are nearly as good, and so many may be the same for
+# another prompt with the same last token.
+MOST_TIES, MOST_OF_CONTROL = 0.25, 0.25
 # The only reason for which a test on the device may be skipped.
 ALLOWED_SKIP = "needs two CUDA devices"
 
@@ -72,6 +76,8 @@ def verdicts_of(record: Record) -> list[Verdict]:
             found += figure_5_verdicts({} if is_dry else steps)
         elif stage == "kernels":
             found += kernel_verdicts({} if is_dry else steps.get("rates", {}).get("ratios", {}))
+        elif stage == "two-engines":
+            found += two_engines_verdicts({} if is_dry else steps)
     return found
 
 
@@ -110,6 +116,12 @@ def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iter
             graphs = step["levels"][-1].get("graphs") or step.get("laps", {}).get("graphs")
             if not graphs or not sum(graphs["replays"].values()):
                 yield "no prefill ran on a captured shape"
+        laps_levels = step.get("levels", ()) if stage == "figure5" or name in ("all", "two-queues") else ()
+        for level in laps_levels:
+            if not level.get("decisions", {}).get("batches"):
+                yield f"at {level.get('concurrency', level.get('rate_per_s'))} no decision was timed"
+    elif stage == "two-engines":
+        yield from _wrong_answers(name, step, is_dry)
     elif stage == "kernels":
         bound = 1e-4 if is_dry else 1e-2
         for block in step.get("blocks", ()):
@@ -121,6 +133,33 @@ def _wrong(stage: str, name: str, step: Mapping[str, Any], is_dry: bool) -> Iter
         for prefix in step.get("prefixes", ()):
             if not prefix["split_error"] < bound:
                 yield f"split_error at {prefix['shape']} is {prefix['split_error']:.2g}"
+
+
+def _wrong_answers(arrangement: str, step: Mapping[str, Any], is_dry: bool) -> Iterator[str]:
+    if "not_possible" in step:
+        # Prefill and decode with what the device's workers take by themselves must be.
+        if arrangement == "default" or is_dry:
+            yield f"not possible: {step['not_possible']}"
+        return
+    if "error" in step or "not_measured" in step:
+        return
+    if not step.get("answers"):
+        yield "no answers were compared"
+        return
+    for one in step["different"]:
+        yield (
+            f"the answer to {one['prompt_tokens']} tokens is another one from its token {one['at']} on, "
+            f"which is better than the next best by {one['gap']:.2g}"
+        )
+    if step["ties"] > MOST_TIES * step["answers"]:
+        yield f"{step['ties']} of {step['answers']} answers part at ties"
+    if not step["control_equal"] <= MOST_OF_CONTROL:
+        yield f"{step['control_equal']:.0%} of answers stay the same behind another prompt: this proves nothing"
+    if arrangement == "pool" and not step.get("shared"):
+        yield "no prompt was computed by both members"
+    graphs = step.get("graphs")
+    if arrangement != "pool" and not is_dry and not (graphs and sum(graphs["replays"].values())):
+        yield "no prefill ran on a captured shape"
 
 
 def _wrong_logits(step: Mapping[str, Any], bound: float) -> Iterator[str]:

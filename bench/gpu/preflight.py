@@ -22,6 +22,7 @@ from support.result import progress, write_json
 
 # Of bfloat16, against float32.
 BOUND = 2e-2
+NIXL_TIMEOUT_S = 10.0
 
 
 class Check(NamedTuple):
@@ -155,6 +156,43 @@ def nvshmem() -> str:
     return f"nvshmem4py {version('nvshmem4py-cu13')}"
 
 
+def nixl() -> str:
+    """What moves KV between two engines: one agent writes into another's device memory."""
+    import torch
+
+    source = torch.arange(4096, dtype=torch.int32, device="cuda")
+    target = torch.zeros_like(source)
+    torch.cuda.synchronize()
+    nixl_write(source, target, "VRAM")
+    if not torch.equal(source, target):
+        raise MissingError("NIXL has written something else")
+    return f"nixl {version('nixl')} writes device memory over UCX"
+
+
+def nixl_write(source: Any, target: Any, kind: str) -> None:
+    """Copy a tensor by NIXL from one agent of this process to another; `kind` is its name for the memory.
+
+    Raises MissingError where that is not done in time.
+    """
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agents = [nixl_agent(name, nixl_agent_config(backends=["UCX"])) for name in ("preflight-from", "preflight-to")]
+    regions = [(one.data_ptr(), one.nbytes, one.get_device() if one.is_cuda else 0) for one in (source, target)]
+    for agent, region in zip(agents, regions, strict=True):
+        agent.register_memory([(*region, "")], kind)
+    sender, receiver = agents
+    peer = sender.add_remote_agent(receiver.get_agent_metadata())
+    from_, to = (sender.get_xfer_descs([region], kind) for region in regions)
+    transfer = sender.initialize_xfer("WRITE", from_, to, peer, b"")
+    state = sender.transfer(transfer)
+    end_s = time.perf_counter() + NIXL_TIMEOUT_S
+    while state not in ("DONE", "ERR") and time.perf_counter() < end_s:
+        time.sleep(0.001)
+        state = sender.check_xfer_state(transfer)
+    if state != "DONE":
+        raise MissingError(f"NIXL's write is {state} after {NIXL_TIMEOUT_S:g} s")
+
+
 def _attention_inputs() -> tuple[Any, Any, Any, Any]:
     import torch
 
@@ -186,6 +224,7 @@ CHECKS = (
     Check("activation", True, activation),
     Check("FlashAttention 3", False, flash_attention_3),
     Check("NVSHMEM", True, nvshmem),
+    Check("NIXL", False, nixl),
     Check("flashinfer", False, flashinfer),
 )
 

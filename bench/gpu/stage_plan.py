@@ -19,10 +19,11 @@ MODES = ("grid", "breakable", "full")
 SYSTEMS = ("stock", "all", "stock-flashinfer", "graphs", "two-queues")
 CONCURRENCIES = (64, 8, 1)
 WINDOWS = ("adaptive", "0", "30", "5", "15")
+ARRANGEMENTS = ("default", "handshake", "pool")
 RATES_PER_S = (360.0, 180.0, 60.0)
 STAGES = (
-    *("preflight", "tokens", "kernels-check", "buckets-7b", "figure6", "kernels", "figure5"),
-    *("buckets-14b", "buckets-32b"),
+    *("preflight", "tokens", "kernels-check", "buckets-7b", "figure6", "kernels", "two-engines"),
+    *("figure5", "buckets-14b", "buckets-32b"),
 )
 # A command is ended after 600 s, whatever it has done by then.
 COMMAND_S = 600.0
@@ -43,6 +44,8 @@ _JIT_S = 60.0
 # A run on the host beside the device's time: the batch and its requests are built anew.
 _HOST_S = 0.02
 _SLOWER_THAN_FLOOR = 1.6
+# Of a tiny model: its imports, and the capture of a few shapes.
+_ENGINE_START_S = 35.0
 
 
 class Selection(NamedTuple):
@@ -190,6 +193,18 @@ def _kernels(stage: str, card: Card, selection: Selection, is_dry: bool) -> list
     return [Step(stage, "rates", "", ("-m", "gpu.kernels", *(("--small",) if is_dry else ())), 90.0 + _JIT_S, 30.0)]
 
 
+def _two_engines(stage: str, card: Card, selection: Selection, is_dry: bool) -> list[Step]:
+    steps = []
+    for arrangement in ARRANGEMENTS:
+        engines = 4 if arrangement == "pool" else 3  # one of them answers alone
+        start_s = engines * _ENGINE_START_S
+        arguments = ("-m", "gpu.two_engines", "--arrangement", arrangement)
+        # What the device's workers refuse is known at once: the next step gets the time.
+        least_s = 30.0 if arrangement == "default" else 15.0
+        steps.append(Step(stage, arrangement, "tiny", arguments, start_s + 20.0, least_s))
+    return steps
+
+
 def _figure_5(stage: str, card: Card, selection: Selection, is_dry: bool) -> list[Step]:
     model = "tiny" if is_dry else "qwen2.5-7b"
     start_s = _server_start_s(model, has_grid=True, graphs=28)
@@ -218,6 +233,7 @@ _BUILDERS: dict[str, Callable[[str, Card, Selection, bool], list[Step]]] = {
     "buckets": _buckets,
     "figure6": _figure_6,
     "kernels": _kernels,
+    "two-engines": _two_engines,
     "figure5": _figure_5,
 }
 
@@ -253,6 +269,7 @@ COMMANDS = (
     _command(("buckets-7b",), modes=("grid", "breakable")),
     _command(("figure6",), systems=("stock", "all"), concurrencies=(64, 8)),
     _command(("kernels", "buckets-7b"), modes=("full",)),
+    _command(("two-engines",)),
     _command(("figure5",), windows=("adaptive", "0", "30")),
     _command(("figure6",), systems=("stock-flashinfer", "graphs", "two-queues"), concurrencies=(64, 8)),
     _command(("figure5",), windows=("5", "15")),

@@ -88,6 +88,8 @@ def capture_verdicts(capture: Mapping[str, Any] | None) -> list[Verdict]:
 AIM_CONCURRENCY = 64
 STOCKS = ("stock", "stock-flashinfer")
 AIM_RATE_PER_S = 360.0
+# Of the time, spent before iterations by deciding: a tenth of what figure 6 is to gain.
+MOST_DECIDING = 0.02
 
 
 def figure_6_verdicts(systems: Mapping[str, Any]) -> list[Verdict]:
@@ -101,12 +103,15 @@ def figure_6_verdicts(systems: Mapping[str, Any]) -> list[Verdict]:
     stock = max(stocks, key=lambda level: level["requests_per_s"], default=None)
     ours = at_aim("all")
 
+    deciding = None if ours is None else ours.get("decisions", {}).get("share")
+
     def gain(name: str) -> float | None:
         return None if stock is None or ours is None else ours[name] / stock[name] - 1
 
     return [
         Verdict("figure 6: requests/s gained", 0.2, False, gain("requests_per_s")),
         Verdict("figure 6: mean latency gained", -0.2, True, gain("mean_s")),
+        Verdict("figure 6: share of time in LAPS's decisions", MOST_DECIDING, True, deciding),
     ]
 
 
@@ -148,3 +153,15 @@ def kernel_verdicts(kernels: Mapping[str, float]) -> list[Verdict]:
         ("scatter over copy bandwidth", "scatter_ratio", 0.85),
     )
     return [Verdict(aim, bound, False, kernels.get(name)) for aim, name, bound in aims]
+
+
+def two_engines_verdicts(arrangements: Mapping[str, Any]) -> list[Verdict]:
+    """`arrangements`: what `two_engines.py` found, by name; what the device's workers refuse is not measured."""
+
+    def share(found: Mapping[str, Any]) -> float | None:
+        return (found["equal"] + found["ties"]) / found["answers"] if found.get("answers") else None
+
+    return [
+        Verdict(f"two engines, {name}: answers that are one instance's", 1.0, False, share(found))
+        for name, found in arrangements.items()
+    ]

@@ -41,7 +41,11 @@ COMMANDS = {
     "coordinator": Command(
         "sglang_ext.sequence_parallel.coordinator_command", "let several instances of a long pool share long prefills"
     ),
-    "timeline": Command("sglang_ext.sequence_parallel.timeline", "draw who computed what when in a long pool"),
+    "timeline": Command(
+        "sglang_ext.sequence_parallel.timeline", "draw who computed what when in a long pool, or in a recording"
+    ),
+    "top": Command("sglang_ext.live_view.top_command", "show pools and requests of a running router in the terminal"),
+    "record": Command("sglang_ext.live_view.record_command", "write what the live page of a router shows to a file"),
     "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
     "run-module": Command(
         "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"

@@ -14,6 +14,9 @@ from sglang_ext_router.metrics import RouterMetrics
 GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"})
 TOKENISE_PATHS = frozenset({b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize"})
 PROBE_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/readiness"})  # without a key
+PAGE_PATH = b"/ui"  # holds nothing but itself: what it shows comes from STREAM_PATH
+STREAM_PATH = b"/ui/stream"
+_OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
 _PROMPT_PATHS = GENERATION_PATHS | TOKENISE_PATHS
 _WITHOUT_BODY = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
@@ -56,7 +59,7 @@ class Access:
             request.max_body_bytes = self._max_payload_bytes if path in _PROMPT_PATHS else self._max_control_bytes
         if self._origins:
             request.reply_headers = self._cors_headers(request.header(b"origin"))
-        if not self._needs_key or path in PROBE_PATHS or self.is_client(request.header(b"authorization") or b""):
+        if not self._needs_key or path in _OPEN_PATHS or self.is_client(request.header(b"authorization") or b""):
             return None
         if self.is_preflight(request):
             return None
@@ -86,6 +89,10 @@ class Access:
     def is_admin(self, authorization: bytes) -> bool:
         """Whether the value of this Authorization header is the administrator's."""
         return bool(self._admin_key) and hmac.compare_digest(authorization, self._admin_key)
+
+    def may_view(self, authorization: bytes) -> bool:
+        """Whether this header's value opens the live stream: the administrator's, a client's where there is none."""
+        return self.is_admin(authorization) if self._admin_key else self.is_client(authorization)
 
     def reload_keys(self, now_s: float) -> None:
         """Read the file of keys again if it has changed."""

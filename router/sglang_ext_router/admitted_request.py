@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from sglang_ext.policy.live_view.view import SeenRequest
 from sglang_ext.policy.routing.pd_actions import (
     RELAY_DECODE,
     AbortLeg,
@@ -434,8 +435,33 @@ class AdmittedRequest:
         )
         if services.access_log is not None:
             services.access_log.add(self._access_entry(status, outcome, ended_s))
+        if services.view is not None and services.view.wants_end(self):
+            services.view.note_end(self, self.seen()._replace(ended_s=ended_s, outcome=outcome))
         if request.headers.ttft_slo_s is not None:
             self._count_slo(request.headers.ttft_slo_s, outcome, status, now_s)
+
+    def seen(self) -> SeenRequest:
+        """It as the live page shows it; times are the loop's."""
+        request, attempt = self._request, self._attempt
+        route = None if attempt is None else attempt.route
+        tokens, known_tokens = request.prompt_tokens, self._known_prompt_tokens
+        return SeenRequest(
+            self._relay.request_id.decode("latin-1"),
+            None if route is None else route.decision.length_class.value,
+            tokens if known_tokens is None else known_tokens,
+            0 if route is None else route.decision.cached_tokens,
+            self._output_tokens,
+            None if route is None else route.prefill.name,
+            None if route is None or route.decode is None else route.decode.name,
+            self.started_s,
+            None if attempt is None else attempt.started_s,
+            None,
+            self._prefill_s,
+            self._first_token_s,
+            None,
+            None,
+            self._protocol.attempt + 1,
+        )
 
     def _access_entry(self, status: int, outcome: RequestOutcome, ended_s: float) -> AccessEntry:
         relay, request, attempt, started_s = self._relay, self._request, self._attempt, self.started_s

@@ -201,6 +201,7 @@ class RouterConfig:
         "port of their own for /metrics, /docs and /openapi.json, without a key; 0: at --port, with a client's key",
     )
     metrics_host: str = _option("127.0.0.1", "address for --metrics-port")
+    disable_ui: bool = _option(False, "no live page: neither /ui nor /ui/stream")
     access_log: str = _option(
         "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
     )

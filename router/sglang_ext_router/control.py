@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -30,6 +30,7 @@ from sglang_ext_router.api_document import (
 )
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.controller import PoolController
+from sglang_ext_router.live_page import read_page
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.pools import add_pool_routes, worker_id, worker_state
@@ -214,6 +215,14 @@ def build_app(router: ControlTarget) -> FastAPI:
         """Prometheus metrics of all processes of this router, as OpenMetrics where Accept asks for it."""
         body, content_type = router.render_metrics(accept)
         return Response(body, headers={"content-type": content_type})
+
+    if not config.disable_ui:
+        page, page_headers = read_page()
+
+        @app.get("/ui", openapi_extra=NO_KEY, response_class=HTMLResponse)
+        async def live_page() -> Response:
+            """The live page; what it shows comes from `/ui/stream`, for which it asks for a key where one is needed."""
+            return Response(page, headers=page_headers)
 
     @app.get("/load", dependencies=client)
     async def load(model: str | None = None) -> Response:

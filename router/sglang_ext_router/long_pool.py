@@ -14,10 +14,16 @@ from typing import Any
 import aiohttp
 import orjson
 
+from sglang_ext.policy.live_view.messages import PromptRow
+from sglang_ext.policy.live_view.view import SeenSpan
+from sglang_ext.sequence_parallel.timeline import TimelineError, timeline_of
+from sglang_ext.types import LengthClass
+
 logger = logging.getLogger(__name__)
 
 STATUS_PATH = "/status"
 MAX_STATUS_BYTES = 4 << 20
+CLOCK_JITTER_S = 0.25  # less is how long an answer was under way
 SHOWN_REQUESTS = 20  # that have ended
 _TIMES = ("wait_s", "compute_s", "ring_s", "rebalance_s", "collect_s", "failed_s", "transfer_s", "exposed_transfer_s")
 
@@ -36,6 +42,8 @@ class LongPoolMonitor:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._status: dict[str, Any] | None = None
+        self.answer: object = None  # the latest, as the coordinator gave it
+        self.clock_offset_s: float | None = None  # what turns its times into those of `clock`
         self._read_s: float | None = None
         self._problem: str | None = "not asked yet"
 
@@ -71,7 +79,10 @@ class LongPoolMonitor:
                     body += await reply.content.read(MAX_STATUS_BYTES + 1 - len(body))
             if len(body) > MAX_STATUS_BYTES:
                 raise StatusError(f"more than {MAX_STATUS_BYTES} bytes")
-            self._status = read_status(orjson.loads(body))
+            answer = orjson.loads(body)
+            self._status = read_status(answer)
+            self.answer = answer
+            self._follow_clock(answer.get("now_s"))
             problem = None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             problem = (str(error) or type(error).__name__).partition("\n")[0]
@@ -80,6 +91,15 @@ class LongPoolMonitor:
         if (problem is None) != (self._problem is None):
             logger.info("coordinator %s %s", self.url, "answers" if problem is None else f"is away: {problem}")
         self._problem = problem
+
+    def _follow_clock(self, now_s: object) -> None:
+        """Keep the offset, so that what is told twice has the same times, until the clocks show another one."""
+        if not isinstance(now_s, int | float):
+            return  # nothing can be placed in time
+        offset_s = self._clock() - now_s
+        known_s = self.clock_offset_s
+        if known_s is None or not known_s - CLOCK_JITTER_S < offset_s < known_s + CLOCK_JITTER_S:
+            self.clock_offset_s = offset_s
 
 
 _NOTHING = ("model", "epoch", "is_connected", "arrivals_per_s", "members", "requests", "recent")
@@ -110,6 +130,71 @@ def read_status(answer: object) -> dict[str, Any]:
         "requests": [_describe_request(one, names) for one in _list(status, "requests")],
         "recent": [_describe_request(one, names) for one in reversed(recent)],
     }
+
+
+def pool_prompts(answer: object, offset_s: float) -> list[PromptRow]:
+    """The prompts that a coordinator's /status tells of, those under way last; `offset_s` is added to its times.
+
+    Empty where the status is none.
+    """
+    try:
+        status = _object(answer, "the answer")
+        members = (*_list(status, "former_members"), *_list(status, "members"))
+        names = {str(_object(one, "a member").get("instance")): str(one.get("name")) for one in members}
+        under_way = _list(status, "requests")
+        recent = _list(status, "recent")[-SHOWN_REQUESTS:]
+        return [_prompt(_object(one, "a request"), names, offset_s) for one in (*recent, *under_way)]
+    except (StatusError, KeyError, AttributeError, TypeError, ValueError):
+        return []
+
+
+def _prompt(one: Mapping[str, Any], names: Mapping[str, str], offset_s: float) -> PromptRow:
+    chunks = [
+        (
+            int(step["new_tokens"]),
+            [names.get(str(member), str(member)) for member in step["members"]],
+            float(step["ordered_s"]) + offset_s,
+            None if step["ended_s"] is None else float(step["ended_s"]) + offset_s,
+        )
+        for step in _list(one, "steps")
+        if step.get("kind") == "chunk" and not step.get("has_failed")
+    ]
+    planned = [
+        (int(chunk["new_tokens"]), [names.get(str(member), str(member)) for member in chunk["members"]])
+        for chunk in one.get("planned", ())
+    ]
+    ended_s = one.get("ended_s")
+    return PromptRow(
+        int(one.get("request", 0)),
+        names.get(str(one.get("owner")), str(one.get("owner"))),
+        int(one.get("tokens", 0)),
+        int(one.get("cached_tokens", 0)),
+        float(one.get("offered_s", 0.0)) + offset_s,
+        None if ended_s is None else float(ended_s) + offset_s,
+        one.get("outcome"),
+        chunks,
+        planned,
+    )
+
+
+def pool_spans(answer: object, offset_s: float) -> list[SeenSpan]:
+    """What the members of a long pool did, of the latest prompts; `offset_s` as for `pool_prompts`."""
+    try:
+        timeline = timeline_of(answer, SHOWN_REQUESTS)
+    except TimelineError:
+        return []
+    start_s = timeline.began_s + offset_s
+    return [
+        SeenSpan(
+            bar.instance,
+            bar.activity.value,
+            start_s + bar.start_s,
+            start_s + bar.end_s,
+            LengthClass.LONG.value,
+            f"{timeline.requests[bar.request].tokens:,} tokens of {timeline.requests[bar.request].owner}",
+        )
+        for bar in timeline.bars
+    ]
 
 
 def _describe_request(one: object, names: Mapping[str, str]) -> dict[str, Any]:

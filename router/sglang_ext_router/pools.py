@@ -53,7 +53,7 @@ class Move(BaseModel):
 
 def worker_id(worker: Worker) -> str:
     """How an instance is named in paths: `host:port`."""
-    return worker.host_header.decode()
+    return worker.name
 
 
 def worker_state(worker: Worker) -> str:

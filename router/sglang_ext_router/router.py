@@ -21,7 +21,7 @@ from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
-from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, Access, ReportGate
+from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, STREAM_PATH, Access, ReportGate
 from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
@@ -43,6 +43,7 @@ from sglang_ext_router.exposition import (
 from sglang_ext_router.http1 import ClientConnection
 from sglang_ext_router.kubernetes_api import connect_kubernetes, own_namespace
 from sglang_ext_router.lease import LeaseHolder
+from sglang_ext_router.live_page import LivePage
 from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
 from sglang_ext_router.model_pools import ModelPools
@@ -139,6 +140,7 @@ class Router:
             authorization=authorization,
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
+        self.live_page = None if config.disable_ui else LivePage(self, process_index)
         self.is_draining = False
         self.app = build_app(self)
         self.access.methods_of = self._methods_of
@@ -216,6 +218,8 @@ class Router:
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for at most `grace_s`, then cut the rest."""
         self.is_draining = True
+        if self.live_page is not None:
+            self.live_page.stop()
         for connection in (*self._connections, *self.reports.open):
             connection.drain()
         await self._wait_drained(grace_s)
@@ -229,6 +233,8 @@ class Router:
         """Free everything."""
         if self._sweeper is not None:
             self._sweeper.cancel()
+        if self.live_page is not None:
+            self.live_page.stop()
         for connection in (*self._connections, *self.reports.open):
             connection.close()
         if self.discovery is not None:
@@ -270,6 +276,8 @@ class Router:
             connection.respond(200, b"", b"text/plain", self.access.preflight_headers(request))
         elif self.config.metrics_port and request.path in REPORT_PATHS:
             connection.respond_error(404, "reports are served at a port of their own")
+        elif request.path == STREAM_PATH and self.live_page is not None:
+            self.live_page.open_stream(connection, request)
         else:
             connection.call = AsgiCall(self.app, connection, request, self.access_log)
 

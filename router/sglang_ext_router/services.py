@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from sglang_ext.policy.live_view.view import LiveView, SeenRequest
 from sglang_ext.policy.routing.admission import AdmissionQueue
 from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
@@ -64,6 +65,9 @@ class Runnable(Protocol):
     def check_progress(self, now_s: float) -> None:
         """See that its reply begins, and goes on."""
 
+    def seen(self) -> SeenRequest:
+        """It as the live page shows it."""
+
 
 @dataclass(slots=True)
 class Services:
@@ -92,3 +96,4 @@ class Services:
     authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
     relays_authorization: bool  # without any key the client's own header is for the instances
     access_log: AccessLog | None
+    view: LiveView | None = None  # while there is a viewer: what is told to it

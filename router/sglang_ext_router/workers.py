@@ -124,7 +124,8 @@ class Worker:
         self._bind()
 
     def _bind(self) -> None:
-        self.host_header = self.url.partition("://")[2].encode()
+        self.name = self.url.partition("://")[2]  # in paths, and for people: `host:port`
+        self.host_header = self.name.encode()
         self.request_heads: dict[bytes, bytes] = {}
         kind = "decode" if self.role is Role.DECODE else "prefill"
         self.route_header = f"x-sglang-ext-{kind}: {self.url}\r\n".encode()

@@ -9,6 +9,7 @@ and what it makes of them.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -127,7 +128,8 @@ def main() -> int:
         "command_lines": of_command_lines(request["command_lines"]),
         "buckets": {mode: of_buckets(model, mode) for mode in request["buckets"]},
     }
-    print(json.dumps(answer, default=str))
+    # SGLang 0.5.17 keeps parts of its arguments in objects of their own.
+    print(json.dumps(answer, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part)))
     return 0
 
 

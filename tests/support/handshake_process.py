@@ -77,7 +77,13 @@ class _Rank:
         return self.endpoint.address
 
     def expect(
-        self, transfer_id: int, first_token: int, slots: list[int], shard: KVShard, aux_slot: int | None
+        self,
+        transfer_id: int,
+        first_token: int,
+        slots: list[int],
+        shard: KVShard,
+        aux_slot: int | None,
+        invite: tuple[str, ...] = (),
     ) -> None:
         self.endpoint.expect(
             needed(
@@ -89,7 +95,8 @@ class _Rank:
                 first_layer=shard.first_layer,
                 layer_count=shard.layer_count,
                 aux_slot=aux_slot,
-            )
+            ),
+            invite,
         )
 
     def cancel(self, transfer_id: int) -> None:

@@ -45,8 +45,15 @@ class Coordinator:
     @classmethod
     @contextmanager
     def running(cls, *options: str) -> Iterator[Coordinator]:
+        with cls.prepared(*options) as one:
+            one.start_again()
+            yield one
+
+    @classmethod
+    @contextmanager
+    def prepared(cls, *options: str) -> Iterator[Coordinator]:
+        """One that has its address and is to be started; ended in the end."""
         one = cls(*options)
-        one.start_again()
         try:
             yield one
         finally:

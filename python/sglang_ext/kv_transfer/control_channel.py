@@ -21,6 +21,8 @@ import zmq
 from sglang_ext.kv_transfer.invitations import Invitation, InvitationSeen
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest
 from sglang_ext.policy.handshake.protocol import (
+    PeerAlive,
+    PeerProbe,
     ReceiverAbort,
     ReceiverClosed,
     ReceiverReport,
@@ -31,7 +33,7 @@ from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"SXHS" + bytes([VERSION])
 _MAX_PEERS = 1024
 _MAX_QUEUED = 10_000  # messages waiting for one peer
@@ -52,6 +54,8 @@ ControlMessage: TypeAlias = (
     | LayoutReply
     | Invitation
     | InvitationSeen
+    | PeerProbe
+    | PeerAlive
 )
 
 _KINDS: dict[int, type[ControlMessage]] = {
@@ -64,6 +68,8 @@ _KINDS: dict[int, type[ControlMessage]] = {
     7: LayoutReply,
     8: Invitation,
     9: InvitationSeen,
+    10: PeerProbe,
+    11: PeerAlive,
 }
 _NUMBERS: dict[type[ControlMessage], int] = {kind: number for number, kind in _KINDS.items()}
 _DECODERS = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}

@@ -14,9 +14,10 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 from sglang_ext.identifiers import TransferId
 from sglang_ext.kv_transfer.control_channel import ControlLoop, ControlMessage
@@ -30,14 +31,17 @@ from sglang_ext.kv_transfer.invitations import (
 )
 from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
-from sglang_ext.kv_transfer.pool_layout import PoolLayout
+from sglang_ext.kv_transfer.pool_layout import PoolLayout, RowCopy, cut_rows
 from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.kv_transfer.transport import Transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
+from sglang_ext.policy.handshake.peer_watch import PeerWatches
 from sglang_ext.policy.handshake.protocol import (
     Allow,
     Failing,
     Fence,
+    PeerAlive,
+    PeerProbe,
     Ready,
     Received,
     ReceiverAbort,
@@ -66,12 +70,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_RECORDS = 10_000
 _LAYOUT_TIMEOUT_S = 10.0
+# Of one part, before others have their turn: some milliseconds, and the cost of a turn does not count.
+_TURN_BYTES = 16 << 20
+_GIVEN_UP = "given up before it was written"
 
 
 class HandshakeEndpoint:
     """Listens on `host` from construction to `close`; `layout` and everything that it names stay where they are.
 
-    `write_threads` bounds the parts that are written at a time; `decode_rank` goes with invitations. Thread-safe.
+    `write_threads` bounds the parts that are written at a time; others have their turn after at most 16 MiB of each.
+    `decode_rank` goes with invitations. Thread-safe.
     """
 
     def __init__(
@@ -107,6 +115,7 @@ class HandshakeEndpoint:
         self._sent_invitations = SentInvitations(self.address, options.retry_s, options.lease_s, decode_rank)
         self._received_invitations = ReceivedInvitations(2 * options.stall_timeout_s)
         self._peers = PeerLayouts(layout, transport.name)
+        self._watches = PeerWatches(options)
         self._records: deque[ReceiveRecord | SendResult] = deque(maxlen=_MAX_RECORDS)
         self._written_bytes = self._writes = self._failed_writes = 0
         self._closing = False
@@ -128,10 +137,12 @@ class HandshakeEndpoint:
         Raises ValueError when its transfer id is in use or has been.
         """
         with self._lock:
-            now_s = self._clock()
+            now_s, invited = self._clock(), tuple(invite)
             actions = self._receiver.expect(need, now_s)
             self._received[need.transfer_id] = TransferStatus(Stage.WAITING, None, "", False)
-            self._send_all(self._sent_invitations.invite(need, invite, now_s))
+            for address in invited:
+                self._watches.note(address, now_s)
+            self._send_all(self._sent_invitations.invite(need, invited, now_s))
             self._carry_out(actions)
 
     def cancel(self, transfer_id: TransferId, reason: str) -> None:
@@ -194,6 +205,17 @@ class HandshakeEndpoint:
             self._abort_if_unlike(receiver)
             return outgoing
 
+    def why_lost(self, receiver: str, waited_s: float, epoch: int | None) -> str | None:
+        """One line that says why a decode rank will not ask for anything any more, or None; call it again and again.
+
+        `waited_s`: how long its message has been awaited; `epoch`: which incarnation of it is meant, where known.
+        """
+        with self._lock:
+            now_s = self._clock()
+            problem = self._watches.why_lost(receiver, now_s - waited_s, now_s, epoch)
+            self._probe(now_s)
+            return problem
+
     # ---- both ----
 
     def drain_records(self) -> list[ReceiveRecord | SendResult]:
@@ -218,6 +240,7 @@ class HandshakeEndpoint:
                 counts[ReceivePhase.EARLY],
                 self._receiver.unsettled_permits,
                 self._receiver.backends.free_count,
+                self._watches.silent_count(self._clock()),
             )
 
     def close(self) -> None:
@@ -242,7 +265,8 @@ class HandshakeEndpoint:
 
     def _is_idle(self) -> bool:
         with self._lock:
-            return self._receiver.is_idle and not self._outgoing and self._sent_invitations.is_idle
+            is_quiet = self._receiver.is_idle and self._sent_invitations.is_idle and self._watches.is_idle
+            return is_quiet and not self._outgoing
 
     def _on_tick(self) -> None:
         with self._lock:
@@ -254,6 +278,13 @@ class HandshakeEndpoint:
                 self._carry_out_sender(outgoing, outgoing.machine.on_timer(now_s))
             for receiver in {receiver for _, receiver in self._outgoing}:
                 self._ask_layout(receiver)
+            for transfer_id, address, since_s in list(self._sent_invitations.awaited()):
+                reason = self._watches.why_lost(address, since_s, now_s)
+                if reason is not None:
+                    self._carry_out(self._receiver.on_peer_lost(transfer_id, address, reason, now_s))
+            self._probe(now_s)
+            for address, is_silent in self._watches.changes(now_s):
+                logger.warning("the rank at %s %s", address, "does not answer" if is_silent else "answers again")
 
     def _on_message(self, message: ControlMessage) -> None:
         with self._lock:
@@ -261,7 +292,7 @@ class HandshakeEndpoint:
             if isinstance(message, SenderReport):
                 self._carry_out(self._receiver.on_report(message, now_s))
             elif isinstance(message, SenderStopped):
-                self._carry_out(self._receiver.on_stopped(message, now_s))
+                self._bar_stopped(message, now_s)
             elif isinstance(message, LayoutRequest):
                 reply = LayoutReply(
                     self.address, self._epoch, self._transport.name, self._transport.address, self._layout
@@ -272,13 +303,26 @@ class HandshakeEndpoint:
                 self._abort_if_unlike(message.receiver)
             elif isinstance(message, Invitation):
                 self._received_invitations.note(message, now_s)
+                self._watches.note(message.receiver, now_s)
                 self.waker.notify()
                 seen = InvitationSeen(message.transfer_id, self.address, message.withdrawn is not None)
                 self._loop.send(message.receiver, seen)
             elif isinstance(message, InvitationSeen):
                 self._sent_invitations.seen(message)
+            elif isinstance(message, PeerProbe):
+                self._loop.send(message.sender, PeerAlive(self.address, self._epoch))
+            elif isinstance(message, PeerAlive):
+                self._watches.on_alive(message.peer, message.epoch, now_s)
             else:
                 self._on_answer(message, now_s)
+
+    def _bar_stopped(self, message: SenderStopped, now_s: float) -> None:
+        """A sender writes no more; what it has written may still be on its way, where it did not wait for the end."""
+        permit = self._receiver.permit_of(message.transfer_id, message.sender)
+        if permit is not None and self._transport.can_fence:
+            self._submit(self._fencers, partial(self._take_stopped, message, permit))
+        else:
+            self._carry_out(self._receiver.on_stopped(message, now_s))
 
     def _on_answer(self, message: ToSender, now_s: float) -> None:
         outgoing = self._outgoing.get((message.transfer_id, message.receiver))
@@ -294,6 +338,9 @@ class HandshakeEndpoint:
             self._carry_out_sender(outgoing, outgoing.machine.on_abort(message, now_s))
         elif isinstance(message, ReceiverClosed):
             self._carry_out_sender(outgoing, outgoing.machine.on_closed(message, now_s))
+
+    def _probe(self, now_s: float) -> None:
+        self._send_all((address, PeerProbe(self.address)) for address in self._watches.on_timer(now_s))
 
     def _ask_layout(self, receiver: str) -> None:
         if not self._peers.is_known(receiver):
@@ -355,13 +402,21 @@ class HandshakeEndpoint:
         if outgoing.machine.is_over:
             self._outgoing.pop((outgoing.machine.transfer_id, outgoing.machine.receiver), None)
 
-    def _submit(self, executor: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+    def _submit(self, executor: ThreadPoolExecutor, task: Callable[[], None]) -> bool:
+        """Let a thread do it once those before it are done; False when this endpoint is being closed."""
         try:
             executor.submit(task)
         except RuntimeError:
             logger.debug("a task came after the end")
+            return False
+        return True
 
     # ---- other threads ----
+
+    def _take_stopped(self, message: SenderStopped, permit: int) -> None:
+        self._transport.revoke(permit)
+        with self._lock:
+            self._carry_out(self._receiver.on_stopped(message, self._clock()))
 
     def _fence(self, permit: int) -> None:
         self._transport.revoke(permit)
@@ -370,22 +425,57 @@ class HandshakeEndpoint:
                 self._carry_out(self._receiver.on_fenced(permit, self._clock()))
 
     def _write(self, outgoing: OutgoingTransfer, todo: WritePart) -> None:
-        machine = outgoing.machine
+        """Begin a part: find out where it goes, and write the first of it."""
         try:
-            if machine.outcome is not None:
-                raise TransferError("given up before it was written")
-            peer = self._peers.wait(machine.receiver, todo.permit >> PERMIT_EPOCH_SHIFT, _LAYOUT_TIMEOUT_S)
+            if outgoing.machine.outcome is not None:
+                raise TransferError(_GIVEN_UP)
+            receiver = outgoing.machine.receiver
+            peer = self._peers.wait(receiver, todo.permit >> PERMIT_EPOCH_SHIFT, _LAYOUT_TIMEOUT_S)
             with self._lock:
                 rows = outgoing.rows(todo.chunk, todo.part, self._layout, peer.layout)
-            written_bytes = self._transport.write(peer.transport_address, todo.permit, rows)
         except (TransferError, ValueError) as error:
-            with self._lock:
-                self._failed_writes += 1
-                now_s = self._clock()
-                self._carry_out_sender(outgoing, machine.on_write_failed(todo.chunk, todo.part, str(error), now_s))
+            self._end_write(outgoing, todo, 0, str(error))
             return
+        total_bytes = sum(copy.total_bytes for copy in rows)
+        turn = _Turn(outgoing, todo, peer.transport_address, total_bytes, cut_rows(rows, _TURN_BYTES))
+        self._write_turn(turn, next(turn.rest, None))
+
+    def _write_turn(self, turn: _Turn, rows: list[RowCopy] | None) -> None:
+        """Write `rows` (None: there is nothing to write), then let other parts have their turn before the next ones."""
+        while rows is not None:
+            try:
+                if turn.outgoing.machine.outcome is not None:
+                    raise TransferError(_GIVEN_UP)
+                self._transport.write(turn.address, turn.todo.permit, rows)
+            except TransferError as error:
+                self._end_write(turn.outgoing, turn.todo, 0, str(error))
+                return
+            rows = next(turn.rest, None)
+            if rows is not None and self._submit(self._writers, partial(self._write_turn, turn, rows)):
+                return
+        self._end_write(turn.outgoing, turn.todo, turn.total_bytes, None)
+
+    def _end_write(self, outgoing: OutgoingTransfer, todo: WritePart, written_bytes: int, problem: str | None) -> None:
+        """Tell the machine what came of a part; `problem`: why it has failed."""
+        machine = outgoing.machine
         with self._lock:
-            self._writes += 1
-            self._written_bytes += written_bytes
-            outgoing.written_bytes += written_bytes
-            self._carry_out_sender(outgoing, machine.on_written(todo.chunk, todo.part, self._clock()))
+            now_s = self._clock()
+            if problem is None:
+                self._writes += 1
+                self._written_bytes += written_bytes
+                outgoing.written_bytes += written_bytes
+                actions = machine.on_written(todo.chunk, todo.part, now_s)
+            else:
+                self._failed_writes += 1
+                actions = machine.on_write_failed(todo.chunk, todo.part, problem, now_s)
+            self._carry_out_sender(outgoing, actions)
+
+
+class _Turn(NamedTuple):
+    """A part that is being written, some of it at a time."""
+
+    outgoing: OutgoingTransfer
+    todo: WritePart
+    address: str  # of the receiver's transport
+    total_bytes: int
+    rest: Iterator[list[RowCopy]]

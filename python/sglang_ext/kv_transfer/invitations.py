@@ -99,6 +99,13 @@ class SentInvitations:
         """The request is complete: neither invitation nor withdrawal is retransmitted."""
         self._pending.pop(transfer_id, None)
 
+    def awaited(self) -> Iterator[tuple[TransferId, str, float]]:
+        """Transfers whose KV may come, the prefill ranks that were invited, and since when."""
+        for transfer_id, pending in self._pending.items():
+            if pending.invitation.withdrawn is None:
+                for address in pending.addresses:
+                    yield transfer_id, address, pending.since_s
+
     def on_timer(self, now_s: float) -> Iterator[tuple[str, Invitation]]:
         """Retransmit what has not been acknowledged; a withdrawal only for a while."""
         for transfer_id, pending in list(self._pending.items()):

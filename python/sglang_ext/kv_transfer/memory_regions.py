@@ -8,7 +8,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Vectors: TypeAlias = "npt.NDArray[np.uint64]"
+"""Of shape [n, 2]: address and length in bytes of pieces of memory, in order."""
 
 
 class OutOfBoundsError(ValueError):
@@ -80,16 +86,45 @@ class MemoryRegions:
 
         Raises OutOfBoundsError, before anything is handed out, when a span leaves the registered regions.
         """
+        with self._held() as regions:
+            yield _resolve(regions, spans)
+
+    @contextmanager
+    def hold(self, vectors: Vectors) -> Iterator[None]:
+        """The memory at `vectors` may be used inside the `with` block.
+
+        Raises OutOfBoundsError when some of it leaves the registered regions.
+        """
+        with self._held() as regions:
+            outside = vectors[~_is_inside(regions, vectors)]
+            # Regions may overlap: an earlier one can hold what the nearest one does not.
+            _resolve(regions, [Span(address, length) for address, length in outside.tolist()])
+            yield
+
+    @contextmanager
+    def _held(self) -> Iterator[list[_Region]]:
         with self._changed:
             self._changed.wait_for(lambda: not self._removing)
             self._users += 1
             regions = self._regions
         try:
-            yield _resolve(regions, spans)
+            yield regions
         finally:
             with self._changed:
                 self._users -= 1
                 self._changed.notify_all()
+
+
+def _is_inside(regions: list[_Region], vectors: Vectors) -> npt.NDArray[np.bool_]:
+    """Which pieces lie in the last region that starts before them."""
+    if not regions:
+        return np.zeros(len(vectors), np.bool_)
+    starts = np.array([region.start for region in regions], np.uint64)
+    stops = starts + np.array([region.length_bytes for region in regions], np.uint64)
+    nearest = np.searchsorted(starts, vectors[:, 0], "right") - 1
+    stop = stops[nearest]
+    # In this order: nothing overflows.
+    return (nearest >= 0) & (vectors[:, 0] <= stop) & (vectors[:, 1] <= stop - vectors[:, 0])
 
 
 def _resolve(regions: list[_Region], spans: Sequence[Span]) -> list[memoryview]:

@@ -145,13 +145,21 @@ class OwnerTransfer:
         if asked and status.is_released:
             self._begin(transfer_id)
             return self._handle.status
+        self._failure = self._why_in_vain() if status.is_released else None
+        return self._failure or TransferStatus(Stage.TRANSFERRING, None, "", False)
+
+    def _why_in_vain(self) -> TransferStatus | None:
+        """Between two attempts: how it has failed where decode, which may have gone or been stopped, asks no more."""
         now_s, limit_s = self._clock(), self._endpoint.stall_timeout_s
         self._waits_since_s = now_s if self._waits_since_s is None else self._waits_since_s
-        if now_s - self._waits_since_s >= limit_s:
+        waited_s = now_s - self._waits_since_s
+        lost = self._endpoint.why_lost(self._receiver, waited_s, self._handle.machine.receiver_epoch)
+        if lost is not None:
+            return TransferStatus(Stage.FAILED, TransferOutcome.PEER_LOST, lost, True)
+        if waited_s >= limit_s:
             reason = f"{self._receiver} has not asked anew for {limit_s:g} s"
-            self._failure = TransferStatus(Stage.FAILED, TransferOutcome.STALLED, reason, True)
-            return self._failure
-        return TransferStatus(Stage.TRANSFERRING, None, "", False)
+            return TransferStatus(Stage.FAILED, TransferOutcome.STALLED, reason, True)
+        return None
 
     def _begin(self, transfer_id: TransferId) -> None:
         self._transfer_id, self._is_first, self._rest, self._waits_since_s = transfer_id, False, None, None

@@ -6,7 +6,9 @@ range of heads is a range of bytes within it. A page is a run of slots, so the p
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -88,6 +90,14 @@ class PoolLayout:
         return self.layers[first - self.first_layer : max(first, stop) - self.first_layer]
 
 
+class RowSet(NamedTuple):
+    """`length_bytes` bytes at address + slot × stride, for each of some slots."""
+
+    address: int
+    stride: int
+    length_bytes: int
+
+
 class RowCopy(NamedTuple):
     """Copy `length_bytes` of each row: from source_address + slot × source_stride to target_address + slot ×
     target_stride, for each pair of slots."""
@@ -104,13 +114,13 @@ class RowCopy(NamedTuple):
     def total_bytes(self) -> int:
         return self.length_bytes * len(self.source_slots)
 
+    @property
+    def source(self) -> RowSet:
+        return RowSet(self.source_address, self.source_stride, self.length_bytes)
 
-class Blocks(NamedTuple):
-    """The same as runs of bytes; three arrays of one length."""
-
-    sources: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    @property
+    def target(self) -> RowSet:
+        return RowSet(self.target_address, self.target_stride, self.length_bytes)
 
 
 def plan_rows(
@@ -164,13 +174,44 @@ def plan_items(
     ]
 
 
-def to_blocks(copy: RowCopy) -> Blocks:
-    """A copy as blocks; rows that follow each other in both memories become one block."""
-    sources = copy.source_address + copy.source_slots.astype(np.int64) * copy.source_stride
-    targets = copy.target_address + copy.target_slots.astype(np.int64) * copy.target_stride
-    if not len(sources):
-        return Blocks(sources, targets, np.zeros(0, np.int64))
-    breaks = (np.diff(sources) != copy.length_bytes) | (np.diff(targets) != copy.length_bytes)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    rows = np.diff(np.concatenate((starts, [len(sources)])))
-    return Blocks(sources[starts], targets[starts], rows * copy.length_bytes)
+def cut_rows(copies: Iterable[RowCopy], max_bytes: int) -> Iterator[list[RowCopy]]:
+    """The same bytes, cut into parts of at most `max_bytes` each."""
+    part: list[RowCopy] = []
+    left_bytes = max_bytes
+    for copy in copies:
+        for columns in _cut_columns(copy, max_bytes):
+            first, rows = 0, len(columns.source_slots)
+            while first < rows:
+                count = min(rows - first, left_bytes // columns.length_bytes)
+                if not count:
+                    yield part
+                    part, left_bytes = [], max_bytes
+                    continue
+                part.append(columns if count == rows else _some_rows(columns, first, first + count))
+                left_bytes -= part[-1].total_bytes
+                first += count
+    if part:
+        yield part
+
+
+def group_by_slots(copies: Iterable[RowCopy]) -> Iterator[list[RowCopy]]:
+    """Copies that follow each other and are of the very same slots."""
+    for _, group in groupby(copies, key=lambda copy: (id(copy.source_slots), id(copy.target_slots))):
+        yield list(group)
+
+
+def _some_rows(copy: RowCopy, first: int, stop: int) -> RowCopy:
+    return copy._replace(source_slots=copy.source_slots[first:stop], target_slots=copy.target_slots[first:stop])
+
+
+def _cut_columns(copy: RowCopy, max_bytes: int) -> Iterator[RowCopy]:
+    """The same bytes as copies of rows of at most `max_bytes`."""
+    if copy.length_bytes <= max_bytes:
+        yield copy
+        return
+    for offset in range(0, copy.length_bytes, max_bytes):
+        yield copy._replace(
+            source_address=copy.source_address + offset,
+            target_address=copy.target_address + offset,
+            length_bytes=min(max_bytes, copy.length_bytes - offset),
+        )

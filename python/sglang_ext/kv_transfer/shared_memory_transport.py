@@ -7,6 +7,8 @@ socket, and the kernel frees it with the last process.
     greeting   magic, size of the staging memory, its descriptor            sender to receiver, once
     request    length (u32), then msgpack of `_CopyRequest`                     sender to receiver
     answer     one byte                                                     receiver to sender
+
+One half of the staging memory is filled while the receiver copies out of the other.
 """
 
 from __future__ import annotations
@@ -25,20 +27,21 @@ from enum import IntEnum
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span
+from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError
 from sglang_ext.kv_transfer.permits import PermitError, Permits
-from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
-from sglang_ext.kv_transfer.wire import receive_exactly
+from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, RowSet, cut_rows, group_by_slots
+from sglang_ext.kv_transfer.row_moves import Bytes, Piece, RowWindow, SlotIndex, open_rows
+from sglang_ext.kv_transfer.socket_io import receive_exactly
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"SGLXSHM1"
+_MAGIC = b"SGLXSHM2"
 _GREETING = struct.Struct("<8sQ")
 _LENGTH = struct.Struct("<I")
 _MAX_REQUEST_BYTES = 1 << 28
+_HALVES = 2
 
 
 class _Status(IntEnum):
@@ -47,25 +50,20 @@ class _Status(IntEnum):
     REFUSED = 0x02
 
 
-class _Scatter(msgspec.Struct, array_like=True, frozen=True):
-    """Rows in staging memory, one after the other, and where they go."""
-
-    staging_offset: int
-    address: int
-    stride: int
-    length_bytes: int
-    slots: bytes  # u32
-
-
 class _CopyRequest(msgspec.Struct, array_like=True, frozen=True):
+    """Rows from `staging_offset` on, one after the other and target by target, and where they go."""
+
     permit: int
-    scatters: list[_Scatter]
+    staging_offset: int
+    targets: list[RowSet]
+    slots: bytes  # u32, the same for all targets
 
 
 class _Link:
     """A sender's connection and its staging memory."""
 
     def __init__(self, address: str, staging_bytes: int, timeout_s: float) -> None:
+        self.unanswered = 0  # requests
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         descriptor = os.memfd_create("sglang-ext-kv-staging")
         try:
@@ -83,7 +81,12 @@ class _Link:
     def request_copy(self, request: _CopyRequest) -> None:
         body = msgspec.msgpack.encode(request)
         self.socket.sendall(_LENGTH.pack(len(body)) + body)
+        self.unanswered += 1
+
+    def await_answer(self) -> None:
+        """Of the oldest request that has none. Raises TransferError when it has been refused."""
         status = receive_exactly(self.socket, 1)[0]
+        self.unanswered -= 1
         if status == _Status.NOT_PERMITTED:
             raise TransferError("the peer does not allow this write any more")
         if status != _Status.DONE:
@@ -129,48 +132,33 @@ class SharedMemoryTransport:
         for connection in (self._listener, *sockets):
             _shut(connection)
 
-    # ---- sending ----
-
     def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
+        half_bytes = self._staging_bytes // _HALVES
         try:
             with self._link(to) as link:
-                for batch in self._batches(copies):
-                    scatters = [self._stage(link, offset, copy) for offset, copy in batch]
-                    link.request_copy(_CopyRequest(permit, scatters))
+                half = 0
+                for part in cut_rows(copies, half_bytes):
+                    for batch in group_by_slots(part):
+                        if link.unanswered == _HALVES:
+                            link.await_answer()
+                        self._send(link, half * half_bytes, permit, batch)
+                        half = (half + 1) % _HALVES
+                while link.unanswered:
+                    link.await_answer()
         except (OutOfBoundsError, OSError) as error:
             raise TransferError(f"KV write to {to} failed: {error}") from error
         return sum(copy.total_bytes for copy in copies)
 
-    def _batches(self, copies: Sequence[RowCopy]) -> Iterator[list[tuple[int, RowCopy]]]:
-        """Pieces of the copies that fill the staging memory, with their places in it."""
-        batch: list[tuple[int, RowCopy]] = []
-        used_bytes = 0
-        for copy in copies:
-            if copy.length_bytes > self._staging_bytes:
-                raise TransferError(f"a row of {copy.length_bytes} bytes exceeds the staging memory")
-            first = 0
-            while first < len(copy.source_slots):
-                rows = min(len(copy.source_slots) - first, (self._staging_bytes - used_bytes) // copy.length_bytes)
-                if not rows:
-                    yield batch
-                    batch, used_bytes = [], 0
-                    continue
-                piece = slice(first, first + rows)
-                part = copy._replace(source_slots=copy.source_slots[piece], target_slots=copy.target_slots[piece])
-                batch.append((used_bytes, part))
-                used_bytes += part.total_bytes
-                first += rows
-        yield batch
+    # ---- sending ----
 
-    def _stage(self, link: _Link, offset: int, copy: RowCopy) -> _Scatter:
-        staged = link.staging[offset : offset + copy.total_bytes].reshape(-1, copy.length_bytes)
-        with _rows(
-            self._regions, copy.source_address, copy.source_stride, copy.length_bytes, copy.source_slots
-        ) as rows:
-            memory, index = rows
-            np.take(memory, index, axis=0, out=staged)
-        slots = copy.target_slots.astype(np.uint32).tobytes()
-        return _Scatter(offset, copy.target_address, copy.target_stride, copy.length_bytes, slots)
+    def _send(self, link: _Link, staging_offset: int, permit: int, batch: Sequence[RowCopy]) -> None:
+        """Copies of the same slots."""
+        first = batch[0]
+        with open_rows(self._regions, [copy.source for copy in batch], SlotIndex(first.source_slots)) as windows:
+            for piece in _pieces(windows, staging_offset):
+                piece.gather(link.staging)
+        slots = first.target_slots.astype(np.uint32).tobytes()
+        link.request_copy(_CopyRequest(permit, staging_offset, [copy.target for copy in batch], slots))
 
     @contextmanager
     def _link(self, to: str) -> Iterator[_Link]:
@@ -183,7 +171,9 @@ class SharedMemoryTransport:
             link = _Link(to, self._staging_bytes, self._io_timeout_s)
         try:
             yield link
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, OSError):
+                _let_finish(link)
             _shut(link.socket)
             raise
         if not self._keep(to, link):
@@ -221,8 +211,7 @@ class SharedMemoryTransport:
                 request = msgspec.msgpack.decode(receive_exactly(connection, size_bytes), type=_CopyRequest)
                 try:
                     with self._permits.use(request.permit, _nothing):
-                        for scatter in request.scatters:
-                            self._scatter(staging, scatter)
+                        self._scatter(staging, request)
                     status = _Status.DONE
                 except PermitError:
                     status = _Status.NOT_PERMITTED
@@ -239,35 +228,27 @@ class SharedMemoryTransport:
                 self._inbound.discard(connection)
             _shut(connection)
 
-    def _scatter(self, staging: npt.NDArray[np.uint8], scatter: _Scatter) -> None:
-        slots = np.frombuffer(scatter.slots, np.uint32)
-        stop = scatter.staging_offset + len(slots) * scatter.length_bytes
-        if scatter.staging_offset < 0 or scatter.length_bytes < 1 or stop > len(staging):
-            raise OutOfBoundsError("rows outside of the staging memory")
-        staged = staging[scatter.staging_offset : stop].reshape(-1, scatter.length_bytes)
-        with _rows(self._regions, scatter.address, scatter.stride, scatter.length_bytes, slots) as (memory, index):
-            memory[index] = staged
+    def _scatter(self, staging: Bytes, request: _CopyRequest) -> None:
+        slots = np.frombuffer(request.slots, np.uint32)
+        if not len(slots):
+            return
+        with open_rows(self._regions, request.targets, SlotIndex(slots)) as windows:
+            row_bytes = sum(target.length_bytes for target in request.targets)
+            if request.staging_offset < 0 or request.staging_offset + row_bytes * len(slots) > len(staging):
+                raise OutOfBoundsError("rows outside of the staging memory")
+            for piece in _pieces(windows, request.staging_offset):
+                piece.scatter(staging)
 
 
-@contextmanager
-def _rows(
-    regions: MemoryRegions, address: int, stride: int, length_bytes: int, slots: npt.NDArray[np.uint32]
-) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """The rows between the lowest and the highest slot as a matrix of bytes, and which of them are meant."""
-    if not len(slots):
-        yield np.zeros((0, length_bytes), np.uint8), np.zeros(0, np.int64)
-        return
-    if stride < length_bytes:
-        raise OutOfBoundsError("rows overlap")
-    low, high = int(slots.min()), int(slots.max())
-    span = Span(address + low * stride, (high - low) * stride + length_bytes)
-    with regions.views([span]) as (view,):
-        flat = np.frombuffer(view, np.uint8)
-        shape = (high - low + 1, length_bytes)
-        yield np.lib.stride_tricks.as_strided(flat, shape, (stride, 1)), slots.astype(np.int64) - low
+def _pieces(windows: Sequence[RowWindow], staging_offset: int) -> Iterator[Piece]:
+    """All rows of each window, one after the other in staging memory."""
+    for window in windows:
+        piece = Piece(window, 0, window.count, staging_offset)
+        yield piece
+        staging_offset = piece.stop
 
 
-def _receive_staging(connection: socket.socket) -> npt.NDArray[np.uint8]:
+def _receive_staging(connection: socket.socket) -> Bytes:
     data, descriptors, _, _ = socket.recv_fds(connection, _GREETING.size, 1)
     try:
         if len(data) != _GREETING.size or len(descriptors) != 1:
@@ -279,6 +260,18 @@ def _receive_staging(connection: socket.socket) -> npt.NDArray[np.uint8]:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _let_finish(link: _Link) -> None:
+    """After a write has failed: nothing of it may be under way when its sender is told."""
+    try:
+        while link.unanswered:
+            try:
+                link.await_answer()
+            except TransferError:
+                pass
+    except OSError:
+        pass
 
 
 def _nothing() -> None:

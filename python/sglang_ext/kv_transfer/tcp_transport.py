@@ -1,9 +1,10 @@
 """One-sided writes over TCP: put bytes into another process's registered memory.
 
 Each process owns one engine. `register` names the memory that others may write to (and from which this process may
-send); `write` moves blocks to a peer, named by its `session_id` ("host:port"), and returns when the peer has stored
-every byte. Payload goes from and to the registered memory directly, without a copy in this process. The handshake's
-transport is an engine whose writes come each under a permit of the receiver.
+send); `write` moves blocks and `write_rows` rows to a peer, named by its `session_id` ("host:port"), and return when
+the peer has stored every byte. They go in batches of bounded size. Long runs of bytes go from and to the registered
+memory directly; short rows are gathered into one staging buffer per connection, and scattered out of another one by
+the peer. The handshake's transport is an engine whose writes come each under a permit of the receiver.
 """
 
 from __future__ import annotations
@@ -12,26 +13,35 @@ import logging
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.kv_transfer import wire
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span
+from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Vectors
 from sglang_ext.kv_transfer.permits import PermitError, Permits
-from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, to_blocks
-from sglang_ext.kv_transfer.wire import receive_exactly, receive_into, send_all
+from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
+from sglang_ext.kv_transfer.row_moves import STAGING_BYTES, Bytes, RowWindow, SlotIndex, open_rows, stage_pieces
+from sglang_ext.kv_transfer.socket_io import receive_exactly, receive_into, receive_vectors, send_all, send_vectors
 
 __all__ = ["Block", "EngineOptions", "TcpTransferEngine", "TransferError"]
 
 logger = logging.getLogger(__name__)
 
+_LOCAL_SEND_BYTES = 512 << 10
+
 _REFUSALS: dict[int, str] = {
     wire.Status.OUT_OF_BOUNDS: "the peer refused an address outside its registered memory",
     wire.Status.NOT_PERMITTED: "the peer does not allow this write any more",
 }
+
+
+_Blocks: TypeAlias = "npt.NDArray[np.uint64]"  # of shape [n, 3]: the numbers of a `Block`
 
 
 class Block(NamedTuple):
@@ -40,6 +50,21 @@ class Block(NamedTuple):
     source: int
     target: int
     length_bytes: int
+
+
+class _StagedConnection:
+    """A connection, and where it stages short rows: a writer before it sends them, an owner once it has them."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._staging: Bytes | None = None
+
+    @property
+    def staging(self) -> Bytes:
+        """Made when it is first needed, and kept as long as the connection."""
+        if self._staging is None:
+            self._staging = np.empty(STAGING_BYTES, np.uint8)
+        return self._staging
 
 
 @dataclass(frozen=True)
@@ -70,7 +95,7 @@ class TcpTransferEngine:
         self._lock = threading.Lock()
         self._closed = False
         self._inbound: set[socket.socket] = set()
-        self._idle: defaultdict[str, list[socket.socket]] = defaultdict(list)
+        self._idle: defaultdict[str, list[_StagedConnection]] = defaultdict(list)
         self._slots: dict[str, threading.BoundedSemaphore] = {}
         threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
 
@@ -87,14 +112,32 @@ class TcpTransferEngine:
 
         Raises TransferError otherwise. The blocks may then be partly written.
         """
-        sources = [Span(block.source, block.length_bytes) for block in blocks if block.length_bytes]
-        targets = [Span(block.target, block.length_bytes) for block in blocks if block.length_bytes]
-        try:
-            with self._regions.views(sources) as views:
-                head = memoryview(wire.encode_batch(targets, self._options.limits, permit))
-                self._deliver(session_id, [head, *views])
-        except (OutOfBoundsError, wire.WireError, OSError) as error:
-            raise TransferError(f"KV write to {session_id} failed: {error}") from error
+        sources, targets, lengths = zip(*blocks, strict=True) if blocks else ((), (), ())
+        self.write_blocks(session_id, sources, targets, lengths, permit=permit)
+
+    def write_blocks(
+        self,
+        session_id: str,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        permit: int = 0,
+    ) -> None:
+        """The same for blocks whose addresses and lengths come apart. Raises ValueError when they differ in number."""
+        if not len(sources) == len(targets) == len(lengths):
+            raise ValueError(f"{len(sources)} sources, {len(targets)} targets and {len(lengths)} lengths of blocks")
+        blocks = np.column_stack([np.asarray(numbers, np.uint64) for numbers in (sources, targets, lengths)])
+        for batch in _batches(blocks[blocks[:, 2] > 0], self._options.limits):
+            self._write_blocks(session_id, batch, permit)
+
+    def write_rows(self, session_id: str, copies: Sequence[RowCopy], *, permit: int = 0) -> None:
+        """The same for rows."""
+        limits = self._options.limits
+        for part in cut_rows(copies, limits.max_payload_bytes):
+            for batch in group_by_slots(part):
+                for first in range(0, len(batch), limits.max_blocks):
+                    self._write_rows(session_id, batch[first : first + limits.max_blocks], permit)
 
     def probe(self, session_id: str) -> None:
         """Ask whether the peer answers. Raises TransferError if it does not."""
@@ -104,7 +147,7 @@ class TcpTransferEngine:
         """Stop listening and close every connection. Safe to call again."""
         with self._lock:
             self._closed = True
-            connections = [*self._inbound, *(sock for idle in self._idle.values() for sock in idle)]
+            connections = [*self._inbound, *(link.connection for idle in self._idle.values() for link in idle)]
             self._idle.clear()
         _shut(self._listener)
         for connection in connections:
@@ -112,33 +155,55 @@ class TcpTransferEngine:
 
     # Writing side ----------------------------------------------------------------------------------------
 
-    def _deliver(self, session_id: str, frame: Sequence[memoryview]) -> None:
+    def _write_blocks(self, session_id: str, batch: _Blocks, permit: int) -> None:
+        sources, targets = batch[:, [0, 2]], batch[:, [1, 2]]
+        with self._failures(session_id), self._regions.hold(sources):
+            head = wire.encode_batch(targets, self._options.limits, permit)
+            self._deliver(session_id, lambda link: _send_blocks(link, head, sources))
+
+    def _write_rows(self, session_id: str, batch: Sequence[RowCopy], permit: int) -> None:
+        first = batch[0]
+        targets = wire.RowBatch(tuple(copy.target for copy in batch), first.target_slots)
+        index = SlotIndex(first.source_slots)
+        with self._failures(session_id), open_rows(self._regions, [copy.source for copy in batch], index) as windows:
+            head = wire.encode_rows(targets, self._options.limits, permit)
+            self._deliver(session_id, lambda link: _send_rows(link, head, windows))
+
+    @staticmethod
+    @contextmanager
+    def _failures(session_id: str) -> Iterator[None]:
+        try:
+            yield
+        except (OutOfBoundsError, wire.WireError, OSError) as error:
+            raise TransferError(f"KV write to {session_id} failed: {error}") from error
+
+    def _deliver(self, session_id: str, send: Callable[[_StagedConnection], None]) -> None:
         with self._slot(session_id):
             reused = self._take_idle(session_id)
             if reused is not None:
                 try:
-                    self._write_frame(session_id, reused, frame)
+                    self._send_frame(session_id, reused, send)
                     return
                 except ConnectionError:
                     # The peer dropped an idle connection. Writing the same bytes again is harmless.
                     pass
-            self._write_frame(session_id, self._connect(session_id), frame)
+            self._send_frame(session_id, _StagedConnection(self._connect(session_id)), send)
 
-    def _write_frame(self, session_id: str, connection: socket.socket, frame: Sequence[memoryview]) -> None:
+    def _send_frame(self, session_id: str, link: _StagedConnection, send: Callable[[_StagedConnection], None]) -> None:
         try:
-            send_all(connection, frame)
-            status = receive_exactly(connection, 1)[0]
+            send(link)
+            status = receive_exactly(link.connection, 1)[0]
         except BaseException:
-            _shut(connection)
+            _shut(link.connection)
             raise
         if status != wire.Status.DONE:
-            _shut(connection)
+            _shut(link.connection)
             raise wire.WireError(_REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
         with self._lock:
             if not self._closed:
-                self._idle[session_id].append(connection)
+                self._idle[session_id].append(link)
                 return
-        _shut(connection)
+        _shut(link.connection)
 
     def _connect(self, session_id: str) -> socket.socket:
         host, _, port = session_id.rpartition(":")
@@ -147,6 +212,10 @@ class TcpTransferEngine:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.getsockname()[0] == connection.getpeername()[0]:
+                # What is on its way to a peer on this machine stays in the processor's cache; the network would want
+                # as much as it takes.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_BYTES)
             connection.settimeout(self._options.io_timeout_s)
             connection.sendall(wire.encode_greeting())
             wire.check_greeting(bytes(receive_exactly(connection, wire.GREETING.size)))
@@ -155,7 +224,7 @@ class TcpTransferEngine:
             raise
         return connection
 
-    def _take_idle(self, session_id: str) -> socket.socket | None:
+    def _take_idle(self, session_id: str) -> _StagedConnection | None:
         with self._lock:
             idle = self._idle.get(session_id)
             return idle.pop() if idle else None
@@ -201,7 +270,8 @@ class TcpTransferEngine:
             connection.settimeout(self._options.io_timeout_s)
             wire.check_greeting(bytes(receive_exactly(connection, wire.GREETING.size)))
             connection.sendall(wire.encode_greeting())
-            while self._serve_batch(connection):
+            link = _StagedConnection(connection)
+            while self._serve_batch(link):
                 pass
         except (wire.WireError, OutOfBoundsError, PermitError) as error:
             logger.warning("refused a KV write from %s: %s", peer, error)
@@ -213,8 +283,9 @@ class TcpTransferEngine:
                 self._inbound.discard(connection)
             _shut(connection)
 
-    def _serve_batch(self, connection: socket.socket) -> bool:
+    def _serve_batch(self, link: _StagedConnection) -> bool:
         """Receive one batch; False when the writer closed the connection between batches."""
+        connection = link.connection
         # Idle connections are kept: a writer may pause for as long as it likes between batches.
         connection.settimeout(None)
         first = connection.recv(1)
@@ -223,10 +294,8 @@ class TcpTransferEngine:
         connection.settimeout(self._options.io_timeout_s)
         rest = receive_exactly(connection, wire.BATCH_HEADER.size - 1)
         header = wire.decode_header(first + rest, self._options.limits)
-        targets = wire.decode_table(receive_exactly(connection, header.table_bytes), header)
         try:
-            with self._permission(header, connection), self._regions.views(targets) as views:
-                receive_into(connection, views)
+            self._receive_payload(link, header)
         except OutOfBoundsError:
             connection.sendall(bytes([wire.Status.OUT_OF_BOUNDS]))
             raise
@@ -236,11 +305,81 @@ class TcpTransferEngine:
         connection.sendall(bytes([wire.Status.DONE]))
         return True
 
+    def _receive_payload(self, link: _StagedConnection, header: wire.BatchHeader) -> None:
+        table = receive_exactly(link.connection, header.table_bytes)
+        if header.row_count:
+            batch = wire.decode_rows(table, header)
+            index = SlotIndex(batch.slots)
+            with (
+                self._permission(header, link.connection),
+                open_rows(self._regions, batch.targets, index) as windows,
+            ):
+                _receive_rows(link, windows)
+        else:
+            targets = wire.decode_table(table, header)
+            with self._permission(header, link.connection), self._regions.hold(targets):
+                receive_vectors(link.connection, targets)
+
     def _permission(self, header: wire.BatchHeader, connection: socket.socket) -> AbstractContextManager[None]:
         """`Permits.revoke` closes the connection while a payload is on its way."""
-        if self._permits is None or not header.block_count:
+        if self._permits is None or not header.entries:
             return nullcontext()
         return self._permits.use(header.permit, lambda: _wake(connection))
+
+
+def _batches(blocks: _Blocks, limits: wire.Limits) -> Iterator[_Blocks]:
+    """The same bytes in the same order, cut so that each batch keeps to the limits; one without blocks for none."""
+    if len(blocks) and int(blocks[:, 2].max()) > limits.max_payload_bytes:
+        blocks = _cut(blocks, limits.max_payload_bytes)
+    ends = np.cumsum(blocks[:, 2])
+    first, sent_bytes = 0, 0
+    while first < len(blocks) or not first:
+        stop = int(np.searchsorted(ends, sent_bytes + limits.max_payload_bytes, "right"))
+        stop = min(stop, first + limits.max_blocks)
+        yield blocks[first:stop]
+        if stop == first:
+            return
+        first, sent_bytes = stop, int(ends[stop - 1])
+
+
+def _cut(blocks: _Blocks, max_bytes: int) -> _Blocks:
+    """The same bytes in the same order, as blocks of at most `max_bytes`."""
+    return np.array(
+        [
+            (source + start, target + start, min(max_bytes, length - start))
+            for source, target, length in blocks.tolist()
+            for start in range(0, length, max_bytes)
+        ],
+        np.uint64,
+    )
+
+
+def _send_blocks(link: _StagedConnection, head: bytes, sources: Vectors) -> None:
+    send_all(link.connection, [memoryview(head)])
+    send_vectors(link.connection, sources)
+
+
+def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow]) -> None:
+    first = [memoryview(head)]
+    for piece in stage_pieces(windows, STAGING_BYTES):
+        if isinstance(piece, RowWindow):
+            send_all(link.connection, first)
+            send_vectors(link.connection, piece.vectors())
+        else:
+            for rows in piece:
+                rows.gather(link.staging)
+            send_all(link.connection, [*first, link.staging.data[: piece[-1].stop]])
+        first = []
+
+
+def _receive_rows(link: _StagedConnection, windows: Sequence[RowWindow]) -> None:
+    for piece in stage_pieces(windows, STAGING_BYTES):
+        if isinstance(piece, RowWindow):
+            receive_vectors(link.connection, piece.vectors())
+        else:
+            receive_into(link.connection, [link.staging.data[: piece[-1].stop]])
+            for rows in piece:
+                rows.scatter(link.staging)
 
 
 def _shut(connection: socket.socket) -> None:
@@ -279,11 +418,7 @@ class TcpTransport:
         self._permits.revoke(permit)
 
     def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
-        blocks: list[Block] = []
-        for copy in copies:
-            runs = to_blocks(copy)
-            blocks += map(Block, runs.sources.tolist(), runs.targets.tolist(), runs.lengths.tolist())
-        self._engine.write(to, blocks, permit=permit)
+        self._engine.write_rows(to, copies, permit=permit)
         return sum(copy.total_bytes for copy in copies)
 
     def close(self) -> None:

@@ -1,34 +1,36 @@
-"""Frames of the TCP transport: a greeting, then batches of blocks, each answered by one status byte.
+"""Frames of the TCP transport: a greeting, then batches of blocks or of rows, each answered by one status byte.
 
     greeting   magic (8 bytes), version (u16), reserved (6 bytes)          both directions, once
-    batch      block count (u32), reserved (u32), payload length (u64),    writer to owner
-               permit (u64; 0 for none)
-               block count × (address u64, length u64)
-               payload: the blocks' bytes, in the order of the table
+    batch      entries of the table (u32), rows (u32), payload length      writer to owner
+               (u64), permit (u64; 0 for none)
+               table of blocks, where `rows` is 0: entries × (address u64, length u64), or
+               table of rows: entries × (address u64, stride u64, length u64), then rows × slot u32
+               payload: the blocks' bytes in the order of the table, or for each entry `length` bytes of each row,
+               which go to address + slot × stride
     status     one byte                                                    owner to writer
 
-Integers are little-endian. A batch without blocks is a probe. Sockets block; buffers, scattered or not, are moved whole
-and without copying them.
+Integers are little-endian. A batch without entries is a probe.
 """
 
 from __future__ import annotations
 
-import socket
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
-from sglang_ext.kv_transfer.memory_regions import Span
+import numpy as np
+
+from sglang_ext.kv_transfer.memory_regions import Vectors
+from sglang_ext.kv_transfer.pool_layout import RowSet, Slots
 
 MAGIC = b"SGLXKV\r\n"
-VERSION = 2
+VERSION = 3
 GREETING = struct.Struct("<8sH6x")
 BATCH_HEADER = struct.Struct("<IIQQ")
 BLOCK = struct.Struct("<QQ")
-
-# Linux accepts 1024 buffers per call (UIO_MAXIOV).
-MAX_BUFFERS_PER_CALL = 1024
+ROW_SET = struct.Struct("<QQQ")
+SLOT_BYTES = 4
 
 
 class WireError(Exception):
@@ -45,21 +47,33 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one batch may hold; both ends enforce it, so that a peer cannot exhaust memory."""
+    """What one batch may hold; both ends enforce it, so that no writer exhausts memory or holds a permit for long."""
 
-    max_blocks: int = 1 << 20
-    max_payload_bytes: int = 1 << 36
+    max_blocks: int = 1 << 16
+    max_payload_bytes: int = 16 << 20
 
 
 @dataclass(frozen=True)
 class BatchHeader:
-    block_count: int
+    """`entries` of a table of blocks, or of rows, where `row_count` is not 0."""
+
+    entries: int
+    row_count: int
     payload_bytes: int
     permit: int
 
     @property
     def table_bytes(self) -> int:
-        return self.block_count * BLOCK.size
+        if self.row_count:
+            return self.entries * ROW_SET.size + self.row_count * SLOT_BYTES
+        return self.entries * BLOCK.size
+
+
+class RowBatch(NamedTuple):
+    """The same rows of several buffers."""
+
+    targets: tuple[RowSet, ...]
+    slots: Slots
 
 
 def encode_greeting() -> bytes:
@@ -75,83 +89,72 @@ def check_greeting(data: bytes) -> None:
         raise WireError(f"the peer speaks KV transfer version {version}, this process version {VERSION}")
 
 
-def encode_batch(spans: Sequence[Span], limits: Limits, permit: int = 0) -> bytes:
-    """Header and table of a batch that writes to `spans` of the peer's memory, under a permit where it asks for one.
+def encode_batch(targets: Vectors, limits: Limits, permit: int = 0) -> bytes:
+    """Header and table of a batch that writes to `targets` in the peer's memory, under a permit where it asks for one.
 
     Raises WireError when the batch exceeds `limits`.
     """
-    payload_bytes = sum(span.length_bytes for span in spans)
-    _check_limits(len(spans), payload_bytes, limits)
-    flat = [number for span in spans for number in span]
-    return BATCH_HEADER.pack(len(spans), 0, payload_bytes, permit) + struct.pack(f"<{len(flat)}Q", *flat)
+    header = BatchHeader(len(targets), 0, int(targets[:, 1].sum()), permit)
+    return _encode_header(header, limits) + targets.astype("<u8").tobytes()
+
+
+def encode_rows(batch: RowBatch, limits: Limits, permit: int = 0) -> bytes:
+    """The same for rows; at least one of them.
+
+    Raises WireError when the batch exceeds `limits`.
+    """
+    payload_bytes = sum(target.length_bytes for target in batch.targets) * len(batch.slots)
+    header = BatchHeader(len(batch.targets), len(batch.slots), payload_bytes, permit)
+    flat = [number for target in batch.targets for number in target]
+    return _encode_header(header, limits) + struct.pack(f"<{len(flat)}Q", *flat) + batch.slots.astype("<u4").tobytes()
 
 
 def decode_header(data: bytes, limits: Limits) -> BatchHeader:
     """Parse a batch header. Raises WireError when it is malformed or exceeds `limits`."""
-    block_count, reserved, payload_bytes, permit = BATCH_HEADER.unpack(data)
-    if reserved:
-        raise WireError("a reserved field of the batch header is set")
-    _check_limits(block_count, payload_bytes, limits)
-    return BatchHeader(block_count, payload_bytes, permit)
+    header = BatchHeader(*BATCH_HEADER.unpack(data))
+    _check_limits(header, limits)
+    return header
 
 
-def decode_table(data: bytes | bytearray, header: BatchHeader) -> list[Span]:
-    """Parse the block table. Raises WireError when it contradicts the header."""
-    if len(data) != header.table_bytes:
-        raise WireError(f"block table of {len(data)} bytes, expected {header.table_bytes}")
-    spans = [Span(address, length) for address, length in BLOCK.iter_unpack(data)]
-    if any(span.length_bytes == 0 for span in spans):
+def decode_table(data: bytes | bytearray, header: BatchHeader) -> Vectors:
+    """Parse the table of a batch of blocks. Raises WireError when it contradicts the header."""
+    _check_table(data, header)
+    blocks = np.frombuffer(data, "<u8").reshape(-1, 2).astype(np.uint64)
+    lengths = blocks[:, 1]
+    if not lengths.all():
         raise WireError("a block is empty")
-    if sum(span.length_bytes for span in spans) != header.payload_bytes:
+    # One alone that is too long could make the sum overflow.
+    if lengths.max(initial=0) > header.payload_bytes or int(lengths.sum()) != header.payload_bytes:
         raise WireError("the blocks do not add up to the payload")
-    return spans
+    return blocks
 
 
-def _check_limits(block_count: int, payload_bytes: int, limits: Limits) -> None:
-    if block_count > limits.max_blocks:
-        raise WireError(f"a batch of {block_count} blocks exceeds the limit of {limits.max_blocks}")
-    if payload_bytes > limits.max_payload_bytes:
-        raise WireError(f"a batch of {payload_bytes} bytes exceeds the limit of {limits.max_payload_bytes}")
-    if bool(block_count) != bool(payload_bytes):
-        raise WireError("a batch has blocks without payload or payload without blocks")
+def decode_rows(data: bytes | bytearray, header: BatchHeader) -> RowBatch:
+    """Parse the table of a batch of rows. Raises WireError when it contradicts the header."""
+    _check_table(data, header)
+    sets_bytes = header.entries * ROW_SET.size
+    targets = tuple(RowSet(*numbers) for numbers in ROW_SET.iter_unpack(memoryview(data)[:sets_bytes]))
+    if any(target.length_bytes == 0 for target in targets):
+        raise WireError("a row is empty")
+    if sum(target.length_bytes for target in targets) * header.row_count != header.payload_bytes:
+        raise WireError("the rows do not add up to the payload")
+    return RowBatch(targets, np.frombuffer(data, "<u4", header.row_count, sets_bytes))
 
 
-def receive_exactly(connection: socket.socket, size_bytes: int) -> bytearray:
-    """Read `size_bytes` bytes. Raises ConnectionError when the peer closes before that."""
-    data = bytearray(size_bytes)
-    receive_into(connection, [memoryview(data)])
-    return data
+def _encode_header(header: BatchHeader, limits: Limits) -> bytes:
+    _check_limits(header, limits)
+    return BATCH_HEADER.pack(header.entries, header.row_count, header.payload_bytes, header.permit)
 
 
-def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill `views` in order. Raises ConnectionError when the peer closes before they are full."""
-    position, offset = 0, 0
-    while position < len(views):
-        window = list(views[position : position + MAX_BUFFERS_PER_CALL])
-        window[0] = window[0][offset:]
-        if not window[0]:
-            position, offset = position + 1, 0
-            continue
-        received = connection.recvmsg_into(window)[0]
-        if not received:
-            raise ConnectionError("the peer closed the connection")
-        position, offset = _advance(views, position, offset, received)
+def _check_table(data: bytes | bytearray, header: BatchHeader) -> None:
+    if len(data) != header.table_bytes:
+        raise WireError(f"a table of {len(data)} bytes, expected {header.table_bytes}")
 
 
-def send_all(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Send `views` in order."""
-    position, offset = 0, 0
-    while position < len(views):
-        window = list(views[position : position + MAX_BUFFERS_PER_CALL])
-        window[0] = window[0][offset:]
-        sent = connection.sendmsg(window)
-        position, offset = _advance(views, position, offset, sent)
-
-
-def _advance(views: Sequence[memoryview], position: int, offset: int, moved_bytes: int) -> tuple[int, int]:
-    """Where the next byte lies after `moved_bytes` bytes from `offset` in `views[position]`."""
-    offset += moved_bytes
-    while position < len(views) and offset >= len(views[position]):
-        offset -= len(views[position])
-        position += 1
-    return position, offset
+def _check_limits(header: BatchHeader, limits: Limits) -> None:
+    if header.entries > limits.max_blocks:
+        raise WireError(f"a batch of {header.entries} blocks exceeds the limit of {limits.max_blocks}")
+    if header.payload_bytes > limits.max_payload_bytes:
+        raise WireError(f"a batch of {header.payload_bytes} bytes exceeds the limit of {limits.max_payload_bytes}")
+    if bool(header.entries) != bool(header.payload_bytes) or header.row_count > header.payload_bytes:
+        raise WireError("a batch has entries without payload or payload without entries")

@@ -1,4 +1,7 @@
-"""`sglang-ext timeline`: what each instance of a long pool did when, as a Gantt chart of its coordinator's /status."""
+"""`sglang-ext timeline`: what each instance of a long pool did when, as a Gantt chart of its coordinator's /status.
+
+Of a recording of the live page it draws the latest requests on their prefill instances, or makes a page that plays it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from sglang_ext.live_view.recording import Recorded, RecordingError, read_recording, write_page
 
 _STATUS_TIMEOUT_S = 10.0
 
@@ -66,12 +71,13 @@ class ShownRequest(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """All of it. `losses`: which instances were lost, and when."""
+    """All of it. `losses`: which instances were lost, and when; `began_s`: the coordinator's time of its beginning."""
 
     instances: tuple[str, ...]
     requests: tuple[ShownRequest, ...]
     bars: tuple[Bar, ...]
     losses: tuple[tuple[str, float], ...]
+    began_s: float = 0.0
 
 
 def timeline_of(status: object, most_requests: int = 20) -> Timeline:
@@ -81,6 +87,38 @@ def timeline_of(status: object, most_requests: int = 20) -> Timeline:
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, TimelineError) else str(error)
         raise TimelineError(f"not a coordinator's status ({reason})") from None
+
+
+def timeline_of_recording(recorded: Recorded, most_requests: int = 20) -> Timeline:
+    """The latest requests of a recording that a prefill instance was at.
+
+    Where the recording tells when a prefill began, the time before is drawn as ordered and not begun; else all of it
+    counts as computing, KV transfer included.
+    """
+    names = {number: row.name for number, row in recorded.instances.items()}
+    shown = [one for one in recorded.requests.values() if one.prefill in names and one.sent_s is not None]
+    shown = shown[-most_requests:]
+    began_s = min((one.received_s for one in shown), default=0.0)
+    requests, bars = [], []
+    for position, one in enumerate(shown):
+        assert one.prefill is not None
+        assert one.sent_s is not None
+        instance = names[one.prefill]
+        end_s = one.prefilled_s if one.prefilled_s is not None else one.ended_s
+        if one.started_s is not None and one.first_token_s is not None:
+            end_s = one.first_token_s  # its KV leaves while the next one is computed
+        until_s = (recorded.end_s if end_s is None else end_s) - began_s
+        start_s = (one.sent_s if one.started_s is None else one.started_s) - began_s
+        ended_s = None if one.ended_s is None else one.ended_s - began_s
+        plan = one.length_class or ""
+        requests.append(ShownRequest(instance, one.prompt_tokens, plan, one.received_s - began_s, ended_s, one.outcome))
+        waiting = Bar(instance, position, Activity.IDLE, one.sent_s - began_s, start_s)
+        bars += [
+            bar
+            for bar in (waiting, Bar(instance, position, Activity.COMPUTE, start_s, until_s))
+            if bar.end_s > bar.start_s
+        ]
+    return Timeline(tuple(sorted({bar.instance for bar in bars})), tuple(requests), tuple(bars), (), began_s)
 
 
 def plan_text(chunks: Sequence[tuple[int, int]]) -> str:
@@ -125,7 +163,7 @@ def _timeline(status: Any, most_requests: int) -> Timeline:
         for one in status["former_members"]
         if records and float(one["lost_s"]) >= began_s and one["name"] in shown
     )
-    return Timeline(tuple(sorted(shown)), tuple(requests), tuple(bars), losses)
+    return Timeline(tuple(sorted(shown)), tuple(requests), tuple(bars), losses, began_s)
 
 
 def _bars_of(
@@ -174,7 +212,12 @@ class TimelinePictureError(RuntimeError):
     """No picture can be drawn; the text is one line for the user."""
 
 
-def draw_timeline(timeline: Timeline, path: Path, name_of: Callable[[str], str] = str) -> None:
+def draw_timeline(
+    timeline: Timeline,
+    path: Path,
+    name_of: Callable[[str], str] = str,
+    title: str = "Long prompts on the instances of the pool",
+) -> None:
     """Write a picture in the format of the file's ending; `name_of` gives an instance's name. TimelinePictureError."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -201,7 +244,7 @@ def draw_timeline(timeline: Timeline, path: Path, name_of: Callable[[str], str] 
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds since the first of these prompts was offered")
-    axes.set_title("Long prompts on the instances of the pool", loc="left", fontsize=11, fontweight="bold")
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -261,7 +304,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `sglang-ext timeline`."""
     add = parser.add_argument
     add("--coordinator", metavar="URL", default="http://127.0.0.1:8991", help="HTTP address of the coordinator")
-    add("--out", type=Path, metavar="FILE", default=Path("timeline.png"), help="picture to write: .png, .svg or .pdf")
+    add(
+        "--recording",
+        type=Path,
+        metavar="FILE",
+        help="of `sglang-ext record` or `simulate --record`, instead of a coordinator",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("timeline.png"),
+        help="picture to write: .png, .svg or .pdf; of a recording .html, too: the page that plays it",
+    )
     add("--requests", type=int, metavar="N", default=20, help="how many of the latest prompts")
 
 
@@ -269,6 +324,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw it; the exit status."""
     if arguments.requests < 1:
         return _fail(f"--requests must be at least 1, got {arguments.requests}", 2)
+    if arguments.recording is not None:
+        return _show_recording(arguments)
     try:
         timeline = timeline_of(read_status(arguments.coordinator), arguments.requests)
         if not timeline.requests:
@@ -279,6 +336,27 @@ def run(arguments: argparse.Namespace) -> int:
     except TimelinePictureError as error:
         return _fail(f"--out: {error}", 1)
     print(f"{len(timeline.requests)} prompts on {len(timeline.instances)} instances: {arguments.out}")
+    return 0
+
+
+def _show_recording(arguments: argparse.Namespace) -> int:
+    """Draw a recording, or write the page that plays it; the exit status."""
+    try:
+        if arguments.out.suffix == ".html":
+            messages = write_page(arguments.recording, arguments.out)
+            print(f"{messages} messages: {arguments.out}")
+            return 0
+        timeline = timeline_of_recording(read_recording(arguments.recording), arguments.requests)
+        if not timeline.requests:
+            return _fail(f"--recording {arguments.recording}: no request was at a prefill instance", 1)
+        draw_timeline(timeline, arguments.out, title="Requests on their prefill instances")
+    except RecordingError as error:
+        return _fail(f"--recording {arguments.recording}: {error}", 1)
+    except TimelinePictureError as error:
+        return _fail(f"--out: {error}", 1)
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}", 1)
+    print(f"{len(timeline.requests)} requests on {len(timeline.instances)} instances: {arguments.out}")
     return 0
 
 

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.utils.network import get_local_ip_auto
 
-from sglang_ext.kv_transfer.tcp_transport import Block, TcpTransferEngine, TransferError
+from sglang_ext.kv_transfer.tcp_transport import TcpTransferEngine, TransferError
 from sglang_ext.sglang_plugin.prefill_restarts import PrefillRestarts
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,7 @@ class EngineAdapter:
         self, session_id: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int], lengths: Sequence[int]
     ) -> int:
         """Copy `buffers[i]` to `peer_buffer_addresses[i]`; 0 when all arrived, negative otherwise."""
-        blocks = [Block(*block) for block in zip(buffers, peer_buffer_addresses, lengths, strict=True)]
-        return self._report(lambda: self._engine.write(session_id, blocks))
+        return self._report(lambda: self._engine.write_blocks(session_id, buffers, peer_buffer_addresses, lengths))
 
     def send_probe(self, session_id: str) -> int:
         return self._report(lambda: self._engine.probe(session_id))

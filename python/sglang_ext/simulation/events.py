@@ -103,6 +103,8 @@ class BusyInterval(NamedTuple):
     start_s: float
     end_s: float
     key: int  # of the request, or of the first one of a batch
+    others: tuple[int, ...] = ()  # keys of the others of a batch
+    tokens: int | None = None  # new ones that are computed; None where it is not noted
 
 
 class PrefillListener(Protocol):

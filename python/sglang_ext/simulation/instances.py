@@ -170,6 +170,11 @@ class InstancePool:
         return [one for one in self.instances if one.is_alive and not one.is_draining]
 
     @property
+    def kv_tokens(self) -> int:
+        """That one instance holds."""
+        return self._spec.kv_tokens
+
+    @property
     def tokens_per_s(self) -> float:
         """The rate of an instance that the router reckons with."""
         return self._tokens_per_s
@@ -291,8 +296,10 @@ class InstancePool:
 
     def _record(self, instance: SimulatedInstance, running: _Running) -> None:
         if self._is_recorded:
-            key = running.iteration.slices[0].item.request.key
-            self.timeline.append(BusyInterval(instance.number, running.start_s, self._loop.now_s, key))
+            first, *others = (item.request.key for item, _ in running.iteration.slices)
+            tokens = sum(tokens for _, tokens in running.iteration.slices)
+            busy = BusyInterval(instance.number, running.start_s, self._loop.now_s, first, tuple(others), tokens)
+            self.timeline.append(busy)
 
     # ---- failures ----
 
@@ -325,6 +332,46 @@ class InstancePool:
         self._stranded.clear()
         for request in stranded:
             self.arrive(request)
+
+
+class WatchedInstance(NamedTuple):
+    """One instance at one time."""
+
+    number: int
+    role: Role
+    is_alive: bool
+    is_draining: bool
+    pending_tokens: int
+    queued: tuple[int, int]  # short and long prefills that it has, by the class that its own policy gives them
+    kv_used: float  # share
+
+
+class InstanceWatch:
+    """Looks at all instances of a pool every now and then, while anything else is to happen."""
+
+    def __init__(self, loop: EventLoop, pool: InstancePool, every_s: float) -> None:
+        self._loop = loop
+        self._pool = pool
+        self._every_s = every_s
+        self.seen: list[tuple[float, list[WatchedInstance]]] = []
+        self._look(None)
+
+    def _look(self, _: None) -> None:
+        self.seen.append((self._loop.now_s, [self._watched(one) for one in self._pool.instances]))
+        if self._loop.has_events or len(self.seen) == 1:
+            self._loop.schedule_background(self._loop.now_s + self._every_s, self._look, None)
+
+    def _watched(self, one: SimulatedInstance) -> WatchedInstance:
+        long = sum(item.length_class is _LONG for item in one.items)
+        return WatchedInstance(
+            one.number,
+            one.role,
+            one.is_alive,
+            one.is_draining,
+            one.pending_tokens,
+            (len(one.items) - long, long),
+            1.0 - one.kv_tokens / self._pool.kv_tokens,
+        )
 
 
 def _sample(iteration: Iteration, spec: InstancesSpec) -> IterationSample:

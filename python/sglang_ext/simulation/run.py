@@ -24,7 +24,7 @@ from sglang_ext.simulation.events import (
     SimRequest,
     feed,
 )
-from sglang_ext.simulation.instances import InstancePool
+from sglang_ext.simulation.instances import InstancePool, InstanceWatch, WatchedInstance
 from sglang_ext.simulation.pool_controller import PoolSizes, SimulatedController
 from sglang_ext.simulation.scaler import ScalerSettings, Scaling, SimulatedScaler
 
@@ -62,6 +62,7 @@ class RunOptions:
     is_moving: bool = True  # it moves instances between pools; False: it looks, and moves none
     scaler: ScalerSettings | None = None  # beside the controller, which tells it the load
     until_s: float = float("inf")
+    watch_every_s: float | None = None  # of instances that compute each prompt alone: what they have to do
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Outcome:
     pool_sizes: list[PoolSizes] = field(default_factory=list)
     moves: int = 0  # between pools
     scalings: list[Scaling] = field(default_factory=list)
+    watched: list[tuple[float, list[WatchedInstance]]] = field(default_factory=list)
 
 
 def simulate(
@@ -106,6 +108,9 @@ def simulate(
         controller = SimulatedController(loop, stage, options.pressure, is_moving=options.is_moving)
         if options.scaler is not None:
             scaler = SimulatedScaler(loop, stage, controller, options.scaler)
+    watch = None
+    if options.watch_every_s is not None and isinstance(stage, InstancePool):
+        watch = InstanceWatch(loop, stage, options.watch_every_s)
     feed(loop, _reporting(requests, on_progress), stage)
     loop.run(options.until_s)
     counted = options.warm_up_requests
@@ -121,6 +126,7 @@ def simulate(
         controller.sizes if controller else [],
         controller.moves if controller else 0,
         scaler.scalings if scaler else [],
+        watch.seen if watch else [],
     )
 
 

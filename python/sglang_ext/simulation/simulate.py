@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_ext.policy.laps.boundary import expected_boundary_tokens
@@ -23,6 +24,7 @@ from sglang_ext.simulation.pictures import (
     draw_timeline,
     draw_ttft,
 )
+from sglang_ext.simulation.recording import WATCH_S, RecordedRun, write_recording
 from sglang_ext.simulation.report import LoadReport, as_json, make_report, table
 from sglang_ext.simulation.run import simulate_for_clients
 from sglang_ext.simulation.scaler import SCALERS
@@ -133,6 +135,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     output.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write what the live page shows of a cluster here, for `sglang-ext timeline --recording`",
+    )
+    output.add_argument(
         "--pictures",
         type=Path,
         metavar="FOLDER",
@@ -170,6 +178,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.rate is not None and args.rates:
         raise ScenarioError("--rate and --rates exclude each other")
     rates: list[float | None] = list(args.rates) if args.rates else [args.rate]
+    if args.record is not None and args.rates:
+        raise ScenarioError("--record takes one run, not the several of --rates")
     if not (math.isfinite(args.slo) and args.slo > 0):
         raise ScenarioError(f"--slo must be above 0, got {args.slo:g}")
     if args.pictures is not None:
@@ -186,14 +196,21 @@ def _run(args: argparse.Namespace) -> int:
     runs: list[tuple[LoadReport, list[ServedPrefill]]] = []
     for rate in rates:
         requests = make_requests(workload, args, rate)
-        builder = stage_builder(args, engine, is_recorded=args.pictures is not None)
+        builder = stage_builder(args, engine, is_recorded=args.pictures is not None or args.record is not None)
         started_s = time.monotonic()
         options = run_options(args, len(requests))
+        if args.record is not None:
+            options = replace(options, watch_every_s=WATCH_S)
         try:
             outcome = simulate_for_clients(engine.front_end, requests, builder, options, _progress(requests))
         except ValueError as error:
             raise ScenarioError(f"--policy {args.policy}: {error}") from None
         _clear_progress(requests, time.monotonic() - started_s)
+        if args.record is not None:
+            run = RecordedRun(
+                engine.name, args.policy, args.prefill, args.short_instances, args.boundary_tokens, args.slo
+            )
+            write_recording(outcome, run, args.record)
         runs.append((make_report(outcome, rate, args.slo, args.boundary_tokens), outcome.served))
         if args.pictures is not None:
             suffix = f"-{rate:g}" if args.rates else ""

@@ -17,6 +17,7 @@ from gpu.figure6 import (
     SYSTEMS,
     Server,
     System,
+    decisions_between,
     divide_cores,
     launch_command,
     missing_graphs,
@@ -73,6 +74,13 @@ def test_each_request_is_in_a_room_of_its_own() -> None:
     assert {(body["bootstrap_host"], body["bootstrap_port"]) for body in bodies} == {("127.0.0.1", 8998)}
     assert bodies[0]["input_ids"] == [1, 2, 3]
     assert bodies[0]["sampling_params"]["max_new_tokens"] == 1
+
+
+def test_decisions_of_a_level_are_what_was_added_meanwhile() -> None:
+    before = {"decisions": {"batches": 100, "seconds": 1.0}}
+    after = {"decisions": {"batches": 300, "seconds": 1.5}}
+    assert decisions_between(before, after, 10.0) == {"batches": 200, "mean_s": 0.0025, "share": 0.05}
+    assert decisions_between(before, before, 10.0) == {"batches": 0, "mean_s": None, "share": 0.0}
 
 
 def test_turns_go_on_where_the_one_before_ended() -> None:

@@ -23,6 +23,7 @@ from gpu.card import CARDS, Card, busy_samples, largest_model, needed_bytes, rea
 from gpu.expected import expected_lines
 from gpu.judgement import CONTROL_BOUND, LOGITS_BOUND, failures_of, merge, verdicts_of
 from gpu.stage_plan import (
+    ARRANGEMENTS,
     COMMAND_S,
     COMMANDS,
     CONCURRENCIES,
@@ -56,6 +57,7 @@ def test_every_command_fits_its_time_and_its_files(card: Card) -> None:
         *(("buckets-7b", mode) for mode in MODES),
         *(("figure6", system) for system in SYSTEMS),
         *(("figure5", window) for window in WINDOWS),
+        *(("two-engines", arrangement) for arrangement in ARRANGEMENTS),
     ]
     measured = {(step.stage, step.name) for command in COMMANDS for step in command.steps(card)}
     assert set(wanted) < measured
@@ -314,18 +316,20 @@ def test_a_test_that_was_skipped_on_the_device_is_a_failure() -> None:
 
 
 def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
-    graphs = {"replays": {"8x1": 3}}
-    failing = {"levels": [{"failed": 2}, {"failed": 1}], "laps": {"graphs": graphs}}
+    graphs, timed = {"replays": {"8x1": 3}}, {"decisions": {"batches": 9}}
+    failing = {"levels": [{"failed": 2, **timed}, {"failed": 1, **timed}], "laps": {"graphs": graphs}}
     assert failures_of(record("figure6", "all", failing)) == ["figure6, all: 3 requests failed"]
     assert failures_of(record("figure6", "stock", {"levels": [{"failed": 0}]})) == []
     for idle in (None, {"replays": {}}, {"replays": {"8x1": 0}}):
         # A result of graphs in which none ran is a result of something else.
         for stage, name, found in (
-            ("figure6", "all", {"levels": [{"failed": 0}], "laps": {"graphs": idle}}),
-            ("figure5", "0", {"levels": [{"failed": 0, "graphs": idle}]}),
+            ("figure6", "all", {"levels": [{"failed": 0, **timed}], "laps": {"graphs": idle}}),
+            ("figure5", "0", {"levels": [{"failed": 0, "graphs": idle, **timed}]}),
         ):
             assert failures_of(record(stage, name, found)) == [f"{stage}, {name}: no prefill ran on a captured shape"]
             assert failures_of(record(stage, name, found, is_dry=True)) == []
+    untimed = {"levels": [{"concurrency": 8, "failed": 0}]}
+    assert failures_of(record("figure6", "two-queues", untimed)) == ["figure6, two-queues: at 8 no decision was timed"]
     assert failures_of(record("kernels", "rates", {"blocks": [{"tokens": 64, "causal_error": 0.5}]})) == [
         "kernels, rates: causal_error at 64 tokens is 0.5"
     ]
@@ -348,7 +352,7 @@ def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
 def test_results_of_several_commands_are_judged_as_one(tmp_path: Path) -> None:
     graphs = {"replays": {"8x1": 3}}
     level = {"concurrency": 64, "failed": 0, "requests_per_s": 10.0, "mean_s": 2.0, "graphs": graphs}
-    faster = {**level, "requests_per_s": 13.0, "mean_s": 1.0}
+    faster = {**level, "requests_per_s": 13.0, "mean_s": 1.0, "decisions": {"batches": 9, "share": 0.001}}
     parts = [
         record("figure6", "stock", {"levels": [level]}),
         record("figure6", "all", {"error": "out of memory"}),
@@ -434,3 +438,61 @@ def test_a_check_that_fails_is_a_line_and_stops_no_other() -> None:
     # What may be compiled for a minute comes last.
     assert names[-1] == "flashinfer"
     assert {"norm", "engine", "NVSHMEM"} <= {check.name for check in preflight.CHECKS if check.is_required}
+
+
+ANSWERS = {
+    "backend": "nixl",
+    "answers": 16,
+    "equal": 15,
+    "ties": 1,
+    "different": [],
+    "control_equal": 0.0,
+    "graphs": {"replays": {"8x1": 3}},
+}
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "more", "line"),
+    [
+        ("default", {}, None),
+        ("pool", {"shared": 2, "graphs": None}, None),
+        ("pool", {"shared": 0}, "no prompt was computed by both members"),
+        ("handshake", {"ties": 5, "equal": 11}, "5 of 16 answers part at ties"),
+        (
+            "handshake",
+            {"control_equal": 0.5},
+            "50% of answers stay the same behind another prompt",
+        ),
+        ("handshake", {"control_equal": float("nan")}, "nan% of answers stay the same behind another prompt"),
+        ("default", {"graphs": {"replays": {}}}, "no prefill ran on a captured shape"),
+        (
+            "default",
+            {"different": [{"prompt_tokens": 300, "at": 2, "gap": 1.5}]},
+            "the answer to 300 tokens is another one from its token 2 on, which is better than the next best by 1.5",
+        ),
+        ("default", {"answers": 0}, "no answers were compared"),
+    ],
+)
+def test_other_answers_of_two_engines_are_a_failure(arrangement: str, more: dict[str, Any], line: str | None) -> None:
+    found = failures_of(record("two-engines", arrangement, {**ANSWERS, **more}))
+    if line is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert found[0].startswith(f"two-engines, {arrangement}: {line}")
+
+
+def test_what_a_device_does_not_take_is_told_and_fails_where_it_must_be() -> None:
+    refused = {"not_possible": "transfer backend handshake moves host memory only"}
+    for arrangement in ARRANGEMENTS:
+        failures = failures_of(record("two-engines", arrangement, refused))
+        assert failures == (
+            [f"two-engines, default: not possible: {refused['not_possible']}"] * (arrangement == "default")
+        )
+        assert failures_of(record("two-engines", arrangement, refused, is_dry=True))
+        (verdict,) = verdicts_of(record("two-engines", arrangement, refused))
+        assert verdict.holds is None
+    different = {**ANSWERS, "equal": 14, "different": [{"prompt_tokens": 3, "at": 0, "gap": 1.0}]}
+    for found, holds in ((ANSWERS, True), (different, False)):
+        (verdict,) = verdicts_of(record("two-engines", "default", found))
+        assert verdict.holds is holds

@@ -88,11 +88,13 @@ def test_flashinfer_finds_its_modules_by_a_package_of_its_version(tmp_path: Path
 
 def test_a_module_that_does_not_compile_is_reported(tmp_path: Path) -> None:
     site = site_with(tmp_path, apache_tvm_ffi=here("apache-tvm-ffi"), flashinfer_python="0.6.15.post1")
+    (site / "flashinfer_jit_cache").mkdir()
+    (site / "flashinfer_jit_cache/built.json").write_text('{"single-prefill": 315.1}')  # of a call before
     modules = [one for one in jit_cache.MODULES if one.name == "norm"]
     found = jit_cache.build(site, tmp_path / "no-toolkit", modules)
     assert list(found) == ["norm"]
     assert "No module named 'flashinfer.jit'" in str(found["norm"])
-    assert json.loads((site / "flashinfer_jit_cache/built.json").read_text()) == {}
+    assert json.loads((site / "flashinfer_jit_cache/built.json").read_text()) == {"single-prefill": 315.1}
 
 
 def test_libraries_are_kept_where_sglang_looks_and_nothing_else(tmp_path: Path) -> None:

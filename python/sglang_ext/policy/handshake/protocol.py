@@ -139,6 +139,19 @@ class ReceiverClosed(NamedTuple):
     is_complete: bool = False  # it came after the end: everything had been stored
 
 
+class PeerProbe(NamedTuple):
+    """Either way: are you there?"""
+
+    sender: str  # where the answer goes
+
+
+class PeerAlive(NamedTuple):
+    """The answer, of any endpoint."""
+
+    peer: str
+    epoch: int  # another number after a restart
+
+
 ToReceiver: TypeAlias = SenderReport | SenderStopped
 ToSender: TypeAlias = ReceiverReport | ReceiverAbort | ReceiverClosed
 Message: TypeAlias = ToReceiver | ToSender

@@ -89,6 +89,12 @@ class Receiver:
         """Whether nothing is written under this permit any more, so that its backend may take another chunk."""
         return permit not in self._permits
 
+    def permit_of(self, transfer_id: TransferId, sender: str) -> int | None:
+        """The permit under which this sender may be writing."""
+        request = self._requests.get(transfer_id)
+        state = None if request is None else request.senders.get(sender)
+        return None if state is None or state.outstanding is None else state.outstanding.permit
+
     @property
     def unsettled_permits(self) -> int:
         """Grants under which a sender may be writing."""
@@ -130,6 +136,14 @@ class Receiver:
             self._remember(transfer_id, TransferOutcome.ABORTED, reason, now_s)
             return ()
         self._fail(request, TransferOutcome.ABORTED, reason, now_s)
+        return self._finish_event(request, now_s)
+
+    def on_peer_lost(self, transfer_id: TransferId, address: str, reason: str, now_s: float) -> ReceiverActions:
+        """A prefill rank that was invited does not answer. One that has shaken hands has its lease."""
+        request = self._requests.get(transfer_id)
+        if request is None or request.phase is not ReceivePhase.OPEN or address in request.senders:
+            return ()
+        self._fail(request, TransferOutcome.PEER_LOST, reason, now_s)
         return self._finish_event(request, now_s)
 
     def on_fenced(self, permit: int, now_s: float) -> ReceiverActions:

@@ -112,6 +112,11 @@ class Sender:
         return len(self._chunks)
 
     @property
+    def receiver_epoch(self) -> int | None:
+        """Which incarnation of the receiver has answered."""
+        return self._receiver_epoch
+
+    @property
     def stored_chunks(self) -> int:
         """Chunks of which the receiver's memory has every byte: their source slots are read no more."""
         return self._stored

@@ -25,6 +25,7 @@ _GAUGES = {
     "receiving": "Requests with slots that wait for KV or get it",
     "receiving_early": "Requests that have shaken hands before they have slots",
     "unsettled_permits": "Grants under which a prefill rank may be writing",
+    "silent_peers": "Ranks of other instances, needed in the last minutes, that do not answer",
 }
 
 

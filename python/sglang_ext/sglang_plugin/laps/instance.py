@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
@@ -51,6 +51,18 @@ _COPIED_BYTES = 64 << 20  # more than a cache holds
 _COPIES = 6
 
 
+@dataclass
+class DecisionTimes:
+    """What deciding took before batches that were launched; the device may idle meanwhile."""
+
+    batches: int = 0
+    seconds: float = 0.0
+
+    def note(self, seconds: float) -> None:
+        self.batches += 1
+        self.seconds += seconds
+
+
 class LapsInstance:
     """The policy of one scheduler process and what surrounds it. Only the deciding rank's policy is asked."""
 
@@ -58,6 +70,7 @@ class LapsInstance:
         self.policy = policy
         self.agreement = agreement
         self.clock = IterationClock()
+        self.decisions = DecisionTimes()
         self.generation = 0  # counts mode switches, so that one that did nothing can be told from one that did
         self.current_key: int | None = None  # the long prefill whose chunk ran last
         self.has_tree_grown = False

@@ -80,6 +80,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         self._waiting = WaitingRequests()
         self._held: list[Any] = []  # SGLang's queue, while it builds a batch of some of it
         self._started_tokens: int | None = None  # most of the started prefill in the batch that is built
+        self._building_s = 0.0  # that SGLang took for building batches in this round
         self._next_key = 0
         self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked, self._held_back)
 
@@ -96,10 +97,14 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         laps = self._laps
         if laps is None:
             return super().get_new_batch_prefill(running_batch)
-        laps.clock.note_round(laps.now_s())
+        began_s = laps.now_s()
+        laps.clock.note_round(began_s)
+        self._building_s = 0.0
         plan = self._plan_batch(laps, running_batch)
         if plan.batch_to_run is None:
             laps.clock.note_idle()
+        else:
+            laps.decisions.note(laps.now_s() - began_s - self._building_s)
         return plan
 
     def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
@@ -246,9 +251,11 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             self._started_tokens = step.cut.tokens if step.cut is not None and not cut else None
         # A refusal of the step before this one must not close this one's door.
         running_batch.batch_is_full = False
+        began_s = laps.now_s()
         try:
             next_plan = super().get_new_batch_prefill(running_batch)
         finally:
+            self._building_s += laps.now_s() - began_s
             self.chunked_prefill_size = stock_chunk_tokens
             self._started_tokens = None
             self._held = []

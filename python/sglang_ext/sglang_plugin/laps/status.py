@@ -40,6 +40,7 @@ def status_of(laps: LapsInstance, snapshot: RoundSnapshot, *, locked_tokens: int
         "long": _class_status(report.long, laps.clock.utilisation(snapshot.now_s, LengthClass.LONG)),
         "parked": report.parked,
         "parks": laps.parks,
+        "decisions": {"batches": laps.decisions.batches, "seconds": laps.decisions.seconds},
         "utilisation": laps.clock.utilisation(snapshot.now_s),
         "boundary_tokens": report.boundary_tokens,
         "boundary_is_fitted": report.boundary_is_fitted,

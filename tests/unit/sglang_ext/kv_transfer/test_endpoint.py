@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import count, pairwise
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from sglang_ext.kv_transfer import endpoint as endpoint_module
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
-from sglang_ext.kv_transfer.pool_layout import PoolLayout
+from sglang_ext.kv_transfer.pool_layout import PoolLayout, RowCopy
 from sglang_ext.kv_transfer.transfer_status import SendResult, Stage
-from sglang_ext.kv_transfer.transport import create_transport
+from sglang_ext.kv_transfer.transport import Transport, create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import ReceiveRecord, TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
@@ -114,6 +122,119 @@ def test_many_requests_of_two_senders_each(make: Make, transport: str) -> None:
     for have, want in zip(target.buffers, expected.buffers, strict=True):
         np.testing.assert_array_equal(have, want)
     assert decode.totals().free_backends == 2
+
+
+class GatedTransport:
+    """What a transport writes, under which permit, once the gate is open."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.gate = threading.Event()
+        self.written: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
+        assert self.gate.wait(30)
+        written_bytes = self._inner.write(to, permit, copies)
+        self.written.append((permit, written_bytes))
+        return written_bytes
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_a_large_part_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch, is_closing: bool) -> None:
+    """One thread writes 48 rows of one request, in turns of 8, and two rows of another, which came later."""
+    turn_bytes = 8 * 96
+    monkeypatch.setattr(endpoint_module, "_TURN_BYTES", turn_bytes)
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+    gated = GatedTransport(create_transport("tcp", "127.0.0.1"))
+    prefill = HandshakeEndpoint("127.0.0.1", gated, source.layout, OPTIONS, write_threads=1)  # type: ignore[arg-type]
+    decode = HandshakeEndpoint("127.0.0.1", create_transport("tcp", "127.0.0.1"), target.layout, OPTIONS)
+    expected = [buffer.copy() for buffer in target.buffers]
+    handles = []
+    for transfer_id, tokens, slots in ((1, 16, list(range(16))), (2, 2, [20, 30])):
+        decode.expect(need(transfer_id, slots))
+        handle = prefill.open_sender(transfer_id, decode.address, 1)
+        shard = WHOLE._replace(tokens=(TokenSpan(0, tokens),))
+        handle.offer(chunk(shard, slots[::-1]), is_last=True)
+        wait_until(lambda handle=handle: handle.status.stage is Stage.TRANSFERRING)  # type: ignore[misc]
+        handle.part(0, PartRows(0, 3, 0, tokens, False))
+        handles.append(handle)
+        for have, source_buffer in zip(expected, source.buffers, strict=True):
+            have[slots] = source_buffer[slots[::-1]]
+    gated.gate.set()
+    if is_closing:  # what is under way ends, one way or the other
+        prefill.close()
+        assert all(handle.status.is_released for handle in handles)
+    else:
+        wait_until(lambda: all(handle.status.stage is Stage.COMPLETE for handle in handles))
+        permits = [permit for permit, _ in gated.written]
+        large, small = permits[0], permits[1]
+        assert permits == [large, small, *[large] * 5]
+        assert all(0 < written_bytes <= turn_bytes for _, written_bytes in gated.written)
+        totals = prefill.totals()
+        assert (totals.writes, totals.written_bytes) == (2, 18 * 3 * 96)
+        for have, want in zip(target.buffers, expected, strict=True):
+            np.testing.assert_array_equal(have, want)
+        prefill.close()
+    decode.close()
+
+
+@st.composite
+def divided_requests(draw: st.DrawFn) -> tuple[list[KVShard], list[int]]:
+    """What several senders hold of a request of two heads and three layers, and the slots that it goes to."""
+    tokens = draw(st.integers(1, 30))
+    shards = []
+    cuts = sorted(draw(st.sets(st.integers(1, tokens), max_size=3)) | {0, tokens})
+    for start, stop in pairwise(cuts):
+        span = TokenSpan(start, stop)
+        heads = draw(st.sampled_from([((0, 2),), ((0, 1), (1, 1))]))
+        layers = draw(st.sampled_from([((0, 3),), ((0, 1), (1, 2))]))
+        shards += [KVShard((span,), *head, *layer) for head in heads for layer in layers]
+    return shards, draw(st.permutations(range(96)))[:tokens]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+def test_several_senders_of_any_part_each(transport: str) -> None:
+    """Tokens, heads and layers are divided at random among three senders: against an assignment for each row."""
+    shape = PoolShape()
+    sources, target = [Pool(shape, seed) for seed in (1, 2, 3)], Pool(shape, 4)
+    with ExitStack() as stack:
+        prefills = [
+            HandshakeEndpoint("127.0.0.1", create_transport(transport, "127.0.0.1"), source.layout, OPTIONS)
+            for source in sources
+        ]
+        decode = HandshakeEndpoint("127.0.0.1", create_transport(transport, "127.0.0.1"), target.layout, OPTIONS)
+        for endpoint in (decode, *prefills):
+            stack.callback(endpoint.close)
+        transfer_ids = count(1)
+
+        @settings(max_examples=20, deadline=None)
+        @given(divided_requests(), st.integers(0, 1 << 30))
+        def run(drawn: tuple[list[KVShard], list[int]], seed: int) -> None:
+            (shards, slots), random = drawn, Random(seed)  # no draw of hypothesis ends a transfer halfway
+            transfer_id, expected = next(transfer_ids), [buffer.copy() for buffer in target.buffers]
+            decode.expect(need(transfer_id, slots))
+            senders: dict[int, list[KVShard]] = {}
+            for shard in shards:
+                senders.setdefault(random.randrange(3), []).append(shard)
+            for rank, held in senders.items():
+                handle = prefills[rank].open_sender(transfer_id, decode.address, len(senders))
+                for shard in held:
+                    own = random.sample(range(96), shard.token_count)
+                    index = handle.offer(chunk(shard, own), is_last=shard is held[-1])
+                    handle.part(index, PartRows(shard.first_layer, shard.layer_count, 0, shard.token_count, False))
+                    heads = slice(shard.first_head, shard.first_head + shard.head_count)
+                    (span,) = shard.tokens
+                    for buffer in range(2 * shard.first_layer, 2 * (shard.first_layer + shard.layer_count)):
+                        for token, slot in zip(range(span.start, span.stop), own, strict=True):
+                            expected[buffer][slots[token], heads] = sources[rank].buffers[buffer][slot, heads]
+            wait_until(lambda: is_stage(decode.receive_status(transfer_id), Stage.COMPLETE))
+            for have, want in zip(target.buffers, expected, strict=True):
+                np.testing.assert_array_equal(have, want)
+
+        run()
 
 
 def test_metadata_and_extra_state_come_with_the_last_chunk(make: Make) -> None:
@@ -222,6 +343,46 @@ def test_without_fences_slots_are_released_when_the_sender_has_stopped(make: Mak
         return now is not None and now.is_released
 
     wait_until(is_released)
+
+
+class SlowToBar:
+    """A transport that has bytes of a write on their way until `arrived`: only then is a permit taken back."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.arrived = threading.Event()
+        self.revoked: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def revoke(self, permit: int) -> None:
+        assert self.arrived.wait(30)
+        self._inner.revoke(permit)
+        self.revoked.append(permit)
+
+
+def test_slots_are_not_released_while_bytes_of_a_sender_that_has_stopped_are_on_their_way() -> None:
+    """As of one that has given a write up because it took too long."""
+    prefill = HandshakeEndpoint("127.0.0.1", create_transport("tcp", "127.0.0.1"), Pool(PoolShape(), 1).layout, OPTIONS)
+    mover = SlowToBar(create_transport("tcp", "127.0.0.1"))
+    decode = HandshakeEndpoint("127.0.0.1", mover, Pool(PoolShape(), 2).layout, OPTIONS)  # type: ignore[arg-type]
+    decode.expect(need(1, [1, 2, 3, 4]))
+    handle = prefill.open_sender(1, decode.address)
+    handle.offer(chunk(WHOLE, [0, 1, 2, 3]), is_last=True)
+    wait_until(lambda: handle.status.stage is Stage.TRANSFERRING)
+    handle.abort("enough")
+    wait_until(lambda: handle.status.is_released)
+    time.sleep(0.3)
+    status = decode.receive_status(1)
+    assert status is not None
+    assert not status.is_released
+    mover.arrived.set()
+    wait_until(lambda: (now := decode.receive_status(1)) is not None and now.is_released)
+    assert len(mover.revoked) >= 1
+    assert decode.totals().unsettled_permits == 0
+    prefill.close()
+    decode.close()
 
 
 def test_an_instance_that_shuts_down_tells_its_peers(make: Make) -> None:

@@ -256,6 +256,53 @@ def test_killed_receiver(start: Start, transport: str) -> None:
     assert_next_request_is_fine(again, sendings[0].rank)
 
 
+@pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
+def test_a_rank_that_is_stopped_while_idle_is_noticed(start: Start, side: str) -> None:
+    """Of an instance with two ranks the second one is stopped, long after the last request."""
+    decode, ranks = start("tcp", seed=99), [start("tcp", seed=seed) for seed in (1, 2)]
+    decode.call("expect", 1, 0, list(range(8)), WHOLE, None, tuple(rank.address for rank in ranks))
+    for rank, half in zip(ranks, HALVES, strict=True):
+        Sending(rank, decode.address, 1, half, [5, 4, 3, 2], 2).rest()
+    wait_until(lambda: is_stage(decode.call("receive_status", 1), Stage.COMPLETE))
+    time.sleep(1.2 * OPTIONS.lease_s)
+    assert [rank.call("totals").silent_peers for rank in (decode, *ranks)] == [0, 0, 0]
+    stopped, watching = (ranks[1], [decode]) if side == "prefill" else (decode, ranks)
+    stopped.signal(signal.SIGSTOP)
+    for rank in watching:
+        wait_until(lambda rank=rank: rank.call("totals").silent_peers == 1, what="noticing it")  # type: ignore[misc]
+    stopped.signal(signal.SIGCONT)
+    for rank in watching:
+        wait_until(lambda rank=rank: rank.call("totals").silent_peers == 0, what="answering again")  # type: ignore[misc]
+    assert_next_request_is_fine(decode, ranks[1])
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
+def test_an_invited_rank_that_never_shakes_hands(start: Start, how: signal.Signals) -> None:
+    """Its request fails after the lease, not after `stall_timeout_s`; one of two ranks is enough for that."""
+    decode, victim, other = start("tcp", seed=99), start("tcp", seed=1), start("tcp", seed=2)
+    victim.signal(how)
+    decode.call("expect", 1, 0, list(range(8)), WHOLE, None, (other.address, victim.address))
+    sending = Sending(other, decode.address, 1, HALVES[0], [5, 4, 3, 2], 2)
+    sending.layer(0)
+    wait_until(lambda: is_stage(decode.call("receive_status", 1), Stage.FAILED), what="noticing the loss")
+    status = decode.call("receive_status", 1)
+    assert status.outcome is TransferOutcome.PEER_LOST
+    assert status.reason == f"lost {victim.address}: silent for {OPTIONS.lease_s:g} s"
+    wait_until(lambda: decode.call("receive_status", 1).is_released)
+    wait_until(lambda: sending.is_at(Stage.FAILED), what="telling the other rank")
+    assert_next_request_is_fine(decode, other)
+
+
+def test_an_invited_rank_may_take_its_time(start: Start) -> None:
+    """It computes for longer than any lease before it shakes hands, and is there all the time."""
+    decode, prefill = start("tcp", seed=99), start("tcp", seed=1)
+    decode.call("expect", 1, 0, list(range(8)), WHOLE, None, (prefill.address,))
+    time.sleep(1.5 * OPTIONS.lease_s)
+    assert is_stage(decode.call("receive_status", 1), Stage.WAITING)
+    Sending(prefill, decode.address, 1, WHOLE, list(range(8)), 1).rest()
+    wait_until(lambda: is_stage(decode.call("receive_status", 1), Stage.COMPLETE))
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_request_cancelled_by_decode(start: Start, transport: str) -> None:
     decode, sendings = start_pair(start, transport)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,38 @@ def test_one_bad_span_grants_none() -> None:
     good, bad = Span(block.address, 4), Span(block.address + SIZE, 1)
     with pytest.raises(OutOfBoundsError), regions.views([good, bad]):
         pytest.fail("views of an invalid batch were handed out")
+
+
+@given(
+    regions=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=5),
+    pieces=st.lists(st.tuples(st.integers(0, 100), st.integers(1, 40)), min_size=1, max_size=8),
+)
+def test_pieces_are_held_exactly_where_one_region_has_all_of_each(
+    regions: list[tuple[int, int]], pieces: list[tuple[int, int]]
+) -> None:
+    """Also of regions that overlap, or lie one in another."""
+    block, registered = Block(200), MemoryRegions()
+    for start, length in regions:
+        registered.add(block.address + start, length)
+    inside = all(
+        any(start <= offset and offset + size <= start + length for start, length in regions) for offset, size in pieces
+    )
+    vectors = np.array([(block.address + offset, size) for offset, size in pieces], np.uint64)
+    try:
+        with registered.hold(vectors):
+            assert inside
+    except OutOfBoundsError:
+        assert not inside
+
+
+@pytest.mark.parametrize("piece", [(0, 8), (2**64 - 1, 1), (2**64 - 8, 16), (1, 2**64 - 1)])
+def test_no_number_overflows_into_a_region(piece: tuple[int, int]) -> None:
+    block, registered = Block(), MemoryRegions()
+    registered.add(block.address, SIZE)
+    vectors = np.array([piece, (block.address, 2**64 - block.address + 8)], np.uint64)
+    for one in (vectors[:1], vectors[1:]):
+        with pytest.raises(OutOfBoundsError), registered.hold(one):
+            pytest.fail("memory outside of the region is held")
 
 
 def test_span_across_two_neighbouring_regions_is_refused() -> None:

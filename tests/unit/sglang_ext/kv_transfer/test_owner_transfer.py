@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,7 +25,8 @@ from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
-from support.handshake_process import Pool, PoolShape, wait_until
+from support.handshake_process import Pool, PoolShape, RankProcess, wait_until
+from support.running_time import running_s
 
 OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=1.0)
 FIRST, COUNT = 2, 10  # the tokens that decode wants
@@ -170,6 +173,29 @@ def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side])
     decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
     wait_until(lambda: transfer.poll().stage is Stage.FAILED)
     assert "not wanted" in transfer.poll().reason
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_decode_is_lost_between_two_attempts(sides: tuple[Side, Side, Side], how: signal.Signals) -> None:
+    """A real process. Nothing of it is awaited but its next invitation."""
+    prefill, _, _ = sides
+    with RankProcess("tcp", PoolShape(), 2, OPTIONS) as decode:
+        shard = KVShard((TokenSpan(FIRST, FIRST + COUNT),), 0, 2, 0, 3)
+        decode.call("expect", 1, FIRST, TARGET_SLOTS, shard, 3, (prefill.endpoint.address,))
+        transfer = OwnerTransfer(prefill.endpoint, 1, decode.address, SOURCE, 1, may_have_helpers=True)
+        wait_until(lambda: transfer.handle.status.stage is Stage.WAITING)
+        transfer.restart("a test")
+        wait_until(lambda: transfer.handle.machine.is_over)
+        start_s = running_s()
+        while running_s() - start_s < 1.5 * OPTIONS.lease_s:
+            assert transfer.poll().stage is Stage.TRANSFERRING  # decode is there, and may ask at any time
+            time.sleep(0.05)
+        decode.signal(how)
+        wait_until(lambda: transfer.poll().stage is Stage.FAILED, what="noticing the loss")
+        assert running_s() - start_s < 10 * OPTIONS.lease_s
+        status = transfer.poll()
+        assert (status.outcome, status.is_released) == (TransferOutcome.PEER_LOST, True)
+        assert status.reason == f"lost {decode.address}: silent for {OPTIONS.lease_s:g} s"
 
 
 def test_it_does_not_wait_for_ever(sides: tuple[Side, Side, Side]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of one pool and of another: the plan against copying by index, and blocks against rows."""
+"""Rows of one pool and of another: the plan against copying by index, and parts of it against the whole."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from sglang_ext.kv_transfer.pool_layout import (
     LayerBuffers,
     PoolLayout,
     RowCopy,
+    cut_rows,
+    group_by_slots,
     plan_items,
     plan_rows,
-    to_blocks,
 )
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 
@@ -70,33 +71,48 @@ def test_slots_come_in_pairs() -> None:
         plan_items(layout().aux, layout().aux, slots(1, 2), slots(1))
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12),
-    st.sampled_from([8, 12]),
-    st.sampled_from([8, 12]),
-    st.integers(1, 8),
-)
-def test_blocks_are_the_same_bytes_as_rows(
-    pairs: list[tuple[int, int]], source_stride: int, target_stride: int, length: int
-) -> None:
-    source, target = slots(*(pair[0] for pair in pairs)), slots(*(pair[1] for pair in pairs))
-    copy = RowCopy(1000, source_stride, source, 5000, target_stride, target, length)
-    rows = [
-        (1000 + a * source_stride + offset, 5000 + b * target_stride + offset)
-        for a, b in pairs
-        for offset in range(length)
+def moved(copies: list[RowCopy]) -> list[tuple[int, int]]:
+    """Every byte that is copied: where from and where to."""
+    return [
+        (copy.source_address + a * copy.source_stride + byte, copy.target_address + b * copy.target_stride + byte)
+        for copy in copies
+        for a, b in zip(copy.source_slots.tolist(), copy.target_slots.tolist(), strict=True)
+        for byte in range(copy.length_bytes)
     ]
-    blocks = to_blocks(copy)
-    assert [
-        (a + offset, b + offset)
-        for a, b, size in zip(blocks.sources.tolist(), blocks.targets.tolist(), blocks.lengths.tolist(), strict=True)
-        for offset in range(size)
-    ] == rows
 
 
-def test_neighbours_in_both_memories_become_one_block() -> None:
-    copy = RowCopy(0, 8, slots(1, 2, 3, 7), 0, 8, slots(4, 5, 6, 7), 8)
-    assert [array.tolist() for array in to_blocks(copy)] == [[8, 56], [32, 56], [24, 8]]
+copies = st.lists(
+    st.tuples(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8), st.integers(1, 30)), max_size=5
+)
+
+
+@given(copies, st.integers(1, 100))
+def test_parts_are_the_same_bytes_and_bounded(drawn: list[tuple[list[tuple[int, int]], int]], max_bytes: int) -> None:
+    whole = [
+        RowCopy(
+            *(1000 * index, 40, slots(*(pair[0] for pair in pairs))),
+            *(5000 + 1000 * index, 50, slots(*(pair[1] for pair in pairs)), length),
+        )
+        for index, (pairs, length) in enumerate(drawn)
+    ]
+    parts = list(cut_rows(whole, max_bytes))
+    assert all(0 < sum(copy.total_bytes for copy in part) <= max_bytes for part in parts)
+    assert sorted(moved([copy for part in parts for copy in part])) == sorted(moved(whole))
+    groups = [group for part in parts for group in group_by_slots(part)]
+    assert [copy for group in groups for copy in group] == [copy for part in parts for copy in part]
+    for group in groups:
+        assert all(copy.source_slots is group[0].source_slots for copy in group)
+        assert all(copy.target_slots is group[0].target_slots for copy in group)
+
+
+def test_parts_are_as_large_as_they_may_be_and_share_slots() -> None:
+    shard = KVShard((TokenSpan(0, 4),), 0, 2, 0, 2)
+    rows = plan_rows(layout(), layout(), shard, slots(3, 1, 4, 9), slots(0, 1, 2, 3))
+    (part,) = cut_rows(rows, 1 << 20)
+    assert part == rows
+    assert [len(group) for group in group_by_slots(part)] == [4]
+    # Of 4 rows of 32 bytes (K) and as many of 16 (V), twice.
+    assert [sum(copy.total_bytes for copy in part) for part in cut_rows(rows, 160)] == [160, 160, 64]
 
 
 @pytest.mark.parametrize(

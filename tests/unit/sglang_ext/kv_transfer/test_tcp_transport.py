@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,24 @@ def test_blocks_arrive_at_their_addresses_and_nothing_else_changes(
         position += length + 3
     writer.write(owner.session_id, blocks)
     assert target.buffer.raw == bytes(expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=30))
+def test_any_number_of_blocks_of_any_size_goes_in_bounded_batches(lengths: list[int]) -> None:
+    """Both ends refuse what is larger."""
+    limits = wire.Limits(max_blocks=3, max_payload_bytes=150)
+    here, there = (TcpTransferEngine("127.0.0.1", EngineOptions(limits=limits)) for _ in range(2))
+    source, target = Memory(here, bytes(i % 251 for i in range(SIZE))), Memory(there)
+    expected, blocks, position = bytearray(SIZE), [], 0
+    for length in lengths:
+        blocks.append(Block(source.address + 2 * position, target.address + position, length))
+        expected[position : position + length] = source.buffer.raw[2 * position :][:length]
+        position += length + 1
+    here.write(there.session_id, blocks)
+    assert target.buffer.raw == bytes(expected)
+    here.close()
+    there.close()
 
 
 def test_large_block_crosses_socket_buffers(writer: TcpTransferEngine, owner: TcpTransferEngine) -> None:
@@ -212,7 +231,7 @@ def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> N
 def test_idle_writer_is_kept(owner: TcpTransferEngine) -> None:
     with greet(owner) as connection:
         time.sleep(2 * FAST.io_timeout_s)
-        connection.sendall(wire.encode_batch([], FAST.limits))
+        connection.sendall(wire.encode_batch(np.zeros((0, 2), np.uint64), FAST.limits))
         assert connection.recv(1) == bytes([wire.Status.DONE])
 
 

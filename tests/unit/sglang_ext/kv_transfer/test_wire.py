@@ -1,21 +1,18 @@
-"""Frames of the TCP transport: what is accepted, and that nothing else is; whole buffers over a socket."""
+"""Frames of the TCP transport: what is accepted, and that nothing else is."""
 
 from __future__ import annotations
 
-import random
-import socket
-import threading
-from collections.abc import Iterator
-
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.kv_transfer import wire
 from sglang_ext.kv_transfer.memory_regions import Span
+from sglang_ext.kv_transfer.pool_layout import RowSet
 
 LIMITS = wire.Limits()
-spans = st.lists(st.builds(Span, st.integers(0, 2**64 - 1), st.integers(1, 2**20)), max_size=40)
+spans = st.lists(st.builds(Span, st.integers(0, 2**64 - 1), st.integers(1, 2**18)), max_size=40)
 
 
 def test_greeting_round_trip() -> None:
@@ -36,11 +33,43 @@ def test_foreign_greeting_is_refused(greeting: bytes, reason: str) -> None:
 
 @given(spans, st.integers(0, (1 << 64) - 1))
 def test_batch_round_trip(targets: list[Span], permit: int) -> None:
-    frame = wire.encode_batch(targets, LIMITS, permit)
+    table = np.array(targets, np.uint64).reshape(-1, 2)
+    frame = wire.encode_batch(table, LIMITS, permit)
     header = wire.decode_header(frame[: wire.BATCH_HEADER.size], LIMITS)
     assert header.payload_bytes == sum(span.length_bytes for span in targets)
     assert header.permit == permit
-    assert wire.decode_table(frame[wire.BATCH_HEADER.size :], header) == targets
+    np.testing.assert_array_equal(wire.decode_table(frame[wire.BATCH_HEADER.size :], header), table)
+
+
+row_sets = st.builds(RowSet, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 2**12))
+
+
+@given(
+    st.lists(row_sets, min_size=1, max_size=20),
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+    st.integers(0, (1 << 64) - 1),
+)
+def test_rows_round_trip(targets: list[RowSet], slots: list[int], permit: int) -> None:
+    frame = wire.encode_rows(wire.RowBatch(tuple(targets), np.array(slots, np.uint32)), LIMITS, permit)
+    header = wire.decode_header(frame[: wire.BATCH_HEADER.size], LIMITS)
+    assert header.payload_bytes == sum(target.length_bytes for target in targets) * len(slots)
+    assert (header.permit, header.table_bytes) == (permit, len(frame) - wire.BATCH_HEADER.size)
+    batch = wire.decode_rows(frame[wire.BATCH_HEADER.size :], header)
+    assert (batch.targets, batch.slots.tolist()) == (tuple(targets), slots)
+
+
+@pytest.mark.parametrize(
+    ("table", "header"),
+    [
+        (wire.ROW_SET.pack(4096, 8, 8) + bytes(4), wire.BatchHeader(1, 1, 9, 0)),
+        (wire.ROW_SET.pack(4096, 8, 0) + bytes(4), wire.BatchHeader(1, 1, 8, 0)),
+        (wire.ROW_SET.pack(4096, 8, 8) + bytes(3), wire.BatchHeader(1, 1, 8, 0)),
+    ],
+    ids=["sum", "empty row", "length"],
+)
+def test_rows_that_contradict_their_header_are_refused(table: bytes, header: wire.BatchHeader) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_rows(table, header)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +81,7 @@ def test_batch_round_trip(targets: list[Span], permit: int) -> None:
         wire.BATCH_HEADER.pack(1, 0, 0, 0),
         wire.BATCH_HEADER.pack(1, 7, 1, 0),
     ],
-    ids=["blocks", "payload", "payload without blocks", "blocks without payload", "reserved"],
+    ids=["blocks", "payload", "payload without blocks", "blocks without payload", "more rows than bytes"],
 )
 def test_bad_header_is_refused(header: bytes) -> None:
     with pytest.raises(wire.WireError):
@@ -62,11 +91,12 @@ def test_bad_header_is_refused(header: bytes) -> None:
 @pytest.mark.parametrize(
     ("table", "header"),
     [
-        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(1, 9, 0)),
-        (wire.BLOCK.pack(4096, 8) + wire.BLOCK.pack(0, 0), wire.BatchHeader(2, 8, 0)),
-        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(2, 8, 0)),
+        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(1, 0, 9, 0)),
+        (wire.BLOCK.pack(4096, 8) + wire.BLOCK.pack(0, 0), wire.BatchHeader(2, 0, 8, 0)),
+        (wire.BLOCK.pack(4096, 8), wire.BatchHeader(2, 0, 8, 0)),
+        (wire.BLOCK.pack(4096, 2**64 - 8) + wire.BLOCK.pack(0, 16), wire.BatchHeader(2, 0, 8, 0)),
     ],
-    ids=["sum", "empty block", "length"],
+    ids=["sum", "empty block", "length", "a sum that overflows"],
 )
 def test_table_that_contradicts_its_header_is_refused(table: bytes, header: wire.BatchHeader) -> None:
     with pytest.raises(wire.WireError):
@@ -79,81 +109,5 @@ def test_any_header_is_within_limits_or_refused(data: bytes) -> None:
         header = wire.decode_header(data, LIMITS)
     except wire.WireError:
         return
-    assert header.block_count <= LIMITS.max_blocks
-    assert header.payload_bytes <= LIMITS.max_payload_bytes
-
-
-pieces = st.lists(st.binary(min_size=1, max_size=3000), min_size=1, max_size=60)
-
-
-def split(total: bytearray, sizes: list[int]) -> list[memoryview]:
-    views, start = [], 0
-    for size in sizes:
-        views.append(memoryview(total)[start : start + size])
-        start += size
-    return views
-
-
-@settings(max_examples=40, deadline=None)
-@given(pieces, st.integers(1, 7))
-def test_scattered_bytes_arrive_in_order(data: list[bytes], receivers: int) -> None:
-    sent = b"".join(data)
-    received = bytearray(len(sent))
-    step = max(1, len(sent) // receivers)
-    sizes = [min(step, len(sent) - start) for start in range(0, len(sent), step)]
-    left, right = socket.socketpair()
-    with left, right:
-        # A buffer much smaller than the data makes the kernel accept it in pieces.
-        left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        writer = threading.Thread(target=wire.send_all, args=(left, [memoryview(piece) for piece in data]))
-        writer.start()
-        wire.receive_into(right, split(received, sizes))
-        writer.join()
-    assert bytes(received) == sent
-
-
-@pytest.fixture
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a TCP connection with a timeout, on which calls move only what fits now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        left = socket.create_connection(server.getsockname())
-        right, _ = server.accept()
-    with left, right:
-        for end in (left, right):
-            end.settimeout(10)
-        left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        yield left, right
-
-
-def test_calls_that_end_inside_a_buffer_continue_there(connection: tuple[socket.socket, socket.socket]) -> None:
-    left, right = connection
-    sent = random.Random(1).randbytes(3 << 20)
-    sizes = [700_001, 1, 333_333, len(sent) - 1_033_335]
-    received = bytearray(len(sent))
-    writer = threading.Thread(target=wire.send_all, args=(left, split(bytearray(sent), sizes)))
-    writer.start()
-    wire.receive_into(right, split(received, sizes[::-1]))
-    writer.join()
-    assert bytes(received) == sent
-
-
-def test_more_buffers_than_one_call_takes() -> None:
-    count = 3 * wire.MAX_BUFFERS_PER_CALL + 5
-    data = bytes(i % 251 for i in range(count))
-    received = bytearray(count)
-    left, right = socket.socketpair()
-    with left, right:
-        writer = threading.Thread(target=wire.send_all, args=(left, split(bytearray(data), [1] * count)))
-        writer.start()
-        wire.receive_into(right, split(received, [1] * count))
-        writer.join()
-    assert bytes(received) == data
-
-
-def test_end_of_stream_in_the_middle_is_an_error() -> None:
-    left, right = socket.socketpair()
-    with right:
-        with left:
-            left.sendall(b"abc")
-        with pytest.raises(ConnectionError):
-            wire.receive_exactly(right, 4)
+    assert header.entries <= LIMITS.max_blocks
+    assert header.row_count <= header.payload_bytes <= LIMITS.max_payload_bytes

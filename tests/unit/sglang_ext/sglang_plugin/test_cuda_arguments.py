@@ -21,13 +21,19 @@ from sglang_ext.types import Role
 ROOT = Path(__file__).resolve().parents[4]
 sys.path.append(str(ROOT / "bench"))
 
-from gpu import figure6  # noqa: E402
+from gpu import figure6, two_engines  # noqa: E402
+from support.engines import PLAIN_SERVER  # noqa: E402
 
 CUDA = MachineFacts(Device.CUDA, tuple(range(8)), 32 << 30)
 WORKERS = {
     "short": (Role.SHORT, ()),
     "decode": (Role.DECODE, ()),
     "both, beside another": (Role.BOTH, ("--mem-fraction-static", "0.40")),
+}
+TWO_ENGINES = {
+    "two engines, prefill": (Role.BOTH, two_engines.engine_arguments(True)),
+    "two engines, decode": (Role.DECODE, two_engines.engine_arguments(True)),
+    "two engines, one instance": (Role.BOTH, (*two_engines.engine_arguments(True), *PLAIN_SERVER.arguments)),
 }
 
 
@@ -36,7 +42,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """SGLang's own view, of a process that takes some seconds."""
     model = tmp_path_factory.mktemp("models") / "qwen"
     command_lines = {}
-    for name, (role, arguments) in WORKERS.items():
+    for name, (role, arguments) in (WORKERS | TWO_ENGINES).items():
         worker = WorkerOptions(role, str(model), True, transfer_backend="nixl", engine_arguments=arguments)
         worker = replace(worker, laps=LapsOptions(), graphs=GraphOptions(Capture.START)) if role.is_prefill else worker
         launch = build_launch(worker, CUDA)
@@ -87,6 +93,14 @@ def test_sglang_accepts_what_the_benchmarks_start_with(answer: dict[str, Any]) -
         assert found["disaggregation_mode"] == "prefill"
         assert found["attention_backend"] == (system.attention or found["attention_backend"])
         assert found["attention_backend"] in {"fa3", "flashinfer", "triton"}
+
+
+def test_sglang_accepts_what_two_engines_on_one_device_start_with(answer: dict[str, Any]) -> None:
+    for name, mode in zip(TWO_ENGINES, ("prefill", "decode", "null"), strict=True):
+        found = answer["command_lines"][name]
+        assert "error" not in found, (name, found)
+        assert (found["disaggregation_mode"], found["dtype"]) == (mode, "float32")
+        assert (found["attention_backend"], found["mem_fraction_static"]) == ("triton", 0.2)
 
 
 def test_upstream_s_prefill_graphs_are_what_the_buckets_ask_for(answer: dict[str, Any]) -> None:

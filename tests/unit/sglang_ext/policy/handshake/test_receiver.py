@@ -354,6 +354,25 @@ def test_a_request_without_a_sender_fails() -> None:
     assert only(machine.on_timer(100.0), Released) == [Released(1)]
 
 
+def test_an_invited_rank_is_lost_before_it_shakes_hands() -> None:
+    machine = receiver()
+    machine.expect(need(1), 0.0)
+    machine.on_report(report(1, "p", (shard(0, 2),), count=2), 0.0)
+    assert machine.permit_of(1, "p") is not None
+    assert machine.permit_of(1, "q") is None
+    # One that has shaken hands has its lease, and may be done; another transfer's does not matter here.
+    assert machine.on_peer_lost(1, "p", "gone", 1.0) == ()
+    assert machine.on_peer_lost(2, "q", "gone", 1.0) == ()
+    actions = machine.on_peer_lost(1, "q", "gone", 1.0)
+    assert only(actions, Failing) == [Failing(1, TransferOutcome.PEER_LOST, "gone")]
+    (abort,) = [message for message in answers(actions) if isinstance(message, ReceiverAbort)]
+    assert abort.reason == "gone"
+    assert only(actions, Released) == []  # the other one may be writing
+    assert machine.on_peer_lost(1, "r", "gone, too", 1.0) == ()
+    assert only(machine.on_stopped(SenderStopped(1, "p", 1, "told to"), 1.0), Released) == [Released(1)]
+    assert machine.permit_of(1, "p") is None
+
+
 def test_late_messages_of_an_ended_request_get_a_true_answer_until_it_is_forgotten() -> None:
     machine = receiver()
     machine.expect(need(1), 0.0)

@@ -158,6 +158,53 @@ def started(rid: str, poll: object) -> Any:
     return SimpleNamespace(rid=rid, disagg_kv_sender=SimpleNamespace(poll=lambda: poll))
 
 
+@pytest.mark.parametrize("launched", [True, False])
+def test_deciding_is_timed_and_building_a_batch_is_not(
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    from sglang_ext.sglang_plugin.laps.instance import LapsInstance
+    from sglang_ext.sglang_plugin.laps.metrics import NoMetrics
+    from sglang_ext.sglang_plugin.laps.rank_agreement import SingleRankAgreement, Step
+
+    ours, stock = schedulers
+    now_s = 100.0
+
+    def takes(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def build(self: Any, running_batch: Any) -> Any:
+        takes(0.5)
+        return SimpleNamespace(batch_to_run=SimpleNamespace(reqs=[]) if launched else None)
+
+    def plan(engine: Any, laps: LapsInstance, running_batch: Any) -> Any:
+        takes(0.003)
+        found = ours._carry_out(engine, laps, Step((1,), None), None, running_batch)
+        takes(0.001)
+        return found
+
+    monkeypatch.setattr(stock, "get_new_batch_prefill", build)
+    monkeypatch.setattr(ours, "_plan_batch", plan)
+    laps = LapsInstance(policy(), SingleRankAgreement(), NoMetrics())
+    laps.now_s = lambda: now_s
+    engine = object.__new__(ours)
+    waiting = SimpleNamespace(**vars(request(10)), origin_input_ids=[1] * 10, output_ids=[], host_hit_length=0)
+    engine.__dict__ |= {
+        "_laps": laps,
+        "_parked": [],
+        "waiting_queue": [],
+        "chunked_prefill_size": 64,
+        "chunked_req": None,
+        "_waiting": SimpleNamespace(requests=lambda keys: [waiting] if keys else [], take=lambda *_: None),
+        "page_size": 1,
+    }
+    for _ in range(2):
+        ours.get_new_batch_prefill(engine, SimpleNamespace(batch_is_full=True))
+    # A round in which nothing leaves delays no iteration.
+    assert laps.decisions.batches == 2 * launched
+    assert laps.decisions.seconds == pytest.approx(0.008 * launched)
+
+
 def test_started_prefills_end_when_their_transfer_has_failed(
     schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +344,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
 ) -> None:
     from sglang_ext.policy.laps.graph_grid import GraphShape
     from sglang_ext.sglang_plugin.laps import scheduler
-    from sglang_ext.sglang_plugin.laps.instance import IterationClock
+    from sglang_ext.sglang_plugin.laps.instance import DecisionTimes, IterationClock
 
     ours, stock = schedulers
     shape: list[GraphShape | None] = [None]
@@ -311,6 +358,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     engine.tp_worker = SimpleNamespace(model_runner=None)
     engine._laps = SimpleNamespace(
         clock=IterationClock(),
+        decisions=DecisionTimes(),
         now_s=lambda: float(next(times_s)),
         policy=SimpleNamespace(note_iteration=learned.append),
         has_tree_grown=False,
@@ -320,9 +368,10 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     batch.reqs = 2 * [SimpleNamespace(inflight_middle_chunks=1, sampling_params=SimpleNamespace(custom_params=None))]
     for is_replayed in (None, True, False, None, True):
         shape[0] = GraphShape(32, 2) if is_replayed else None
-        if engine.get_new_batch_prefill(None).batch_to_run is not None:  # one reading of the time
-            assert engine.run_batch(batch) == "result"  # another
-            engine.process_batch_result(batch, "result")  # and a third
-    assert [(one.is_first, one.duration_s) for one in learned] == [(True, 2.0), (False, 3.0), (True, 2.0)]
+        if engine.get_new_batch_prefill(None).batch_to_run is not None:  # two readings of the time, or one
+            assert engine.run_batch(batch) == "result"  # a third
+            engine.process_batch_result(batch, "result")  # and a fourth
+    assert [(one.is_first, one.duration_s) for one in learned] == [(True, 3.0), (False, 4.0), (True, 3.0)]
+    assert engine._laps.decisions == DecisionTimes(3, 3.0)
     assert [(one.new_tokens, one.is_replayed) for one in learned] == [(64, True), (30, False), (64, True)]
     assert {one.attention_work for one in learned} == {10.0 * 10 + 20 * 30}

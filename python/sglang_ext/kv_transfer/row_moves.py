@@ -1,0 +1,177 @@
+"""Rows of registered memory to consecutive bytes and back: what stands between a pool and a message.
+
+Heads of a wider pool and slots without order are many short rows: a Python object for each costs more than moving it.
+The shortest are gathered into a staging buffer, which is moved whole; longer ones, and runs of rows that follow each
+other, move from and to their place, as vectors that the kernel takes a thousand of at a time. Rows of all buffers share
+one `SlotIndex`, so slots are looked at once and not per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span, Vectors
+from sglang_ext.kv_transfer.pool_layout import RowSet, Slots
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+
+# Rows, or runs of them, of so many bytes are moved from and to their place: a vector costs as much as two copies of
+# some 500 bytes.
+DIRECT_BYTES = 1024
+# Large enough that a system call does not count, small enough for a processor's cache.
+STAGING_BYTES = 512 << 10
+
+
+class SlotIndex:
+    """Slots as indices into the rows from the lowest to the highest of them."""
+
+    def __init__(self, slots: Slots) -> None:
+        """`slots`: at least one."""
+        self.count = len(slots)
+        self.low = int(slots.min())
+        self.rows = int(slots.max()) - self.low + 1  # from the lowest to the highest
+        self._relative = np.subtract(slots, self.low, dtype=np.int64)
+        self._scaled: dict[int, npt.NDArray[np.int64]] = {1: self._relative}
+        self._breaks = self._relative[1:] != self._relative[:-1] + 1
+        self._run_count = 1 + int(np.count_nonzero(self._breaks))
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether they all follow each other."""
+        return self._run_count == 1
+
+    @property
+    def mean_run(self) -> float:
+        """Slots that follow each other."""
+        return self.count / self._run_count
+
+    def scaled(self, factor: int) -> npt.NDArray[np.int64]:
+        """Indices where `factor` rows of the same length stand for one slot."""
+        scaled = self._scaled.get(factor)
+        if scaled is None:
+            scaled = self._scaled[factor] = self._relative * factor
+        return scaled
+
+    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """First row and number of rows of each run of slots that follow each other, in order."""
+        starts = np.concatenate(([0], np.flatnonzero(self._breaks) + 1))
+        return self._relative[starts], np.diff(np.concatenate((starts, [self.count])))
+
+
+class RowWindow:
+    """The rows of one `RowSet` in this process's memory. Made by `open_rows`, valid as long as that is."""
+
+    def __init__(self, view: memoryview, rows: RowSet, index: SlotIndex) -> None:
+        self.count = index.count
+        self.length_bytes = rows.length_bytes
+        self._address = rows.address + index.low * rows.stride
+        self._stride = rows.stride
+        self._index = index
+        # Long rows, or runs of them, need no staging.
+        run_bytes = rows.length_bytes * (index.mean_run if rows.stride == rows.length_bytes else 1)
+        self.is_direct = run_bytes >= DIRECT_BYTES
+        kind = np.dtype((np.void, rows.length_bytes))
+        factor, rest = divmod(rows.stride, rows.length_bytes)
+        self._step = 1 if rest else factor
+        # Any: numpy has no type for an item of so many bytes.
+        self._items: npt.NDArray[Any]
+        if rest:
+            item = np.frombuffer(view[: rows.length_bytes], kind)
+            self._items = np.lib.stride_tricks.as_strided(item, (index.rows,), (rows.stride,))
+        else:
+            self._items = np.frombuffer(view, kind)
+
+    def vectors(self) -> Vectors:
+        """All rows, in order, where they lie."""
+        is_joined = self._stride == self.length_bytes
+        rows, counts = self._index.runs() if is_joined else (self._index.scaled(1), np.ones(1, np.int64))
+        vectors = np.empty((len(rows), 2), np.uint64)
+        vectors[:, 0] = self._address + rows * self._stride
+        vectors[:, 1] = counts * self.length_bytes
+        return vectors
+
+    def gather(self, first: int, count: int, out: Bytes) -> None:
+        """Copy rows first, first + 1, … one after the other to `out` (count × length_bytes bytes)."""
+        staged, places = out.view(self._items.dtype), self._places(first, count)
+        if isinstance(places, slice) or not self._items.flags.c_contiguous:
+            staged[:] = self._items[places]
+        else:
+            # Clipping changes no index, and lets numpy write to `out` directly.
+            np.take(self._items, places, out=staged, mode="clip")
+
+    def scatter(self, first: int, count: int, staged: Bytes) -> None:
+        """Copy consecutive bytes (count × length_bytes) to rows first, first + 1, …"""
+        self._items[self._places(first, count)] = staged.view(self._items.dtype)
+
+    def _places(self, first: int, count: int) -> slice | npt.NDArray[np.int64]:
+        if self._index.is_one_run:
+            return slice(first * self._step, (first + count - 1) * self._step + 1, self._step)
+        return self._index.scaled(self._step)[first : first + count]
+
+
+@contextmanager
+def open_rows(regions: MemoryRegions, sets: Sequence[RowSet], index: SlotIndex) -> Iterator[list[RowWindow]]:
+    """Windows onto the same slots of several buffers, valid inside the `with` block.
+
+    Raises OutOfBoundsError, before anything is handed out, when one of them leaves the registered regions, or when
+    rows overlap.
+    """
+    spans = []
+    for rows in sets:
+        if not 1 <= rows.length_bytes <= rows.stride:
+            raise OutOfBoundsError(f"rows of {rows.length_bytes} bytes every {rows.stride} bytes overlap")
+        length_bytes = (index.rows - 1) * rows.stride + rows.length_bytes
+        spans.append(Span(rows.address + index.low * rows.stride, length_bytes))
+    with regions.views(spans) as views:
+        yield [RowWindow(view, rows, index) for view, rows in zip(views, sets, strict=True)]
+
+
+class Piece(NamedTuple):
+    """Rows of a window that are staged at once, from byte `offset` of the staging buffer on."""
+
+    window: RowWindow
+    first_row: int
+    row_count: int
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.row_count * self.window.length_bytes
+
+    def gather(self, staging: Bytes) -> None:
+        """Copy these rows into their place in the staging buffer."""
+        self.window.gather(self.first_row, self.row_count, staging[self.offset : self.stop])
+
+    def scatter(self, staging: Bytes) -> None:
+        """Copy these rows out of their place in the staging buffer."""
+        self.window.scatter(self.first_row, self.row_count, staging[self.offset : self.stop])
+
+
+def stage_pieces(windows: Sequence[RowWindow], staging_bytes: int) -> Iterator[list[Piece] | RowWindow]:
+    """The windows in order: pieces that fill a staging buffer of `staging_bytes` (at least DIRECT_BYTES), or a window
+    whose rows are moved as vectors."""
+    pieces: list[Piece] = []
+    used_bytes = 0
+    for window in windows:
+        if window.is_direct:
+            if pieces:
+                yield pieces
+            pieces, used_bytes = [], 0
+            yield window
+            continue
+        first = 0
+        while first < window.count:
+            count = min(window.count - first, (staging_bytes - used_bytes) // window.length_bytes)
+            if count:
+                pieces.append(Piece(window, first, count, used_bytes))
+                used_bytes, first = pieces[-1].stop, first + count
+            else:
+                yield pieces
+                pieces, used_bytes = [], 0
+    if pieces:
+        yield pieces

@@ -1,0 +1,1 @@
+"""The live page, and recordings of its stream."""

@@ -1,0 +1,254 @@
+"""A simulated run as a recording of the live page's stream, so that it is watched as a served cluster is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_ext.policy.live_view.messages import MIN_INTERVAL_S, InstanceRow, LoadRow, hello
+from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance, SeenRequest, SeenSpan
+from sglang_ext.simulation.events import BusyInterval, SimRequest
+from sglang_ext.simulation.instances import WatchedInstance
+from sglang_ext.simulation.run import Outcome
+from sglang_ext.types import Role
+
+WATCH_S = 1.0  # between two looks at the instances
+MAX_FRAMES = 4_000  # of a recording: those of a longer run are further apart
+UTILISATION_S = 5.0  # busy shares are of so long, as an engine's own report has them
+
+
+class RecordedRun(NamedTuple):
+    """What the recording says of the run."""
+
+    engine: str
+    policy: str
+    instances: int  # that prefill
+    short_instances: int  # of these, at the beginning; 0: no pools
+    boundary_tokens: int
+    slo_s: float
+
+
+class _Life(NamedTuple):
+    """One request; None is not yet, or never."""
+
+    key: int
+    length_class: str
+    request: SimRequest
+    start_s: float | None
+    first_token_s: float | None
+    transferred_s: float | None
+    end_s: float
+    instance: str | None
+
+
+def write_recording(outcome: Outcome, run: RecordedRun, path: Path) -> int:
+    """Write it, one message a line; the number of messages. OSError where the file cannot be written.
+
+    Requests of the warm-up are left out, as in the figures; what instances did for them is not.
+    """
+    written = 0
+    with path.open("wb") as file:
+        for message in messages(outcome, run):
+            file.write(message + b"\n")
+            written += 1
+    return written
+
+
+def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
+    """The messages of the stream."""
+    interval_s = max(MIN_INTERVAL_S, round(outcome.end_s / MAX_FRAMES, 2))
+    view = LiveView(0.0, {"short": run.slo_s, "long": run.slo_s}, interval_s)
+    yield hello(
+        source="simulation",
+        name=f"{run.engine}, {run.policy}",
+        began_unix_s=None,
+        interval_s=interval_s,
+        boundary_tokens=run.boundary_tokens,
+        notes=[
+            "A simulated run: instances are those that prefill, and which decode instance took a request is not told."
+        ],
+    )
+    lives = _lives(outcome, run)
+    spans = sorted(outcome.timeline, key=lambda busy: busy.end_s)
+    classes = {life.key: life.length_class for life in lives}
+    watched = _Watched(outcome, run, classes)
+    running: dict[int, _Life] = {}
+    arrived = ended = told = 0
+    by_end = sorted(lives, key=lambda life: life.end_s)
+    counts = {name: [0, 0] for name in ("short", "long", "unknown")}
+    frames = int(outcome.end_s / interval_s) + 2
+    for number in range(frames):
+        now_s = number * interval_s
+        view.take_instances(watched.at(now_s), now_s)
+        while arrived < len(lives) and lives[arrived].request.arrival_s <= now_s:
+            running[lives[arrived].key] = lives[arrived]
+            arrived += 1
+        while ended < len(by_end) and by_end[ended].end_s <= now_s:
+            life = by_end[ended]
+            ended += 1
+            if running.pop(life.key, None) is None:
+                continue
+            has_token = life.first_token_s is not None
+            counts[life.length_class][not has_token] += 1
+            if view.wants_end(life.key):
+                outcome_name = "ok" if has_token else "error_before"
+                view.note_end(life.key, _seen(life, now_s)._replace(ended_s=life.end_s, outcome=outcome_name))
+        in_flight = [(key, _seen(life, now_s)) for key, life in running.items()]
+        totals = {name: (answered, failed) for name, (answered, failed) in counts.items()}
+        if number == 0:
+            view.take_in_flight([], Counts(0, 0, {}), now_s)  # from nothing on
+        view.take_in_flight(in_flight, Counts(0, len(running), totals), now_s)
+        first = told
+        while told < len(spans) and spans[told].end_s <= now_s:
+            told += 1
+        view.add_spans(_span(busy, classes) for busy in spans[first:told])
+        frame = view.frame(now_s)
+        if frame is not None:
+            yield frame
+
+
+def _name(instance: int) -> str:
+    return f"prefill {instance}"
+
+
+def _span(busy: BusyInterval, classes: dict[int, str]) -> SeenSpan:
+    label = f"request {busy.key}" + (f" and {len(busy.others)} more" if busy.others else "")
+    return SeenSpan(
+        _name(busy.instance),
+        "prefill",
+        busy.start_s,
+        busy.end_s,
+        classes.get(busy.key),
+        label,
+        busy.tokens,
+        1 + len(busy.others),
+    )
+
+
+def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
+    """All requests, in the order of their arrival."""
+    finished = {one.request.key: one for one in outcome.finished}
+    instances = {
+        key: busy.instance for busy in outcome.timeline for key in chain((busy.key,), busy.others)
+    }  # the last one that worked for it
+
+    def life(
+        request: SimRequest,
+        start_s: float | None,
+        first_token_s: float | None,
+        end_s: float,
+        transferred_s: float | None,
+    ) -> _Life:
+        is_short = request.new_tokens <= run.boundary_tokens
+        instance = instances.get(request.key)
+        return _Life(
+            request.key,
+            "short" if is_short else "long",
+            request,
+            start_s,
+            first_token_s,
+            transferred_s,
+            end_s,
+            None if instance is None else _name(instance),
+        )
+
+    lives = []
+    for served in outcome.served:
+        end = finished.get(served.request.key)
+        end_s = served.first_token_s if end is None else end.finished_s
+        transferred_s = served.first_token_s if end is None else end.transferred_s
+        lives.append(life(served.request, served.start_s, served.first_token_s, end_s, transferred_s))
+    lives += [life(request, None, None, request.arrival_s, None) for request in outcome.refused]
+    lives += [life(request, None, None, float("inf"), None) for request in outcome.unfinished]
+    return sorted(lives, key=lambda one: (one.request.arrival_s, one.key))
+
+
+def _seen(life: _Life, now_s: float) -> SeenRequest:
+    """As it is at a time: what comes later is not known yet."""
+
+    def known(at_s: float | None) -> float | None:
+        return at_s if at_s is not None and at_s <= now_s else None
+
+    request = life.request
+    return SeenRequest(
+        f"request {life.key}",
+        life.length_class,
+        request.prompt_tokens,
+        request.cached_tokens,
+        request.output_tokens if life.end_s <= now_s else None,
+        life.instance,
+        None,
+        request.arrival_s,
+        request.arrival_s,
+        known(life.start_s),
+        known(life.transferred_s),
+        known(life.first_token_s),
+        None,
+        None,
+        1,
+    )
+
+
+class _Watched:
+    """Instances at a time that only grows."""
+
+    def __init__(self, outcome: Outcome, run: RecordedRun, classes: dict[int, str]) -> None:
+        self._run = run
+        self._classes = classes
+        self._looks = outcome.watched
+        self._place = 0
+        self._busy = sorted(outcome.timeline, key=lambda busy: busy.start_s)
+        self._first = 0
+        self._open: list[BusyInterval] = []
+
+    def at(self, now_s: float) -> Iterable[SeenInstance]:
+        while self._place + 1 < len(self._looks) and self._looks[self._place + 1][0] <= now_s:
+            self._place += 1
+        while self._first < len(self._busy) and self._busy[self._first].start_s <= now_s:
+            self._open.append(self._busy[self._first])
+            self._first += 1
+        since_s = max(0.0, now_s - UTILISATION_S)
+        self._open = [busy for busy in self._open if busy.end_s > since_s]
+        shares: dict[int, list[float]] = {}
+        working: dict[int, int] = {}
+        for busy in self._open:
+            seconds = min(busy.end_s, now_s) - max(busy.start_s, since_s)
+            share = seconds / max(1e-9, now_s - since_s)
+            shares.setdefault(busy.instance, [0.0, 0.0])[self._classes.get(busy.key) == "long"] += max(0.0, share)
+            working[busy.instance] = working.get(busy.instance, 0) + (busy.end_s > now_s)
+        watched = {one.number: one for one in self._looks[self._place][1]} if self._looks else {}
+        return [
+            self._instance(number, watched.get(number), shares.get(number, [0.0, 0.0]), working.get(number, 0))
+            for number in (sorted(watched) if watched else range(self._run.instances))
+            if number not in watched or watched[number].is_alive or not watched[number].is_draining
+        ]
+
+    def _instance(
+        self, number: int, watched: WatchedInstance | None, shares: Sequence[float], working: int
+    ) -> SeenInstance:
+        run = self._run
+        if watched is not None:
+            role, is_alive, is_draining = watched.role, watched.is_alive, watched.is_draining
+        else:
+            pool = Role.BOTH if not run.short_instances else Role.SHORT if number < run.short_instances else Role.LONG
+            role, is_alive, is_draining = pool, True, False
+        state = "draining" if is_draining else "ready" if is_alive else "unhealthy"
+        short_busy, long_busy = (round(min(1.0, share), 2) for share in shares)
+        return SeenInstance(
+            InstanceRow(0, _name(number), role.value, run.engine, state, None, "" if is_alive else "it has failed"),
+            LoadRow(
+                0,
+                working if watched is None else sum(watched.queued),
+                0 if watched is None else watched.pending_tokens,
+                None if watched is None else watched.queued[0],
+                None if watched is None else watched.queued[1],
+                None,
+                short_busy,
+                long_busy,
+                None,
+                None if watched is None else watched.kv_used,
+                working,
+            ),
+        )

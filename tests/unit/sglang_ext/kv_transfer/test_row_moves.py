@@ -1,0 +1,126 @@
+"""Rows gathered into a staging buffer and scattered out of it, against one byte at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError
+from sglang_ext.kv_transfer.pool_layout import RowSet
+from sglang_ext.kv_transfer.row_moves import DIRECT_BYTES, Piece, RowWindow, SlotIndex, open_rows, stage_pieces
+
+ROWS = 12
+
+
+def region(row_bytes: int, seed: int = 0) -> tuple[MemoryRegions, npt.NDArray[np.uint8]]:
+    memory = np.random.default_rng(seed).integers(0, 256, ROWS * row_bytes, np.uint8)
+    regions = MemoryRegions()
+    regions.add(memory.ctypes.data, len(memory))
+    return regions, memory
+
+
+def u32(slots: list[int]) -> npt.NDArray[np.uint32]:
+    return np.array(slots, np.uint32)
+
+
+@st.composite
+def some_rows(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
+    """Bytes of a row; offset and length of each set within it; slots, in runs and without order."""
+    row_bytes = draw(st.integers(1, 40))
+    sets = []
+    for _ in range(draw(st.integers(1, 4))):
+        length = draw(st.integers(1, row_bytes))
+        sets.append((draw(st.integers(0, row_bytes - length)), length))
+    slots = draw(st.permutations(range(ROWS)))
+    first = draw(st.integers(0, ROWS - 1))
+    run = list(range(first, ROWS))
+    return row_bytes, sets, draw(st.sampled_from([run, [*slots[: first + 1]], [*run, *slots[:first]]]))
+
+
+@given(some_rows(), st.integers(40, 200))
+def test_what_is_gathered_and_scattered_is_every_row_in_order(
+    drawn: tuple[int, list[tuple[int, int]], list[int]], staging_bytes: int
+) -> None:
+    row_bytes, sets, slots = drawn
+    regions, memory = region(row_bytes)
+    other, copy = region(row_bytes, seed=1)
+    expected_bytes = b"".join(
+        memory[slot * row_bytes + offset : slot * row_bytes + offset + length].tobytes()
+        for offset, length in sets
+        for slot in slots
+    )
+    expected = copy.copy()
+    for offset, length in sets:
+        for slot in slots:
+            start = slot * row_bytes + offset
+            expected[start : start + length] = memory[start : start + length]
+    rows = [RowSet(memory.ctypes.data + offset, row_bytes, length) for offset, length in sets]
+    targets = [RowSet(copy.ctypes.data + offset, row_bytes, length) for offset, length in sets]
+    staging, gathered = np.zeros(staging_bytes, np.uint8), b""
+    index = SlotIndex(u32(slots))
+    with open_rows(regions, rows, index) as here, open_rows(other, targets, index) as there:
+        for pieces, places in zip(stage_pieces(here, staging_bytes), stage_pieces(there, staging_bytes), strict=True):
+            assert not isinstance(pieces, RowWindow)
+            assert not isinstance(places, RowWindow)
+            assert pieces[-1].stop <= staging_bytes
+            for piece in pieces:
+                piece.gather(staging)
+            gathered += staging[: pieces[-1].stop].tobytes()
+            for place in places:
+                place.scatter(staging)
+    assert gathered == expected_bytes
+    np.testing.assert_array_equal(copy, expected)
+
+
+@pytest.mark.parametrize("length", [DIRECT_BYTES, DIRECT_BYTES // 4])
+def test_long_rows_and_runs_are_moved_as_they_are(length: int) -> None:
+    row_bytes = length if length < DIRECT_BYTES else length + 100
+    regions, memory = region(row_bytes)
+    slots = [7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6]
+    with open_rows(regions, [RowSet(memory.ctypes.data, row_bytes, length)], SlotIndex(u32(slots))) as (window,):
+        assert list(stage_pieces([window], DIRECT_BYTES)) == [window]
+        vectors = window.vectors().tolist()
+    assert [size // length for _, size in vectors] == ([1] * 11 if length == DIRECT_BYTES else [5, 6])
+    rows = memory.reshape(ROWS, row_bytes)[slots, :length]
+    offsets = [(address - memory.ctypes.data, size) for address, size in vectors]
+    assert b"".join(memory[offset : offset + size].tobytes() for offset, size in offsets) == rows.tobytes()
+
+
+def test_pieces_fill_the_staging_buffer_across_windows() -> None:
+    regions, memory = region(24)
+    rows = [RowSet(memory.ctypes.data + 8 * third, 24, 8) for third in range(3)]
+    with open_rows(regions, rows, SlotIndex(u32([1, 5, 3, 9]))) as windows:
+        staged = [piece for piece in stage_pieces(windows, 40) if not isinstance(piece, RowWindow)]
+    # Five rows of eight bytes each time: the next window's rows follow at once.
+    assert [[(piece.first_row, piece.row_count, piece.offset) for piece in pieces] for pieces in staged] == [
+        [(0, 4, 0), (0, 1, 32)],
+        [(1, 3, 0), (0, 2, 24)],
+        [(2, 2, 0)],
+    ]
+    assert all(isinstance(piece, Piece) for pieces in staged for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "reason"),
+    [
+        ((0, 24, 24), [0, ROWS], "outside"),
+        ((0, 24, 24), [2**32 - 1], "outside"),
+        ((-24, 24, 24), [0, 1], "outside"),
+        ((1, 24, 24), [ROWS - 1], "outside"),
+        ((0, 8, 24), [0], "overlap"),
+        ((0, 0, 0), [0], "overlap"),
+    ],
+)
+def test_rows_that_leave_the_region_or_overlap_are_refused(
+    rows: tuple[int, int, int], slots: list[int], reason: str
+) -> None:
+    regions, memory = region(24)
+    offset, stride, length = rows
+    with (
+        pytest.raises(OutOfBoundsError, match=reason),
+        open_rows(regions, [RowSet(memory.ctypes.data + offset, stride, length)], SlotIndex(u32(slots))),
+    ):
+        pass

@@ -1,0 +1,216 @@
+"""Recordings: what the simulator and `sglang-ext record` write is read, played and drawn; anything else is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from sglang_ext.cli import main
+from sglang_ext.live_view.recording import RecordingError, check_lines, read_recording, write_page
+from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, RequestRow, schema
+from sglang_ext.sequence_parallel.timeline import Activity, timeline_of_recording
+from support.live_recordings import StreamingRouter, simulated_recording, streaming_router
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated_recording(tmp_path_factory.mktemp("recording"), seconds=10.0)
+
+
+def test_a_simulated_run_is_recorded_whole(recording: Path) -> None:
+    """Every request of the workload is in it with the simulation's times, and counts add up at every frame."""
+    arrivals = [float(line.split(",")[0]) for line in (recording.parent / "workload.csv").read_text().split()[1:]]
+    validator = jsonschema.Draft202012Validator(schema())
+    ended = 0
+    for line in recording.read_bytes().splitlines():
+        message = json.loads(line)
+        assert len(line) <= MAX_MESSAGE_BYTES
+        validator.validate(message)
+        if message["kind"] == "frame":
+            came = sum(at_s <= message["at_s"] for at_s in arrivals)
+            assert sum(sum(row[1:7]) for row in message["classes"]) == came
+            ended = sum(row[5] for row in message["classes"])
+            for values in message.get("requests", ()):
+                row = RequestRow(*values)
+                times = (row.received_s, row.started_s, row.prefilled_s, row.first_token_s, row.ended_s)
+                assert all(at_s is None or at_s <= message["at_s"] for at_s in times), "told before it was so"
+    recorded = read_recording(recording)
+    assert ended == len(arrivals)
+    assert sorted(one.received_s for one in recorded.requests.values()) == pytest.approx(arrivals, abs=1e-3)
+    for one in recorded.requests.values():
+        assert one.outcome == "ok"
+        assert one.started_s is not None
+        assert one.first_token_s is not None
+        assert one.prefilled_s is not None
+        assert one.ended_s is not None
+        assert one.received_s <= one.started_s < one.first_token_s <= one.ended_s
+        assert one.prefilled_s >= one.first_token_s, "its KV arrives after the last layer"
+        assert one.prefill in recorded.instances
+
+
+def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_path: Path) -> None:
+    workload = tmp_path / "w.csv"
+    rows = [f"{number * 0.4:.1f},{8000 if number % 3 else 200},10" for number in range(40)]
+    workload.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "\n".join(rows))
+    out = tmp_path / "r.jsonl"
+    common = ["simulate", "--workload", str(workload), "--prefill", "4", "--record", str(out)]
+    assert main([*common, "--policy", "tetris", "--warm-up", "0.5"]) == 0
+    recorded = read_recording(out)
+    assert len(recorded.requests) == 20
+    assert len(recorded.instances) == 4
+    assert main([*common, "--policy", "replan-fcfs", "--short-instances", "1"]) == 0
+    pools = [one.pool for one in read_recording(out).instances.values()]
+    assert pools == ["short", "long", "long", "long"]
+
+
+def test_it_takes_one_run(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = str(recording.parent / "workload.csv")
+    assert main(["simulate", "--workload", workload, "--rates", "1", "2", "--record", "x"]) == 2
+    assert "--record takes one run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([], "it is empty"),
+        ([b"no json"], "line 1 is not JSON"),
+        ([b"{}"], "line 1 is no hello"),
+        ([b'{"kind":"hello","version":7}'], "line 1: version 7 is not 1"),
+        ([b'{"kind":"hello","version":1,"fields":{}}'], "line 1: the fields are not those of this version"),
+        (["hello", b"{", b"{}"], "line 2 is not JSON"),
+        (["hello", b"[]"], "line 2 is neither"),
+        (["hello", b'{"kind":"frame"}'], "line 2: at_s is no number"),
+        (["hello", b" " * (2 << 20) + b"1"], "line 2 is longer than"),
+    ],
+)
+def test_what_is_no_recording_is_named_by_its_line(recording: Path, lines: list[bytes | str], problem: str) -> None:
+    hello = recording.read_bytes().splitlines()[0]
+    with pytest.raises(RecordingError, match=problem):
+        list(check_lines(hello if line == "hello" else line for line in lines))  # type: ignore[misc]
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(recording: Path) -> None:
+    lines = recording.read_bytes().splitlines()[:5]
+    assert len(list(check_lines([*lines, lines[2][:40]]))) == 5
+
+
+def test_a_wrong_row_is_named(recording: Path, tmp_path: Path) -> None:
+    hello = recording.read_bytes().splitlines()[0]
+    wrong = tmp_path / "r.jsonl"
+    wrong.write_bytes(hello + b'\n{"kind":"frame","at_s":1,"requests":[[1,2]]}\n')
+    with pytest.raises(RecordingError, match=r"frame 1: .*missing"):
+        read_recording(wrong)
+
+
+def test_the_page_holds_a_recording_whatever_its_texts_are(recording: Path, tmp_path: Path) -> None:
+    text = recording.read_text().replace("prefill 0", "</script><b>")
+    hostile = tmp_path / "r.jsonl"
+    hostile.write_text(text)
+    out = tmp_path / "r.html"
+    messages = write_page(hostile, out)
+    content = out.read_text()
+    held = content.partition('id="recording">')[2].partition("</script>")[0]
+    assert [json.loads(line) for line in held.split("\n") if line] == [json.loads(line) for line in text.splitlines()]
+    assert messages == len(text.splitlines())
+
+
+def test_the_timeline_of_a_recording(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = read_recording(recording)
+    timeline = timeline_of_recording(recorded, 15)
+    latest = list(recorded.requests.values())[-15:]
+    assert [one.tokens for one in timeline.requests] == [one.prompt_tokens for one in latest]
+    computing = {bar.request: bar for bar in timeline.bars if bar.activity is Activity.COMPUTE}
+    for position, one in enumerate(latest):
+        assert one.started_s is not None
+        assert one.first_token_s is not None
+        assert computing[position].start_s == pytest.approx(one.started_s - timeline.began_s)
+        assert computing[position].end_s == pytest.approx(one.first_token_s - timeline.began_s)
+        assert computing[position].instance == recorded.instances[one.prefill or 0].name
+    picture = tmp_path / "t.png"
+    assert main(["timeline", "--recording", str(recording), "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["timeline", "--recording", str(recording), "--out", str(tmp_path / "t.html")]) == 0
+    assert "liveView" in (tmp_path / "t.html").read_text()
+    capsys.readouterr()
+    assert main(["timeline", "--recording", str(picture), "--out", str(picture)]) == 1
+    assert main(["timeline", "--recording", str(tmp_path / "none"), "--out", str(picture)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"sglang-ext timeline: --recording {picture}: line 1 is not JSON",
+        f"sglang-ext timeline: {tmp_path / 'none'}: No such file or directory",
+    ]
+
+
+@pytest.fixture
+def router(recording: Path) -> Iterator[StreamingRouter]:
+    with streaming_router(recording.read_bytes().splitlines()[:20]) as server:
+        yield server
+
+
+def test_what_a_router_streams_is_recorded_until_it_ends(
+    router: StreamingRouter,
+    recording: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_EXT_ADMIN_API_KEY", "the key")
+    out = tmp_path / "r.jsonl"
+    assert main(["record", f"{router.url}/ui", "--out", str(out)]) == 1
+    assert router.asked == [("/ui/stream", "Bearer the key")]
+    assert out.read_bytes().splitlines() == recording.read_bytes().splitlines()[:20]
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"frames": 19, "file": str(out)}
+    assert "the router has ended the stream: 19 frames" in shown.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_recording_with_status_0(
+    router: StreamingRouter, tmp_path: Path, number: signal.Signals
+) -> None:
+    router.waits = True
+    out = tmp_path / "r.jsonl"
+    command = [sys.executable, "-m", "sglang_ext.cli", "record", router.url, "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ})
+    end_s = time.monotonic() + 60
+    while not out.exists() or out.read_bytes().count(b"\n") < 20:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    process.send_signal(number)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(shown)["frames"] == 19
+    assert read_recording(out).frames == 19
+
+
+def test_what_cannot_be_recorded_is_one_line(
+    router: StreamingRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "r.jsonl")
+    assert main(["record", "ftp://x", "--out", out]) == 2
+    assert main(["record", router.url, "--out", out, "--seconds", "0"]) == 2
+    router.code = 401
+    assert main(["record", router.url, "--out", out]) == 1
+    router.code = 404
+    assert main(["record", router.url, "--out", out]) == 1
+    good = router.answer
+    router.code, router.answer = 200, b"data: {}\n\n"
+    assert main(["record", router.url, "--out", out]) == 1
+    router.answer = good
+    assert main(["record", router.url, "--out", str(tmp_path / "none" / "r")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    for line, words in zip(
+        lines,
+        ("is not of the form", "--seconds", "(--api-key)", "it has no live page", "line 1 is no hello", "No such file"),
+        strict=True,
+    ):
+        assert line.startswith("sglang-ext record: ")
+        assert words in line

@@ -1,0 +1,409 @@
+"""`/ui` and `/ui/stream`: who gets them, what they tell, and that nothing is gathered while no page is open."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, MIN_INTERVAL_S
+from sglang_ext.policy.pools.pool_move import MoveOutcome
+from sglang_ext.types import LengthClass, Role
+from sglang_ext_router import live_page
+from sglang_ext_router.config import WorkerAddress
+from sglang_ext_router.controller import MoveRecord
+from sglang_ext_router.long_pool import pool_prompts, pool_spans
+from support.router_process import RunningRouter, cluster
+from support.running_time import running_s
+from support.scripted_engine import DONE, chunk, event, hang, raw, reply, status, stream, stream_head
+
+LONG_TEXT = "word " * 4000
+ADMIN = {"admin_api_key": "the-administrator"}
+
+
+class Follower:
+    """Reads a stream, as the page does."""
+
+    def __init__(self, reply: aiohttp.ClientResponse) -> None:
+        self.reply = reply
+        self.hello: dict[str, Any] = {}
+        self.frame: dict[str, Any] = {}
+        self.rows: dict[str, dict[Any, dict[str, Any]]] = {}
+        self.events: list[str] = []
+        self.at_s: list[float] = []  # when frames came
+        self.largest_bytes = 0
+        self._task = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        async for line in self.reply.content:
+            if not line.startswith(b"data: "):
+                assert line == b"\n"
+                continue
+            self.largest_bytes = max(self.largest_bytes, len(line))
+            message = json.loads(line[6:])
+            if message["kind"] == "hello":
+                self.hello = message
+                continue
+            self.frame = message
+            self.at_s.append(running_s())
+            for kind, names in self.hello["fields"].items():
+                for values in message.get(kind, ()):
+                    row = dict(zip(names, values, strict=True))
+                    if kind == "events":
+                        self.events.append(row["text"])
+                    else:
+                        self.rows.setdefault(kind, {})[values[0]] = row
+
+    async def until_ended(self) -> None:
+        await asyncio.wait_for(self._task, 5.0)
+
+    def named(self, name: str) -> dict[str, Any]:
+        return next(one for one in self.rows["instances"].values() if one["name"] == name)
+
+    def request(self, name: str) -> dict[str, Any]:
+        return next((one for one in self.rows.get("requests", {}).values() if one["id"] == name), {})
+
+    def of_class(self, name: str) -> dict[str, Any]:
+        return self.rows.get("classes", {}).get(name, {})
+
+
+@asynccontextmanager
+async def following(served: RunningRouter, key: str = "") -> AsyncIterator[Follower]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    page = served.router.live_page
+    assert page is not None
+    others = len(page._viewers)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{served.port}/ui/stream", headers=headers) as opened,
+    ):
+        assert opened.status == 200, await opened.text()
+        assert opened.content_type == "text/event-stream"
+        follower = Follower(opened)
+        await served.until(lambda: bool(follower.frame))
+        yield follower
+    await served.until(lambda: len(page._viewers) <= others)
+
+
+async def test_a_request_is_followed_from_the_router_over_prefill_to_decode() -> None:
+    async with cluster() as served, following(served) as page:
+        served.short[0].plan(reply(delay_s=0.4))
+        events = [event({"text": "a", "usage": {"completion_tokens": n}}) for n in range(1, 6)]
+        served.decode[0].plan(stream(*events, DONE, delay_s=0.3))
+        sent = {"text": "hi", "stream": True, "rid": "mine"}
+        asked = asyncio.create_task(served.ask("POST", "/generate", sent))
+        await served.until(lambda: page.of_class("short").get("decoding") == 1)
+        assert (await asked).status == 200
+        request_id = (await asked).headers["x-request-id"]
+        await served.until(lambda: page.request(request_id).get("outcome") == "ok")
+        told = page.request(request_id)
+        assert told["length_class"] == "short"
+        assert told["received_s"] <= told["sent_s"] <= told["first_token_s"] < told["ended_s"]
+        assert told["sent_s"] < told["prefilled_s"]
+        assert told["prefill"] == page.named(served.short[0].url[7:])["instance"]
+        assert told["decode"] == page.named(served.decode[0].url[7:])["instance"]
+        await served.until(lambda: page.of_class("short").get("ended") == 1)
+        assert page.of_class("short")["ttft_samples"] == 1
+        assert page.of_class("short")["ttft_p50_s"] == pytest.approx(
+            told["first_token_s"] - told["received_s"], abs=1e-3
+        )
+
+
+async def test_counts_are_those_of_the_metrics_and_a_failure_is_told_as_one() -> None:
+    async with cluster(disable_retries=True) as served:
+        await served.ask("POST", "/generate", {"text": "before the page"})
+        async with following(served) as page:
+            for _ in range(20):
+                assert (await served.ask("POST", "/generate", {"text": "hi"})).status == 200
+            assert (await served.ask("POST", "/generate", {"text": LONG_TEXT})).status == 200
+            served.short[0].plan(status(500))
+            served.decode[0].plan(hang())
+            assert (await served.ask("POST", "/generate", {"text": "hi"})).status >= 500
+            await served.until(lambda: page.of_class("short").get("failed") == 1)
+            await served.until(lambda: len(page.rows["requests"]) == 22)
+            assert page.of_class("short")["ended"] == 20, "the one before the page does not count"
+            assert page.of_class("long")["ended"] == 1
+            outcomes = [one["outcome"] for one in page.rows["requests"].values()]
+            assert sorted(outcomes) == ["error_before"] + ["ok"] * 21
+            assert page.frame["in_flight"] == 0
+
+
+async def test_queued_requests_wait_in_the_router() -> None:
+    async with cluster(max_concurrent_requests=1, queue_size=5) as served, following(served) as page:
+        served.short[0].plan(hang())
+        served.decode[0].plan(hang())
+        clients = [await served.connect() for _ in range(3)]
+        asked = [asyncio.create_task(one.ask("POST", "/generate", {"text": "hi"})) for one in clients]
+        await served.until(lambda: page.of_class("unknown").get("waiting") == 2)
+        assert page.of_class("short")["prefilling"] == 1
+        assert page.frame["in_flight"] == 3
+        for one in clients:
+            one.close()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await served.until(lambda: page.frame["in_flight"] == 0)
+
+
+async def test_instances_that_come_go_and_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "INSTANCES_EVERY", 1)
+    async with cluster() as served, following(served) as page:
+        more = await served.extra_engine(Role.LONG)
+        worker = served.router.add_worker(WorkerAddress(more.url, Role.LONG))
+        name = more.url[7:]
+        await served.until(lambda: any(name in text and "joined" in text for text in page.events))
+        await served.until(lambda: page.named(name)["state"] == "ready")
+        await more.stop()
+        await served.until(lambda: page.named(name)["state"] == "unhealthy")
+        assert page.named(name)["reason"]
+        served.router.remove_worker(worker)
+        await served.until(lambda: page.named(name)["state"] == "gone")
+        record = MoveRecord(1.0, served.short[0].url, LengthClass.SHORT, LengthClass.LONG, "pressure", "m")
+        served.router.controller.moves.append(record)
+        await served.until(lambda: any("is being moved from short to long (pressure)" in text for text in page.events))
+        number = page.frame["number"]
+        await served.until(lambda: page.frame["number"] > number + 2 * live_page.INSTANCES_EVERY)
+        record.outcome, record.detail = MoveOutcome.MOVED, "in time"
+        await served.until(lambda: any("moved: from short to long (pressure, in time)" in text for text in page.events))
+        assert sum("from short to long" in text for text in page.events) == 2, "each is told once"
+
+
+async def test_the_queues_of_instances_are_asked_for_while_a_page_is_open() -> None:
+    async with cluster() as served:
+        asked = [one.path for one in served.short[0].control]
+        assert "/laps" not in asked
+        async with following(served):
+            await served.until(lambda: "/laps" in [one.path for one in served.short[0].control])
+
+
+async def test_nothing_is_gathered_without_a_viewer() -> None:
+    async with cluster() as served:
+        page = served.router.live_page
+        assert page is not None
+        assert served.router.services.view is None
+        async with following(served), following(served):
+            assert served.router.services.view is not None
+        assert served.router.services.view is None
+        assert page._timer is None
+        assert page._asking is None
+        async with following(served) as again:
+            assert again.frame["number"] <= 2, "another stream"
+
+
+async def test_frames_come_at_a_bounded_rate_and_size() -> None:
+    async with cluster() as served, following(served) as page:
+        for _ in range(3):
+            await asyncio.gather(*(served.ask("POST", "/generate", {"text": "hi"}) for _ in range(40)))
+        await served.until(lambda: len(page.at_s) >= 6)
+        numbers = page.frame["number"]
+        assert page.largest_bytes <= MAX_MESSAGE_BYTES + len("data: \n")
+        spent_s = page.at_s[-1] - page.at_s[0]
+        assert numbers - 1 <= spent_s / MIN_INTERVAL_S + 2
+
+
+async def test_a_viewer_that_does_not_read_misses_frames_and_is_told_all_again() -> None:
+    async with cluster() as served:
+        client = await served.connect(receive_buffer_bytes=4096)
+        await client.send(b"GET /ui/stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.head())[0] == 200
+        page = served.router.live_page
+        assert page is not None
+        (viewer,) = page._viewers
+        seen = await client.chunk() + await client.chunk()
+        viewer.pause()  # as when the socket is full
+        first = served.router.services.view
+        assert first is not None
+        before = first._frames
+        await served.until(lambda: first._frames > before + 2)
+        viewer.resume()
+        told = b""
+        while b'"instances":[' not in told:
+            told += await client.chunk()
+        (last,) = re.findall(rb'"frame","number":(\d+)', seen)
+        assert int(re.findall(rb'"frame","number":(\d+)', told)[0]) > int(last) + 1
+        client.close()
+        await served.until(lambda: served.router.services.view is None)
+
+
+async def test_streams_end_when_the_router_stops() -> None:
+    async with cluster() as served, following(served) as page:
+        started_s = running_s()
+        await served.router.drain(30.0)
+        await page.until_ended()
+        assert running_s() - started_s < 10.0
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "status_code"),
+    [
+        ({}, "", 200),
+        ({"api_key": "client"}, "", 401),
+        ({"api_key": "client"}, "client", 200),
+        (ADMIN, "", 401),
+        ({"api_key": "client", **ADMIN}, "client", 401),
+        ({"api_key": "client", **ADMIN}, "the-administrator", 200),
+    ],
+)
+async def test_who_may_see_the_stream(options: dict[str, Any], key: str, status_code: int) -> None:
+    async with cluster(worker_api_key="w", **options) as served:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{served.port}/ui/stream", headers=headers) as opened,
+        ):
+            assert opened.status == status_code
+        page = await served.ask("GET", "/ui")
+        assert page.status == 200, "the page itself holds nothing"
+        await served.until(lambda: served.router.services.view is None)
+
+
+async def test_the_page_is_off_by_option() -> None:
+    async with cluster(disable_ui=True) as served:
+        assert (await served.ask("GET", "/ui")).status == 404
+        assert (await served.ask("GET", "/ui/stream")).status == 404
+
+
+async def test_only_get_over_http_1_1_and_a_bounded_number_of_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "MAX_VIEWERS", 1)
+    async with cluster() as served:
+        refused = await served.ask("DELETE", "/ui/stream")
+        assert (refused.status, refused.headers["allow"]) == (405, "GET")
+        async with await served.connect() as client:
+            await client.send(b"GET /ui/stream HTTP/1.0\r\n\r\n")
+            assert (await client.head())[0] == 400
+        async with following(served):
+            assert (await served.ask("GET", "/ui/stream")).status == 503
+
+
+async def test_the_page_is_one_small_file_that_loads_nothing_else() -> None:
+    body, headers = live_page.read_page()
+    assert len(body) <= 150_000
+    assert not re.search(rb"""(?:src|href)\s*=\s*["'](?!data:|#)""", body), "nothing from elsewhere"
+    assert not re.search(rb"https?://|url\(|@import|innerHTML|\beval\(", body)
+    (script,) = re.findall(rb"<script>(.*?)</script>", body, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in headers["content-security-policy"]
+    async with cluster() as served:
+        answered = await served.ask("GET", "/ui")
+        assert answered.body == body
+        assert answered.headers["content-security-policy"] == headers["content-security-policy"]
+
+
+async def test_several_processes_are_named_on_the_page() -> None:
+    async with cluster(processes=3) as served, following(served) as page:
+        assert any("process 1 of 3" in note for note in page.hello["notes"])
+
+
+STATUS = {
+    "now_s": 20.0,
+    "model": "m",
+    "members": [{"instance": 1, "name": "host:1", "node": "n"}, {"instance": 2, "name": "host:2", "node": "n"}],
+    "former_members": [],
+    "requests": [
+        {
+            "request": 7,
+            "owner": 1,
+            "tokens": 3000,
+            "cached_tokens": 100,
+            "offered_s": 10.0,
+            "ended_s": None,
+            "outcome": None,
+            "times": {},
+            "steps": [
+                {
+                    "kind": "chunk",
+                    "members": [1, 2],
+                    "new_tokens": 1900,
+                    "moved_tokens": 0,
+                    "ordered_s": 11.0,
+                    "ended_s": 13.0,
+                    "has_failed": False,
+                    "member_times": [
+                        {
+                            "instance": 1,
+                            "began_s": 11.25,
+                            "ended_s": 13.0,
+                            "compute_s": 1.0,
+                            "ring_s": 0.5,
+                            "rebalance_s": 0.25,
+                        }
+                    ],
+                }
+            ],
+        }
+    ],
+    "recent": [],
+}
+
+
+def test_prompts_and_spans_of_a_coordinator_are_on_the_routers_clock() -> None:
+    (prompt,) = pool_prompts(STATUS, 100.0)
+    assert (prompt.prompt, prompt.owner, prompt.offered_s) == (7, "host:1", 110.0)
+    assert prompt.chunks == [(1900, ["host:1", "host:2"], 111.0, 113.0)]
+    spans = pool_spans(STATUS, 100.0)
+    assert {(one.instance, one.kind, one.start_s, one.end_s) for one in spans if one.instance == "host:1"} == {
+        ("host:1", "idle", 111.0, 111.25),
+        ("host:1", "rebalance", 111.25, 111.5),
+        ("host:1", "compute", 111.5, 112.5),
+        ("host:1", "ring", 112.5, 113.0),
+    }
+    assert [one.kind for one in spans if one.instance == "host:2"] == ["idle"], "it has not answered"
+    assert pool_prompts({"members": 3}, 0.0) == []
+    assert pool_spans(None, 0.0) == []
+
+
+async def test_a_long_pools_prompts_are_told() -> None:
+    served_status: dict[str, Any] = json.loads(json.dumps(STATUS))
+
+    async def get_status(_: web.Request) -> web.Response:
+        return web.json_response(served_status | {"epoch": 1, "is_connected": True, "improvement_rate": 0.1})
+
+    app = web.Application()
+    app.router.add_get("/status", get_status)
+    async with TestServer(app) as coordinator:
+        url = str(coordinator.make_url("")).rstrip("/")
+        async with cluster(long=2, coordinator_url=url) as served:
+            for member, engine in zip(served_status["members"], served.long, strict=True):
+                member["name"] = engine.url[7:]
+            async with following(served) as page:
+                await served.until(lambda: "prompts" in page.rows and len(page.rows.get("spans", {})) == 2)
+                (prompt,) = page.rows["prompts"].values()
+                assert (prompt["tokens"], prompt["chunks"][0][0], prompt["ended_s"]) == (3000, 1900, None)
+                assert not any("No coordinator" in note for note in page.hello["notes"])
+
+
+async def test_a_large_number_under_way_is_counted_from_an_even_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are all in decode by then: a part that begins with them would tell nothing of prefill."""
+    monkeypatch.setattr(live_page, "MAX_SCANNED", 4)
+    async with cluster() as served, following(served) as page:
+        asked: list[asyncio.Task[Any]] = []
+        clients = [await served.connect() for _ in range(16)]
+
+        async def send(count: int) -> None:
+            for _ in range(count):
+                client = clients[len(asked)]
+                asked.append(asyncio.create_task(client.ask("POST", "/generate", {"text": "hi", "stream": True})))
+
+        served.short[0].script = reply()
+        served.decode[0].script = raw(stream_head() + chunk(event({"text": "a"})), then="hang")
+        await send(8)
+        await served.until(lambda: page.of_class("short").get("decoding") == 8)
+        served.short[0].script = hang()
+        served.decode[0].script = hang()
+        await send(8)
+        await served.until(lambda: page.frame["in_flight"] == 16)
+        await served.until(lambda: page.of_class("short").get("prefilling") == 8)
+        assert page.of_class("short")["decoding"] == 8
+        assert page.frame["is_estimate"] is True
+        for client in clients:
+            client.close()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await served.until(lambda: page.frame["in_flight"] == 0)

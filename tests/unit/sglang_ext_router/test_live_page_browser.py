@@ -1,0 +1,139 @@
+"""The live page in a real Chromium, over a router: it shows what the API says, asks for a key, and finds back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_ext_router.config import RouterConfig
+from support.browser import browser, needs_browser
+from support.engines import free_port
+from support.router_process import cluster
+from support.running_time import running_s
+from support.scripted_engine import DONE, event, reply, stream
+
+pytestmark = needs_browser
+LONG_TEXT = "word " * 4000
+LOST = "Failed to load resource: net::ERR_"  # what Chromium itself writes when a connection is cut
+ADMIN_KEY = "the-administrator"
+SLOW = RouterConfig(health_check_interval_secs=1.0, load_poll_interval_secs=1.0)
+
+
+async def test_pools_requests_and_a_click_show_what_the_api_says_and_a_lost_connection_recovers() -> None:
+    async with cluster(short=2, decode=2, base=SLOW) as served, browser() as opened:
+        page = await opened.open(f"http://127.0.0.1:{served.port}/ui")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        tokens = [event({"text": "a", "usage": {"completion_tokens": number}}) for number in range(1, 9)]
+        for engine in (*served.short, *served.long):
+            engine.script = reply(delay_s=0.2)
+        for engine in served.decode:
+            engine.script = stream(*tokens, DONE, delay_s=0.4)
+        texts = ["hi"] * 6 + [f"{number} {LONG_TEXT}" for number in range(2)]  # no prefix that is cached
+        asked = [asyncio.create_task(served.ask("POST", "/generate", {"text": text, "stream": True})) for text in texts]
+        # Pools
+        workers = (await served.ask("GET", "/workers")).json["workers"]
+        await page.until(f"document.querySelectorAll('.card').length === {len(workers)}")
+        cards = await page.evaluate(
+            "[...document.querySelectorAll('.card')].map(c => [c.querySelector('.card-name').firstChild.textContent,"
+            " c.closest('[data-pool]').dataset.pool, c.querySelector('.state').textContent])"
+        )
+        assert sorted(cards) == sorted([one["id"], one["role"], one["state"]] for one in workers)
+        # Flow
+        await page.evaluate("document.getElementById('tab-flow').click()")
+        await page.until("liveView.state.classes.short.decoding === 6 && liveView.state.classes.long.decoding === 2")
+        replies = await asyncio.gather(*asked)
+        told = replies[0].headers
+        await page.until("liveView.state.classes.short.ended === 6 && liveView.state.classes.long.ended === 2")
+        await page.until(f"liveView.state.byId.has({json.dumps(told['x-request-id'])})")
+        await page.until(
+            f"(button => button && (button.click(), true))([...document.querySelectorAll('#requests button')]"
+            f".find(b => b.textContent === {json.dumps(told['x-request-id'])}))"
+        )
+        detail = await page.until(
+            "(text => text.includes('ended') && text)(document.getElementById('detail').innerText)"
+        )
+        for name in ("prefill", "decode"):
+            assert told[f"x-sglang-ext-{name}"].partition("://")[2] in detail
+        assert "short" in detail
+        # Lanes
+        await page.evaluate("document.getElementById('tab-time').click()")
+        number = await page.evaluate(
+            f"[...liveView.state.req.values()].find(o => o.row.id === {json.dumps(told['x-request-id'])}).row.prefill"
+        )
+        await page.until(
+            f"(liveView.laneOf({number}) || {{hits: []}}).hits.some(h => h.id === {json.dumps(told['x-request-id'])})"
+        )
+        assert page.errors == []
+        # A connection that is lost
+        live_page = served.router.live_page
+        assert live_page is not None
+        (viewer,) = live_page._viewers
+        viewer._connection.transport.abort()
+        await page.until("document.getElementById('state').dataset.state === 'lost'")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        await page.until("liveView.state.inst.size === 5")
+        await page.evaluate("document.getElementById('tab-pools').click()")
+        await page.until("document.querySelectorAll('.card').length === 5")
+        assert [error for error in page.errors if not error.startswith(LOST)] == []
+        addresses = {url.partition("://")[2].partition("/")[0] for url in page.requested if url.startswith("http")}
+        assert addresses == {f"127.0.0.1:{served.port}"}
+
+
+async def test_a_router_with_a_key_is_asked_with_it_and_the_key_is_never_in_an_address() -> None:
+    async with cluster(admin_api_key=ADMIN_KEY, base=SLOW) as served, browser() as opened:
+        page = await opened.open(f"http://127.0.0.1:{served.port}/ui")
+        await page.until("!document.getElementById('key').hidden")
+        await page.evaluate(
+            "document.getElementById('secret').value = 'wrong'; document.querySelector('#key button').click()"
+        )
+        await page.until("!document.getElementById('key').hidden")
+        await page.evaluate(
+            f"document.getElementById('secret').value = {json.dumps(ADMIN_KEY)};"
+            "document.querySelector('#key button').click()"
+        )
+        await page.until("document.getElementById('state').textContent === 'live'")
+        await page.until("document.querySelectorAll('.card').length === 3")
+        assert not any(ADMIN_KEY in url for url in page.requested)
+        assert [error for error in page.errors if "401" not in error] == []
+
+
+@pytest.mark.full
+@pytest.mark.chaos
+async def test_a_page_finds_a_router_again_that_was_killed(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port)]
+    log = (tmp_path / "router.log").open("wb")
+
+    async def start() -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        end_s = running_s() + 60
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                assert running_s() < end_s, (tmp_path / "router.log").read_text()
+                await asyncio.sleep(0.1)
+                continue
+            writer.close()
+            return process
+
+    router = await start()
+    try:
+        async with browser() as opened:
+            page = await opened.open(f"http://127.0.0.1:{port}/ui")
+            await page.until("document.getElementById('state').textContent === 'live'")
+            await page.until("document.getElementById('pool-list').innerText.includes('No instance is known yet')")
+            router.kill()
+            await router.wait()
+            await page.until("document.getElementById('state').dataset.state === 'lost'")
+            router = await start()
+            await page.until("document.getElementById('state').textContent === 'live'", 30.0)
+            assert [error for error in page.errors if not error.startswith(LOST)] == []
+    finally:
+        router.kill()
+        await router.wait()
+        log.close()
