@@ -1,4 +1,4 @@
-"""What the price planner has to decide, written down a second time: every choice listed, the first of the best taken."""
+"""What the price planner has to decide, a second time: every choice listed, and the first of the best taken."""
 
 from __future__ import annotations
 
@@ -209,11 +209,11 @@ class PriceReference:
                 one.gap_s = start_s
             if best.kind != "gap" or one.gap_s == math.inf:
                 one.free_s = best.end_s
-            one.room -= share - own.get(one.number, 0)
+            if start_s == 0.0:
+                one.room -= share - own.get(one.number, 0)
         for one in later:
             if one.gap_s == math.inf:
                 one.gap_s = best.start_s
             one.free_s = best.end_s
-            one.room -= share
         instances = tuple(one.number for one in group)
         return Placement(number, best.tokens, instances, start_s, best.first_s, best.end_s)

@@ -268,7 +268,10 @@ class Coordinator:
         if not (pending or self._announced) or not (ignores_backlog or self._members.any_idle(now_s, kept)):
             return orders
         positions = {instance: position for position, instance in enumerate(self._members)}
-        for turn in self._turns(pending, positions, kept, now_s, counts_backlog=not ignores_backlog):
+        turns = self._turns(pending, positions, kept, now_s, counts_backlog=not ignores_backlog)
+        # What no group can hold comes last, the least urgent first: without it there may be room for the others.
+        nowhere = [turn for turn in turns if not turn.placement.group]
+        for turn in (*(turn for turn in turns if turn.placement.group), *reversed(nowhere)):
             announced = self._announced.get(turn.key)
             if announced is not None:
                 orders += self._bind(announced, turn.placement, now_s)
@@ -331,10 +334,12 @@ class Coordinator:
         return [] if self._may_get_room(one, now_s) else self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
 
     def _may_get_room(self, one: SharedPrefill | AnnouncedPrompt, now_s: float) -> bool:
-        """Whether something runs that may make room for it, and it has not waited too long for that."""
+        """Whether something runs that may make room for it, and it has not waited too long where it fits one alone."""
         one.no_room_s = now_s if one.no_room_s is None else one.no_room_s
         is_known = one.fastest_s < math.inf
-        return is_known and bool(self._steps) and now_s <= one.no_room_s + self._settings.room_timeout_s
+        is_busy = bool(self._steps) or any(self._members[instance].backlog_s(now_s) > 0 for instance in self._members)
+        waits_on = now_s <= one.no_room_s + self._settings.room_timeout_s or one.tokens > self._members.most_tokens()
+        return is_known and is_busy and waits_on
 
     def _order_chunk(
         self, one: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float

@@ -21,6 +21,7 @@ class LongInstance:
     step_ends_s: float = 0.0  # predicted
     mesh_epoch: int = 0
     reported_s: float | None = None
+    most_free_tokens: int = 0  # of KV, in any report
     claimed_tokens: int = 0  # of KV, by chunks that were ordered after its last report
 
     def backlog_s(self, now_s: float) -> float:
@@ -59,7 +60,7 @@ class PoolMembers:
 
     def add(self, instance: int, node: int, report: MemberReport) -> None:
         """A new one, which knows nothing."""
-        self._members[instance] = LongInstance(node, report)
+        self._members[instance] = LongInstance(node, report, most_free_tokens=report.free_kv_tokens)
         self._order = tuple(sorted(self._members))
 
     def remove(self, instance: int) -> bool:
@@ -73,6 +74,11 @@ class PoolMembers:
         member = self._members.get(instance)
         if member is not None:
             member.report, member.reported_s, member.claimed_tokens = report, now_s, 0
+            member.most_free_tokens = max(member.most_free_tokens, report.free_kv_tokens)
+
+    def most_tokens(self) -> int:
+        """What the largest of them has held, as far as is known: no longer prompt fits one alone."""
+        return max((one.most_free_tokens for one in self._members.values()), default=0)
 
     def begin_step(self, sequence: int, group: Iterable[int], ends_s: float) -> None:
         """These are in a step now, until `ends_s` as it seems."""

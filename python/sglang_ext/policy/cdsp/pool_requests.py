@@ -63,6 +63,11 @@ class SharedPrefill:
         )
 
     @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.offer.tokens
+
+    @property
     def is_shared(self) -> bool:
         """Whether another instance than its owner holds something of it."""
         return any(segments for instance, segments in self.held.items() if instance != self.offer.owner)
@@ -110,6 +115,11 @@ class AnnouncedPrompt:
     owner: int | None = None  # that it has been given to
     bound_s: float = math.inf
     no_room_s: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.ticket.tokens
 
     @classmethod
     def of(cls, ticket: PromptTicket, candidates: Sequence[SpCandidate]) -> AnnouncedPrompt:

@@ -9,6 +9,7 @@ Nothing is decided before it starts, and what runs is never touched.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +20,9 @@ from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, Pri
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.policy.laps.slack import relative_slack
 
-_LOAD_WINDOW_S = 60.0
+_LEAST_WINDOW_S = 60.0
+_LEAST_ARRIVALS = 32  # in the window: it is longer where fewer have come
+_DOUBTED_ARRIVALS = 8
 _HIGHEST_LOAD = 0.95  # beyond that the queue's end is no estimate
 
 
@@ -63,30 +66,41 @@ def tokens_within(cost: SpCost | TabulatedCost, cached_tokens: int, new_tokens: 
 
 
 class PoolLoad:
-    """How many prefills arrive and how much work they bring, as exponential averages."""
+    """How many prefills arrive and how much work they bring: of the last minute, or of more where few arrive."""
 
     def __init__(self) -> None:
-        self._rate_per_s = 0.0
-        self._work = 0.0  # instance-seconds a second
-        self._seen_s = 0.0
+        self._arrivals: deque[tuple[float, float]] = deque()  # when, instance-seconds
+        self._work = 0.0  # of all these
 
     def note_arrival(self, now_s: float, work_s: float) -> None:
-        kept = self._kept(now_s)
-        self._rate_per_s = self._rate_per_s * kept + 1 / _LOAD_WINDOW_S
-        self._work = self._work * kept + work_s / _LOAD_WINDOW_S
-        self._seen_s = now_s
+        """A prefill of so many instance-seconds; infinity where its cost is not known, which counts as none."""
+        work_s = work_s if work_s < math.inf else 0.0
+        self._arrivals.append((now_s, work_s))
+        self._work += work_s
+        self._forget_before(now_s - _LEAST_WINDOW_S)
 
     def arrivals_per_s(self, now_s: float) -> float:
         """Prefills a second, now."""
-        return self._rate_per_s * self._kept(now_s)
+        self._forget_before(now_s - _LEAST_WINDOW_S)
+        return len(self._arrivals) / self._window_s(now_s)
+
+    def _trust(self) -> float:
+        """A few arrivals say little of those that will come: one long prompt would look like a full pool."""
+        return len(self._arrivals) / (len(self._arrivals) + _DOUBTED_ARRIVALS)
 
     def arrivals_until_empty(self, now_s: float, left_s: float, instances: int) -> float:
         """Prefills that will have arrived before the queue has gone. `left_s`: instance-seconds of all that is here."""
-        load = min(_HIGHEST_LOAD, self._work / instances)
-        return self.arrivals_per_s(now_s) * left_s / instances / (1 - load)
+        self._forget_before(now_s - _LEAST_WINDOW_S)
+        trust = self._trust()
+        load = min(_HIGHEST_LOAD, trust * self._work / self._window_s(now_s) / instances)
+        return trust * self.arrivals_per_s(now_s) * left_s / instances / (1 - load)
 
-    def _kept(self, now_s: float) -> float:
-        return math.exp(-max(0.0, now_s - self._seen_s) / _LOAD_WINDOW_S)
+    def _forget_before(self, at_s: float) -> None:
+        while len(self._arrivals) > _LEAST_ARRIVALS and self._arrivals[0][0] < at_s:
+            self._work -= self._arrivals.popleft()[1]
+
+    def _window_s(self, now_s: float) -> float:
+        return max(_LEAST_WINDOW_S, now_s - self._arrivals[0][0]) if self._arrivals else _LEAST_WINDOW_S
 
 
 @dataclass(slots=True)

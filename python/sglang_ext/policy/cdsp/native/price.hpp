@@ -279,11 +279,12 @@ class PriceSearch {
                 const std::size_t i = std::size_t(member);
                 if (gap_s_[i] == kInfinity) gap_s_[i] = best_.start_s;
                 free_s_[i] = best_.end_s;
-                free_tokens_[i] -= best_.share;
             }
             for (const std::int32_t member : made.group) is_holder_[std::size_t(member)] = 0;
         }
-        for (const std::int32_t member : made.group) free_tokens_[std::size_t(member)] -= best_.share - own_[std::size_t(member)];
+        // Until a reserved group begins, others will have ended: only what starts takes room.
+        if (starts)
+            for (const std::int32_t member : made.group) free_tokens_[std::size_t(member)] -= best_.share - own_[std::size_t(member)];
         for (const Holder &holder : prompt.holders) own_[std::size_t(holder.instance)] = 0, is_holder_[std::size_t(holder.instance)] = 0;
         return made;
     }

@@ -89,10 +89,18 @@ def test_arrivals_until_the_queue_has_gone() -> None:
     now_s = 600.0
     assert load.arrivals_per_s(now_s) == pytest.approx(10.0, rel=0.01)
     # 2 of 4 instances are busy with what comes: 10 instance-seconds take 5 s.
-    assert load.arrivals_until_empty(now_s, 10.0, 4) == pytest.approx(50.0, rel=0.02)
+    assert load.arrivals_until_empty(now_s, 10.0, 4) == pytest.approx(50.0, rel=0.03)
     # Beyond its capacity a pool has no such time.
     assert load.arrivals_until_empty(now_s, 10.0, 1) == pytest.approx(10 * 10 / 0.05, rel=0.02)
-    assert load.arrivals_per_s(now_s + 600.0) < 0.001
+    assert load.arrivals_per_s(now_s + 600.0) < 0.06
+
+
+def test_one_long_prompt_is_no_full_pool() -> None:
+    load = PoolLoad()
+    load.note_arrival(0.0, 800.0)
+    assert load.arrivals_until_empty(0.0, 800.0, 16) < 0.2
+    load.note_arrival(1.0, math.inf)
+    assert load.arrivals_until_empty(1.0, 800.0, 16) < 0.5
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.floats(0.0, 10.0))

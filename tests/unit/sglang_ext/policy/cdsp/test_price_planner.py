@@ -49,7 +49,7 @@ def prompt(tokens: int = 1000, **fields: Any) -> WaitingPrompt:
 
 @st.composite
 def decisions(draw: st.DrawFn) -> tuple[PriceOptions, PrefillSnapshot, list[WaitingPrompt], float]:
-    """Around the cases of the paper's planner: several prompts, some of which are held somewhere, prices of all sizes."""
+    """Around the cases of the paper's planner: several prompts, some of them held somewhere, low and high prices."""
     case: Case = draw(st.one_of(scaling_cases(), cases()))
     count = len(case.snapshot.node_ids)
     prompts = []
