@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,8 @@ LEFT_OUT = (
     ),
     *(f"nixl_cu13.libs/lib{name}" for name in ("aws", "azure", "curl", "gusli", "s2n", "xml2", "zstd")),
 )
+# What transformers' modelling files were generated from: it passes them over when it looks for models.
+NEVER_IMPORTED = re.compile(r"transformers/models/[^/]+/modular_")
 FLASH_ATTENTION_3 = "sgl_kernel/flash_ops.abi3.so"
 # Values of 128 in bfloat16; and what every call needs, whatever its sizes.
 FLASH_ATTENTION_3_KERNELS = r"ELi128ENS_10bfloat16_tEfNS_4arch4Sm90E|prepare_varlen_num_blocks|FlashAttnFwdCombine"
@@ -115,6 +118,11 @@ def normalised(name: str) -> str:
     return name.lower().replace("-", "_").replace(".", "_")
 
 
+def is_wanted(name: str) -> bool:
+    """Whether a wheel's entry goes into the bundle."""
+    return not name.startswith(LEFT_OUT) and ".data/" not in name and NEVER_IMPORTED.match(name) is None
+
+
 def unpack(wheels: Iterable[Path], site: Path, packages: Sequence[str]) -> None:
     """The wanted parts of the wanted wheels. Raises ValueError naming a package without a wheel."""
     missing = {(normalised(name), version) for name, _, version in (one.partition("==") for one in packages)}
@@ -125,7 +133,7 @@ def unpack(wheels: Iterable[Path], site: Path, packages: Sequence[str]) -> None:
         missing.discard((normalised(name), version))
         with zipfile.ZipFile(wheel) as archive:
             for entry in archive.infolist():
-                if not entry.filename.startswith(LEFT_OUT) and ".data/" not in entry.filename:
+                if is_wanted(entry.filename):
                     archive.extract(entry, site)
     if missing:
         raise ValueError(f"no wheel of {', '.join('=='.join(one) for one in sorted(missing))}")
@@ -173,7 +181,7 @@ def write_archive(target: Path | io.BytesIO, site: Path, names: Iterable[str]) -
     def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         return None if entry.name == f"site/{FLASH_ATTENTION_3}" else entry
 
-    with tarfile.open(mode="w:gz", compresslevel=6, **options) as archive:  # type: ignore[call-overload]
+    with tarfile.open(mode="w:gz", compresslevel=9, **options) as archive:  # type: ignore[call-overload]
         for name in sorted(names):
             archive.add(site / name, f"site/{name}", filter=None if name == FLASH_ATTENTION_3 else kept)
 

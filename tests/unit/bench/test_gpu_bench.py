@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -293,7 +294,7 @@ def test_an_archive_and_the_repository_are_carried_together(tmp_path: Path) -> N
     root = Path(__file__).resolve().parents[3]
     limit_bytes = part_limit_bytes(root)
     assert limit_bytes + repository_bytes(root) < CARRIED_BYTES
-    assert limit_bytes >= 55 * 2**20  # the engine alone takes 54
+    assert limit_bytes >= 54 * 2**20  # what is enough to measure takes 53.6
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     for name, size in (("tracked", 1000), ("new", 200), (".gitignore", 8), ("ignored", 5000)):
         (tmp_path / name).write_bytes(b"ignored\n"[:size].ljust(size, b"x"))
@@ -362,6 +363,17 @@ def test_no_archive_is_larger_than_may_be_carried(tmp_path: Path, capsys: pytest
     # One entry that is too large by itself cannot be divided: that is an error.
     assert pack(tmp_path, 280 * 1024) == 1
     assert re.search(r"bundle-\d\.tar\.gz: 0\.0 MiB more than travel with the repository", capsys.readouterr().err)
+
+
+def test_of_a_wheel_its_wanted_entries_are_unpacked(tmp_path: Path) -> None:
+    kept = ["transformers/models/qwen2/modeling_qwen2.py", "transformers/models/__init__.py", "modular_x.py"]
+    left = ["transformers/models/qwen2/modular_qwen2.py", "tools/a.py", "orjson-3.13.0.data/scripts/x", "nixl_ep/a.py"]
+    with zipfile.ZipFile(tmp_path / "orjson-3.13.0-py3-none-any.whl", "w") as wheel:
+        for name in (*kept, *left):
+            wheel.writestr(name, "")
+    unpack(tmp_path.glob("*.whl"), tmp_path / "site", ["orjson==3.13.0"])
+    found = [str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*") if path.is_file()]
+    assert sorted(found) == sorted(kept)
 
 
 def test_a_missing_wheel_is_named(tmp_path: Path) -> None:
