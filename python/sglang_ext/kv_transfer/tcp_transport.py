@@ -35,7 +35,7 @@ from sglang_ext.kv_transfer.row_moves import (
     open_rows,
     stage_pieces,
 )
-from sglang_ext.kv_transfer.socket_io import receive_exactly, receive_vectors, send_vectors
+from sglang_ext.kv_transfer.socket_io import receive_exactly, receive_into, receive_vectors, send_vectors
 
 __all__ = ["Block", "EngineOptions", "TcpTransferEngine", "TransferError"]
 
@@ -374,7 +374,10 @@ def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow
             continue
         for rows in step:
             rows.gather(link.staging)
-        send_vectors(link.connection, np.concatenate([*unsent, _vector(link.staging[: step[-1].stop])]))
+        if unsent:
+            send_vectors(link.connection, np.concatenate(unsent))
+        # Python's calls wait until much can be moved before they try: that suits a buffer that is used again.
+        link.connection.sendall(link.staging.data[: step[-1].stop])
         unsent = []
     if unsent:
         send_vectors(link.connection, np.concatenate(unsent))
@@ -385,7 +388,7 @@ def _receive_rows(link: _StagedConnection, windows: Sequence[RowWindow]) -> None
         if isinstance(step, Unstaged):
             receive_vectors(link.connection, step.vectors())
         else:
-            receive_vectors(link.connection, _vector(link.staging[: step[-1].stop]))
+            receive_into(link.connection, [link.staging.data[: step[-1].stop]])
             for rows in step:
                 rows.scatter(link.staging)
 
