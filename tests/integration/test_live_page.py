@@ -6,16 +6,21 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_ext.live_view.recording import check_lines, read_recording
+from sglang_ext.types import Role
 from support.browser import browser, needs_browser
-from support.engines import Engine
+from support.engines import FLEET, Engine, EngineSpec
+from support.long_pool import Coordinator
 from support.reference import random_prompt
-from support.router_cli import ADMIN_KEY, RunningRouter
+from support.router_cli import ADMIN_KEY, RunningRouter, running_router
 from support.running_time import running_s
 
 pytestmark = pytest.mark.integration
@@ -37,35 +42,45 @@ def serve(router: RunningRouter) -> list[str]:
         return list(threads.map(ask, LENGTHS))
 
 
-def reported(recording: Path) -> set[int]:
+def rows_of(recorded: Path, kind: str) -> list[dict[str, Any]]:
+    """All rows of a kind, in order."""
+    hello, *frames = check_lines(recorded.read_bytes().splitlines())
+    return [dict(zip(hello["fields"][kind], row, strict=True)) for frame in frames for row in frame.get(kind, ())]
+
+
+def reported(recorded: Path) -> set[int]:
     """Instances whose queues the recording has, which only they can tell."""
-    hello, *frames = check_lines(recording.read_bytes().splitlines())
-    loads = [
-        dict(zip(hello["fields"]["loads"], load, strict=True)) for frame in frames for load in frame.get("loads", ())
-    ]
-    return {load["instance"] for load in loads if load["short_queued"] is not None}
+    return {load["instance"] for load in rows_of(recorded, "loads") if load["short_queued"] is not None}
+
+
+@contextmanager
+def recording(router: RunningRouter, out: Path) -> Iterator[None]:
+    """`sglang-ext record` in a process of its own, which has begun; ended by SIGTERM."""
+    command = [sys.executable, "-m", "sglang_ext.cli", "record", router.url, "--out", str(out), "--api-key", ADMIN_KEY]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        end_s = running_s() + 60
+        while not out.exists() or out.read_bytes().count(b"\n") < 3:
+            assert running_s() < end_s
+            assert process.poll() is None
+        yield
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
 
 
 def test_a_recording_of_real_instances_has_their_requests_queues_and_loads(
     router: RunningRouter, engines: list[Engine], tmp_path: Path
 ) -> None:
     out = tmp_path / "run.jsonl"
-    command = [sys.executable, "-m", "sglang_ext.cli", "record", router.url, "--out", str(out), "--api-key", ADMIN_KEY]
-    recording = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
+    with recording(router, out):
         end_s = running_s() + 60
-        while not out.exists() or out.read_bytes().count(b"\n") < 3:
-            assert running_s() < end_s
-            assert recording.poll() is None
         ids = serve(router)
         while not set(ids) <= {one.id for one in read_recording(out).requests.values() if one.outcome == "ok"}:
             assert running_s() < end_s
         while len(reported(out)) < sum(engine.spec.role.is_prefill for engine in engines):
             assert running_s() < end_s, "prefill instances have not told their queues"
-    finally:
-        recording.terminate()
-        _, errors = recording.communicate(timeout=30)
-    assert recording.returncode == 0, errors
     recorded = read_recording(out)
     by_id = {one.id: one for one in recorded.requests.values()}
     names = {number: row.name for number, row in recorded.instances.items()}
@@ -118,3 +133,48 @@ def test_the_page_shows_real_instances_and_their_requests(router: RunningRouter,
             assert [error for error in page.errors if "401" not in error] == []
 
     asyncio.run(look())
+
+
+@pytest.mark.full
+def test_prompts_that_a_long_pool_shares_are_recorded_as_the_coordinator_tells_them(tmp_path: Path) -> None:
+    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator:
+        options = (
+            "--cdsp-coordinator",
+            coordinator.address,
+            "--cdsp-min-tokens",
+            "200",
+            "--laps-boundary-tokens",
+            "256",
+        )
+        specs = [EngineSpec(Role.LONG, worker_options=options, name=f"live-page-{number}") for number in range(2)]
+        members = FLEET.get(*specs, EngineSpec(Role.SHORT), EngineSpec(Role.DECODE))
+        try:
+            coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"])
+            with running_router(members, "--coordinator-url", coordinator.http_url) as router:
+                out = tmp_path / "run.jsonl"
+                with recording(router, out):
+                    body = {"input_ids": random_prompt(900, seed=5), "sampling_params": {"max_new_tokens": 2}}
+                    assert router.post("/generate", body).status == 200
+                    end_s = running_s() + 60
+                    while not any(one["outcome"] for one in rows_of(out, "prompts")):
+                        assert running_s() < end_s, "the prompt is not told, or not its end"
+                status = coordinator.status()
+        finally:
+            for engine in members[:2]:
+                engine.stop()
+    told = rows_of(out, "prompts")[-1]
+    (record,) = status["recent"]
+    names = {one["instance"]: one["name"] for one in (*status["members"], *status["former_members"])}
+    chunks = [step for step in record["steps"] if step["kind"] == "chunk"]
+    assert (told["tokens"], told["outcome"], told["owner"]) == (
+        record["tokens"],
+        record["outcome"],
+        names[record["owner"]],
+    )
+    assert [chunk[:2] for chunk in told["chunks"]] == [
+        [step["new_tokens"], [names[member] for member in step["members"]]] for step in chunks
+    ]
+    assert told["ended_s"] - told["offered_s"] == pytest.approx(record["ended_s"] - record["offered_s"], abs=1e-3)
+    instances = {row.instance: row.name for row in read_recording(out).instances.values()}
+    computing = {instances[one["instance"]] for one in rows_of(out, "spans") if one["kind"] == "compute"}
+    assert computing == {names[member] for step in chunks for member in step["members"]}

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, MIN_INTERVAL_S
+from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router import live_page
 from sglang_ext_router.config import WorkerAddress
@@ -152,7 +153,8 @@ async def test_queued_requests_wait_in_the_router() -> None:
         await served.until(lambda: page.frame["in_flight"] == 0)
 
 
-async def test_instances_that_come_go_and_fail_are_told() -> None:
+async def test_instances_that_come_go_and_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "INSTANCES_EVERY", 1)
     async with cluster() as served, following(served) as page:
         more = await served.extra_engine(Role.LONG)
         worker = served.router.add_worker(WorkerAddress(more.url, Role.LONG))
@@ -167,6 +169,11 @@ async def test_instances_that_come_go_and_fail_are_told() -> None:
         record = MoveRecord(1.0, served.short[0].url, LengthClass.SHORT, LengthClass.LONG, "pressure", "m")
         served.router.controller.moves.append(record)
         await served.until(lambda: any("is being moved from short to long (pressure)" in text for text in page.events))
+        number = page.frame["number"]
+        await served.until(lambda: page.frame["number"] > number + 2 * live_page.INSTANCES_EVERY)
+        record.outcome, record.detail = MoveOutcome.MOVED, "in time"
+        await served.until(lambda: any("moved: from short to long (pressure, in time)" in text for text in page.events))
+        assert sum("from short to long" in text for text in page.events) == 2, "each is told once"
 
 
 async def test_the_queues_of_instances_are_asked_for_while_a_page_is_open() -> None:

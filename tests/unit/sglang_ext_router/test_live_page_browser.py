@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from pathlib import Path
+
+import pytest
 
 from sglang_ext_router.config import RouterConfig
 from support.browser import browser, needs_browser
+from support.engines import free_port
 from support.router_process import cluster
+from support.running_time import running_s
 from support.scripted_engine import DONE, event, reply, stream
 
 pytestmark = needs_browser
@@ -93,3 +99,41 @@ async def test_a_router_with_a_key_is_asked_with_it_and_the_key_is_never_in_an_a
         await page.until("document.querySelectorAll('.card').length === 3")
         assert not any(ADMIN_KEY in url for url in page.requested)
         assert [error for error in page.errors if "401" not in error] == []
+
+
+@pytest.mark.full
+@pytest.mark.chaos
+async def test_a_page_finds_a_router_again_that_was_killed(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port)]
+    log = (tmp_path / "router.log").open("wb")
+
+    async def start() -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        end_s = running_s() + 60
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                assert running_s() < end_s, (tmp_path / "router.log").read_text()
+                await asyncio.sleep(0.1)
+                continue
+            writer.close()
+            return process
+
+    router = await start()
+    try:
+        async with browser() as opened:
+            page = await opened.open(f"http://127.0.0.1:{port}/ui")
+            await page.until("document.getElementById('state').textContent === 'live'")
+            await page.until("document.getElementById('pool-list').innerText.includes('No instance is known yet')")
+            router.kill()
+            await router.wait()
+            await page.until("document.getElementById('state').dataset.state === 'lost'")
+            router = await start()
+            await page.until("document.getElementById('state').textContent === 'live'", 30.0)
+            assert [error for error in page.errors if not error.startswith(LOST)] == []
+    finally:
+        router.kill()
+        await router.wait()
+        log.close()

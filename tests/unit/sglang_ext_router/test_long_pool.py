@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from sglang_ext_router import long_pool
 from sglang_ext_router.config import RouterConfig, RouterConfigError
-from sglang_ext_router.long_pool import read_status
+from sglang_ext_router.long_pool import LongPoolMonitor, read_status
 from support.router_process import Cluster, cluster
 
 TIMES = {"wait_s": 0.5, "compute_s": 2.0, "ring_s": 0.25, "rebalance_s": 0.0, "collect_s": 0.125, "failed_s": 0.0}
@@ -167,3 +167,18 @@ def test_numbers_that_are_none_are_no_numbers() -> None:
 def test_what_is_no_address_is_refused() -> None:
     with pytest.raises(RouterConfigError, match="--coordinator-url: 'ftp://x:1' must be an http:// URL"):
         RouterConfig(coordinator_url="ftp://x:1")
+
+
+def test_the_clock_of_a_coordinator_is_followed_when_it_jumps_and_not_when_an_answer_is_late() -> None:
+    now_s = 100.0
+    monitor = LongPoolMonitor("http://x:1", 1.0, 1.0, lambda: now_s)
+    monitor._follow_clock(None)
+    assert monitor.clock_offset_s is None
+    monitor._follow_clock(10.0)
+    assert monitor.clock_offset_s == 90.0
+    now_s = 101.2  # the answer was under way for 0.2 s
+    monitor._follow_clock(11.0)
+    assert monitor.clock_offset_s == 90.0
+    now_s = 102.0  # it was started again
+    monitor._follow_clock(0.5)
+    assert monitor.clock_offset_s == 101.5
