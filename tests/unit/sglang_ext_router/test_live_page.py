@@ -153,7 +153,8 @@ async def test_queued_requests_wait_in_the_router() -> None:
         await served.until(lambda: page.frame["in_flight"] == 0)
 
 
-async def test_instances_that_come_go_and_fail_are_told() -> None:
+async def test_instances_that_come_go_and_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "INSTANCES_EVERY", 1)
     async with cluster() as served, following(served) as page:
         more = await served.extra_engine(Role.LONG)
         worker = served.router.add_worker(WorkerAddress(more.url, Role.LONG))
