@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,8 +59,11 @@ class SlotIndex:
             scaled = self._scaled[factor] = self._relative * factor
         return scaled
 
+    @cached_property
     def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First row and number of rows of each run of slots that follow each other, in order."""
+        if self.is_one_run:
+            return self._relative[:1], np.array([self.count])
         starts = np.concatenate(([0], np.flatnonzero(self._breaks) + 1))
         return self._relative[starts], np.diff(np.concatenate((starts, [self.count])))
 
@@ -69,27 +74,30 @@ class RowWindow:
     def __init__(self, view: memoryview, rows: RowSet, index: SlotIndex) -> None:
         self.count = index.count
         self.length_bytes = rows.length_bytes
+        self._view = view
         self._address = rows.address + index.low * rows.stride
         self._stride = rows.stride
         self._index = index
         # Long rows, or runs of them, need no staging.
         run_bytes = rows.length_bytes * (index.mean_run if rows.stride == rows.length_bytes else 1)
         self.is_direct = run_bytes >= DIRECT_BYTES
-        kind = np.dtype((np.void, rows.length_bytes))
-        factor, rest = divmod(rows.stride, rows.length_bytes)
-        self._step = 1 if rest else factor
-        # Any: numpy has no type for an item of so many bytes.
-        self._items: npt.NDArray[Any]
+        self._step, rest = divmod(rows.stride, rows.length_bytes)
+        self._is_dense = not rest  # so that the rows of one slot and the next are so many rows apart
         if rest:
-            item = np.frombuffer(view[: rows.length_bytes], kind)
-            self._items = np.lib.stride_tricks.as_strided(item, (index.rows,), (rows.stride,))
-        else:
-            self._items = np.frombuffer(view, kind)
+            self._step = 1
+
+    @cached_property
+    def _items(self) -> npt.NDArray[Any]:  # numpy has no type for an item of so many bytes
+        kind = np.dtype((np.void, self.length_bytes))
+        if self._is_dense:
+            return np.frombuffer(self._view, kind)
+        item = np.frombuffer(self._view[: self.length_bytes], kind)
+        return np.lib.stride_tricks.as_strided(item, (self._index.rows,), (self._stride,))
 
     def vectors(self) -> Vectors:
         """All rows, in order, where they lie."""
         is_joined = self._stride == self.length_bytes
-        rows, counts = self._index.runs() if is_joined else (self._index.scaled(1), np.ones(1, np.int64))
+        rows, counts = self._index.runs if is_joined else (self._index.scaled(1), np.ones(1, np.int64))
         vectors = np.empty((len(rows), 2), np.uint64)
         vectors[:, 0] = self._address + rows * self._stride
         vectors[:, 1] = counts * self.length_bytes
@@ -98,7 +106,7 @@ class RowWindow:
     def gather(self, first: int, count: int, out: Bytes) -> None:
         """Copy rows first, first + 1, … one after the other to `out` (count × length_bytes bytes)."""
         staged, places = out.view(self._items.dtype), self._places(first, count)
-        if isinstance(places, slice) or not self._items.flags.c_contiguous:
+        if isinstance(places, slice) or not self._is_dense:
             staged[:] = self._items[places]
         else:
             # Clipping changes no index, and lets numpy write to `out` directly.
@@ -152,26 +160,37 @@ class Piece(NamedTuple):
         self.window.scatter(self.first_row, self.row_count, staging[self.offset : self.stop])
 
 
-def stage_pieces(windows: Sequence[RowWindow], staging_bytes: int) -> Iterator[list[Piece] | RowWindow]:
-    """The windows in order: pieces that fill a staging buffer of `staging_bytes` (at least DIRECT_BYTES), or a window
-    whose rows are moved as vectors."""
+class Unstaged(NamedTuple):
+    """Windows that follow each other and whose rows are moved from and to their place."""
+
+    windows: list[RowWindow]
+
+    def vectors(self) -> Vectors:
+        """All their rows, in order."""
+        return np.concatenate([window.vectors() for window in self.windows])
+
+
+def stage_pieces(windows: Sequence[RowWindow], staging_bytes: int) -> Iterator[list[Piece] | Unstaged]:
+    """The windows in order: pieces that fill a staging buffer of `staging_bytes` (at least DIRECT_BYTES), or windows
+    that need none."""
     pieces: list[Piece] = []
     used_bytes = 0
-    for window in windows:
-        if window.is_direct:
+    for is_direct, group in groupby(windows, key=lambda window: window.is_direct):
+        if is_direct:
             if pieces:
                 yield pieces
             pieces, used_bytes = [], 0
-            yield window
+            yield Unstaged(list(group))
             continue
-        first = 0
-        while first < window.count:
-            count = min(window.count - first, (staging_bytes - used_bytes) // window.length_bytes)
-            if count:
-                pieces.append(Piece(window, first, count, used_bytes))
-                used_bytes, first = pieces[-1].stop, first + count
-            else:
-                yield pieces
-                pieces, used_bytes = [], 0
+        for window in group:
+            first = 0
+            while first < window.count:
+                count = min(window.count - first, (staging_bytes - used_bytes) // window.length_bytes)
+                if count:
+                    pieces.append(Piece(window, first, count, used_bytes))
+                    used_bytes, first = pieces[-1].stop, first + count
+                else:
+                    yield pieces
+                    pieces, used_bytes = [], 0
     if pieces:
         yield pieces

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.kv_transfer.memory_regions import Vectors
 
@@ -58,16 +59,6 @@ def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None
         position, offset = _advance(views, position, offset, received)
 
 
-def send_all(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Send `views` in order."""
-    position, offset = 0, 0
-    while position < len(views):
-        window = list(views[position : position + MAX_BUFFERS_PER_CALL])
-        window[0] = window[0][offset:]
-        sent = connection.sendmsg(window)
-        position, offset = _advance(views, position, offset, sent)
-
-
 def _advance(views: Sequence[memoryview], position: int, offset: int, moved_bytes: int) -> tuple[int, int]:
     """Where the next byte lies after `moved_bytes` bytes from `offset` in `views[position]`."""
     offset += moved_bytes
@@ -88,8 +79,8 @@ def receive_vectors(connection: socket.socket, vectors: Vectors) -> None:
 
 
 def _move_vectors(connection: socket.socket, vectors: Vectors, call: _VectorCall, event: int) -> None:
-    left = np.ascontiguousarray(vectors).copy()
-    ends = np.cumsum(left[:, 1])
+    left = np.ascontiguousarray(vectors)
+    ends: npt.NDArray[np.uint64] | None = None
     position, moved_bytes = 0, 0
     while position < len(left):
         # Asked for anew each time: a number of a socket that has been closed may be another file's.
@@ -100,6 +91,11 @@ def _move_vectors(connection: socket.socket, vectors: Vectors, call: _VectorCall
             continue
         if not count:
             raise ConnectionError("the peer closed the connection")
+        if ends is None:
+            ends = np.cumsum(left[:, 1])
+            if count == ends[-1]:
+                return
+            left = left.copy()
         moved_bytes += count
         position = int(np.searchsorted(ends, moved_bytes, "right"))
         if position < len(left):

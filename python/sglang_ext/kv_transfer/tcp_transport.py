@@ -26,8 +26,16 @@ from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Vectors
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
-from sglang_ext.kv_transfer.row_moves import STAGING_BYTES, Bytes, RowWindow, SlotIndex, open_rows, stage_pieces
-from sglang_ext.kv_transfer.socket_io import receive_exactly, receive_into, receive_vectors, send_all, send_vectors
+from sglang_ext.kv_transfer.row_moves import (
+    STAGING_BYTES,
+    Bytes,
+    RowWindow,
+    SlotIndex,
+    Unstaged,
+    open_rows,
+    stage_pieces,
+)
+from sglang_ext.kv_transfer.socket_io import receive_exactly, receive_into, receive_vectors, send_vectors
 
 __all__ = ["Block", "EngineOptions", "TcpTransferEngine", "TransferError"]
 
@@ -355,31 +363,40 @@ def _cut(blocks: _Blocks, max_bytes: int) -> _Blocks:
 
 
 def _send_blocks(link: _StagedConnection, head: bytes, sources: Vectors) -> None:
-    send_all(link.connection, [memoryview(head)])
-    send_vectors(link.connection, sources)
+    send_vectors(link.connection, np.concatenate([_vector(head), sources]))
 
 
 def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow]) -> None:
-    first = [memoryview(head)]
-    for piece in stage_pieces(windows, STAGING_BYTES):
-        if isinstance(piece, RowWindow):
-            send_all(link.connection, first)
-            send_vectors(link.connection, piece.vectors())
-        else:
-            for rows in piece:
-                rows.gather(link.staging)
-            send_all(link.connection, [*first, link.staging.data[: piece[-1].stop]])
-        first = []
+    unsent = [_vector(head)]
+    for step in stage_pieces(windows, STAGING_BYTES):
+        if isinstance(step, Unstaged):
+            unsent.append(step.vectors())
+            continue
+        for rows in step:
+            rows.gather(link.staging)
+        if unsent:
+            send_vectors(link.connection, np.concatenate(unsent))
+        # Python's calls wait until much can be moved before they try: that suits a buffer that is used again.
+        link.connection.sendall(link.staging.data[: step[-1].stop])
+        unsent = []
+    if unsent:
+        send_vectors(link.connection, np.concatenate(unsent))
 
 
 def _receive_rows(link: _StagedConnection, windows: Sequence[RowWindow]) -> None:
-    for piece in stage_pieces(windows, STAGING_BYTES):
-        if isinstance(piece, RowWindow):
-            receive_vectors(link.connection, piece.vectors())
+    for step in stage_pieces(windows, STAGING_BYTES):
+        if isinstance(step, Unstaged):
+            receive_vectors(link.connection, step.vectors())
         else:
-            receive_into(link.connection, [link.staging.data[: piece[-1].stop]])
-            for rows in piece:
+            receive_into(link.connection, [link.staging.data[: step[-1].stop]])
+            for rows in step:
                 rows.scatter(link.staging)
+
+
+def _vector(buffer: bytes | Bytes) -> Vectors:
+    """A buffer, which its caller keeps, as the one piece of memory that it is."""
+    flat = np.frombuffer(buffer, np.uint8)
+    return np.array([(flat.ctypes.data, len(flat))], np.uint64)
 
 
 def _shut(connection: socket.socket) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError
 from sglang_ext.kv_transfer.pool_layout import RowSet
-from sglang_ext.kv_transfer.row_moves import DIRECT_BYTES, Piece, RowWindow, SlotIndex, open_rows, stage_pieces
+from sglang_ext.kv_transfer.row_moves import DIRECT_BYTES, Piece, SlotIndex, Unstaged, open_rows, stage_pieces
 
 ROWS = 12
 
@@ -63,8 +63,8 @@ def test_what_is_gathered_and_scattered_is_every_row_in_order(
     index = SlotIndex(u32(slots))
     with open_rows(regions, rows, index) as here, open_rows(other, targets, index) as there:
         for pieces, places in zip(stage_pieces(here, staging_bytes), stage_pieces(there, staging_bytes), strict=True):
-            assert not isinstance(pieces, RowWindow)
-            assert not isinstance(places, RowWindow)
+            assert not isinstance(pieces, Unstaged)
+            assert not isinstance(places, Unstaged)
             assert pieces[-1].stop <= staging_bytes
             for piece in pieces:
                 piece.gather(staging)
@@ -81,8 +81,9 @@ def test_long_rows_and_runs_are_moved_as_they_are(length: int) -> None:
     regions, memory = region(row_bytes)
     slots = [7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6]
     with open_rows(regions, [RowSet(memory.ctypes.data, row_bytes, length)], SlotIndex(u32(slots))) as (window,):
-        assert list(stage_pieces([window], DIRECT_BYTES)) == [window]
+        assert list(stage_pieces([window, window], DIRECT_BYTES)) == [Unstaged([window, window])]
         vectors = window.vectors().tolist()
+        assert Unstaged([window, window]).vectors().tolist() == 2 * vectors
     assert [size // length for _, size in vectors] == ([1] * 11 if length == DIRECT_BYTES else [5, 6])
     rows = memory.reshape(ROWS, row_bytes)[slots, :length]
     offsets = [(address - memory.ctypes.data, size) for address, size in vectors]
@@ -93,7 +94,7 @@ def test_pieces_fill_the_staging_buffer_across_windows() -> None:
     regions, memory = region(24)
     rows = [RowSet(memory.ctypes.data + 8 * third, 24, 8) for third in range(3)]
     with open_rows(regions, rows, SlotIndex(u32([1, 5, 3, 9]))) as windows:
-        staged = [piece for piece in stage_pieces(windows, 40) if not isinstance(piece, RowWindow)]
+        staged = [piece for piece in stage_pieces(windows, 40) if not isinstance(piece, Unstaged)]
     # Five rows of eight bytes each time: the next window's rows follow at once.
     assert [[(piece.first_row, piece.row_count, piece.offset) for piece in pieces] for pieces in staged] == [
         [(0, 4, 0), (0, 1, 32)],
