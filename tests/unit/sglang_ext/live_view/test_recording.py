@@ -67,7 +67,7 @@ def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_p
     recorded = read_recording(out)
     assert len(recorded.requests) == 20
     assert len(recorded.instances) == 4
-    assert main([*common, "--policy", "replan-fcfs", "--short-instances", "1"]) == 0
+    assert main([*common, "--policy", "pool", "--short-instances", "1"]) == 0
     pools = [one.pool for one in read_recording(out).instances.values()]
     assert pools == ["short", "long", "long", "long"]
 
