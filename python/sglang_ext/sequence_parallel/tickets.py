@@ -5,19 +5,15 @@ No I/O. `PoolProtocol` keeps them; a prompt is known here by its bootstrap room,
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_ext.identifiers import BootstrapRoom
 
 MAX_WAITING = 4096  # announced prompts without an instance
 _FORGET_S = 60.0  # long after the coordinator no longer waits for the offer of a prompt
-_ROOM_BITS = 63  # of SGLang's
-_MOST_TOKENS = 2**31
 
 
 class TicketProblem(StrEnum):
@@ -70,45 +66,6 @@ class TicketTimes:
 
     announced_s: float
     bound_s: float
-
-
-def read_announcement(body: bytes) -> Announcement:
-    """The announcement that a body of JSON is. TicketError names the field that is not as it should be."""
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        raise TicketError(TicketProblem.BAD, "the body is not JSON") from None
-    if not isinstance(fields, dict):
-        raise TicketError(TicketProblem.BAD, "the body is not an object")
-    known = ("ticket", "tokens", "cached_tokens", "waited_s", "slack_s")
-    for name in fields:
-        if name not in known:
-            raise TicketError(TicketProblem.BAD, f"{name!r} is no field of a ticket ({', '.join(known)})")
-    tokens = _count(fields, "tokens", 1, _MOST_TOKENS)
-    waited_s = _seconds(fields, "waited_s", 0.0)
-    if waited_s < 0:
-        raise TicketError(TicketProblem.BAD, "waited_s is below 0")
-    return Announcement(
-        _count(fields, "ticket", 0, 2**_ROOM_BITS - 1),
-        tokens,
-        _count(fields, "cached_tokens", 0, tokens - 1, default=0),
-        waited_s,
-        None if fields.get("slack_s") is None else _seconds(fields, "slack_s", 0.0),
-    )
-
-
-def _count(fields: dict[str, Any], name: str, least: int, most: int, default: int | None = None) -> int:
-    value = fields.get(name, default)
-    if type(value) is not int or not least <= value <= most:
-        raise TicketError(TicketProblem.BAD, f"{name} must be a whole number from {least} to {most}")
-    return value
-
-
-def _seconds(fields: dict[str, Any], name: str, default: float) -> float:
-    value = fields.get(name, default)
-    if type(value) not in (int, float) or not abs(value) <= _MOST_TOKENS or not math.isfinite(value):
-        raise TicketError(TicketProblem.BAD, f"{name} must be a number of seconds")
-    return float(value)
 
 
 class OpenTickets:

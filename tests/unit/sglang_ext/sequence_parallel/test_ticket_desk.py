@@ -54,7 +54,7 @@ class Served:
 
 def serve(test: Callable[[Served], Awaitable[None]]) -> None:
     async def run() -> None:
-        # Nobody is lost by a test process that stands still.
+        # No member is lost by a test process that stands still.
         protocol = PoolProtocol(PoolSettings(member_timeout_s=600.0), PoolCosts(prior_candidates((1, 2))))
         server = CoordinatorServer(protocol, MeshStore("127.0.0.1", 0), 600.0)
         port = await server.listen("127.0.0.1", 0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.identifiers import pool_request, pool_ticket, room_of
 from sglang_ext.sequence_parallel import tickets
+from sglang_ext.sequence_parallel.ticket_desk import read_announcement
 from sglang_ext.sequence_parallel.tickets import (
     Announcement,
     OpenTickets,
@@ -18,7 +19,6 @@ from sglang_ext.sequence_parallel.tickets import (
     TicketError,
     TicketProblem,
     TicketTimes,
-    read_announcement,
 )
 
 GOOD = {"ticket": 2**62, "tokens": 900, "cached_tokens": 10, "waited_s": 0.5, "slack_s": -1}
