@@ -267,8 +267,7 @@ class Coordinator:
         ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
         if not (pending or self._announced) or not (ignores_backlog or self._members.any_idle(now_s, kept)):
             return orders
-        positions = {instance: position for position, instance in enumerate(self._members)}
-        turns = self._turns(pending, positions, kept, now_s, counts_backlog=not ignores_backlog)
+        turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.
         nowhere = [turn for turn in turns if not turn.placement.group]
         for turn in (*(turn for turn in turns if turn.placement.group), *reversed(nowhere)):
@@ -282,13 +281,13 @@ class Coordinator:
     def _turns(
         self,
         pending: Sequence[SharedPrefill],
-        positions: dict[int, int],
         kept: set[int],
         now_s: float,
         *,
         counts_backlog: bool,
     ) -> list[PlacedPrefill]:
         snapshot = self._members.snapshot(now_s, kept, counts_backlog=counts_backlog)
+        positions = self._members.positions
         waiting = [one.pending(positions) for one in pending]
         waiting += [one.pending(positions) for one in self._announced.values()]
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
@@ -426,7 +425,8 @@ class Coordinator:
         order = running.order
         one.running, one.idle_s, self._quiet_s = None, now_s, now_s
         del self._steps[order.sequence]
-        self._members.end_step(order.sequence)
+        group = order.layout.group if isinstance(order, RunChunk) else order.members
+        self._members.end_step(order.sequence, group)
         if isinstance(order, Collect) and order.owner in running.done:
             # Copies of what the owner has got do not matter, nor how their holders fared.
             return self._forget(one)

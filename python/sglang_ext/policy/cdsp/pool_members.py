@@ -45,6 +45,7 @@ class PoolMembers:
         self._short_backlog_s = short_backlog_s
         self._members: dict[int, LongInstance] = {}
         self._order: tuple[int, ...] = ()
+        self.positions: dict[int, int] = {}  # in a snapshot, by number
 
     def __contains__(self, instance: int) -> bool:
         return instance in self._members
@@ -61,13 +62,17 @@ class PoolMembers:
     def add(self, instance: int, node: int, report: MemberReport) -> None:
         """A new one, which knows nothing."""
         self._members[instance] = LongInstance(node, report, most_free_tokens=report.free_kv_tokens)
-        self._order = tuple(sorted(self._members))
+        self._number()
 
     def remove(self, instance: int) -> bool:
         """Whether it was there."""
         is_there = self._members.pop(instance, None) is not None
-        self._order = tuple(sorted(self._members))
+        self._number()
         return is_there
+
+    def _number(self) -> None:
+        self._order = tuple(sorted(self._members))
+        self.positions = {instance: position for position, instance in enumerate(self._order)}
 
     def report(self, instance: int, report: MemberReport, now_s: float) -> None:
         """Its newest report."""
@@ -86,10 +91,11 @@ class PoolMembers:
             self._members[instance].step = sequence
             self._members[instance].step_ends_s = ends_s
 
-    def end_step(self, sequence: int) -> None:
-        """Its members are in none now."""
-        for member in self._members.values():
-            if member.step == sequence:
+    def end_step(self, sequence: int, group: Iterable[int]) -> None:
+        """Those of the group that are still here are in none now."""
+        for instance in group:
+            member = self._members.get(instance)
+            if member is not None and member.step == sequence:
                 member.step = None
 
     def are_connected(self, group: Iterable[int], epoch: int) -> bool:
