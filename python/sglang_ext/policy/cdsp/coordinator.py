@@ -16,7 +16,7 @@ Membership is counted in epochs. Every change starts one, in which the mesh betw
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.orders import (
@@ -255,12 +255,14 @@ class Coordinator:
         """Order whatever can start now. Called by every event; call it also when reports have changed."""
         orders: list[Order] = []
         idle = [one for one in self._requests.values() if one.running is None]
-        kept: set[int] = set()  # they get no chunk until what they hold has been collected
+        kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
         for one in idle:
             if not one.todo:
                 orders += self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
                 if one.running is None and not one.is_cancelled:
-                    kept.update(one.holders())
+                    holders = one.holders()
+                    free_s = self._members.free_s(holders, now_s)
+                    kept.update((instance, max(free_s, kept.get(instance, 0.0))) for instance in holders)
         pending = [one for one in idle if one.todo]
         self._forget_unclaimed(now_s)
         # Ordinary work may be followed by more of it for ever.
@@ -281,7 +283,7 @@ class Coordinator:
     def _turns(
         self,
         pending: Sequence[SharedPrefill],
-        kept: set[int],
+        kept: Mapping[int, float],
         now_s: float,
         *,
         counts_backlog: bool,
@@ -462,6 +464,9 @@ class Coordinator:
     def _forget(self, one: SharedPrefill) -> list[Order]:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
+        for instance in one.held:
+            if instance in self._members:
+                self._members[instance].free_claimed(tokens_held(one.held, instance))
         members = tuple(instance for instance in self._members if instance in one.involved)
         return [Drop(one.offer.request, members)] if members else []
 
