@@ -1,4 +1,4 @@
-"""What a CDSP plan costs to make, in microseconds as called from Python, and how far from the optimum it is.
+"""What a decision costs to make, in microseconds as called from Python, and how far the paper's is from the optimum.
 
     python bench/cdsp_planner.py [--sizes 8 16 32 64 128 256 1024] [--snapshots 1000] [--repeats 21] [--quality 300]
 
@@ -8,6 +8,9 @@ records of the plan. Each snapshot is timed --repeats times and the median kept;
 snapshots. As many instances as the largest SP size, 8 to a node; SP sizes all powers of two; improvement rate 0.05;
 prompts log-uniform 4,096 to 190,000 tokens; a quarter of the instances idle, the delays of the others exponential with
 mean 1 s; costs fitted to Table 1 of Tetris.
+
+`price_…_us` are those of `PricePlanner.place`, which serves, for one waiting prompt in the same snapshots: any group,
+also over several nodes (factor 1.1), reservations, gaps and growing, with 0 to 40 prompts to come.
 
 Beyond SP 16, which the table does not list, overhead doubles with the size (--scaling ring) or stays what it is at 16
 (--scaling ideal, where large groups pay and the search is at its largest); the figures of both are printed, `sp…_us`
@@ -27,7 +30,7 @@ from statistics import fmean, median
 from time import perf_counter_ns
 
 from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
-from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
+from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import LARGEST_SIZE, fitted_candidates
 from support.cdsp_optimum import unrestricted_optimum_s
@@ -85,6 +88,25 @@ def time_plans_us(largest_size: int, scaling: str, snapshots: int, repeats: int)
     return sorted(medians_us), chunked / snapshots
 
 
+def time_placements_us(largest_size: int, scaling: str, snapshots: int, repeats: int) -> list[float]:
+    """Median time of each snapshot's decision about one prompt, ascending."""
+    planner = PricePlanner(PriceOptions(candidates(largest_size, scaling)))
+    random = Random(largest_size)
+    medians_us = []
+    for _ in range(snapshots):
+        instances, wanted = snapshot(largest_size, random), request(random)
+        waiting = (WaitingPrompt(wanted.new_tokens, 0, math.inf),)
+        others = random.uniform(0.0, 40.0)
+        taken_ns = []
+        for _ in range(repeats):
+            started_ns = perf_counter_ns()
+            placed = planner.place(instances, waiting, others)
+            taken_ns.append(perf_counter_ns() - started_ns)
+        assert len(placed) == 1 or min(instances.queue_delays_s) > 0
+        medians_us.append(median(taken_ns) / 1000)
+    return sorted(medians_us)
+
+
 def measure_quality(snapshots: int, rate: float) -> dict[str, float]:
     """Mean and largest TTFT above the optimum, as shares of it: in chunks, in one, and in chunks without nodes."""
     config = PlannerConfig(candidates(LARGEST_SIZE, "ring"))
@@ -135,6 +157,15 @@ def main() -> None:
             )
             for name, value in (("mean", mean_us), ("p99", p99_us), ("max", taken_us[-1])):
                 result[f"sp{size}{suffix}_{name}_us"] = round(value, 2)
+    progress(f"{'µs, price':>12s} {'scaling':>8s} {'mean':>8s} {'P99':>8s} {'max':>8s}")
+    for scaling, suffix in (("ring", ""), ("ideal", "_ideal")):
+        for size in options.sizes:
+            taken_us = time_placements_us(size, scaling, options.snapshots, options.repeats)
+            p99_us = taken_us[math.ceil(0.99 * len(taken_us)) - 1]
+            mean_us = fmean(taken_us)
+            progress(f"{f'SP {size}':>12s} {scaling:>8s} {mean_us:8.2f} {p99_us:8.2f} {taken_us[-1]:8.2f}")
+            for name, value in (("mean", mean_us), ("p99", p99_us), ("max", taken_us[-1])):
+                result[f"price_sp{size}{suffix}_{name}_us"] = round(value, 2)
     for rate in (0.0, IMPROVEMENT_RATE):
         quality = measure_quality(options.quality, rate)
         progress(

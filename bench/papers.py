@@ -1,6 +1,6 @@
 """The experiments of the papers, in the simulator, with the same policy objects as the router and the engine.
 
-    python bench/papers.py tetris [--traces short medium long] [--full] [--processes 2] [--out FILE.json]
+    python bench/papers.py tetris [--traces short medium long] [--engine table1] [--full] [--out FILE.json]
     python bench/papers.py laps [--requests 20000] [--seeds 0 1 2] [--out FILE.json]
     python bench/papers.py medha [--rates 0.25 0.75] [--seeds 0 1 2 3 4] [--out FILE.json]
 

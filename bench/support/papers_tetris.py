@@ -45,6 +45,7 @@ class Scale(NamedTuple):
     seeds: tuple[int, ...]
     calibration_requests: int
     improvement_rates: tuple[float, ...]
+    engine: str = "table1"
 
 
 class Trace(NamedTuple):
@@ -163,7 +164,7 @@ def judged_by(options: SystemOptions, trace: Trace) -> SystemOptions:
 
 def measure(name: str, options: SystemOptions | None, trace: Trace, scale: Scale) -> Measured:
     """Critical rates of one system, with the improvement rate that the calibration arrivals say is best."""
-    engine = load_engine("table1")
+    engine = load_engine(scale.engine)
     if options is not None:
         options = judged_by(options, trace)
 
@@ -200,7 +201,7 @@ def measure(name: str, options: SystemOptions | None, trace: Trace, scale: Scale
 
 def measure_ttft(options: SystemOptions, trace: Trace, rate_per_s: float, scale: Scale) -> tuple[Ttft, float | None]:
     """TTFT at a load, and the improvement rate that gives the lowest mean on the calibration arrivals."""
-    engine = load_engine("table1")
+    engine = load_engine(scale.engine)
     options = judged_by(options, trace)
 
     def at(chosen: SystemOptions, requests: int, seeds: Sequence[int]) -> Ttft:
@@ -224,20 +225,28 @@ def measure_ttft(options: SystemOptions, trace: Trace, rate_per_s: float, scale:
     return at(options, scale.requests, scale.seeds), rate
 
 
-def systems() -> dict[str, SystemOptions | None]:
-    """All that is measured, by name; None is the fluid reference."""
+def systems(engine: SimEngine) -> dict[str, SystemOptions | None]:
+    """All that is measured, by name; None is the fluid reference. Fixed sizes that have no cost are left out."""
+    sizes = {candidate.size for candidate in engine.candidates}
     return {
-        FLUID: None,
-        "fixed-sp16": SystemOptions(ClusterSystem.FIXED_SP, sp_size=16),
-        "fixed-sp8": SystemOptions(ClusterSystem.FIXED_SP, sp_size=8),
-        "fixed-sp4": SystemOptions(ClusterSystem.FIXED_SP, sp_size=4),
-        "fixed-sp2": SystemOptions(ClusterSystem.FIXED_SP, sp_size=2),
-        "loongserve": SystemOptions(ClusterSystem.LOONGSERVE),
-        "loongserve-idle": SystemOptions(ClusterSystem.LOONGSERVE_IDLE),
-        "tetris-single": SystemOptions(ClusterSystem.TETRIS_SINGLE),
-        "tetris": SystemOptions(ClusterSystem.TETRIS),
-        "pool": SystemOptions(ClusterSystem.POOL),
-        "pool-fcfs": SystemOptions(ClusterSystem.POOL_FCFS),
-        "pool-noise-5": SystemOptions(ClusterSystem.POOL, noise=0.05),
-        "pool-noise-10": SystemOptions(ClusterSystem.POOL, noise=0.1),
+        name: options
+        for name, options in _SYSTEMS.items()
+        if options is None or options.system is not ClusterSystem.FIXED_SP or options.sp_size in sizes
     }
+
+
+_SYSTEMS: dict[str, SystemOptions | None] = {
+    FLUID: None,
+    "fixed-sp16": SystemOptions(ClusterSystem.FIXED_SP, sp_size=16),
+    "fixed-sp8": SystemOptions(ClusterSystem.FIXED_SP, sp_size=8),
+    "fixed-sp4": SystemOptions(ClusterSystem.FIXED_SP, sp_size=4),
+    "fixed-sp2": SystemOptions(ClusterSystem.FIXED_SP, sp_size=2),
+    "loongserve": SystemOptions(ClusterSystem.LOONGSERVE),
+    "loongserve-idle": SystemOptions(ClusterSystem.LOONGSERVE_IDLE),
+    "tetris-single": SystemOptions(ClusterSystem.TETRIS_SINGLE),
+    "tetris": SystemOptions(ClusterSystem.TETRIS),
+    "pool": SystemOptions(ClusterSystem.POOL),
+    "pool-fcfs": SystemOptions(ClusterSystem.POOL_FCFS),
+    "pool-noise-5": SystemOptions(ClusterSystem.POOL, noise=0.05),
+    "pool-noise-10": SystemOptions(ClusterSystem.POOL, noise=0.1),
+}

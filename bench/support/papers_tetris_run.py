@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.simulation.engines import load_engine
+from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.simulation.workload import WorkloadError
 from support.papers_tetris import FLUID, Measured, Scale, Trace, Ttft, load_trace, measure, measure_ttft, systems
 from support.result import give_up, progress
@@ -41,27 +41,35 @@ class _Outcome(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
     parser.add_argument("--full", action="store_true", help="improvement rates in steps of 0.05, on 20,000 arrivals")
+    parser.add_argument("--engine", default="table1", help=f"costs: {ENGINE_NAMES}, or a profile")
     parser.set_defaults(experiment=run)
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:
     """Return the figures of all traces; prints a line per system."""
-    scale = FULL if args.full else SMALL
-    engine = load_engine("table1")
+    try:
+        engine = load_engine(args.engine)
+    except EngineError as error:
+        give_up(f"--engine: {error}")
+    scale = (FULL if args.full else SMALL)._replace(engine=args.engine)
+    every = systems(engine)
     try:
         traces = {name: load_trace(args.data / "tetris_like", name, engine) for name in args.traces}
     except WorkloadError as error:
         give_up(f"--data: {error}")
     with get_context("spawn").Pool(args.processes) as pool:
         # The longest tasks first, so that both processes end together.
-        names = list(reversed(systems()))
+        names = list(reversed(every))
         tasks = [_Task(name, trace, scale, None) for name in names for trace in traces.values()]
         critical: dict[str, dict[str, Measured]] = {name: {} for name in traces}
         for done in pool.imap_unordered(_carry_out, tasks):
             assert done.measured is not None
             critical[done.task.trace.name][done.task.name] = done.measured
             _tell_critical(done.task.trace, done.measured)
-        rates = {name: found[best_of(found, PAPER_BASELINES)].mean_critical_per_s for name, found in critical.items()}
+        rates = {
+            name: found[best_of(found, _known(found, PAPER_BASELINES))].mean_critical_per_s
+            for name, found in critical.items()
+        }
         tasks = [
             _Task(name, trace, scale, rates[trace.name]) for name in names if name != FLUID for trace in traces.values()
         ]
@@ -74,6 +82,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
                 f"P50 {done.ttft.p50_s:.3f} s, P99 {done.ttft.p99_s:.3f} s"
             )
     return {
+        "engine": engine.name,
         "requests": scale.requests,
         "seeds": list(scale.seeds),
         "improvement_rates": list(scale.improvement_rates),
@@ -83,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _carry_out(task: _Task) -> _Outcome:
-    options = systems()[task.name]
+    options = systems(load_engine(task.scale.engine))[task.name]
     if task.rate_per_s is None:
         return _Outcome(task, measure(task.name, options, task.trace, task.scale), None, None)
     assert options is not None
@@ -109,8 +118,8 @@ def figures(
 ) -> dict[str, object]:
     """The figures of one trace. Ratios of rates are means over seeds of the ratio of one seed."""
     ours = critical[OURS]
-    best = best_of(critical, PAPER_BASELINES)
-    best_of_all = best_of(critical, PAPER_BASELINES + OTHER_BASELINES + PAPER_SYSTEMS)
+    best = best_of(critical, _known(critical, PAPER_BASELINES))
+    best_of_all = best_of(critical, _known(critical, PAPER_BASELINES + OTHER_BASELINES + PAPER_SYSTEMS))
     times = {name: outcome.ttft for name, outcome in ttfts.items() if outcome.ttft is not None}
     return {
         "light_load_mean_s": trace.light_s,
@@ -127,7 +136,7 @@ def figures(
         "critical_over_best_of_all": _ratio(ours, critical[best_of_all]),
         "at_rate_per_s": rate_per_s,
         "p99_over_lowest_baseline": times[OURS].p99_s
-        / min(times[name].p99_s for name in (*PAPER_BASELINES, *OTHER_BASELINES, *PAPER_SYSTEMS)),
+        / min(times[name].p99_s for name in _known(times, PAPER_BASELINES + OTHER_BASELINES + PAPER_SYSTEMS)),
         "p50_gain": times[best].p50_s / times[OURS].p50_s,
         "p99_gain": times[best].p99_s / times[OURS].p99_s,
         "chunking_p50_gain": times["tetris-single"].p50_s / times["tetris"].p50_s,
@@ -143,6 +152,11 @@ def figures(
             for name, one in sorted(critical.items())
         },
     }
+
+
+def _known(found: Mapping[str, object], names: Sequence[str]) -> list[str]:
+    """Those that there are costs for."""
+    return [name for name in names if name in found]
 
 
 def _ratio(one: Measured, other: Measured) -> float:

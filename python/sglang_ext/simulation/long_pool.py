@@ -176,7 +176,9 @@ class LongPool:
         for instance, history, part in zip(layout.group, layout.history, layout.new, strict=True):
             self._hold(order.request, instance, count_tokens(history) + count_tokens(part))
         running = _RunningGroup(order.request, layout.group, order)
-        self._begin(progress, running, self._duration_s(layout.group, cached, new), self._end_chunk)
+        # Each member ends the ordinary work that it has begun.
+        delay_s = max(0.0, max(self._alone_s[instance] for instance in layout.group) - self._loop.now_s)
+        self._begin(progress, running, self._duration_s(layout.group, cached, new), self._end_chunk, delay_s)
 
     def _end_chunk(self, running: _RunningGroup) -> None:
         if running.is_void:

@@ -16,7 +16,7 @@ Membership is counted in epochs. Every change starts one, in which the mesh betw
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.orders import (
@@ -255,20 +255,21 @@ class Coordinator:
         """Order whatever can start now. Called by every event; call it also when reports have changed."""
         orders: list[Order] = []
         idle = [one for one in self._requests.values() if one.running is None]
-        kept: set[int] = set()  # they get no chunk until what they hold has been collected
+        kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
         for one in idle:
             if not one.todo:
                 orders += self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
                 if one.running is None and not one.is_cancelled:
-                    kept.update(one.holders())
+                    holders = one.holders()
+                    free_s = self._members.free_s(holders, now_s)
+                    kept.update((instance, max(free_s, kept.get(instance, 0.0))) for instance in holders)
         pending = [one for one in idle if one.todo]
         self._forget_unclaimed(now_s)
         # Ordinary work may be followed by more of it for ever.
         ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
         if not (pending or self._announced) or not (ignores_backlog or self._members.any_idle(now_s, kept)):
             return orders
-        positions = {instance: position for position, instance in enumerate(self._members)}
-        turns = self._turns(pending, positions, kept, now_s, counts_backlog=not ignores_backlog)
+        turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.
         nowhere = [turn for turn in turns if not turn.placement.group]
         for turn in (*(turn for turn in turns if turn.placement.group), *reversed(nowhere)):
@@ -282,13 +283,13 @@ class Coordinator:
     def _turns(
         self,
         pending: Sequence[SharedPrefill],
-        positions: dict[int, int],
-        kept: set[int],
+        kept: Mapping[int, float],
         now_s: float,
         *,
         counts_backlog: bool,
     ) -> list[PlacedPrefill]:
         snapshot = self._members.snapshot(now_s, kept, counts_backlog=counts_backlog)
+        positions = self._members.positions
         waiting = [one.pending(positions) for one in pending]
         waiting += [one.pending(positions) for one in self._announced.values()]
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
@@ -426,7 +427,8 @@ class Coordinator:
         order = running.order
         one.running, one.idle_s, self._quiet_s = None, now_s, now_s
         del self._steps[order.sequence]
-        self._members.end_step(order.sequence)
+        group = order.layout.group if isinstance(order, RunChunk) else order.members
+        self._members.end_step(order.sequence, group)
         if isinstance(order, Collect) and order.owner in running.done:
             # Copies of what the owner has got do not matter, nor how their holders fared.
             return self._forget(one)
@@ -462,6 +464,9 @@ class Coordinator:
     def _forget(self, one: SharedPrefill) -> list[Order]:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
+        for instance in one.held:
+            if instance in self._members:
+                self._members[instance].free_claimed(tokens_held(one.held, instance))
         members = tuple(instance for instance in self._members if instance in one.involved)
         return [Drop(one.offer.request, members)] if members else []
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 
 _NOT_YET_S = 1e-6
+_NONE_KEPT: Mapping[int, float] = {}
 
 
 @dataclass(slots=True)
@@ -31,6 +32,10 @@ class LongInstance:
             return max(0.0, backlog_s)
         return max(0.0, backlog_s - now_s + self.reported_s)
 
+    def free_claimed(self, tokens: int) -> None:
+        """So many tokens are dropped: what of them is in no report yet is not claimed any more."""
+        self.claimed_tokens = max(0, self.claimed_tokens - tokens)
+
     def add_backlog(self, work_s: float, now_s: float) -> None:
         """It has been given ordinary work that its report does not know of."""
         self.report = self.report._replace(backlog_s=self.backlog_s(now_s) + work_s)
@@ -45,6 +50,7 @@ class PoolMembers:
         self._short_backlog_s = short_backlog_s
         self._members: dict[int, LongInstance] = {}
         self._order: tuple[int, ...] = ()
+        self.positions: dict[int, int] = {}  # in a snapshot, by number
 
     def __contains__(self, instance: int) -> bool:
         return instance in self._members
@@ -61,13 +67,17 @@ class PoolMembers:
     def add(self, instance: int, node: int, report: MemberReport) -> None:
         """A new one, which knows nothing."""
         self._members[instance] = LongInstance(node, report, most_free_tokens=report.free_kv_tokens)
-        self._order = tuple(sorted(self._members))
+        self._number()
 
     def remove(self, instance: int) -> bool:
         """Whether it was there."""
         is_there = self._members.pop(instance, None) is not None
-        self._order = tuple(sorted(self._members))
+        self._number()
         return is_there
+
+    def _number(self) -> None:
+        self._order = tuple(sorted(self._members))
+        self.positions = {instance: position for position, instance in enumerate(self._order)}
 
     def report(self, instance: int, report: MemberReport, now_s: float) -> None:
         """Its newest report."""
@@ -80,16 +90,22 @@ class PoolMembers:
         """What the largest of them has held, as far as is known: no longer prompt fits one alone."""
         return max((one.most_free_tokens for one in self._members.values()), default=0)
 
+    def free_s(self, group: Iterable[int], now_s: float) -> float:
+        """When the last of these has ended its step, as it seems."""
+        steps = [self._members[instance] for instance in group if self._members[instance].step is not None]
+        return max((one.step_ends_s for one in steps), default=now_s)
+
     def begin_step(self, sequence: int, group: Iterable[int], ends_s: float) -> None:
         """These are in a step now, until `ends_s` as it seems."""
         for instance in group:
             self._members[instance].step = sequence
             self._members[instance].step_ends_s = ends_s
 
-    def end_step(self, sequence: int) -> None:
-        """Its members are in none now."""
-        for member in self._members.values():
-            if member.step == sequence:
+    def end_step(self, sequence: int, group: Iterable[int]) -> None:
+        """Those of the group that are still here are in none now."""
+        for instance in group:
+            member = self._members.get(instance)
+            if member is not None and member.step == sequence:
                 member.step = None
 
     def are_connected(self, group: Iterable[int], epoch: int) -> bool:
@@ -107,10 +123,13 @@ class PoolMembers:
             for instance, one in self._members.items()
         )
 
-    def snapshot(self, now_s: float, kept: Collection[int] = (), *, counts_backlog: bool = True) -> PrefillSnapshot:
+    def snapshot(
+        self, now_s: float, kept: Mapping[int, float] = _NONE_KEPT, *, counts_backlog: bool = True
+    ) -> PrefillSnapshot:
         """Delays are the rest of the running step and the ordinary work behind it, if that is not short.
 
-        An instance that is in a step or is `kept` is not free before it has answered, whatever has been predicted.
+        An instance that is in a step is not free before it has answered, whatever has been predicted, and one that is
+        `kept` not before the time given.
         """
         nodes, delays_s, free_tokens = [], [], []
         for instance in self._order:
@@ -121,7 +140,7 @@ class PoolMembers:
             if member.step is not None:
                 delay_s += max(_NOT_YET_S, member.step_ends_s - now_s)
             elif instance in kept:
-                delay_s += _NOT_YET_S
+                delay_s += max(_NOT_YET_S, kept[instance] - now_s)
             nodes.append(member.node)
             delays_s.append(delay_s)
             free_tokens.append(max(0, member.report.free_kv_tokens - member.claimed_tokens))

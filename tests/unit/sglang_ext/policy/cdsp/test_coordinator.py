@@ -331,6 +331,56 @@ def test_a_prompt_waits_for_room_while_others_make_it() -> None:
     assert {item.request for item in orders if isinstance(item, RunChunk | Collect)} >= {1}
 
 
+def test_others_are_computed_while_a_collection_waits() -> None:
+    one = coordinator(3)
+    one.report(0, MemberReport(100.0, 100_000), 0.0)
+    first = chunk_of(one.offer(offer(1, owner=0), 0.0))
+    assert first.layout.group == (1, 2)
+    one.report(0, IDLE, 0.1)
+    second = chunk_of(one.offer(offer(2, owner=0, tokens=9000), 0.1))
+    assert second.layout.group == (0,)
+    assert one.done_together((1, 2), first.sequence, 1.0) == []
+    one.join(3, 0, IDLE)
+    for instance in range(4):
+        one.mesh_built(instance, one.epoch, 1.1)
+    assert chunk_of(one.offer(offer(3, owner=1, tokens=500), 1.2)).layout.group == (3,)
+
+
+def test_what_a_chunk_takes_is_not_promised_twice_and_free_again_when_it_is_dropped() -> None:
+    one = coordinator(2)
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.0, 3000), 0.0)
+    order = chunk_of(one.offer(offer(1, tokens=4000), 0.0))
+    one.done_together((0, 1), order.sequence, 1.0)
+    assert one.offer(offer(2, owner=1, tokens=4000), 1.1) == []
+    (sequence,) = [order.sequence + 1]
+    orders = one.done_together((0, 1), sequence, 1.2)
+    assert orders[0] == Drop(1, (0, 1))
+    assert chunk_of(orders).request == 2
+
+
+def test_what_holds_room_gives_it_back_before_a_more_urgent_prompt_goes_home() -> None:
+    one = coordinator(2, chunk_s=0.5)
+    order = chunk_of(one.offer(offer(1, tokens=4000), 0.0))
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.0, 0), 0.2)
+    assert one.offer(offer(2, owner=1, tokens=3000)._replace(deadline_s=60.0), 0.3) == []
+    orders = one.done_together((0, 1), order.sequence, 0.5)
+    assert [type(item) for item in orders] == [Collect]
+    assert {item.request for item in orders if isinstance(item, Collect)} == {1}
+
+
+def test_a_prompt_that_fits_no_instance_alone_waits_for_room_as_long_as_any_may_come() -> None:
+    one = coordinator(2, room_timeout_s=3.0)
+    one.report(0, MemberReport(50.0, 30_000), 0.0)
+    one.report(1, MemberReport(0.0, 30_000), 0.0)
+    assert one.offer(offer(1, tokens=150_000), 0.0) == []
+    assert one.offer(offer(2, tokens=80_000), 0.0) == []
+    assert one.plan(2.9) == []
+    assert one.plan(3.1)[-1] == Decline(2, 0, DeclineReason.NO_PLAN)
+    assert one.requests == (1,)
+
+
 def test_a_prompt_that_no_group_can_hold_goes_home() -> None:
     one = coordinator(2)
     orders = one.offer(offer(tokens=300_000), 0.0)

@@ -81,6 +81,14 @@ def test_more_wait_than_are_considered() -> None:
     assert starts(one, 0.0, 8, *waiting) == [0, 1]
 
 
+def test_those_that_are_not_considered_count_as_waiting() -> None:
+    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, most_considered=1)), PrefillOrder.FCFS)
+    snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    waiting = [pending(key, 1000, 0.0) for key in range(8)]
+    assert len(one.turns(0.0, snapshot, waiting[:1], 0.0)[0].placement.group) == 2
+    assert len(one.turns(0.0, snapshot, waiting, 0.0)[0].placement.group) == 1
+
+
 def test_arrivals_until_the_queue_has_gone() -> None:
     load = PoolLoad()
     assert load.arrivals_until_empty(0.0, 10.0, 4) == 0.0
