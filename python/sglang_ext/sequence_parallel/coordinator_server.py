@@ -88,7 +88,6 @@ class CoordinatorServer:
 
     async def close(self) -> None:
         """End all connections: every member goes on alone, every announced prompt another way."""
-        self.desk.close()
         if self._server is not None:
             self._server.close()
         for handler in self._handlers:

@@ -68,10 +68,6 @@ class TicketDesk:
             if named is not None and not named.done():
                 named.set_result(name)
 
-    def close(self) -> None:
-        """The coordinator ends: no turn will come."""
-        self.settle((), tuple(self._waiting))
-
 
 def _error(error: TicketError) -> web.Response:
     status = _STATUSES[error.problem]

@@ -60,11 +60,12 @@ async def offering(**options: Any) -> AsyncIterator[tuple[ScriptedCoordinator, C
     app.router.add_get("/status", coordinator.get_status)
     app.router.add_post("/tickets", coordinator.post)
     settings = {"long": 3, "length_boundary_tokens": 256, "load_poll_interval_secs": 0.02} | options
+    settings = {"health_check_timeout_secs": 30.0} | settings  # a test process that stands still loses nothing
     async with (
         TestServer(app) as server,
         cluster(coordinator_url=f"http://127.0.0.1:{server.port}", **settings) as served,
     ):
-        coordinator.name = f"127.0.0.1:{served.long[2].port}"
+        coordinator.name = f"127.0.0.1:{served.long[-1].port}"
         monitor = served.router.long_pool
         assert monitor is not None
         await served.until(lambda: monitor.is_answering)
@@ -183,7 +184,7 @@ async def test_a_turn_that_does_not_come_in_time(limits: dict[str, float]) -> No
         coordinator.turn.clear()
         assert (await ask(served)).status == 200
         assert outcomes(served) == {"timeout": 1}
-        await served.until(lambda: coordinator.withdrawn == [coordinator.tickets[0]["ticket"]])
+        await served.until(lambda: coordinator.withdrawn == [one["ticket"] for one in coordinator.tickets])
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
@@ -218,7 +219,7 @@ async def test_the_longest_life_of_a_request_counts_while_it_waits() -> None:
         assert answer.status == 504
         assert served.upstream_requests() == 0
         assert outcomes(served) == {"given_up": 1}
-        await served.until(lambda: len(coordinator.withdrawn) == 1)
+        await served.until(lambda: len(coordinator.withdrawn) == len(coordinator.tickets))
 
 
 async def test_a_stream_that_waits_is_kept_alive() -> None:
@@ -263,6 +264,17 @@ async def test_a_retry_is_routed_as_any_other() -> None:
         assert [len(engine.requests) for engine in served.long[:2]] in ([0, 1], [1, 0])
         rooms = [one.room for one in served.decode[0].requests]
         assert rooms[0] == coordinator.tickets[0]["ticket"] != rooms[1]
+
+
+async def test_a_retry_on_the_same_instance_has_a_room_of_its_own() -> None:
+    async with offering(long=1, short=0, decode=1) as (coordinator, served):
+        coordinator.name = f"127.0.0.1:{served.long[0].port}"
+        served.long[0].plan(status(503))
+        served.decode[0].plan(hang())
+        assert (await ask(served)).status == 200
+        rooms = [one.room for one in served.long[0].requests]
+        assert rooms[0] == coordinator.tickets[0]["ticket"] != rooms[1]
+        assert len(coordinator.tickets) == 1
 
 
 async def test_an_instance_that_drains_meanwhile_does_not_get_it() -> None:
