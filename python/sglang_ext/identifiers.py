@@ -5,6 +5,7 @@
 | bootstrap room | the router | a request at its prefill and its decode instance, as SGLang has it |
 | transfer id | follows from the room | one attempt to bring KV to decode: the room, or a `TransferAttempt` |
 | pool request | a member of a long pool | a request that was offered to the pool, unique there |
+| pool ticket | follows from the room | a prompt that a router has announced to the pool |
 
 A request whose KV comes from several instances may have to be sent anew when one of them fails. Each attempt is a
 transfer of its own to the protocol, with permits of its own: whatever is late belongs to an attempt that has ended.
@@ -16,9 +17,11 @@ from typing import NamedTuple, TypeAlias
 
 MAX_ATTEMPTS = 4  # at a request, in all
 _REQUESTS_OF_AN_INSTANCE = 2**32
+_ROOMS = 2**63
 
 BootstrapRoom: TypeAlias = int
 PoolRequest: TypeAlias = int
+PoolTicket: TypeAlias = int
 
 
 class TransferAttempt(NamedTuple):
@@ -53,3 +56,13 @@ def pool_request(instance: int, count: int) -> PoolRequest:
 def instance_of(request: PoolRequest) -> int:
     """The member that has offered a request."""
     return request // _REQUESTS_OF_AN_INSTANCE
+
+
+def pool_ticket(room: BootstrapRoom) -> PoolTicket:
+    """The ticket of the prompt that will have this room: below 0 as no pool request is, and in the rooms' order."""
+    return room - _ROOMS
+
+
+def room_of(ticket: PoolTicket) -> BootstrapRoom:
+    """The room of a ticket."""
+    return ticket + _ROOMS

@@ -36,7 +36,7 @@ from sglang_ext_router.attempt import Attempt
 from sglang_ext_router.metrics import RequestOutcome
 from sglang_ext_router.prepared_request import PreparedRequest
 from sglang_ext_router.relay import REASON_TEXT, Relay, begins_unclear, end_error_status, find_int, stream_error_status
-from sglang_ext_router.routing import NoInstanceError
+from sglang_ext_router.routing import NoInstanceError, PoolPlace
 from sglang_ext_router.services import Services
 from sglang_ext_router.upstream import UpstreamConnection
 
@@ -60,6 +60,7 @@ class AdmittedRequest:
         "_first_token_s",
         "_known_prompt_tokens",
         "_output_tokens",
+        "_place",
         "_prefill_s",
         "_protocol",
         "_relay",
@@ -71,7 +72,10 @@ class AdmittedRequest:
         "started_s",
     )
 
-    def __init__(self, services: Services, request: PreparedRequest, relay: Relay, now_s: float) -> None:
+    def __init__(
+        self, services: Services, request: PreparedRequest, relay: Relay, now_s: float, place: PoolPlace | None = None
+    ) -> None:
+        self._place = place  # for the first attempt
         self._services = services
         self._request = request
         self._relay = relay
@@ -132,6 +136,7 @@ class AdmittedRequest:
         prompt = request.prompt
         now_s = services.loop.time()
         excluded = self._excluded or _NONE_EXCLUDED
+        place, self._place = self._place, None
         try:
             route = services.planner.route(
                 request.model,
@@ -141,6 +146,7 @@ class AdmittedRequest:
                 excluded[1],
                 now_s,
                 not request.scores.is_prefill_only,
+                place,
             )
         except NoInstanceError as error:
             services.metrics.count(services.metrics.refused, "no_instance")
@@ -156,7 +162,7 @@ class AdmittedRequest:
             self._act(self._protocol.on_no_instance(number))
             return
         self._attempt = attempt = Attempt(services, request, route, now_s)
-        attempt.send(self, number, on_new_connections)
+        attempt.send(self, number, on_new_connections, place)
         relay.begin_attempt(
             request.headers.request_id or attempt.request_id,
             None if services.config.disable_route_headers else route,

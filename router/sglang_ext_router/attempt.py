@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_ext.policy.routing.pd_actions import Leg
 from sglang_ext_router.prepared_request import PreparedRequest
 from sglang_ext_router.request_ids import abort_ids
-from sglang_ext_router.routing import Route
+from sglang_ext_router.routing import PoolPlace, Route
 from sglang_ext_router.services import Services
 from sglang_ext_router.upstream import LegOwner, UpstreamConnection
 from sglang_ext_router.workers import Worker
@@ -65,10 +65,16 @@ class Attempt:
 
     # -- legs -------------------------------------------------------------------------------------------
 
-    def send(self, owner: LegOwner, number: int, on_new_connections: bool) -> None:
-        """Send the same body to each instance; what comes back is told to `owner` under this attempt's number."""
+    def send(self, owner: LegOwner, number: int, on_new_connections: bool, place: PoolPlace | None = None) -> None:
+        """Send the same body to each instance; what comes back is told to `owner` under this attempt's number.
+
+        Under the room of its `place` in a long pool, where that has become the route, else under a new one.
+        """
         services, request, route = self._services, self._request, self.route
-        room = services.rooms.take(request.prompt.sequence_count)
+        if place is not None and place.prefill is route.prefill:
+            room = place.room
+        else:
+            room = services.rooms.take(request.prompt.sequence_count)
         self.request_id = made_id = request.made_id(room)
         decode_worker = route.decode
         bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json

@@ -75,7 +75,15 @@ class RouterConfig:
         False, "send KV to decode instances of the same node, else of the same domain, while these have room for it"
     )
     prefix_index_blocks: int = _option(65536, "prefix-cache blocks remembered per prefill instance")
-    coordinator_url: str = _option("", "HTTP address of the long pool's coordinator, whose state GET /pools then shows")
+    coordinator_url: str = _option(
+        "",
+        "HTTP address of the long pool's coordinator: shown by GET /pools, and asked which instance gets a long prompt",
+    )
+    coordinator_offer_timeout_secs: float = _option(
+        60.0,
+        "longest wait, and not beyond --queue-timeout-secs, until the coordinator names an instance for a long prompt; "
+        "then it is routed as any other; 0: it is not asked",
+    )
     tokenizer_path: str = _option(
         "", "folder with tokenizer.json, of all models; default: where the workers of each have theirs, if local"
     )
@@ -382,6 +390,7 @@ _MAY_BE_OFF = (
     "sse_keep_alive_secs",
     "first_byte_timeout_secs",
     "stream_stall_timeout_secs",
+    "coordinator_offer_timeout_secs",
     "drain_delay_secs",
     "pool_overflow_share",
 )  # by 0

@@ -1,6 +1,6 @@
 """What the coordinator of the long pool says of it, asked every now and then and kept for GET /pools.
 
-Requests never wait for it: a coordinator that is away, slow or says nonsense is shown as such and nothing else.
+No request waits for this: a coordinator that is away, slow or says nonsense is shown as such and nothing else.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class LongPoolMonitor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the latest answer was one."""
+        return self._problem is None
 
     def describe(self) -> dict[str, Any]:
         """The long pool as JSON; `problem` is null while it answers, else the rest is its last word."""

@@ -123,6 +123,7 @@ class RouterMetrics:
         self.retries: dict[str, int] = {}  # leg that failed → count
         self.retries_refused: dict[str, int] = {}  # reason → count
         self.aborts: dict[str, int] = {}  # reason → count
+        self.pool_offers: dict[str, int] = {}  # what came of them → count
         self.access_log_lines: dict[str, int] = {}  # what came of them → count
         self.refusals: dict[str, int] = {}  # status → count; that of the client connections
         self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
@@ -202,6 +203,12 @@ class RouterMetrics:
         yield "refused", "Requests refused before an instance was chosen", ("reason",), _flat(self.refused)
         yield "retries", "Attempts repeated, by the leg that failed", ("leg",), _flat(self.retries)
         yield "retries_refused", "Attempts that were not repeated", ("reason",), _flat(self.retries_refused)
+        yield (
+            "pool_offers",
+            "Long prompts for the coordinator, by what came of it",
+            ("outcome",),
+            _flat(self.pool_offers),
+        )
         yield "aborts", "Requests aborted on the instances, by reason", ("reason",), _flat(self.aborts)
         yield (
             "connection_refusals",

@@ -48,6 +48,7 @@ from sglang_ext_router.long_pool import LongPoolMonitor
 from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
 from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
+from sglang_ext_router.pool_offers import PoolOffers
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
@@ -140,6 +141,9 @@ class Router:
             authorization=authorization,
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
+        if self.long_pool is not None and config.coordinator_offer_timeout_secs:
+            offers = PoolOffers(config, self.long_pool, self.planner, self.services.rooms, self.metrics)
+            self.services.pool_offers = offers
         self.live_page = None if config.disable_ui else LivePage(self, process_index)
         self.is_draining = False
         self.app = build_app(self)
@@ -245,6 +249,8 @@ class Router:
             await self.lease.stop()
         if self.long_pool is not None:
             await self.long_pool.stop()
+        if self.services.pool_offers is not None:
+            await self.services.pool_offers.stop()
         await self.prober.stop()
         await self.services.reply_builder.stop()
         await self.services.body_reader.stop()

@@ -29,6 +29,13 @@ class Route(NamedTuple):
     is_spilled: bool
 
 
+class PoolPlace(NamedTuple):
+    """The instance that a long pool's coordinator has named for a prompt, and the room under which it was asked."""
+
+    prefill: Worker
+    room: int
+
+
 class NoInstanceError(Exception):
     """No instance can take the request now; the message says of which kind."""
 
@@ -81,6 +88,10 @@ class RoutePlanner:
             cached = int(most_bytes * _tokens_per_byte(prompt, (low + high) // 2))
         return is_in_doubt(low, high, cached, self.boundary(model))
 
+    def most_cached_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
+        """Tokens of the prompt that the prefill instance with the longest prefix of it is believed to hold."""
+        return max(self._cached_tokens(prompt, prompt_tokens, model.ready_prefill), default=0)
+
     def boundary(self, model: ModelPools) -> FixedBoundary:
         """Where short ends for a model: as the option says, else as its prefill instances do."""
         return self._given_boundary or model.boundary
@@ -96,10 +107,12 @@ class RoutePlanner:
         decode_excluded: Set[int],
         now_s: float,
         needs_decode: bool = True,
+        place: PoolPlace | None = None,
     ) -> Route:
         """Choose pool, prefill instance and, if it is needed, decode instance; NoInstanceError if there is none.
 
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
+        The prefill instance of a `place` in the long pool is taken if it is a candidate.
         """
         prefills: Sequence[Worker] = model.ready_prefill
         decodes: Sequence[Worker] = model.ready_decode
@@ -124,6 +137,10 @@ class RoutePlanner:
         pool = choose_pool(prompt_tokens, roles, cached, self.boundary(model), self._allow_spill)
         if not pool.candidates:
             raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
+        if place is not None:
+            position = next((i for i in pool.candidates if prefills[i] is place.prefill), None)
+            if position is not None:
+                pool = pool._replace(candidates=(position,))
         if needs_decode and model.has_revisions:
             pool, decodes = self._of_one_revision(pool, prefills, cached, prompt_tokens, decodes)
         prefill_loads = [prefills[i].prefill_load(cached[i], now_s) for i in pool.candidates]

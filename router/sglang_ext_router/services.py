@@ -18,6 +18,7 @@ from sglang_ext_router.body_reader import BodyReader
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.online_load import OnlineWaits
+from sglang_ext_router.pool_offers import PoolOffers
 from sglang_ext_router.probe import Prober
 from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
@@ -96,4 +97,5 @@ class Services:
     authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
     relays_authorization: bool  # without any key the client's own header is for the instances
     access_log: AccessLog | None
+    pool_offers: PoolOffers | None = None  # with a coordinator that plans the long pool
     view: LiveView | None = None  # while there is a viewer: what is told to it

@@ -1,8 +1,8 @@
 """A request from its arrival to its admission: read, counted where its length class is in doubt, and put in the queue.
 
 The way of a request through the router: `WaitingRequest.begin` makes a `PreparedRequest` of it, `start` an
-`AdmittedRequest` once there is a place. That one sends an `Attempt` to two instances, again elsewhere if need be, and
-what they answer goes through the `Relay` to the client.
+`AdmittedRequest` once there is a place; a long one may be an `OfferedRequest` before. An `AdmittedRequest` sends an
+`Attempt` to two instances, again elsewhere if need be, and what they answer goes through the `Relay` to the client.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sglang_ext_router.access_log import AccessEntry, peer_of
 from sglang_ext_router.admitted_request import AdmittedRequest
 from sglang_ext_router.body_reader import SMALL_BYTES, Outcome, is_read_at_once
 from sglang_ext_router.metrics import RequestOutcome
+from sglang_ext_router.offered_request import OfferedRequest
 from sglang_ext_router.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
 from sglang_ext_router.prompt import BadRequestError
 from sglang_ext_router.relay import REASON_TEXT, Relay
@@ -170,6 +171,12 @@ class WaitingRequest:
     def start(self, now_s: float) -> None:
         """There is a place: send the request."""
         self._is_queued = False
+        offers = self._services.pool_offers
+        if offers is not None and offers.wants(self._request):
+            offered = OfferedRequest(self._services, offers, self._client, self._request, self._relay)
+            self._client.call = offered
+            offered.start(now_s)
+            return
         admitted = AdmittedRequest(self._services, self._request, self._relay, now_s)
         self._client.call = admitted
         admitted.start()

@@ -76,6 +76,7 @@ def _registered() -> list[tuple[str, str, tuple[str, ...]]]:
 
     from sglang_ext.sequence_parallel.coordinator_server import _PoolCollector
     from sglang_ext.sequence_parallel.pool_history import PoolHistory
+    from sglang_ext.sequence_parallel.tickets import OpenTickets
     from sglang_ext.sglang_plugin.handshake.metrics import TransferMetrics
     from sglang_ext.sglang_plugin.laps.metrics import PrometheusMetrics
 
@@ -83,8 +84,11 @@ def _registered() -> list[tuple[str, str, tuple[str, ...]]]:
     TransferMetrics(receive_backends=1)
     registered = [one for one in REGISTRY._collector_to_names if hasattr(one, "_labelnames")]
     found = [(one._name, one._type, one._labelnames) for one in registered]
-    status = SimpleNamespace(members=(), is_connected=False, requests=(), cost_scale=1.0, arrivals_per_s=0.0)
-    pool = _PoolCollector(SimpleNamespace(history=PoolHistory()), lambda: status)  # type: ignore[arg-type,return-value]
+    status = SimpleNamespace(
+        members=(), is_connected=False, requests=(), cost_scale=1.0, arrivals_per_s=0.0, tickets_waiting=0
+    )
+    protocol = SimpleNamespace(history=PoolHistory(), tickets=OpenTickets())
+    pool = _PoolCollector(protocol, lambda: status)  # type: ignore[arg-type,return-value]
     return found + [(one.name, one.type, tuple(getattr(one, "_labelnames", ()))) for one in pool.collect()]
 
 

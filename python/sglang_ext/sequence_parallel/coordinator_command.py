@@ -161,7 +161,7 @@ async def serve(options: CoordinatorOptions) -> None:
     store = MeshStore(options.host, options.store_port)
     server = CoordinatorServer(protocol, store, options.settings.member_timeout_s)
     port = await server.listen(options.host, options.port)
-    runner = web.AppRunner(make_app(protocol, server.status))
+    runner = web.AppRunner(make_app(protocol, server.status, server.desk), handler_cancellation=True)
     await runner.setup()
     try:
         http_port = await _serve_http(runner, options.host, options.http_port)

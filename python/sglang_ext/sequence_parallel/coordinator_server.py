@@ -1,6 +1,6 @@
 """A long pool's coordinator: connections of members over TCP, the clock and the mesh store around a `PoolProtocol`.
 
-Over HTTP it shows the pool's status and metrics.
+Over HTTP it shows the pool's status and metrics, and takes prompts that routers announce.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from sglang_ext.sequence_parallel.messages import (
 )
 from sglang_ext.sequence_parallel.pool_history import PoolStatus, PrefillEnd, PrefillRecord
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolProtocolError
+from sglang_ext.sequence_parallel.ticket_desk import TICKETS_PATH, TicketDesk
+from sglang_ext.sequence_parallel.tickets import TicketEnd
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class CoordinatorServer:
         self._connections: dict[int, _MemberConnection] = {}
         self._handlers: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self.desk = TicketDesk(protocol, self._deliver)
 
     @property
     def protocol(self) -> PoolProtocol:
@@ -84,7 +87,8 @@ class CoordinatorServer:
             self._deliver(self._protocol.tick(time.monotonic()))
 
     async def close(self) -> None:
-        """End all connections: every member goes on alone."""
+        """End all connections: every member goes on alone, every announced prompt another way."""
+        self.desk.close()
         if self._server is not None:
             self._server.close()
         for handler in self._handlers:
@@ -161,6 +165,7 @@ class CoordinatorServer:
             if connection is not None:
                 connection.writer.transport.abort()
                 logger.warning("cdsp: instance %d (%s) %s", instance, connection.name, reason)
+        self.desk.settle(events.bound, events.unserved)
         for record in events.ended:
             _log_end(record)
 
@@ -199,8 +204,8 @@ def _peer_of(writer: asyncio.StreamWriter) -> str:
     return f"{peer[0]}:{peer[1]}" if peer else "an unknown peer"
 
 
-def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus]) -> web.Application:
-    """The routes."""
+def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus], desk: TicketDesk) -> web.Application:
+    """The routes. Their handlers are to be cancelled when a connection ends (`handler_cancellation` of the runner)."""
     registry = CollectorRegistry()
     registry.register(_PoolCollector(protocol, status))
 
@@ -217,6 +222,7 @@ def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus]) -> web.Ap
     app.router.add_get("/status", get_status)
     app.router.add_get("/metrics", get_metrics)
     app.router.add_get("/health", get_health)
+    app.router.add_post(TICKETS_PATH, desk.post)
     return app
 
 
@@ -277,6 +283,15 @@ class _PoolCollector(Collector):
         for outcome in (*PrefillEnd, *DeclineReason):
             ended.add_metric([outcome], history.outcomes[outcome])
         yield ended
+        yield _gauge(
+            "tickets_waiting", "Prompts announced by routers that no instance was named for", status.tickets_waiting
+        )
+        tickets = CounterMetricFamily(
+            "sglang_ext:cdsp_tickets_ended", "Prompts announced by routers, by what became of them", labels=["outcome"]
+        )
+        for end in TicketEnd:
+            tickets.add_metric([end], self._protocol.tickets.ends[end])
+        yield tickets
         chunks = CounterMetricFamily("sglang_ext:cdsp_chunks", "Chunks that were done", labels=["sp_size"])
         for size, count in sorted(history.chunks.items()):
             chunks.add_metric([str(size)], count)

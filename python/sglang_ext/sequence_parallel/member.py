@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ext.identifiers import instance_of, pool_request
+from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request
 from sglang_ext.policy.cdsp.orders import (
     BuildMesh,
     Collect,
@@ -150,11 +150,12 @@ class PoolMember:
         slack_s: float | None,
         destinations: tuple[Destination, ...] = (),
         targets: Sequence[Target] = (),
+        room: BootstrapRoom | None = None,
     ) -> int:
         """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
 
         `prefix_slots` of its cached prefix must stay valid until then. `destinations`: where members send what they
-        compute, `targets` the same for this member.
+        compute, `targets` the same for this member. `room`: under which a router may have announced it.
         """
         if self._session is None:
             raise RuntimeError("offered without a coordinator")
@@ -164,7 +165,7 @@ class PoolMember:
         if cached_tokens:
             shard.borrow((range(cached_tokens),), prefix_slots)
         self._cached_tokens[request] = cached_tokens
-        self._link.send(OfferMessage(request, token_ids, cached_tokens, waited_s, slack_s, destinations))
+        self._link.send(OfferMessage(request, token_ids, cached_tokens, waited_s, slack_s, destinations, room))
         return request
 
     def withdraw(self, request: int) -> None:

@@ -26,7 +26,7 @@ from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Destination(NamedTuple):
@@ -64,6 +64,7 @@ class Hello(NamedTuple):
     layers: int
     page_tokens: int
     report: MemberReport
+    min_tokens: int = 0  # uncached tokens from which on it offers a prompt
 
 
 class Welcome(NamedTuple):
@@ -100,6 +101,7 @@ class OfferMessage(NamedTuple):
     waited_s: float
     slack_s: float | None  # until its deadline; None without one
     destinations: tuple[Destination, ...] = ()  # where members send what they compute; none: only to each other
+    room: BootstrapRoom | None = None  # under which a router may have announced it
 
 
 class CancelMessage(NamedTuple):
@@ -242,7 +244,7 @@ def _report(values: Sequence[Any]) -> MemberReport:
 def _hello(values: Sequence[Any]) -> Hello:
     if values[0] != PROTOCOL_VERSION:
         raise VersionError(f"protocol version {values[0]} instead of {PROTOCOL_VERSION}")
-    version, name, node, model, layers, page_tokens, report = values
+    version, name, node, model, layers, page_tokens, report, min_tokens = values
     return Hello(
         int(version),
         _text(name),
@@ -251,14 +253,21 @@ def _hello(values: Sequence[Any]) -> Hello:
         _count(layers, 1),
         _count(page_tokens, 1),
         _report(report),
+        _count(min_tokens),
     )
 
 
 def _offer(values: Sequence[Any]) -> OfferMessage:
-    request, token_ids, cached_tokens, waited_s, slack_s, destinations = values
+    request, token_ids, cached_tokens, waited_s, slack_s, destinations, room = values
     slack = None if slack_s is None else _number(slack_s, -math.inf)
     return OfferMessage(
-        int(request), _ints(token_ids), _count(cached_tokens), _number(waited_s), slack, _destinations(destinations)
+        int(request),
+        _ints(token_ids),
+        _count(cached_tokens),
+        _number(waited_s),
+        slack,
+        _destinations(destinations),
+        None if room is None else _count(room),
     )
 
 

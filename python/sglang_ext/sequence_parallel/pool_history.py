@@ -10,6 +10,7 @@ from enum import StrEnum
 from sglang_ext.policy.cdsp.orders import Collect, DeclineReason, RunChunk
 from sglang_ext.policy.cdsp.sharding import count_tokens
 from sglang_ext.sequence_parallel.step_clock import StepTimes
+from sglang_ext.sequence_parallel.tickets import TicketTimes
 
 _REMEMBERED = 100  # requests that have ended, and members that have gone
 
@@ -100,6 +101,7 @@ class PrefillRecord:
     outcome: Outcome | None = None
     transfer_s: float | None = None
     exposed_transfer_s: float | None = None
+    ticket: TicketTimes | None = None  # of one that a router had announced
 
     @property
     def chunks(self) -> list[StepRecord]:
@@ -163,6 +165,7 @@ class PoolStatus:
     cost_scale: float
     arrivals_per_s: float  # of offers and announced prompts, in the last minute or so
     former_members: tuple[FormerMember, ...]  # latest last
+    tickets_waiting: int = 0  # prompts that a router has announced, and that no instance has been named for
 
 
 class PoolHistory:

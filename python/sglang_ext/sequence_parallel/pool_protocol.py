@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.identifiers import instance_of
+from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_ticket, room_of
 from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
-from sglang_ext.policy.cdsp.orders import Bind, BuildMesh, Collect, Decline, Offer, Order, RunChunk
+from sglang_ext.policy.cdsp.orders import Bind, BuildMesh, Collect, Decline, Offer, Order, PromptTicket, RunChunk
 from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule, PrefillOrder
 from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
@@ -46,6 +46,7 @@ from sglang_ext.sequence_parallel.pool_history import (
 )
 from sglang_ext.sequence_parallel.pool_progress import OpenStep, OpenSteps, StreamLedger
 from sglang_ext.sequence_parallel.step_clock import StepTimes
+from sglang_ext.sequence_parallel.tickets import Announcement, BoundPrompt, OpenTickets, TicketError, TicketProblem
 
 # Members build a mesh in about so long; after failures they would otherwise be ordered to build one all the time.
 MESH_INTERVAL_S = 0.5
@@ -110,7 +111,8 @@ class Events:
 
     lost: list[Lost] = field(default_factory=list)
     ended: list[PrefillRecord] = field(default_factory=list)
-    bound: list[Bind] = field(default_factory=list)  # announced prompts whose turn has come
+    bound: list[BoundPrompt] = field(default_factory=list)  # announced prompts whose turn has come
+    unserved: list[BootstrapRoom] = field(default_factory=list)  # announced prompts that no member is left for
     given_up: list[GivenUp] = field(default_factory=list)  # steps of a lost member that others still compute
 
 
@@ -149,6 +151,7 @@ class PoolProtocol:
         self._beat_s = -math.inf
         self._events = Events()
         self.history = PoolHistory()
+        self.tickets = OpenTickets()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -198,6 +201,7 @@ class PoolProtocol:
         out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
         if not self._peers:
             self._epoch, self._pool, self._mesh_due = pool.coordinator.epoch, None, None
+            self._events.unserved += self.tickets.end_all()
         return out
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -245,15 +249,19 @@ class PoolProtocol:
             raise PoolProtocolError(f"request {message.request} is offered twice")
         arrival_s = now_s - message.waited_s
         deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
-        tokens = len(message.token_ids)
+        tokens, room = len(message.token_ids), message.room
         offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s)
         try:
             self._token_ids[message.request] = array("i", message.token_ids)
-            orders = core.offer(offer, now_s)
+            # As an offer, where no router has announced it.
+            orders = core.offer(offer, now_s) if room is None else core.claim(pool_ticket(room), offer, now_s)
         except (ValueError, OverflowError) as error:
             self._token_ids.pop(message.request, None)
             raise PoolProtocolError(str(error)) from None
         record = PrefillRecord(message.request, instance, tokens, message.cached_tokens, now_s)
+        record.ticket = None if room is None else self.tickets.claim(room, now_s)
+        if record.ticket is not None and room is not None:
+            self._events.bound.append(BoundPrompt(room, self._peers[instance].hello.name))
         self.history.running[message.request] = record
         self._streams.offered(instance, message)
         return orders
@@ -261,6 +269,32 @@ class PoolProtocol:
     def _check_owner(self, request: int, instance: int) -> None:
         if instance_of(request) != instance:
             raise PoolProtocolError(f"request {request} is none of instance {instance}")
+
+    # -- prompts that no member has yet ------------------------------------------------------------------------------
+
+    def announce(self, one: Announcement, now_s: float) -> list[AddressedMessage]:
+        """A router has a long prompt; which member shall get it becomes known by `Events.bound`. TicketError."""
+        pool = self._pool
+        if pool is None:
+            raise TicketError(TicketProblem.NO_POOL, "the pool has no members")
+        new_tokens, least = one.tokens - one.cached_tokens, max(peer.hello.min_tokens for peer in self._peers.values())
+        if new_tokens < least:
+            raise TicketError(TicketProblem.TOO_SHORT, f"{new_tokens} new tokens: members share {least} or more")
+        self.tickets.open(one.room, now_s)
+        deadline_s = math.inf if one.slack_s is None else now_s + one.slack_s
+        ticket = PromptTicket(pool_ticket(one.room), one.tokens, one.cached_tokens, now_s - one.waited_s, deadline_s)
+        try:
+            orders = pool.coordinator.announce(ticket, now_s)
+        except ValueError as error:
+            self.tickets.withdraw(one.room)
+            raise TicketError(TicketProblem.BAD, str(error)) from None
+        return self._carry_out(orders, now_s)
+
+    def withdraw(self, room: BootstrapRoom, now_s: float) -> list[AddressedMessage]:
+        """An announced prompt will not be offered: its client has gone, or its router goes another way with it."""
+        if not self.tickets.withdraw(room) or self._pool is None:
+            return []
+        return self._carry_out(self._pool.coordinator.withdraw(pool_ticket(room), now_s), now_s)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -272,7 +306,7 @@ class PoolProtocol:
         pool = self._pool
         if pool is None:
             return out
-        if pool.coordinator.requests:
+        if pool.coordinator.requests or pool.coordinator.tickets:
             out += self._carry_out(pool.coordinator.plan(now_s), now_s)
         if self._mesh_due is not None and now_s >= self._mesh_ordered_s + MESH_INTERVAL_S:
             out += self._order_mesh(self._mesh_due, now_s)
@@ -312,7 +346,9 @@ class PoolProtocol:
                 declined[order.request] = order.reason
                 out.append(AddressedMessage(order.owner, order))
             elif isinstance(order, Bind):
-                self._events.bound.append(order)
+                room = room_of(order.ticket)
+                self.tickets.bind(room, now_s)
+                self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name))
             else:
                 out += [AddressedMessage(instance, order) for instance in order.members]
         self._note_ends(declined, now_s)
@@ -412,6 +448,7 @@ class PoolProtocol:
             self._costs.scale,
             core.arrivals_per_s(now_s) if core is not None else 0.0,
             tuple(history.former_members),
+            self.tickets.waiting,
         )
 
     def _others(self, name: str) -> bool:

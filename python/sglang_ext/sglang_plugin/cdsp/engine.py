@@ -180,6 +180,7 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
             engine.pool.layers,
             engine.pool.page_tokens,
             MemberReport(0.0, free_tokens),
+            options.min_tokens,
         )
 
     def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> Mesh:

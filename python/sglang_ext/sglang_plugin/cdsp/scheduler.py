@@ -145,6 +145,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             slack_s=slack_s if slack_s < float("inf") else None,
             destinations=destinations,
             targets=targets,
+            room=request.bootstrap_room,
         )
         self._shared[number] = _Shared(request, cached_tokens, prefix_slots, lock)
         self.waiting_queue.remove(request)

@@ -17,6 +17,7 @@ from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_ar
 from sglang_ext.sequence_parallel.coordinator_server import make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.ticket_desk import TicketDesk
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -75,7 +76,7 @@ def test_one_line_that_names_the_option(
 def test_status_and_metrics() -> None:
     async def read() -> tuple[dict[str, object], str]:
         protocol = PoolProtocol(PoolSettings(), PoolCosts(prior_candidates((1, 2))))
-        app = make_app(protocol, lambda: protocol.status(0.0))
+        app = make_app(protocol, lambda: protocol.status(0.0), TicketDesk(protocol, lambda _: None))
         async with TestClient(TestServer(app)) as client:
             status = await (await client.get("/status")).json()
             assert (await client.get("/health")).status == 200
@@ -85,3 +86,4 @@ def test_status_and_metrics() -> None:
     assert (status["members"], status["is_connected"], status["requests_collected"]) == ([], False, 0)
     assert 'sglang_ext:cdsp_requests_ended_total{outcome="collected"} 0.0' in metrics
     assert "sglang_ext:cdsp_members 0.0" in metrics
+    assert 'sglang_ext:cdsp_tickets_ended_total{outcome="claimed"} 0.0' in metrics

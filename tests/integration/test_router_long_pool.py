@@ -1,0 +1,85 @@
+"""Long prompts that the router offers to the pool: no instance has one before its turn, and tokens are those of one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sglang_ext.sequence_parallel.timeline import timeline_of
+from sglang_ext.types import Role
+from support.engines import FLEET, EngineSpec
+from support.long_pool import Coordinator
+from support.reference import greedy_reference, random_prompt
+from support.router_cli import RunningRouter, running_router
+
+pytestmark = pytest.mark.integration
+NEW_TOKENS = 6
+LONG = 900
+
+
+def member(coordinator: Coordinator, number: int) -> EngineSpec:
+    options = (
+        *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "200"),
+        *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "10"),
+    )
+    return EngineSpec(Role.LONG, worker_options=options, name=f"offered{number}")
+
+
+def generate(router: RunningRouter, prompt: list[int]) -> list[int]:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+    }
+    reply = router.post("/generate", body, timeout_s=120)
+    assert reply.status == 200, reply.body
+    tokens: list[int] = reply.body["output_ids"]
+    return tokens
+
+
+def offered(router: RunningRouter, outcome: str) -> float:
+    lines = str(router.call("GET", "/metrics")[0].body).splitlines()
+    wanted = f'sglang_ext_router_pool_offers_total{{outcome="{outcome}"}} '
+    return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+
+
+def is_complete(status: dict[str, Any]) -> bool:
+    return len(status["members"]) == 3 and status["is_connected"]
+
+
+def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
+    """All of three instances compute each prompt, so that the second one's turn comes after the first's."""
+    with Coordinator.running("--sp-sizes", "3", "--min-chunk-tokens", "64") as coordinator:
+        engines = FLEET.get(*(member(coordinator, number) for number in range(3)), EngineSpec(Role.DECODE))
+        coordinator.wait_for(is_complete)
+        arguments = ("--coordinator-url", coordinator.http_url, "--length-boundary-tokens", "256")
+        with running_router(engines, *arguments) as router, ThreadPoolExecutor(2) as threads:
+            prompts = [random_prompt(LONG + seed, seed=700 + seed) for seed in range(2)]
+            replies = [threads.submit(generate, router, prompt) for prompt in prompts]
+            assert [one.result() for one in replies] == [greedy_reference(prompt, NEW_TOKENS) for prompt in prompts]
+            assert offered(router, "named") == 2
+
+            status = coordinator.status()
+            assert status["tickets_waiting"] == 0
+            first, second = sorted(status["recent"], key=lambda one: one["ticket"]["bound_s"])
+            assert (first["outcome"], second["outcome"]) == ("collected", "collected")
+            members = {one["instance"] for one in status["members"]}
+            for one in (first, second):
+                ticket = one["ticket"]
+                assert ticket["announced_s"] <= ticket["bound_s"] <= one["offered_s"]
+                chunks = [step for step in one["steps"] if step["kind"] == "chunk"]
+                assert sum(chunk["new_tokens"] for chunk in chunks) == one["tokens"]
+                assert all(set(chunk["members"]) == members for chunk in chunks)
+            # It had no instance while the first was computed.
+            assert second["ticket"]["bound_s"] > first["steps"][0]["ordered_s"]
+            timeline = timeline_of(status, 2)
+            assert {bar.request for bar in timeline.bars} == {0, 1}
+            assert len({bar.instance for bar in timeline.bars}) == 3
+
+            coordinator.kill()  # what is offered no more is routed as ever
+            prompt = random_prompt(LONG, seed=710)
+            assert generate(router, prompt) == greedy_reference(prompt, NEW_TOKENS)
+            assert offered(router, "away") == 1
+        for engine in engines[:3]:
+            engine.stop()
