@@ -143,7 +143,8 @@ class PoolSchedule:
             return self.on_time.order(now_s, pending, instances, running_s)
         urgency = _URGENCY[self.prefill_order]
         in_order = sorted(pending, key=lambda one: (urgency(one, now_s), one.arrival_s, one.key))
-        return [OrderedPrefill(one, one.deadline_s) for one in in_order]
+        # Where none is put back, all that are late would take ever larger groups, and throughput would collapse.
+        return [OrderedPrefill(one, math.inf) for one in in_order]
 
 
 def _slack(one: PendingPrefill, now_s: float) -> float:

@@ -118,3 +118,11 @@ def test_the_longest_chunk_that_fits(cached: int, new: int, budget_s: float) -> 
     assert 1 <= tokens <= new
     assert tokens == 1 or cost.predict_s(cached, tokens) <= budget_s
     assert tokens == new or cost.predict_s(cached, tokens + 1) > budget_s
+
+
+@pytest.mark.parametrize("order", [one for one in PrefillOrder if one is not PrefillOrder.ON_TIME])
+def test_in_orders_that_put_none_back_a_deadline_makes_no_group_larger(order: PrefillOrder) -> None:
+    snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    waiting = [pending(key, 1000, 0.0, 1.01) for key in range(8)]
+    sizes = [len(one.placement.group) for one in schedule(order).turns(0.9, snapshot, waiting, 0.0)]
+    assert sizes[0] == 1
