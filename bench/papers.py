@@ -1,6 +1,7 @@
 """The experiments of the papers, in the simulator, with the same policy objects as the router and the engine.
 
     python bench/papers.py tetris [--traces short medium long] [--engine table1] [--full] [--out FILE.json]
+    python bench/papers.py transfer [--traces short medium long] [--out FILE.json]
     python bench/papers.py laps [--requests 20000] [--seeds 0 1 2] [--out FILE.json]
     python bench/papers.py medha [--rates 0.25 0.75] [--seeds 0 1 2 3 4] [--out FILE.json]
 
@@ -19,7 +20,7 @@ shorter than predicted (standard deviation 5% and 10%). The best baseline is the
 LoongServe as the paper describes it); `critical_over_best_of_all` is against the stronger ones too that the paper does
 not have (fixed SP 2 and 4, LoongServe on idle instances) and against Tetris.
 
-laps: see support/papers_laps.py. medha: see support/papers_medha.py.
+transfer: see support/papers_transfer.py. laps: see support/papers_laps.py. medha: see support/papers_medha.py.
 
 The last line is `RESULT {json}`.
 """
@@ -35,9 +36,15 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from support import papers_laps, papers_medha, papers_tetris_run
+from support import papers_laps, papers_medha, papers_tetris_run, papers_transfer
 from support.result import give_up, machine, print_result, versions
 
+_EXPERIMENTS = {
+    "tetris": papers_tetris_run,
+    "transfer": papers_transfer,
+    "laps": papers_laps,
+    "medha": papers_medha,
+}
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -50,7 +57,7 @@ def processor_s() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The papers' experiments in the simulator.")
     papers = parser.add_subparsers(dest="paper", required=True)
-    for name, module in (("tetris", papers_tetris_run), ("laps", papers_laps), ("medha", papers_medha)):
+    for name, module in _EXPERIMENTS.items():
         paper = papers.add_parser(name)
         paper.add_argument("--data", type=Path, default=DATA, help="folder with the workload data")
         paper.add_argument("--processes", type=int, default=2)

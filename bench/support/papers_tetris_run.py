@@ -41,6 +41,7 @@ class _Outcome(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
     parser.add_argument("--full", action="store_true", help="improvement rates in steps of 0.05, on 20,000 arrivals")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="of the arrivals")
     parser.add_argument("--engine", default="table1", help=f"costs: {ENGINE_NAMES}, or a profile")
     parser.set_defaults(experiment=run)
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         engine = load_engine(args.engine)
     except EngineError as error:
         give_up(f"--engine: {error}")
-    scale = (FULL if args.full else SMALL)._replace(engine=args.engine)
+    scale = (FULL if args.full else SMALL)._replace(engine=args.engine, seeds=tuple(args.seeds))
     every = systems(engine)
     try:
         traces = {name: load_trace(args.data / "tetris_like", name, engine) for name in args.traces}
