@@ -62,12 +62,18 @@ layouts_of_heads = st.builds(
 )
 destinations = st.lists(st.builds(Destination, counts, texts, counts, layouts_of_heads, counts), max_size=2).map(tuple)
 messages = st.one_of(
-    st.builds(Hello, st.just(PROTOCOL_VERSION), texts, texts, texts, st.integers(1, 200), st.integers(1, 128), reports),
+    st.builds(
+        *(Hello, st.just(PROTOCOL_VERSION), texts, texts, texts),
+        *(st.integers(1, 200), st.integers(1, 128), reports, counts),
+    ),
     st.builds(Welcome, counts, texts, counts, times),
     st.builds(Refusal, reasons),
     st.just(Heartbeat()),
     st.builds(ReportMessage, reports),
-    st.builds(OfferMessage, counts, several, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
+    st.builds(
+        *(OfferMessage, counts, several, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
+        st.none() | st.integers(0, 2**63 - 1),
+    ),
     st.builds(CancelMessage, counts),
     st.builds(StepDone, counts, st.builds(StepTimes, times, times, times)),
     st.builds(StepFailed, counts, reasons),
