@@ -127,6 +127,8 @@ class Coordinator:
         self._schedule.planner = planner
         for one in self._requests.values():
             one.estimate(self._candidates)
+        for announced in self._announced.values():
+            announced.estimate(self._candidates)
 
     def held_by(self, instance: int) -> int:
         """Tokens that requests hold there, as far as is known."""
@@ -186,12 +188,8 @@ class Coordinator:
 
     def offer(self, offer: Offer, now_s: float) -> list[Order]:
         """A long prefill could be shared. ValueError for numbers that make no sense or a request that is there."""
-        if offer.request in self._requests or not 0 <= offer.cached_tokens < offer.tokens:
-            raise ValueError(f"request {offer.request} is offered twice, or with {offer.cached_tokens} cached tokens")
-        if offer.owner not in self._members:
-            return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
-        self._schedule.note_arrival(now_s, self._add(offer, now_s).work_s)
-        return self.plan(now_s)
+        self._check(offer)
+        return self._admit(offer, now_s, is_new=True)
 
     def announce(self, ticket: PromptTicket, now_s: float) -> list[Order]:
         """A long prompt has come to a router. ValueError for numbers that make no sense or a ticket that is there."""
@@ -211,24 +209,28 @@ class Coordinator:
         one = self._announced.get(ticket)
         if one is None:
             return self.offer(offer, now_s)
-        if offer.request in self._requests or not 0 <= offer.cached_tokens < offer.tokens:
-            raise ValueError(f"request {offer.request} is offered twice, or with {offer.cached_tokens} cached tokens")
+        self._check(offer)
         del self._announced[ticket]
         offer = offer._replace(arrival_s=one.ticket.arrival_s, deadline_s=one.ticket.deadline_s)
-        if offer.owner not in self._members:
-            return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
-        self._add(offer, now_s)
-        return self.plan(now_s)
+        return self._admit(offer, now_s, is_new=False)
 
     def withdraw(self, ticket: int, now_s: float) -> list[Order]:
         """The client of an announced prompt has gone, or its router goes another way with it."""
         return [] if self._announced.pop(ticket, None) is None else self.plan(now_s)
 
-    def _add(self, offer: Offer, now_s: float) -> SharedPrefill:
+    def _check(self, offer: Offer) -> None:
+        if offer.request in self._requests or not 0 <= offer.cached_tokens < offer.tokens:
+            raise ValueError(f"request {offer.request} is offered twice, or with {offer.cached_tokens} cached tokens")
+
+    def _admit(self, offer: Offer, now_s: float, *, is_new: bool) -> list[Order]:
+        if offer.owner not in self._members:
+            return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
         if not self._requests and not self._announced:
             self._quiet_s = now_s
-        one = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates, now_s)
-        return one
+        one = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates)
+        if is_new:
+            self._schedule.note_arrival(now_s, one.work_s)
+        return self.plan(now_s)
 
     def cancel(self, request: int, now_s: float) -> list[Order]:
         """The client has gone, or the owner has given the request up."""
@@ -259,7 +261,7 @@ class Coordinator:
         for one in idle:
             if not one.todo:
                 orders += self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
-                if one.running is None and not one.is_cancelled:
+                if one.running is None and one.offer.request in self._requests:
                     holders = one.holders()
                     free_s = self._members.free_s(holders, now_s)
                     kept.update((instance, max(free_s, kept.get(instance, 0.0))) for instance in holders)
@@ -425,7 +427,7 @@ class Coordinator:
         running = one.running
         assert running is not None
         order = running.order
-        one.running, one.idle_s, self._quiet_s = None, now_s, now_s
+        one.running, one.unconnected_s, self._quiet_s = None, None, now_s
         del self._steps[order.sequence]
         group = order.layout.group if isinstance(order, RunChunk) else order.members
         self._members.end_step(order.sequence, group)
@@ -483,8 +485,12 @@ class Coordinator:
 
     def _has_timed_out(self, one: SharedPrefill, group: Sequence[int], now_s: float) -> bool:
         """Whether it has waited long enough for these to be connected."""
-        is_connected = self._members.are_connected(group, self._epoch)
-        return not is_connected and now_s > one.idle_s + self._settings.mesh_timeout_s
+        if self._members.are_connected(group, self._epoch):
+            one.unconnected_s = None
+            return False
+        if one.unconnected_s is None:
+            one.unconnected_s = now_s
+        return now_s > one.unconnected_s + self._settings.mesh_timeout_s
 
     def _new_epoch(self) -> BuildMesh:
         self._epoch += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
+from collections.abc import Sequence
+
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
 
 try:
     from sglang_ext.policy.cdsp._core import Planner as NativePlanner
@@ -13,11 +15,18 @@ except ImportError as error:
         "install sglang-ext from source"
     ) from None
 
-__all__ = ["NativePlanner", "NativePricePlanner", "core_cost"]
+__all__ = ["CoreCost", "NativePlanner", "NativePricePlanner", "core_candidates"]
+
+CoreCost = tuple[float, float, float, float] | tuple[list[float], list[float]]
 
 
-def core_cost(cost: SpCost | TabulatedCost) -> tuple[float, float, float, float] | tuple[list[float], list[float]]:
-    """What the core takes a cost as: the coefficients of Eq. 1, or prompt tokens and seconds."""
+def core_candidates(candidates: Sequence[SpCandidate]) -> tuple[list[int], list[CoreCost]]:
+    """SP sizes, ascending, and their costs as the core takes them: the coefficients of Eq. 1, or tokens and seconds."""
+    ascending = sorted(candidates, key=lambda candidate: candidate.size)
+    return [one.size for one in ascending], [_core_cost(one.cost) for one in ascending]
+
+
+def _core_cost(cost: SpCost | TabulatedCost) -> CoreCost:
     if isinstance(cost, SpCost):
         return cost.a_s, cost.b_s_per_token, cost.c_s_per_token2, cost.d_s_per_token2
     return [float(tokens) for tokens in cost.prompt_tokens], list(cost.duration_s)

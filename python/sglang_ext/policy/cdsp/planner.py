@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.native_core import NativePlanner, core_cost
+from sglang_ext.policy.cdsp.native_core import NativePlanner, core_candidates
 from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, check_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,7 @@ class PlannerConfig:
     is_chunking: bool = True  # off: Algorithm 2 alone, one chunk per request
 
     def __post_init__(self) -> None:
-        if not self.candidates:
-            raise ValueError("candidates: at least one SP size is needed")
-        sizes = [candidate.size for candidate in self.candidates]
-        for size in sizes:
-            if sizes.count(size) > 1:
-                raise ValueError(f"candidates: SP size {size} is there twice")
+        check_candidates(self.candidates)
         for name in ("min_chunk_tokens", "page_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
@@ -96,10 +91,8 @@ class CdspPlanner:
 
     def __init__(self, config: PlannerConfig) -> None:
         self.config = config
-        candidates = sorted(config.candidates, key=lambda candidate: candidate.size)
         self._core = NativePlanner(
-            [candidate.size for candidate in candidates],
-            [core_cost(candidate.cost) for candidate in candidates],
+            *core_candidates(config.candidates),
             config.min_chunk_tokens,
             config.page_tokens,
             config.is_chunking,

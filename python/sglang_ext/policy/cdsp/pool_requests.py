@@ -35,7 +35,6 @@ class SharedPrefill:
     held: dict[int, tuple[KvSegment, ...]]
     todo: Positions
     group: tuple[int, ...]  # of its last chunk
-    idle_s: float  # since when no step of it runs
     involved: set[int]  # instances that may know of it: its owner, and all that were given a step of it
     fastest_s: float  # of what is left
     work_s: float
@@ -43,9 +42,10 @@ class SharedPrefill:
     attempts: int = 0
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
+    unconnected_s: float | None = None  # since when its group is not connected
 
     @classmethod
-    def of(cls, offer: Offer, candidates: Sequence[SpCandidate], now_s: float) -> SharedPrefill:
+    def of(cls, offer: Offer, candidates: Sequence[SpCandidate]) -> SharedPrefill:
         """A new one."""
         cached: Positions = (range(offer.cached_tokens),) if offer.cached_tokens else ()
         new_tokens = offer.tokens - offer.cached_tokens
@@ -56,7 +56,6 @@ class SharedPrefill:
             {offer.owner: (KvSegment(cached, is_borrowed=True),)} if cached else {},
             (range(offer.cached_tokens, offer.tokens),),
             (),
-            now_s,
             {offer.owner},
             whole_s,
             least_work_s(candidates, offer.cached_tokens, new_tokens),
@@ -124,8 +123,15 @@ class AnnouncedPrompt:
     @classmethod
     def of(cls, ticket: PromptTicket, candidates: Sequence[SpCandidate]) -> AnnouncedPrompt:
         """A new one."""
-        cached, new = ticket.cached_tokens, ticket.tokens - ticket.cached_tokens
-        return cls(ticket, fastest_s(candidates, cached, new), least_work_s(candidates, cached, new))
+        one = cls(ticket, 0.0, 0.0)
+        one.estimate(candidates)
+        return one
+
+    def estimate(self, candidates: Sequence[SpCandidate]) -> None:
+        """What it costs is known, or has changed."""
+        cached, new = self.ticket.cached_tokens, self.ticket.tokens - self.ticket.cached_tokens
+        self.fastest_s = fastest_s(candidates, cached, new)
+        self.work_s = least_work_s(candidates, cached, new)
 
     def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
         """As the schedule takes it; `positions`: of the instances in the snapshot."""

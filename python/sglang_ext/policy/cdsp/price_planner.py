@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.native_core import NativePricePlanner, core_cost
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+from sglang_ext.policy.cdsp.native_core import NativePricePlanner, core_candidates
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate, check_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,10 @@ class PriceOptions:
     cross_node_factor: float = 1.1  # a group over more nodes than it needs takes so many times as long; inf: none does
     tardiness_weight: float = 1000.0  # a second after the deadline counts as so many
     least_price: float = 0.01  # of an instance-second, in seconds: what an idle pool does not share for less
-    most_considered: int = 64  # prompts in a decision: one behind so many hardly starts now; they count as arrivals
+    most_considered: int = 64  # prompts in a decision: more hardly start now, and count as arrivals
 
     def __post_init__(self) -> None:
-        if not self.candidates:
-            raise ValueError("candidates: at least one SP size is needed")
-        sizes = [candidate.size for candidate in self.candidates]
-        for size in sizes:
-            if sizes.count(size) > 1:
-                raise ValueError(f"candidates: SP size {size} is there twice")
+        check_candidates(self.candidates)
         for name in ("min_chunk_tokens", "page_tokens", "most_considered"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
@@ -98,10 +93,8 @@ class PricePlanner:
 
     def __init__(self, options: PriceOptions) -> None:
         self.options = options
-        candidates = sorted(options.candidates, key=lambda candidate: candidate.size)
         self._core = NativePricePlanner(
-            [candidate.size for candidate in candidates],
-            [core_cost(candidate.cost) for candidate in candidates],
+            *core_candidates(options.candidates),
             options.min_chunk_tokens,
             options.page_tokens,
             options.cross_node_factor,

@@ -91,6 +91,16 @@ class SpCandidate:
             raise ValueError(f"size: {self.size} instances are less than 1")
 
 
+def check_candidates(candidates: Sequence[SpCandidate]) -> None:
+    """ValueError for none, or a size given twice."""
+    if not candidates:
+        raise ValueError("candidates: at least one SP size is needed")
+    sizes = [candidate.size for candidate in candidates]
+    for size in sizes:
+        if sizes.count(size) > 1:
+            raise ValueError(f"candidates: SP size {size} is there twice")
+
+
 class ChunkSample(NamedTuple):
     """One measured chunk."""
 

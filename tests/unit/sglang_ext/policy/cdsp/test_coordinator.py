@@ -213,6 +213,18 @@ def test_the_mesh_timeout_begins_anew_with_every_step() -> None:
     assert one.plan(13.1)[-1] == Decline(1, 0, DeclineReason.MESH_DOWN)
 
 
+def test_a_mesh_is_waited_for_from_its_own_failure_on() -> None:
+    """A prompt that has waited long for its turn is not sent home the moment an instance joins."""
+    one = coordinator(2, mesh_timeout_s=3.0)
+    order = chunk_of(one.offer(offer(1), 0.0))
+    assert one.offer(offer(2, owner=1), 0.1) == []
+    one.join(2, 0, IDLE)
+    assert one.plan(20.0) == []
+    assert one.plan(22.9) == []
+    assert one.plan(23.1)[-1] == Decline(2, 1, DeclineReason.MESH_DOWN)
+    assert one.requests == (order.request,)
+
+
 def test_a_collection_is_not_waited_for_for_ever() -> None:
     one = coordinator(2, mesh_timeout_s=3.0)
     order = chunk_of(one.offer(offer(), 0.0))
