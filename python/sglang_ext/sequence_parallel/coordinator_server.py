@@ -21,14 +21,15 @@ from prometheus_client.registry import Collector
 from sglang_ext.policy.cdsp.orders import BuildMesh, DeclineReason
 from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
 from sglang_ext.sequence_parallel.messages import (
+    MAX_LINE_BYTES,
     AddressedMessage,
     Hello,
     MessageError,
     Refusal,
     VersionError,
     Welcome,
-    decode,
     encode,
+    receive_message,
 )
 from sglang_ext.sequence_parallel.pool_history import PoolStatus, PrefillEnd, PrefillRecord
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolProtocolError
@@ -39,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HELLO_TIMEOUT_S = 10.0
-# A line is at most an offer: a prompt of ten million tokens.
-MAX_LINE_BYTES = 2**27
 _LINGER_S = 1.0
 
 
@@ -120,7 +119,7 @@ class CoordinatorServer:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         """The number of a new member; None for one that has been refused."""
         try:
-            hello = decode(await asyncio.wait_for(reader.readline(), HELLO_TIMEOUT_S))
+            hello = await asyncio.wait_for(receive_message(reader), HELLO_TIMEOUT_S)
         except VersionError as error:
             self._refuse(writer, Refusal(str(error)))
             return None
@@ -142,8 +141,8 @@ class CoordinatorServer:
         return instance
 
     async def _listen_to(self, instance: int, reader: asyncio.StreamReader) -> None:
-        while (line := await reader.readline()) and instance in self._connections:
-            self._deliver(self._protocol.take(instance, decode(line), time.monotonic()))
+        while (message := await receive_message(reader)) is not None and instance in self._connections:
+            self._deliver(self._protocol.take(instance, message, time.monotonic()))
 
     def _deliver(self, messages: Sequence[AddressedMessage]) -> None:
         epochs: set[int] = set()

@@ -12,11 +12,13 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request
@@ -142,7 +144,7 @@ class PoolMember:
 
     def offer(
         self,
-        token_ids: tuple[int, ...],
+        token_ids: Sequence[int],
         cached_tokens: int,
         prefix_slots: torch.Tensor,
         *,
@@ -165,7 +167,8 @@ class PoolMember:
         if cached_tokens:
             shard.borrow((range(cached_tokens),), prefix_slots)
         self._cached_tokens[request] = cached_tokens
-        self._link.send(OfferMessage(request, token_ids, cached_tokens, waited_s, slack_s, destinations, room))
+        ids = array("i", np.asarray(token_ids, np.int32).tobytes())
+        self._link.send(OfferMessage(request, ids, cached_tokens, waited_s, slack_s, destinations, room))
         return request
 
     def withdraw(self, request: int) -> None:

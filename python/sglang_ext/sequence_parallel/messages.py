@@ -1,14 +1,24 @@
-"""Messages between a coordinator and the members of its long pool; one message is one line of JSON.
+"""Messages between a coordinator and the members of its long pool.
 
 A member sends a hello, reports, offers requests and answers orders. The coordinator sends the orders of
-`policy.cdsp.coordination`; what a member has to compute comes with its token ids.
+`policy.cdsp.orders`; what a member has to compute comes with its token ids.
+
+    ["ReportMessage",[[0.0,4096]]]⏎
+    ["ChunkOrder",[[…],null,[],true],2048]⏎ and 2048 bytes: 512 token ids
+
+A message is one line of JSON. Where it has token ids they follow it as little-endian int32, and the line ends with the
+number of their bytes: as JSON a prompt of a million tokens would hold up an event loop for a tenth of a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import sys
+from array import array
 from collections.abc import Callable, Sequence
+from io import BufferedReader
 from typing import Any, NamedTuple
 
 from sglang_ext.identifiers import BootstrapRoom, PoolRequest
@@ -26,7 +36,9 @@ from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+MAX_LINE_BYTES = 2**24
+MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
 
 
 class Destination(NamedTuple):
@@ -47,7 +59,7 @@ class AddressedMessage(NamedTuple):
 
 
 class MessageError(ValueError):
-    """A line that is no message of this version."""
+    """Bytes that are no message of this version, or not all of one."""
 
 
 class VersionError(MessageError):
@@ -96,7 +108,7 @@ class OfferMessage(NamedTuple):
     """A long prefill that came to this member."""
 
     request: PoolRequest
-    token_ids: tuple[int, ...]  # all that are to be in memory when the request is handed back
+    token_ids: array[int]  # int32; all that are to be in memory when the request is handed back
     cached_tokens: int
     waited_s: float
     slack_s: float | None  # until its deadline; None without one
@@ -139,7 +151,7 @@ class ChunkOrder(NamedTuple):
     """A chunk, and the ids of the tokens that this member computes."""
 
     chunk: RunChunk
-    token_ids: tuple[int, ...]
+    token_ids: array[int]  # int32
     destinations: tuple[Destination, ...] = ()  # where their KV goes
     is_overlapped: bool = True  # history travels behind the computation of earlier layers, not before it all
 
@@ -161,27 +173,103 @@ Message = FromMember | ToMember
 
 
 def encode(message: Message) -> bytes:
-    """One line, with its newline."""
-    # A record is a tuple, which JSON has as a list; only ranges and layouts of heads need help.
-    return json.dumps([type(message).__name__, message], default=_as_list, separators=(",", ":")).encode() + b"\n"
+    """One line, with its newline, and the payload behind it."""
+    payload = b""
+    if isinstance(message, OfferMessage | ChunkOrder):
+        payload = _little_endian(message.token_ids).tobytes()
+        message = message._replace(token_ids=_NO_TOKENS)
+    # A record is a tuple, which JSON has as a list; only ranges, layouts of heads and what is sent behind need help.
+    content = [type(message).__name__, message, *([len(payload)] if payload else [])]
+    return json.dumps(content, default=_as_json, separators=(",", ":")).encode() + b"\n" + payload
 
 
-def decode(line: bytes) -> Message:
-    """The message of a line. Raises MessageError; VersionError for a hello of another version."""
+class Head(NamedTuple):
+    """The line of a message, and how many bytes belong to it behind its newline."""
+
+    line: bytes  # its beginning, for errors
+    name: str
+    values: Any
+    payload_bytes: int
+
+
+def read_head(line: bytes) -> Head:
+    """What a line says. Raises MessageError."""
+    if len(line) > MAX_LINE_BYTES:
+        raise MessageError(f"a line of more than {MAX_LINE_BYTES} bytes")
     try:
-        name, values = json.loads(line, parse_constant=_refuse_constant)
-        return _DECODERS[name](values)
+        name, values, *rest = json.loads(line, parse_constant=_refuse_constant)
+        (payload_bytes,) = map(_count, rest or (0,))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise _no_message(line, error) from None
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise MessageError(f"{payload_bytes} bytes of payload; at most {MAX_PAYLOAD_BYTES} are taken")
+    return Head(line[:_SHOWN_BYTES], name, values, payload_bytes)
+
+
+def decode(head: Head, payload: bytes = b"") -> Message:
+    """The message of a line and its payload. Raises MessageError; VersionError for a hello of another version."""
+    if len(payload) != head.payload_bytes:
+        raise MessageError(f"{len(payload)} of {head.payload_bytes} bytes of payload")
+    try:
+        return _DECODERS[head.name](head.values, payload)
     except VersionError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise MessageError(f"not a message of version {PROTOCOL_VERSION}: {line[:80]!r} ({error})") from None
+        raise _no_message(head.line, error) from None
 
 
-def _as_list(value: object) -> list[int]:
+def read_message(stream: BufferedReader) -> Message | None:
+    """The next message of a blocking stream; None at its end. Raises MessageError, and what the stream raises."""
+    line = stream.readline(MAX_LINE_BYTES + 1)
+    if not line:
+        return None
+    head = read_head(line)
+    return decode(head, stream.read(head.payload_bytes) if head.payload_bytes else b"")
+
+
+async def receive_message(stream: asyncio.StreamReader) -> Message | None:
+    """The next message; None at the stream's end. Raises MessageError, and what the stream raises."""
+    try:
+        line = await stream.readline()
+    except ValueError:
+        raise MessageError("a line that is too long") from None
+    if not line:
+        return None
+    head = read_head(line)
+    if not head.payload_bytes:
+        return decode(head)
+    try:
+        return decode(head, await stream.readexactly(head.payload_bytes))
+    except asyncio.IncompleteReadError as error:
+        raise MessageError(f"{len(error.partial)} of {head.payload_bytes} bytes of payload") from None
+
+
+_SHOWN_BYTES = 80
+_NO_TOKENS = array("i")
+
+
+def _no_message(line: bytes, error: Exception) -> MessageError:
+    return MessageError(f"not a message of version {PROTOCOL_VERSION}: {line[:_SHOWN_BYTES]!r} ({error})")
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values
+
+
+def _token_ids(payload: bytes) -> array[int]:
+    return _little_endian(array("i", payload))
+
+
+def _as_json(value: object) -> list[int] | None:
     if isinstance(value, range):
         return [value.start, value.stop, value.step]
     if isinstance(value, HeadLayout):
         return [value.kv_heads, value.tp_size, value.stored_kv_heads]
+    if isinstance(value, array):
+        return None  # sent behind the line
     raise TypeError(f"{type(value).__name__} has no place in a message")
 
 
@@ -257,12 +345,12 @@ def _hello(values: Sequence[Any]) -> Hello:
     )
 
 
-def _offer(values: Sequence[Any]) -> OfferMessage:
-    request, token_ids, cached_tokens, waited_s, slack_s, destinations, room = values
+def _offer(values: Sequence[Any], payload: bytes) -> OfferMessage:
+    request, _, cached_tokens, waited_s, slack_s, destinations, room = values
     slack = None if slack_s is None else _number(slack_s, -math.inf)
     return OfferMessage(
         int(request),
-        _ints(token_ids),
+        _token_ids(payload),
         _count(cached_tokens),
         _number(waited_s),
         slack,
@@ -283,24 +371,24 @@ def _collect(values: Sequence[Any]) -> Collect:
     return Collect(int(sequence), int(epoch), int(request), int(owner), _ints(members), _moves(moves), int(first_tag))
 
 
-_DECODERS: dict[str, Callable[[Sequence[Any]], Message]] = {
-    "Hello": _hello,
-    "Welcome": lambda v: Welcome(int(v[0]), _text(v[1]), int(v[2]), _number(v[3])),
-    "Refusal": lambda v: Refusal(str(v[0])),
-    "Heartbeat": lambda v: Heartbeat(),
-    "ReportMessage": lambda v: ReportMessage(_report(v[0])),
+_DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
+    "Hello": lambda v, _: _hello(v),
+    "Welcome": lambda v, _: Welcome(int(v[0]), _text(v[1]), int(v[2]), _number(v[3])),
+    "Refusal": lambda v, _: Refusal(str(v[0])),
+    "Heartbeat": lambda v, _: Heartbeat(),
+    "ReportMessage": lambda v, _: ReportMessage(_report(v[0])),
     "OfferMessage": _offer,
-    "CancelMessage": lambda v: CancelMessage(int(v[0])),
-    "StepDone": lambda v: StepDone(int(v[0]), StepTimes(*map(_number, v[1]))),
-    "StepFailed": lambda v: StepFailed(int(v[0]), str(v[1])),
-    "Transferred": lambda v: Transferred(int(v[0]), _number(v[1]), _number(v[2])),
-    "MeshBuilt": lambda v: MeshBuilt(int(v[0])),
-    "MeshFailed": lambda v: MeshFailed(int(v[0]), str(v[1])),
-    "BuildMesh": lambda v: BuildMesh(int(v[0]), _ints(v[1])),
-    "ChunkOrder": lambda v: ChunkOrder(_chunk(v[0]), _ints(v[1]), _destinations(v[2]), bool(v[3])),
-    "Streamed": lambda v: Streamed(int(v[0]), _count(v[1]), bool(v[2])),
-    "Collect": _collect,
-    "RollBack": lambda v: RollBack(int(v[0]), int(v[1]), _ints(v[2])),
-    "Drop": lambda v: Drop(int(v[0]), _ints(v[1])),
-    "Decline": lambda v: Decline(int(v[0]), int(v[1]), DeclineReason(v[2])),
+    "CancelMessage": lambda v, _: CancelMessage(int(v[0])),
+    "StepDone": lambda v, _: StepDone(int(v[0]), StepTimes(*map(_number, v[1]))),
+    "StepFailed": lambda v, _: StepFailed(int(v[0]), str(v[1])),
+    "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),
+    "MeshBuilt": lambda v, _: MeshBuilt(int(v[0])),
+    "MeshFailed": lambda v, _: MeshFailed(int(v[0]), str(v[1])),
+    "BuildMesh": lambda v, _: BuildMesh(int(v[0]), _ints(v[1])),
+    "ChunkOrder": lambda v, payload: ChunkOrder(_chunk(v[0]), _token_ids(payload), _destinations(v[2]), bool(v[3])),
+    "Streamed": lambda v, _: Streamed(int(v[0]), _count(v[1]), bool(v[2])),
+    "Collect": lambda v, _: _collect(v),
+    "RollBack": lambda v, _: RollBack(int(v[0]), int(v[1]), _ints(v[2])),
+    "Drop": lambda v, _: Drop(int(v[0]), _ints(v[1])),
+    "Decline": lambda v, _: Decline(int(v[0]), int(v[1]), DeclineReason(v[2])),
 }

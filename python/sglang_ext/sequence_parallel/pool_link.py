@@ -24,8 +24,8 @@ from sglang_ext.sequence_parallel.messages import (
     ReportMessage,
     ToMember,
     Welcome,
-    decode,
     encode,
+    read_message,
 )
 from sglang_ext.sequence_parallel.ranks import Ranks
 from sglang_ext.waker import Waker
@@ -36,7 +36,6 @@ CONNECT_TIMEOUT_S = 10.0
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 5.0
 _BEATS = 4  # heartbeats per member timeout
-_WELCOME_MAX_BYTES = 2**16
 
 
 class PoolLink(Protocol):
@@ -149,7 +148,7 @@ class TcpLink:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(encode(hello))
             lines = sock.makefile("rb")
-            answer = decode(lines.readline(_WELCOME_MAX_BYTES))
+            answer = read_message(lines)
         except (OSError, MessageError) as error:
             sock.close()
             raise _JoinError(_reason(error)) from None
@@ -195,8 +194,7 @@ class _Session:
         """Read until the session ends; why it has."""
         self._writer.start()
         try:
-            while line := self._connection.lines.readline():
-                message = decode(line)
+            while (message := read_message(self._connection.lines)) is not None:
                 if not isinstance(message, Heartbeat):
                     self._inbox.append(message)  # type: ignore[arg-type]  # decoded from a coordinator
                     self._waker.notify()

@@ -252,7 +252,7 @@ class PoolProtocol:
         tokens, room = len(message.token_ids), message.room
         offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s)
         try:
-            self._token_ids[message.request] = array("i", message.token_ids)
+            self._token_ids[message.request] = message.token_ids
             # As an offer, where no router has announced it.
             orders = core.offer(offer, now_s) if room is None else core.claim(pool_ticket(room), offer, now_s)
         except (ValueError, OverflowError) as error:
@@ -475,5 +475,8 @@ class PoolProtocol:
         )
 
 
-def _of_positions(token_ids: array[int], positions: Positions) -> tuple[int, ...]:
-    return tuple(token for part in positions for token in token_ids[part.start : part.stop : part.step])
+def _of_positions(token_ids: array[int], positions: Positions) -> array[int]:
+    ids = array("i")
+    for part in positions:
+        ids += token_ids[part.start : part.stop : part.step]
+    return ids

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.common import evict_from_tree_cache
@@ -108,7 +109,7 @@ class SchedulerEngine:
             token_ids = [0]
             positions, slots = positions.new_zeros(1), slots.new_full((1,), _PADDING_SLOT)
         runner = self._runner
-        batch = _batch(torch.tensor(token_ids, dtype=torch.int64), positions, slots, runner.device)
+        batch = _batch(torch.from_numpy(np.array(token_ids, np.int64)), positions, slots, runner.device)
         backend = _ChunkBackend(runner, attention)
         with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
             output = runner.forward(batch)

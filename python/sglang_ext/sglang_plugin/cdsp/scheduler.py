@@ -138,7 +138,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             of_rank, targets = sender.share(cached_tokens, prefix_slots)
             destinations = tuple(itertools.chain.from_iterable(ranks.gather(of_rank)))
         number = member.offer(
-            tuple(request.origin_input_ids[:tokens]),
+            request.origin_input_ids[:tokens],
             cached_tokens,
             prefix_slots,
             waited_s=now_s - entry.arrival_s,

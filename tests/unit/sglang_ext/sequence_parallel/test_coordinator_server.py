@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -23,8 +24,8 @@ from sglang_ext.sequence_parallel.messages import (
     Refusal,
     ReportMessage,
     Welcome,
-    decode,
     encode,
+    receive_message,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
@@ -45,8 +46,7 @@ class Client(NamedTuple):
 
     async def read(self) -> Message | None:
         """The next message that is no heartbeat; None at the end."""
-        while line := await asyncio.wait_for(self.reader.readline(), 10):
-            message = decode(line)
+        while (message := await asyncio.wait_for(receive_message(self.reader), 10)) is not None:
             if not isinstance(message, Heartbeat):
                 return message
         return None
@@ -152,7 +152,9 @@ def test_a_connection_without_a_hello_is_no_member(line: bytes) -> None:
     serve(test)
 
 
-@pytest.mark.parametrize("line", [b"nonsense\n", encode(OfferMessage(2**40, (1, 2), 0, 0.0, None)), encode(hello("a"))])
+@pytest.mark.parametrize(
+    "line", [b"nonsense\n", encode(OfferMessage(2**40, array("i", (1, 2)), 0, 0.0, None)), encode(hello("a"))]
+)
 def test_a_bad_line_ends_the_connection_of_its_sender_alone(line: bytes) -> None:
     async def test(served: Served) -> None:
         good, bad = await served.join("good"), await served.join("bad")

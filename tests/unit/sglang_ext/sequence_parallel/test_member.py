@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -75,7 +76,7 @@ def chunk(
 ) -> ChunkOrder:
     """The whole prompt as one chunk; `token_ids` are those of the prompt."""
     layout, _ = lay_out({}, (range(len(token_ids)),), group, Interleaving.ZIGZAG)
-    mine = tuple(token_ids[p] for part in layout.new[group.index(instance)] for p in part)
+    mine = array("i", (token_ids[p] for part in layout.new[group.index(instance)] for p in part))
     return ChunkOrder(RunChunk(sequence, epoch, request, layout, 0), mine)
 
 

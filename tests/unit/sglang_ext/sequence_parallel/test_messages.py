@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+from array import array
 
 import pytest
 from hypothesis import given
@@ -21,6 +24,8 @@ from sglang_ext.policy.cdsp.orders import (
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.messages import (
+    MAX_LINE_BYTES,
+    MAX_PAYLOAD_BYTES,
     PROTOCOL_VERSION,
     CancelMessage,
     ChunkOrder,
@@ -41,6 +46,9 @@ from sglang_ext.sequence_parallel.messages import (
     Welcome,
     decode,
     encode,
+    read_head,
+    read_message,
+    receive_message,
 )
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
@@ -49,6 +57,7 @@ times = st.floats(0, 1e9)
 texts = st.text(st.characters(categories=["L", "N", "P"], include_characters=" "), min_size=1, max_size=20)
 reasons = st.text(max_size=30)
 several = st.lists(counts, max_size=4).map(tuple)
+token_ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9).map(lambda ids: array("i", ids))
 ranges = st.builds(lambda start, length, step: range(start, start + length, step), counts, counts, st.integers(1, 9))
 positions = st.lists(ranges, max_size=3).map(tuple)
 moves = st.lists(st.builds(KvMove, counts, counts, counts, counts, positions), max_size=3).map(tuple)
@@ -71,7 +80,7 @@ messages = st.one_of(
     st.just(Heartbeat()),
     st.builds(ReportMessage, reports),
     st.builds(
-        *(OfferMessage, counts, several, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
+        *(OfferMessage, counts, token_ids, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
         st.none() | st.integers(0, 2**63 - 1),
     ),
     st.builds(CancelMessage, counts),
@@ -80,7 +89,7 @@ messages = st.one_of(
     st.builds(MeshBuilt, counts),
     st.builds(MeshFailed, counts, reasons),
     st.builds(BuildMesh, counts, several),
-    st.builds(ChunkOrder, chunks, several, destinations),
+    st.builds(ChunkOrder, chunks, token_ids, destinations),
     st.builds(Streamed, counts, counts, st.booleans()),
     st.builds(Collect, counts, counts, counts, counts, several, moves, counts),
     st.builds(RollBack, counts, counts, several),
@@ -89,20 +98,72 @@ messages = st.one_of(
 )
 
 
-@given(messages)
-def test_every_message_comes_out_as_it_went_in(message: Message) -> None:
-    line = encode(message)
-    assert line.endswith(b"\n")
-    assert line.count(b"\n") == 1
-    again = decode(line)
-    assert again == message
-    assert type(again) is type(message)
+def read_all(stream: bytes) -> list[Message]:
+    """As the thread of a member's link reads it."""
+    reader, read = io.BufferedReader(io.BytesIO(stream)), []
+    while (message := read_message(reader)) is not None:
+        read.append(message)
+    return read
+
+
+async def receive_all(stream: bytes) -> list[Message]:
+    """As the coordinator's event loop reads it."""
+    reader, received = asyncio.StreamReader(limit=MAX_LINE_BYTES), []
+    reader.feed_data(stream)
+    reader.feed_eof()
+    while (message := await receive_message(reader)) is not None:
+        received.append(message)
+    return received
+
+
+@given(st.lists(messages, max_size=4))
+def test_every_message_comes_out_as_it_went_in(several: list[Message]) -> None:
+    stream = b"".join(map(encode, several))
+    for again in (read_all(stream), asyncio.run(receive_all(stream))):
+        assert again == several
+        assert list(map(type, again)) == list(map(type, several))
+
+
+@given(st.lists(messages, min_size=1, max_size=3), st.data())
+def test_a_stream_that_ends_within_a_message(several: list[Message], data: st.DataObject) -> None:
+    stream = b"".join(map(encode, several))
+    cut = data.draw(st.integers(len(stream) - len(encode(several[-1])) + 1, len(stream) - 1))
+    # The newline alone may be missing.
+    is_whole = stream[cut:] == b"\n"
+    for read in (read_all, lambda part: asyncio.run(receive_all(part))):
+        if is_whole:
+            assert read(stream[:cut]) == several
+        else:
+            with pytest.raises(MessageError):
+                read(stream[:cut])
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (b'["Heartbeat",[],%d]\n' % (MAX_PAYLOAD_BYTES + 1), "bytes of payload; at most"),
+        (b'["Heartbeat",[],-1]\n', "less than 0"),
+        (b'["Heartbeat",[],1,1]\n', "too many"),
+        (b'["OfferMessage",[1,null,0,0.0,null,[],null],3]\nabc', "multiple"),
+        (b'["OfferMessage",[1,null,0,0.0,null,[],null],8]\nabc', "3 of 8 bytes"),
+        (b" " * (MAX_LINE_BYTES + 2), "a line "),
+    ],
+)
+def test_payloads_and_lines_that_are_not_taken(stream: bytes, reason: str) -> None:
+    with pytest.raises(MessageError, match=reason):
+        read_all(stream)
+    with pytest.raises(MessageError, match=reason):
+        asyncio.run(receive_all(stream))
+
+
+def test_token_ids_are_little_endian() -> None:
+    assert encode(OfferMessage(1, array("i", [1, -2]), 0, 0.0, None)).endswith(b",8]\n\1\0\0\0\xfe\xff\xff\xff")
 
 
 @given(st.binary(max_size=60))
 def test_noise(line: bytes) -> None:
     with pytest.raises(MessageError):
-        decode(line)
+        decode(read_head(line))
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
@@ -114,7 +175,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=8), max_le
 )
 def test_what_has_the_form_of_a_message_but_not_its_content(name: str, content: object) -> None:
     try:
-        decode(json.dumps([name, content]).encode())
+        decode(read_head(json.dumps([name, content]).encode()))
     except MessageError:
         pass
 
@@ -129,9 +190,8 @@ def test_what_has_the_form_of_a_message_but_not_its_content(name: str, content: 
         b'["Report",[[1e999,1]]]',
         b'["Report",[[-1,1]]]',
         b'["Report",[[1,-1]]]',
-        b'["OfferMessage",[1,[1e999],0,0,null]]',
-        b'["OfferMessage",[1,[1],0,0,Infinity]]',
-        b'["OfferMessage",[1,[1],0,-1,null]]',
+        b'["OfferMessage",[1,null,0,0,Infinity,[],null]]',
+        b'["OfferMessage",[1,null,0,-1,null,[],null]]',
         b'["ChunkOrder",[[1,1,1,[[0],[],[[]],[[[0,4,0]]]],0],[]]]',
         b'["ChunkOrder",[[1,1,1,[[0],[],[[]],[[[4,0,-1]]]],0],[]]]',
         b'["Hello",[1,"a\\nb","n","m",2,1,[0,1]]]',
@@ -141,9 +201,9 @@ def test_what_has_the_form_of_a_message_but_not_its_content(name: str, content: 
 )
 def test_lines_that_would_do_harm(line: bytes) -> None:
     with pytest.raises(MessageError):
-        decode(line)
+        decode(read_head(line))
 
 
 def test_a_hello_of_another_version_is_known_as_such_whatever_else_it_says() -> None:
     with pytest.raises(VersionError, match=f"version 7 instead of {PROTOCOL_VERSION}"):
-        decode(b'["Hello",[7,{"name":"later"}]]')
+        decode(read_head(b'["Hello",[7,{"name":"later"}]]'))

@@ -23,8 +23,8 @@ from sglang_ext.sequence_parallel.messages import (
     ReportMessage,
     ToMember,
     Welcome,
-    decode,
     encode,
+    read_message,
 )
 from sglang_ext.sequence_parallel.pool_link import TcpLink
 from support.running_time import running_s
@@ -42,7 +42,9 @@ class Peer:
         self._lines: BufferedReader = connection.makefile("rb")
 
     def read(self) -> Message:
-        return decode(self._lines.readline())
+        message = read_message(self._lines)
+        assert message is not None
+        return message
 
     def write(self, *messages: ToMember) -> None:
         self.socket.sendall(b"".join(map(encode, messages)))

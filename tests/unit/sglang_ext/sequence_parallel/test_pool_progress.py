@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from sglang_ext.policy.cdsp.orders import RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
 from sglang_ext.policy.handshake.shards import HeadLayout
@@ -9,7 +11,7 @@ from sglang_ext.sequence_parallel.messages import AddressedMessage, Destination,
 from sglang_ext.sequence_parallel.pool_progress import StreamLedger
 
 WHERE = (Destination(77, "decode:1", 0, HeadLayout(2, 1, 2), 4),)
-OFFER = OfferMessage(5, tuple(range(100)), 10, 0.0, None, WHERE)
+OFFER = OfferMessage(5, array("i", range(100)), 10, 0.0, None, WHERE)
 
 
 def chunk(start: int, stop: int, group: tuple[int, ...], interleaving: Interleaving = Interleaving.ZIGZAG) -> RunChunk:

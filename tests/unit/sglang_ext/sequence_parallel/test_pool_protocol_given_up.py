@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def protocol_with_a_step() -> tuple[PoolProtocol, ChunkOrder]:
     protocol.tick(1.0)
     for instance in range(2):
         protocol.take(instance, MeshBuilt(2), 1.0)
-    out = protocol.take(0, OfferMessage(1, tuple(range(400)), 0, 0.0, None), 1.0)
+    out = protocol.take(0, OfferMessage(1, array("i", range(400)), 0, 0.0, None), 1.0)
     orders = [one.message for one in out if isinstance(one.message, ChunkOrder)]
     assert len(orders) == 2
     return protocol, orders[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from sglang_ext.identifiers import pool_request
@@ -29,7 +31,7 @@ from sglang_ext.sequence_parallel.tickets import (
     TicketTimes,
 )
 
-IDS = tuple(range(400))
+IDS = array("i", range(400))
 TIMES = StepTimes(1.0, 0.2, 0.1)
 
 
