@@ -91,6 +91,11 @@ class OwnerTransfer:
         """Whether others may still offer parts of it: not once this rank has offered the rest, or sends all of it."""
         return self._is_first and not self._is_rest_wanted
 
+    @property
+    def is_restarted(self) -> bool:
+        """Whether what others have sent of it is lost."""
+        return not self._is_first or self._handle.status.outcome is TransferOutcome.RESTARTED
+
     def offer_now(self, first_token: int, slots: Slots) -> None:
         """These positions are here and will not be sent by any other instance; before `offer_rest`."""
         source = self._source
@@ -116,6 +121,13 @@ class OwnerTransfer:
         rows = _Rows(first_token, slots if self._source.head_count else slots[:0], has_aux)
         self._rows.append(rows)
         self._deliver(rows)
+
+    def send_metadata(self, first_token: int, slots: Slots) -> None:
+        """Others have sent all that is wanted before `first_token`: the metadata are in place, and so is what is left,
+        in `slots`. Good for this attempt alone."""
+        self.offer_rest([range(first_token)])
+        if self._is_first:
+            self._deliver(_Rows(first_token, slots if self._source.head_count else slots[:0], True))
 
     def restart(self, reason: str) -> None:
         """What others send cannot be relied upon any more; ignored where they have not been relied upon."""

@@ -38,6 +38,7 @@ from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
     ChunkOrder,
+    Computed,
     Destination,
     MeshBuilt,
     MeshFailed,
@@ -46,6 +47,7 @@ from sglang_ext.sequence_parallel.messages import (
     StepDone,
     StepFailed,
     Streamed,
+    StreamFailed,
     ToMember,
     Transferred,
     Welcome,
@@ -77,7 +79,16 @@ class Collected(NamedTuple):
     streamed: Streamed | None = None
 
 
-Outcome = Declined | Collected
+class Sendable(NamedTuple):
+    """All of a request that was offered has been computed, and is on its way to decode; the pool keeps it until
+    `PoolMember.transferred`, or brings it after `PoolMember.stream_failed`."""
+
+    request: int
+    logits: torch.Tensor  # float32 [vocabulary], of its last row
+    streamed: Streamed
+
+
+Outcome = Declined | Collected | Sendable
 
 
 Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
@@ -116,6 +127,7 @@ class PoolMember:
         self._shards: dict[int, Shard] = {}
         self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
+        self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
         self._last_chunk: int | None = None  # its number; later steps moved KV alone
         self._steps: deque[ChunkOrder | Collect] = deque()
         self._meshes: dict[int, Mesh] = {}  # by epoch
@@ -174,14 +186,20 @@ class PoolMember:
     def withdraw(self, request: int) -> None:
         """The request has ended; what other members hold of it is dropped by the coordinator."""
         if self._session is not None:
-            self._cached_tokens.pop(request, None)
-            self._streamed.pop(request, None)
+            self._forget(request)
             self._streams.close(request)
             self._link.send(CancelMessage(request))
+
+    def stream_failed(self, request: int) -> None:
+        """What members have sent of an offered request cannot be relied upon: it shall be collected here."""
+        if self._session is not None:
+            self._link.send(StreamFailed(request))
 
     def transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
         """All KV of a request that was offered is at decode; see `Transferred`."""
         session = self._session
+        self._forget(request)
+        self._streams.close(request)
         # A coordinator that has given this instance another number since knows nothing of it.
         if session is not None and instance_of(request) == session.instance:
             self._link.send(Transferred(request, transfer_s, exposed_s))
@@ -240,6 +258,9 @@ class PoolMember:
                 self._streamed[order.request] = order
             if not order.is_intact:
                 self._streams.restart(order.request, "a member of the pool has failed")
+        elif isinstance(order, Computed):
+            if order.request in self._cached_tokens:
+                return self._sendable(order)
         elif isinstance(order, RollBack):
             if order.sequence == self._last_chunk:
                 self._streams.restart(order.request, "a chunk is computed again")
@@ -249,9 +270,24 @@ class PoolMember:
             self._drop(order.request)
         elif isinstance(order, Decline):
             self._drop(order.request)
-            if self._cached_tokens.pop(order.request, None) is not None:
-                return [Declined(order.request, order.reason, self._streamed.pop(order.request, None))]
+            if order.request in self._cached_tokens:
+                return [Declined(order.request, order.reason, self._forget(order.request))]
         return []
+
+    def _sendable(self, order: Computed) -> list[Outcome]:
+        streamed, logits = self._streamed.get(order.request), self._logits.get(order.request)
+        if order.logits is not None:
+            logits = torch.frombuffer(order.logits, dtype=torch.float32)
+        if logits is None or streamed is None:
+            self._link.send(StreamFailed(order.request))
+            return []
+        return [Sendable(order.request, logits, streamed)]
+
+    def _forget(self, request: int) -> Streamed | None:
+        """It is not a request of the pool any more; what members have sent of it."""
+        self._cached_tokens.pop(request, None)
+        self._logits.pop(request, None)
+        return self._streamed.pop(request, None)
 
     def _build(self, order: BuildMesh, session: Welcome, connected: deque[tuple[int, Mesh | MeshError]]) -> None:
         try:
@@ -282,7 +318,10 @@ class PoolMember:
             with all_ranks_or_raise(self.ranks, MeshError):
                 mesh = self._mesh_for(what)
             with mesh.step(what.sequence):
-                outcomes = self._compute(step, mesh, clock, reading)
+                if isinstance(step, ChunkOrder):
+                    logits, outcomes = self._compute(step, mesh, clock, reading), []
+                else:
+                    logits, outcomes = None, self._collect(step, mesh, clock)
         except STEP_ERRORS as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             if isinstance(step, ChunkOrder):
@@ -291,7 +330,7 @@ class PoolMember:
             self._meshes.pop(what.epoch, None)
             self._link.send(StepFailed(what.sequence, str(error)))
             return []
-        self._link.send(StepDone(what.sequence, clock.times()))
+        self._link.send(StepDone(what.sequence, clock.times(), logits))
         return outcomes
 
     def _mesh_for(self, step: RunChunk | Collect) -> Mesh:
@@ -305,39 +344,47 @@ class PoolMember:
             raise MeshError(f"the mesh of epoch {step.epoch} is gone")
         return mesh
 
-    def _compute(self, step: ChunkOrder | Collect, mesh: Mesh, clock: StepClock, reading: Reading) -> list[Outcome]:
+    def _compute(self, step: ChunkOrder, mesh: Mesh, clock: StepClock, reading: Reading) -> array[float] | None:
+        """The logits that the coordinator shall get: those of a prompt's last row, where it is another member's."""
+        assert self._session is not None
+        instance, chunk, layout = self._session.instance, step.chunk, step.chunk.layout
+        self._last_chunk = chunk.sequence
+        shard = self._shards.setdefault(chunk.request, Shard(self._streams.pool))
+        positions = layout.new[layout.group.index(instance)]
+        logits = run_chunk(
+            *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
+            is_overlapped=step.is_overlapped,
+            clock=clock,
+            sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
+            ranks=self.ranks,
+        )
+        if logits is None or not chunk.is_last:
+            return None
+        if instance_of(chunk.request) != instance:
+            return array("f", logits.cpu().numpy().tobytes())
+        if chunk.request in self._cached_tokens:
+            self._logits[chunk.request] = logits
+        return None
+
+    def _collect(self, step: Collect, mesh: Mesh, clock: StepClock) -> list[Outcome]:
         assert self._session is not None
         pool, instance = self._streams.pool, self._session.instance
-        if isinstance(step, ChunkOrder):
-            chunk, layout = step.chunk, step.chunk.layout
-            self._last_chunk = chunk.sequence
-            shard = self._shards.setdefault(chunk.request, Shard(pool))
-            positions = layout.new[layout.group.index(instance)]
-            run_chunk(
-                *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
-                is_overlapped=step.is_overlapped,
-                clock=clock,
-                sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
-                ranks=self.ranks,
-            )
-            return []
         shard = self._shards.setdefault(step.request, Shard(pool))
         moves, first_tag = step.moves, step.first_tag
         run_collect(pool, shard, moves, mesh, instance, first_tag, clock=clock, ranks=self.ranks)
         if step.owner != instance:
             return []
-        cached_tokens = self._cached_tokens.pop(step.request, None)
+        cached_tokens = self._cached_tokens.get(step.request)
         if cached_tokens is None:
             return []  # withdrawn meanwhile; `Drop` follows
         try:
             slots = shard.take_slots(cached_tokens)
         except KvPoolFullError:
-            self._cached_tokens[step.request] = cached_tokens
             shard.roll_back()
             raise
         del self._shards[step.request]
         self._streams.close(step.request)
-        return [Collected(step.request, slots, self._streamed.pop(step.request, None))]
+        return [Collected(step.request, slots, self._forget(step.request))]
 
     def _drop(self, request: int) -> None:
         self._streams.close(request)

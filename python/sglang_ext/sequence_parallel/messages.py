@@ -6,8 +6,10 @@ A member sends a hello, reports, offers requests and answers orders. The coordin
     ["ReportMessage",[[0.0,4096]]]⏎
     ["ChunkOrder",[[…],null,[],true],2048]⏎ and 2048 bytes: 512 token ids
 
-A message is one line of JSON. Where it has token ids they follow it as little-endian int32, and the line ends with the
-number of their bytes: as JSON a prompt of a million tokens would hold up an event loop for a tenth of a second.
+A message is one line of JSON. Where it has token ids or logits they follow it as little-endian int32 or float32, and
+the line ends with the number of their bytes: as JSON a prompt of a million tokens would hold up an event loop for a
+tenth
+of a second.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from io import BufferedReader
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sglang_ext.identifiers import BootstrapRoom, PoolRequest
 from sglang_ext.policy.cdsp.orders import (
@@ -36,7 +38,7 @@ from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_LINE_BYTES = 2**24
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
 
@@ -123,6 +125,7 @@ class CancelMessage(NamedTuple):
 class StepDone(NamedTuple):
     sequence: int
     times: StepTimes
+    logits: array[float] | None = None  # float32, of the prompt's last row; none where they are its own instance's
 
 
 class StepFailed(NamedTuple):
@@ -130,8 +133,14 @@ class StepFailed(NamedTuple):
     reason: str
 
 
+class StreamFailed(NamedTuple):
+    """What members have sent of a request of this member cannot be relied upon."""
+
+    request: int
+
+
 class Transferred(NamedTuple):
-    """All KV of a request of this member, which has left the pool, is at decode."""
+    """All KV of a request of this member is at decode."""
 
     request: int
     transfer_s: float  # from its offer to the pool on
@@ -165,10 +174,19 @@ class Streamed(NamedTuple):
     is_intact: bool
 
 
-FromMember = (
-    Hello | ReportMessage | OfferMessage | CancelMessage | StepDone | StepFailed | Transferred | MeshBuilt | MeshFailed
+class Computed(NamedTuple):
+    """To a request's own instance: all is computed, and members send all KV straight to decode."""
+
+    request: int
+    logits: array[float] | None  # float32, of its last row; none where this instance has computed them
+
+
+FromMember = (Hello | ReportMessage | OfferMessage | CancelMessage | StepDone | StepFailed) | (
+    StreamFailed | Transferred | MeshBuilt | MeshFailed
 )
-ToMember = Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Streamed | Collect | RollBack | Drop | Decline
+ToMember = (
+    Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Streamed | Computed | Collect | RollBack | Drop | Decline
+)
 Message = FromMember | ToMember
 
 
@@ -177,7 +195,8 @@ def encode(message: Message) -> bytes:
     payload = b""
     if isinstance(message, OfferMessage | ChunkOrder):
         payload = _little_endian(message.token_ids).tobytes()
-        message = message._replace(token_ids=_NO_TOKENS)
+    elif isinstance(message, StepDone | Computed) and message.logits is not None:
+        payload = _little_endian(message.logits).tobytes()
     # A record is a tuple, which JSON has as a list; only ranges, layouts of heads and what is sent behind need help.
     content = [type(message).__name__, message, *([len(payload)] if payload else [])]
     return json.dumps(content, default=_as_json, separators=(",", ":")).encode() + b"\n" + payload
@@ -245,14 +264,14 @@ async def receive_message(stream: asyncio.StreamReader) -> Message | None:
 
 
 _SHOWN_BYTES = 80
-_NO_TOKENS = array("i")
+_Number = TypeVar("_Number", int, float)
 
 
 def _no_message(line: bytes, error: Exception) -> MessageError:
     return MessageError(f"not a message of version {PROTOCOL_VERSION}: {line[:_SHOWN_BYTES]!r} ({error})")
 
 
-def _little_endian(values: array[int]) -> array[int]:
+def _little_endian(values: array[_Number]) -> array[_Number]:
     if sys.byteorder == "big":
         values = values[:]
         values.byteswap()
@@ -261,6 +280,10 @@ def _little_endian(values: array[int]) -> array[int]:
 
 def _token_ids(payload: bytes) -> array[int]:
     return _little_endian(array("i", payload))
+
+
+def _logits(payload: bytes) -> array[float] | None:
+    return _little_endian(array("f", payload)) if payload else None
 
 
 def _as_json(value: object) -> list[int] | None:
@@ -319,9 +342,9 @@ def _moves(values: Sequence[Any]) -> tuple[KvMove, ...]:
 
 
 def _chunk(values: Sequence[Any]) -> RunChunk:
-    sequence, epoch, request, (group, moves, history, new), first_tag = values
+    sequence, epoch, request, (group, moves, history, new), first_tag, is_last = values
     layout = ChunkLayout(_ints(group), _moves(moves), tuple(map(_positions, history)), tuple(map(_positions, new)))
-    return RunChunk(int(sequence), int(epoch), int(request), layout, int(first_tag))
+    return RunChunk(int(sequence), int(epoch), int(request), layout, int(first_tag), bool(is_last))
 
 
 def _report(values: Sequence[Any]) -> MemberReport:
@@ -379,14 +402,16 @@ _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     "ReportMessage": lambda v, _: ReportMessage(_report(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v, _: CancelMessage(int(v[0])),
-    "StepDone": lambda v, _: StepDone(int(v[0]), StepTimes(*map(_number, v[1]))),
+    "StepDone": lambda v, payload: StepDone(int(v[0]), StepTimes(*map(_number, v[1])), _logits(payload)),
     "StepFailed": lambda v, _: StepFailed(int(v[0]), str(v[1])),
+    "StreamFailed": lambda v, _: StreamFailed(int(v[0])),
     "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),
     "MeshBuilt": lambda v, _: MeshBuilt(int(v[0])),
     "MeshFailed": lambda v, _: MeshFailed(int(v[0]), str(v[1])),
     "BuildMesh": lambda v, _: BuildMesh(int(v[0]), _ints(v[1])),
     "ChunkOrder": lambda v, payload: ChunkOrder(_chunk(v[0]), _token_ids(payload), _destinations(v[2]), bool(v[3])),
     "Streamed": lambda v, _: Streamed(int(v[0]), _count(v[1]), bool(v[2])),
+    "Computed": lambda v, payload: Computed(int(v[0]), _logits(payload)),
     "Collect": lambda v, _: _collect(v),
     "RollBack": lambda v, _: RollBack(int(v[0]), int(v[1]), _ints(v[2])),
     "Drop": lambda v, _: Drop(int(v[0]), _ints(v[1])),

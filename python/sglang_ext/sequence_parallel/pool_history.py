@@ -26,6 +26,7 @@ class PrefillEnd(StrEnum):
     """How a request's time in the pool has ended, where it was not declined."""
 
     COLLECTED = "collected"  # its owner has the KV
+    STREAMED = "streamed"  # all of it went straight to decode
     CANCELLED = "cancelled"
     OWNER_LOST = "owner_lost"
 
@@ -97,6 +98,7 @@ class PrefillRecord:
     offered_s: float
     steps: list[StepRecord] = field(default_factory=list)
     is_cancelled: bool = False
+    computed_s: float | None = None  # when its own instance was told that all is computed, and on its way to decode
     ended_s: float | None = None
     outcome: Outcome | None = None
     transfer_s: float | None = None
@@ -160,6 +162,7 @@ class PoolStatus:
     requests: tuple[PrefillRecord, ...]  # that have not ended
     recent: tuple[PrefillRecord, ...]  # that have ended, latest last
     requests_collected: int
+    requests_streamed: int
     requests_declined: int
     members_lost: int
     cost_scale: float
@@ -178,7 +181,7 @@ class PoolHistory:
         self.chunks: Counter[int] = Counter()  # computed, by SP size
         self.steps_failed = 0
         self.tokens_computed = 0
-        self.prefill_s = 0.0  # of requests that were collected, from the offer on
+        self.prefill_s = 0.0  # of requests that were collected or streamed, from the offer on
         self.first_wait_s = 0.0  # of requests with a step that have ended, from the offer to the first one
         self.first_waits = 0
         self.member_s = {"compute": 0.0, "ring": 0.0, "rebalance": 0.0}  # of members in chunks
@@ -231,7 +234,7 @@ class PoolHistory:
         if wait_s is not None:
             self.first_wait_s += wait_s
             self.first_waits += 1
-        if outcome is PrefillEnd.COLLECTED:
+        if outcome in {PrefillEnd.COLLECTED, PrefillEnd.STREAMED}:
             self.prefill_s += now_s - record.offered_s
         return record
 
@@ -240,7 +243,7 @@ class PoolHistory:
         self.transfers += 1
         self.transfer_s["hidden"] += max(0.0, transfer_s - exposed_s)
         self.transfer_s["exposed"] += exposed_s
-        for record in reversed(self.ended):
+        for record in (*self.running.values(), *reversed(self.ended)):
             if record.request == request:
                 record.transfer_s, record.exposed_transfer_s = transfer_s, exposed_s
                 return

@@ -15,7 +15,17 @@ from typing import NamedTuple
 
 from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_ticket, room_of
 from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
-from sglang_ext.policy.cdsp.orders import Bind, BuildMesh, Collect, Decline, Offer, Order, PromptTicket, RunChunk
+from sglang_ext.policy.cdsp.orders import (
+    Bind,
+    BuildMesh,
+    Collect,
+    Decline,
+    Finish,
+    Offer,
+    Order,
+    PromptTicket,
+    RunChunk,
+)
 from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule, PrefillOrder
 from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
@@ -23,6 +33,7 @@ from sglang_ext.sequence_parallel.messages import (
     AddressedMessage,
     CancelMessage,
     ChunkOrder,
+    Computed,
     Heartbeat,
     Hello,
     MeshBuilt,
@@ -33,6 +44,7 @@ from sglang_ext.sequence_parallel.messages import (
     ReportMessage,
     StepDone,
     StepFailed,
+    StreamFailed,
     Transferred,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
@@ -143,6 +155,7 @@ class PoolProtocol:
         self._peers: dict[int, Peer] = {}
         self._nodes: dict[str, int] = {}
         self._token_ids: dict[int, array[int]] = {}  # by request
+        self._logits: dict[int, array[float]] = {}  # by request, of its last row
         self._steps = OpenSteps()
         self._streams = StreamLedger()
         self._next_instance = 0
@@ -227,8 +240,8 @@ class PoolProtocol:
                 if request in self.history.running:
                     self.history.running[request].is_cancelled = True
                 return core.cancel(request, now_s)
-            case StepDone(sequence, times):
-                self._answered(sequence, instance, now_s, times)
+            case StepDone(sequence, times, logits):
+                self._answered(sequence, instance, now_s, times, logits)
                 return core.done(instance, sequence, now_s)
             case StepFailed(sequence):
                 self._answered(sequence, instance, now_s, None)
@@ -236,7 +249,11 @@ class PoolProtocol:
             case Transferred(request, transfer_s, exposed_s):
                 self._check_owner(request, instance)
                 self.history.note_transferred(request, transfer_s, exposed_s)
-                return []
+                return core.transferred(request, now_s)
+            case StreamFailed(request):
+                self._check_owner(request, instance)
+                self._streams.broken(request)
+                return core.stream_failed(request, now_s)
             case MeshBuilt(epoch):
                 return core.mesh_built(instance, epoch, now_s)
             case MeshFailed(epoch):
@@ -250,7 +267,8 @@ class PoolProtocol:
         arrival_s = now_s - message.waited_s
         deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
         tokens, room = len(message.token_ids), message.room
-        offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s)
+        is_streamed = bool(message.destinations)
+        offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s, is_streamed)
         try:
             self._token_ids[message.request] = message.token_ids
             # As an offer, where no router has announced it.
@@ -342,6 +360,9 @@ class PoolProtocol:
                 self._steps.begin(order, record)
             if isinstance(order, RunChunk):
                 out += self._chunk_orders(order)
+            elif isinstance(order, Finish):
+                self.history.running[order.request].computed_s = now_s
+                out.append(AddressedMessage(order.owner, Computed(order.request, self._logits.get(order.request))))
             elif isinstance(order, Decline):
                 declined[order.request] = order.reason
                 out.append(AddressedMessage(order.owner, order))
@@ -371,7 +392,14 @@ class PoolProtocol:
         self.history.meshes_ordered += 1
         return [AddressedMessage(instance, order) for instance in order.members]
 
-    def _answered(self, sequence: int, instance: int, now_s: float, times: StepTimes | None) -> None:
+    def _answered(
+        self,
+        sequence: int,
+        instance: int,
+        now_s: float,
+        times: StepTimes | None,
+        logits: array[float] | None = None,
+    ) -> None:
         """A member has answered for a step; without times it has failed."""
         is_done = times is not None
         step = self._steps.answer(sequence, instance, now_s, is_done=is_done)
@@ -380,6 +408,8 @@ class PoolProtocol:
         if times is not None:
             step.record.note_times(instance, times, now_s)
         order = step.order
+        if logits is not None:
+            self._logits[order.request] = logits
         if times is None and isinstance(order, RunChunk):
             self._streams.broken(order.request)
         is_collected = isinstance(order, Collect) and order.owner == instance and is_done
@@ -406,10 +436,13 @@ class PoolProtocol:
         known = set(self._pool.coordinator.requests) if self._pool is not None else set()
         for request in [request for request in self._token_ids if request not in known]:
             del self._token_ids[request]
+            self._logits.pop(request, None)
             record = self.history.running.get(request)
             if record is not None:
                 is_lost = record.owner not in self._peers
                 gone = PrefillEnd.OWNER_LOST if is_lost else PrefillEnd.CANCELLED
+                if record.transfer_s is not None:
+                    gone = PrefillEnd.STREAMED
                 self._end(request, declined.get(request, gone), now_s)
 
     def _end(self, request: int, outcome: Outcome, now_s: float) -> None:
@@ -443,6 +476,7 @@ class PoolProtocol:
             tuple(history.running.values()),
             tuple(history.ended),
             history.outcomes[PrefillEnd.COLLECTED],
+            history.outcomes[PrefillEnd.STREAMED],
             sum(count for outcome, count in history.outcomes.items() if not isinstance(outcome, PrefillEnd)),
             history.members_lost,
             self._costs.scale,

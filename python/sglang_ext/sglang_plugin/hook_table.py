@@ -223,6 +223,15 @@ HOOK_TABLE: tuple[Hook, ...] = (
         is_for_pools=True,
     ),
     Hook(
+        name="cdsp-release",
+        why="a prefill whose KV other instances have sent to decode has none of its own; SGLang takes that for a fault",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.cdsp.ending:release_kv_cache",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.prefill.release_kv_cache"}),
+        needs_laps=True,
+        is_for_pools=True,
+    ),
+    Hook(
         name="prefill-graphs",
         why="upstream's prefill graphs go by tokens alone; those of short prefills by length and batch size",
         kind=HookKind.AROUND,

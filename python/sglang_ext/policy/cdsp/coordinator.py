@@ -26,6 +26,7 @@ from sglang_ext.policy.cdsp.orders import (
     Decline,
     DeclineReason,
     Drop,
+    Finish,
     MemberReport,
     Offer,
     Order,
@@ -151,6 +152,8 @@ class Coordinator:
             del self._announced[ticket]
         for one in list(self._requests.values()):
             running = one.running
+            if instance in one.involved:
+                one.stop_streaming()
             one.involved.discard(instance)
             if running is not None:
                 running.has_failed |= instance in running.waiting | running.done
@@ -240,6 +243,18 @@ class Coordinator:
         one.is_cancelled = True
         return [*self._settle(one), *self.plan(now_s)] if one.running is None else []
 
+    def stream_failed(self, request: int, now_s: float) -> list[Order]:
+        """Something of a request did not get to where it is wanted, or its owner has not been able to rely on it."""
+        one = self._requests.get(request)
+        if one is None:
+            return []
+        one.stop_streaming()
+        return self.plan(now_s)
+
+    def transferred(self, request: int, now_s: float) -> list[Order]:
+        """All of a request is where it is wanted: nothing of it has to be kept any more."""
+        return self.cancel(request, now_s)
+
     def done(self, instance: int, sequence: int, now_s: float) -> list[Order]:
         """A member has done its part of a step."""
         return self.done_together((instance,), sequence, now_s)
@@ -260,8 +275,8 @@ class Coordinator:
         kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
         for one in idle:
             if not one.todo:
-                orders += self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
-                if one.running is None and one.offer.request in self._requests:
+                orders += self._hand_back(one, now_s)
+                if one.running is None and not one.is_finishing and one.offer.request in self._requests:
                     holders = one.holders()
                     free_s = self._members.free_s(holders, now_s)
                     kept.update((instance, max(free_s, kept.get(instance, 0.0))) for instance in holders)
@@ -351,7 +366,8 @@ class Coordinator:
         positions = head(one.todo, tokens)
         layout, after = lay_out(one.held, positions, group, settings.interleaving, settings.page_tokens)
         tags = settings.layers * (len(layout.group) + len(layout.moves))
-        order = RunChunk(self._sequence(), self._epoch, one.offer.request, layout, self._tags(tags))
+        is_last = one.is_streamed and tokens == count_tokens(one.todo)
+        order = RunChunk(self._sequence(), self._epoch, one.offer.request, layout, self._tags(tags), is_last)
         one.group = group
         for instance in group:
             more = tokens_held(after, instance) - tokens_held(one.held, instance)
@@ -373,6 +389,15 @@ class Coordinator:
         tokens = min(placement.tokens, max(self._schedule.planner.options.min_chunk_tokens, fitting))
         factor = placement.compute_s / cost.predict_s(cached, placement.tokens)
         return tokens, cost.predict_s(cached, tokens) * factor
+
+    def _hand_back(self, one: SharedPrefill, now_s: float) -> list[Order]:
+        """Nothing is left to compute: its owner goes on with it, with or without its KV."""
+        if not one.is_streamed:
+            return self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
+        if one.is_finishing:
+            return []
+        one.is_finishing = True
+        return [Finish(one.offer.request, one.offer.owner)]
 
     def _collect_to_owner(self, one: SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
         """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
@@ -445,6 +470,7 @@ class Coordinator:
             orders.append(RollBack(order.sequence, order.request, back))
         one.held = running.before
         one.attempts += 1
+        one.stop_streaming()
         return [*orders, *self._settle(one)]
 
     def _settle(self, one: SharedPrefill) -> list[Order]:

@@ -17,6 +17,7 @@ class Offer(NamedTuple):
     cached_tokens: int
     arrival_s: float
     deadline_s: float  # absolute; infinity where there is none
+    is_streamed: bool = False  # members send their KV straight to where it is wanted: it need not come to the owner
 
 
 class PromptTicket(NamedTuple):
@@ -68,6 +69,7 @@ class RunChunk(NamedTuple):
     request: int
     layout: ChunkLayout
     first_tag: int
+    is_last: bool = False  # and the logits of its last row are wanted
 
 
 class Collect(NamedTuple):
@@ -80,6 +82,13 @@ class Collect(NamedTuple):
     members: tuple[int, ...]
     moves: tuple[KvMove, ...]
     first_tag: int
+
+
+class Finish(NamedTuple):
+    """To the owner: all is computed and on its way to where it is wanted. Members keep it until that has an end."""
+
+    request: int
+    owner: int
 
 
 class RollBack(NamedTuple):
@@ -105,4 +114,4 @@ class Decline(NamedTuple):
     reason: DeclineReason
 
 
-Order = BuildMesh | Bind | RunChunk | Collect | RollBack | Drop | Decline
+Order = BuildMesh | Bind | RunChunk | Finish | Collect | RollBack | Drop | Decline

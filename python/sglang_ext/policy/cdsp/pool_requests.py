@@ -38,6 +38,8 @@ class SharedPrefill:
     involved: set[int]  # instances that may know of it: its owner, and all that were given a step of it
     fastest_s: float  # of what is left
     work_s: float
+    is_streamed: bool  # nothing of it has failed that is on its way to where it is wanted
+    is_finishing: bool = False  # its owner has been told that all is computed
     running: RunningStep | None = None
     attempts: int = 0
     is_cancelled: bool = False
@@ -59,7 +61,12 @@ class SharedPrefill:
             {offer.owner},
             whole_s,
             least_work_s(candidates, offer.cached_tokens, new_tokens),
+            offer.is_streamed,
         )
+
+    def stop_streaming(self) -> None:
+        """What has been sent of it cannot be relied upon: its owner has to get everything."""
+        self.is_streamed = self.is_finishing = False
 
     @property
     def tokens(self) -> int:

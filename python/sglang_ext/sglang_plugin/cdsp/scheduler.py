@@ -1,9 +1,14 @@
 """A prefill instance of a long pool: its long prefills may be computed by several instances.
 
-A long request that has arrived is offered to the pool's coordinator and leaves the waiting queue. It comes back as it
-was (declined), or with nearly all of its KV in the prefix cache (collected); either way SGLang then goes on with it
-as with any other request. So whatever fails on the way costs time and nothing else, and sampling, log-probabilities,
-structured output and the transfer to decode are SGLang's own.
+A long request that has arrived is offered to the pool's coordinator and leaves the waiting queue. It comes back
+
+- as it was (declined), or with nearly all of its KV in the prefix cache (collected): SGLang goes on with it as with any
+  other request;
+- computed, with all of its KV on the way to decode (`ending.py`): SGLang samples its first token and waits for the
+  transfer's end, without any KV of it here. Where the transfer fails it goes back into the pool, to be collected.
+
+So whatever fails on the way costs time and nothing else, and sampling, structured output and the transfer to decode are
+SGLang's own.
 
 Between two batches of its own the scheduler takes part in at most one chunk of any member's request.
 """
@@ -26,8 +31,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
+from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember, Sendable
 from sglang_ext.sequence_parallel.messages import Destination
+from sglang_ext.sglang_plugin.cdsp.ending import sample, take_back
 from sglang_ext.sglang_plugin.cdsp.engine import build_member
 from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
@@ -56,6 +62,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
         self._shared: dict[int, _Shared] = {}
+        self._ending: dict[int, _Shared] = {}  # computed, and on their way to decode, without KV here
         self._sending: dict[int, HandshakeKVSender] = {}  # of requests that have come back, until all KV is at decode
         self._resumed: list[
             tuple[Any, Any]
@@ -78,6 +85,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             for outcome in member.turn():
                 self._resume(outcome)
             self._withdraw_failed(member)
+            self._follow_ending(member)
         plan = super().get_new_batch_prefill(running_batch)
         self._release_locks()
         if member is not None:
@@ -123,7 +131,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         entry.was_offered = True
         # What was found when it came may have been evicted since.
         match_kv_cache(request, self.tree_cache)
-        # The last token is the engine's: its logits are wanted.
+        # The last token is the engine's, unless all goes to decode without it: its logits are wanted.
         tokens = (len(request.origin_input_ids) - 1) // self.page_size * self.page_size
         if tokens <= request.prefix_len:
             return
@@ -137,6 +145,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if isinstance(sender, HandshakeKVSender) and ranks.all(sender.can_be_shared):
             of_rank, targets = sender.share(cached_tokens, prefix_slots)
             destinations = tuple(itertools.chain.from_iterable(ranks.gather(of_rank)))
+        if destinations:
+            tokens = len(request.origin_input_ids)
         number = member.offer(
             request.origin_input_ids[:tokens],
             cached_tokens,
@@ -152,6 +162,11 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     def _resume(self, outcome: Outcome) -> None:
         """A request that was shared goes on here."""
+        if isinstance(outcome, Sendable):
+            self._end(outcome)
+            return
+        if outcome.request in self._ending and not self._has_come_back(outcome.request):
+            return
         shared = self._shared.pop(outcome.request, None)
         if shared is None:
             return
@@ -183,6 +198,74 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if entry is not None and laps is not None:
             reclassify(request, entry, laps.policy, laps.now_s())
         self.waiting_queue.insert(0, request)
+
+    # ---------------------------------------------------------------- requests without KV here
+
+    def _end(self, outcome: Sendable) -> None:
+        """All of a request is on its way to decode: its first token, and then nothing but waiting."""
+        number, shared, member = outcome.request, self._shared.get(outcome.request), self._member
+        if shared is None or member is None:
+            return
+        request, sender = shared.request, shared.request.disagg_kv_sender
+        if not member.ranks.all(not sender.is_restarted):
+            member.stream_failed(number)
+            return
+        self._ending[number] = self._shared.pop(number)
+        request.cached_tokens = request.cached_tokens_device = shared.cached_tokens
+        batch, result = sample(self, request, outcome.logits)
+        self.process_batch_result_disagg_prefill(batch, result)
+
+    def _follow_ending(self, member: PoolMember) -> None:
+        """Those whose transfer has ended, and those that have to be sent anew."""
+        if not self._ending:
+            return
+        waiting = set(map(id, self.disagg_prefill_inflight_queue))
+        for number, shared in list(self._ending.items()):
+            if id(shared.request) not in waiting:
+                del self._ending[number]
+                self.tree_cache.unlock(shared.lock)
+                sender = shared.request.disagg_kv_sender
+                if sender.conclude_state == KVPoll.Success:
+                    member.transferred(number, *(sender.transfer_times or (0.0, 0.0)))
+                else:
+                    member.withdraw(number)
+        numbers = list(self._ending)
+        are_well = member.ranks.all_of([not self._ending[one].request.disagg_kv_sender.is_restarted for one in numbers])
+        for number, is_well in zip(numbers, are_well, strict=True):
+            if not is_well:
+                self._take_back(number)
+                member.stream_failed(number)
+
+    def _has_come_back(self, number: int) -> bool:
+        """The pool keeps it no more: whether it has to go on here, as its transfer has not ended."""
+        request, member = self._ending[number].request, self._member
+        if member is None or not any(one is request for one in self.disagg_prefill_inflight_queue):
+            return False
+        if member.ranks.all(request.disagg_kv_sender.poll() == KVPoll.Success):
+            return False
+        self._take_back(number)
+        return True
+
+    def _take_back(self, number: int) -> None:
+        """What has been sent is lost: the request is the pool's again, as it was before its first token."""
+        shared = self._shared[number] = self._ending.pop(number)
+        waiting = self.disagg_prefill_inflight_queue
+        self.disagg_prefill_inflight_queue = [one for one in waiting if one is not shared.request]
+        take_back(shared.request)
+
+    def _is_ending(self, request: Any) -> bool:
+        return any(shared.request is request for shared in self._ending.values())
+
+    def checkpoint_disagg_prefill(self, req: Any) -> None:
+        if not self._is_ending(req):
+            super().checkpoint_disagg_prefill(req)
+
+    def send_kv_chunk(self, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
+        if not self._is_ending(req):
+            super().send_kv_chunk(req, last_chunk, end_idx)
+            return
+        self.disagg_metadata_buffers.set_buf(req)
+        req.disagg_kv_sender.send_metadata(len(req.origin_input_ids))
 
     def _release_locks(self) -> None:
         """Requests that wait no more are locked by SGLang, or have ended."""
@@ -243,7 +326,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     def is_fully_idle(self, for_health_check: bool = False, *args: Any, **kwargs: Any) -> bool:
         member = self._member
-        is_ours = self._shared or (member is not None and member.is_busy and not for_health_check)
+        is_ours = self._shared or self._ending or (member is not None and member.is_busy and not for_health_check)
         return not is_ours and bool(super().is_fully_idle(for_health_check, *args, **kwargs))
 
     def held_requests(self) -> list[Any]:

@@ -158,6 +158,23 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         for outgoing in self._outgoing or ():
             outgoing.transfer.offer_rest(sent)
 
+    @property
+    def is_restarted(self) -> bool:
+        """Whether what others have sent cannot be relied upon any more, for one decode rank at least."""
+        return any(one.transfer.is_restarted for one in self._outgoing or ())
+
+    def send_metadata(self, end_tokens: int) -> None:
+        """Others have sent the whole prompt, which is `end_tokens` long: what decode gets from here is its metadata,
+        and the rest of its last page, which nobody reads."""
+        self._computed_s = time.perf_counter()
+        if self._transfer_start_time is None:
+            self._transfer_start_time = self._computed_s
+        rest = -end_tokens % self._page_size
+        for outgoing in self._outgoing or ():
+            outgoing.transfer.send_metadata(end_tokens, np.arange(rest, dtype=np.uint32))
+        if not self._outgoing:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
     def send_anew(self, reason: str) -> None:
         """Nothing of what others have sent can be relied upon: another attempt, in which this rank sends all."""
         for outgoing in self._outgoing or ():
