@@ -24,7 +24,7 @@ from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.shards import HeadLayout, TokenSpan
 from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
+from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember, Sendable
 from sglang_ext.sequence_parallel.messages import Destination
 from support.memory_pool import MemoryMember, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
@@ -116,6 +116,8 @@ class StreamingMember(MemoryMember):
         self.member = PoolMember(engine, self.link, wires.connect(), self._open)
         self.member.turn()  # joins
         self.sent: dict[int, _Sent] = {}
+        self.ending: set[int] = set()  # requests that are on their way to decode, and not here
+        self.logits: dict[int, torch.Tensor] = {}  # of those that were computed without being collected
 
     def offer_streamed(
         self,
@@ -153,6 +155,8 @@ class StreamingMember(MemoryMember):
         for outcome in self.member.turn():
             self.ended[outcome.request] = outcome
             self._go_on(outcome)
+        for request in list(self.ending):
+            self._follow(request)
         for sent in self.sent.values():
             if sent.slots is not None and sent.transfer.poll().stage in (Stage.COMPLETE, Stage.FAILED):
                 self.pool.free(sent.slots)
@@ -165,7 +169,33 @@ class StreamingMember(MemoryMember):
         handle = self.endpoint.open_sender(destination.room, destination.receiver, is_helper=True)
         return Target(handle, 0, KV_HEADS, destination.first_token)
 
+    def _follow(self, request: int) -> None:
+        transfer = self.sent[request].transfer
+        stage = transfer.poll().stage
+        if stage in (Stage.COMPLETE, Stage.FAILED) or transfer.is_restarted:
+            self.ending.discard(request)
+            if transfer.is_restarted:
+                self.member.stream_failed(request)
+                return
+            self.pool.free(self.offered[request][1])
+            if stage is Stage.COMPLETE:
+                self.member.transferred(request, 0.0, 0.0)
+            else:
+                self.member.withdraw(request)
+
     def _go_on(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Sendable):
+            transfer = self.sent[outcome.request].transfer
+            if transfer.is_restarted:
+                self.member.stream_failed(outcome.request)
+                return
+            self.logits[outcome.request] = outcome.logits
+            transfer.send_metadata(len(self.offered[outcome.request][0]), _slots(torch.empty(0, dtype=torch.int64)))
+            self.ending.add(outcome.request)
+            return
+        if outcome.request in self.ending and self.sent[outcome.request].transfer.poll().stage is Stage.COMPLETE:
+            return
+        self.ending.discard(outcome.request)
         token_ids, prefix = self.offered[outcome.request]
         sent, streamed = self.sent[outcome.request], outcome.streamed
         if streamed is None:

@@ -94,10 +94,19 @@ class ToyEngine:
 
 def kv_of(token_ids: Sequence[int]) -> torch.Tensor:
     """KV of a whole prompt as one instance computes it alone: [layers, 2, tokens, heads, size]."""
+    return _computed(token_ids)[0]
+
+
+def logits_of(token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits of the last row of a whole prompt, likewise."""
+    return _computed(token_ids)[1]
+
+
+def _computed(token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     pool = ToyPool(len(token_ids))
     slots = pool.allocate(len(token_ids))
-    ToyEngine(pool).forward(token_ids, torch.arange(len(token_ids)), slots, _WholePrompt(pool, slots))
-    return pool.kv(slots)
+    logits = ToyEngine(pool).forward(token_ids, torch.arange(len(token_ids)), slots, _WholePrompt(pool, slots))
+    return pool.kv(slots), logits
 
 
 class _WholePrompt:

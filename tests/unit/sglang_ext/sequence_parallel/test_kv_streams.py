@@ -26,7 +26,7 @@ from sglang_ext.sequence_parallel.shard import KvPoolFullError
 from support.handshake_process import wait_until
 from support.memory_pool import MemoryPool, Wires
 from support.streaming_pool import HEADS, Decode, StreamingMember
-from support.toy_engine import LAYERS, ToyPool, kv_of
+from support.toy_engine import LAYERS, ToyPool, kv_of, logits_of
 
 POOL_TOKENS = 640
 ROOM = 7
@@ -210,10 +210,15 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
             one.turn()
         time.sleep(0.01)
     assert [one.pool.free_tokens for one in members] == [POOL_TOKENS] * 3
+    assert not any(one.ending for one in members)
+    for one in members:
+        for request, logits in one.logits.items():
+            torch.testing.assert_close(logits, logits_of(one.offered[request][0]), atol=1e-4, rtol=0)
     assert decode.pool.free_tokens == 4096
     assert decode.endpoint.totals().unsettled_permits == 0
     if protocol.history.steps_failed == 0:
         assert all(one.attempts == 1 for one in decode.requests.values())
+        assert protocol.history.collect_s == 0.0 or protocol.status(0.0).requests_declined
         assert sum(one.endpoint.totals().written_bytes > 0 for one in members) > 1
 
 

@@ -29,6 +29,7 @@ from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     CancelMessage,
     ChunkOrder,
+    Computed,
     Destination,
     Heartbeat,
     Hello,
@@ -42,6 +43,8 @@ from sglang_ext.sequence_parallel.messages import (
     StepDone,
     StepFailed,
     Streamed,
+    StreamFailed,
+    Transferred,
     VersionError,
     Welcome,
     decode,
@@ -64,7 +67,10 @@ moves = st.lists(st.builds(KvMove, counts, counts, counts, counts, positions), m
 layouts = st.builds(
     ChunkLayout, several, moves, st.lists(positions, max_size=3).map(tuple), st.lists(positions, max_size=3).map(tuple)
 )
-chunks = st.builds(RunChunk, counts, counts, counts, layouts, counts)
+chunks = st.builds(RunChunk, counts, counts, counts, layouts, counts, st.booleans())
+logits = st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=5).map(
+    lambda values: array("f", values)
+)
 reports = st.builds(MemberReport, times, counts)
 layouts_of_heads = st.builds(
     lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)
@@ -84,7 +90,10 @@ messages = st.one_of(
         st.none() | st.integers(0, 2**63 - 1),
     ),
     st.builds(CancelMessage, counts),
-    st.builds(StepDone, counts, st.builds(StepTimes, times, times, times)),
+    st.builds(StepDone, counts, st.builds(StepTimes, times, times, times), logits),
+    st.builds(StreamFailed, counts),
+    st.builds(Transferred, counts, times, times),
+    st.builds(Computed, counts, logits),
     st.builds(StepFailed, counts, reasons),
     st.builds(MeshBuilt, counts),
     st.builds(MeshFailed, counts, reasons),
@@ -205,5 +214,5 @@ def test_lines_that_would_do_harm(line: bytes) -> None:
 
 
 def test_a_hello_of_another_version_is_known_as_such_whatever_else_it_says() -> None:
-    with pytest.raises(VersionError, match=f"version 7 instead of {PROTOCOL_VERSION}"):
-        decode(read_head(b'["Hello",[7,{"name":"later"}]]'))
+    with pytest.raises(VersionError, match=f"version 99 instead of {PROTOCOL_VERSION}"):
+        decode(read_head(b'["Hello",[99,{"name":"later"}]]'))

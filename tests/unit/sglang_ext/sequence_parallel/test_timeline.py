@@ -58,7 +58,7 @@ def status(**changes: object) -> dict[str, Any]:
     former = (FormerMember(2, "c", 117.0, "was killed"), FormerMember(9, "x", 1.0, "long ago"))
     pool = PoolProtocol(PoolSettings(), PoolCosts(prior_candidates((1, 2)))).status(120.0)
     full = PoolStatus(
-        *(120.0, "m", 3, True, members, (second,), (never, first), 1, 0, 2, 1.0, 0.05, former),
+        *(120.0, "m", 3, True, members, (second,), (never, first), 1, 0, 0, 2, 1.0, 0.05, former),
     )
     assert set(describe_status(pool)) == set(describe_status(full))
     return {**json.loads(json.dumps(describe_status(full))), **changes}

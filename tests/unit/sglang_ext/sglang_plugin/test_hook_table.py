@@ -39,7 +39,7 @@ def test_latest_column_that_is_not_newer_counts(installed: tuple[int, int, int],
 def test_what_the_oldest_version_does_without() -> None:
     missing = {hook.name for hook in HOOK_TABLE if hook.target_in(V17) is None}
     assert missing == {
-        *("prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler"),
+        *("prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler", "cdsp-release"),
         *("scoring-metadata", "scoring-finish", "hint-guard-generate"),
     }
 

@@ -17,6 +17,7 @@ from sglang_ext.policy.cdsp.orders import (
     Decline,
     DeclineReason,
     Drop,
+    Finish,
     MemberReport,
     Offer,
     Order,
@@ -492,6 +493,60 @@ def test_tickets_that_make_no_sense(bad: PromptTicket) -> None:
         one.announce(ticket(), 0.0)
 
 
+def streamed(instances: int = 4) -> tuple[Coordinator, RunChunk, list[Order]]:
+    """A request that was sent to decode while it was computed, and what followed its only chunk."""
+    one = coordinator(instances)
+    order = chunk_of(one.offer(offer()._replace(is_streamed=True), 0.0))
+    return one, order, one.done_together(order.layout.group, order.sequence, 1.0)
+
+
+def test_what_is_streamed_is_not_collected() -> None:
+    one, order, after = streamed()
+    assert order.is_last
+    assert after == [Finish(1, 0)]
+    assert one.plan(2.0) == []
+    assert one.held_by(1) == 1000, "kept until it is at decode"
+    (last,) = one.transferred(1, 3.0)
+    assert isinstance(last, Drop)
+    assert sorted(last.members) == [0, 1, 2, 3]
+    assert one.requests == ()
+
+
+def test_others_are_computed_while_one_is_on_its_way() -> None:
+    one, _, _ = streamed()
+    assert sorted(chunk_of(one.offer(offer(2, owner=1), 1.5)).layout.group) == [0, 1, 2, 3]
+
+
+def test_what_did_not_arrive_is_collected() -> None:
+    one, _, _ = streamed()
+    (collect,) = one.stream_failed(1, 2.0)
+    assert isinstance(collect, Collect)
+    assert collect.members == (0, 1, 2, 3)
+    assert one.stream_failed(1, 2.0) == []
+
+
+def test_a_member_lost_before_all_has_arrived_is_computed_again_and_collected() -> None:
+    one, _, _ = streamed(5)
+    build, *_ = one.lose(2, 2.0)
+    assert isinstance(build, BuildMesh)
+    again = chunk_of([order for instance in (0, 1, 3, 4) for order in one.mesh_built(instance, build.epoch, 2.1)])
+    assert sum(len(part) for positions in again.layout.new for part in positions) == 1000
+    assert not again.is_last, "nobody wants its logits"
+    after = one.done_together(again.layout.group, again.sequence, 3.0)
+    assert [type(order) for order in after] == [Collect]
+
+
+def test_a_chunk_that_fails_ends_the_streaming() -> None:
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer()._replace(is_streamed=True), 0.0))
+    one.failed(1, order.sequence, 1.0)
+    one.done(0, order.sequence, 1.0)
+    orders = [more for instance in (0, 1) for more in one.mesh_built(instance, one.epoch, 1.1)]
+    again = chunk_of(orders)
+    assert not again.is_last
+    assert [type(more) for more in one.done_together(again.layout.group, again.sequence, 2.0)] == [Collect]
+
+
 class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
@@ -510,6 +565,7 @@ class SimulatedCluster:
         self.arrived: set[int] = set()  # collecting steps whose owner has everything
         self.announced: dict[int, Offer] = {}  # by ticket
         self.bound: list[Bind] = []
+        self.sending: set[int] = set()  # requests whose owner waits for their transfer
         for instance in range(4):
             self.join(instance)
 
@@ -529,6 +585,12 @@ class SimulatedCluster:
                 assert order.ticket in self.announced
                 self.bound.append(order)
                 continue
+            if isinstance(order, Finish):
+                held = [one for (_, request), one in self.held.items() if request == order.request]
+                have = sorted(p for segments in held for part in positions_of(segments) for p in part)
+                assert have == list(range(self.offers[order.request].tokens))
+                self.mail[order.owner].append(order)
+                continue
             to = order.layout.group if isinstance(order, RunChunk) else order.members
             for instance in to:
                 if instance in self.mail:
@@ -540,11 +602,13 @@ class SimulatedCluster:
     def end(self, request: int, how: str) -> None:
         assert request not in self.ended, "a request ends twice"
         self.ended[request] = how
+        self.sending.discard(request)
 
     def offer(self, request: int) -> None:
         owner = self.random.choice(list(self.mail))
         tokens = self.random.choice((self.random.randrange(2, 8), self.random.randrange(200, 3000)))
         one = Offer(request, owner, tokens, self.random.choice((0, 0, tokens // 3)), self.now_s, math.inf)
+        one = one._replace(is_streamed=self.random.random() < 0.5)
         if self.random.random() < 0.4:
             self.announced[-request] = one._replace(cached_tokens=0)
             self.deliver(self.coordinator.announce(PromptTicket(-request, tokens, 0, self.now_s, math.inf), self.now_s))
@@ -579,6 +643,18 @@ class SimulatedCluster:
         for request, one in self.offers.items():
             if one.owner == instance and request not in self.ended:
                 self.ended[request] = "owner lost"
+                self.sending.discard(request)
+
+    def end_transfer(self, request: int, *, may_fail: bool) -> None:
+        """Something has become of a transfer that an owner waits for."""
+        self.sending.discard(request)
+        how = self.random.choice(("streamed", "failed", "aborted")) if may_fail else "streamed"
+        if how == "failed":
+            self.deliver(self.coordinator.stream_failed(request, self.now_s))
+            return
+        self.end(request, how)
+        event = self.coordinator.transferred if how == "streamed" else self.coordinator.cancel
+        self.deliver(event(request, self.now_s))
 
     def work(self, instance: int, may_fail: bool) -> None:
         order = self.mail[instance].popleft()
@@ -591,6 +667,9 @@ class SimulatedCluster:
         elif isinstance(order, RollBack):
             if (instance, order.request) in self.held:  # an owner that has gone on does not look back
                 self.held[instance, order.request] = self.before[instance, order.request]
+        elif isinstance(order, Finish):
+            if order.request not in self.ended:
+                self.sending.add(order.request)
         elif isinstance(order, Drop):
             self.held.pop((instance, order.request), None)
         elif isinstance(order, RunChunk | Collect):
@@ -645,6 +724,8 @@ class SimulatedCluster:
             busy = [instance for instance, mail in self.mail.items() if mail]
             if busy:
                 self.work(self.random.choice(busy), may_fail=False)
+            elif self.sending:
+                self.end_transfer(min(self.sending), may_fail=False)
             elif self.bound:
                 self.claim(self.bound[0])
             elif self.coordinator.requests or self.coordinator.tickets:
@@ -665,6 +746,8 @@ def test_any_history_ends(seed: int) -> None:
                 cluster.work(cluster.random.choice(busy), may_fail=True)
             if cluster.bound and cluster.random.random() < 0.3:
                 cluster.claim(cluster.random.choice(cluster.bound))
+            if cluster.sending and cluster.random.random() < 0.1:
+                cluster.end_transfer(cluster.random.choice(sorted(cluster.sending)), may_fail=True)
         chance = cluster.random.random()
         if chance < 0.1 and len(cluster.mail) > 1:
             cluster.kill(cluster.random.choice(list(cluster.mail)))
@@ -677,6 +760,7 @@ def test_any_history_ends(seed: int) -> None:
         elif chance < 0.35 and cluster.coordinator.requests:
             victim = cluster.random.choice(cluster.coordinator.requests)
             cluster.ended.setdefault(victim, "cancelled")
+            cluster.sending.discard(victim)
             cluster.deliver(cluster.coordinator.cancel(victim, cluster.now_s))
         if cluster.mail:
             cluster.offer(request)
@@ -692,4 +776,4 @@ def test_most_requests_are_shared_when_nothing_fails() -> None:
     for request in range(1, 10):
         cluster.offer(request)
         cluster.quiet_down()
-    assert {how for request, how in cluster.ended.items() if cluster.offers[request].tokens >= 200} == {"whole"}
+    assert {how for request, how in cluster.ended.items() if cluster.offers[request].tokens >= 200} == {"whole", "streamed"}
