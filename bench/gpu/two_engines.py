@@ -183,7 +183,9 @@ def pool(engines: Engines, found: dict[str, Any]) -> Ask:
         return greedy(members[number % 2], decode, prompt, NEW_TOKENS)
 
     found["backend"] = "handshake"
-    found["finish"] = lambda: {"shared": coordinator.status()["requests_collected"]}
+    found["finish"] = lambda: {
+        "shared": sum(coordinator.status()[name] for name in ("requests_collected", "requests_streamed"))
+    }
     return ask
 
 

@@ -57,11 +57,6 @@ class LongPool:
         self.coordinator = coordinator
         self.pairs = pairs
 
-    @property
-    def collected(self) -> int:
-        count: int = self.coordinator.status()["requests_collected"]
-        return count
-
     def free_tokens(self) -> list[int]:
         for pair in self.pairs:
             pair.prefill.wait_idle()
@@ -133,14 +128,14 @@ def pool(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterato
 
 
 def test_every_instance_sends_what_it_computes(pool: LongPool) -> None:
-    free, before, collected = pool.free_tokens(), pool.written_bytes(), pool.collected
+    free, before, shared = pool.free_tokens(), pool.written_bytes(), pool.coordinator.shared
     lengths = (300, 401, 511, 900, 1504, 1990)
     for number, tokens in enumerate(lengths):
         assert pool.pairs[number % 3].send(tokens, seed=100 + number).is_exact(), tokens
     # Whether it pays is the planner's to say; nearly always it does.
-    assert pool.collected > collected + len(lengths) // 2
+    assert pool.coordinator.shared > shared + len(lengths) // 2
     sent = [now - then for now, then in zip(pool.written_bytes(), before, strict=True)]
-    times = [one["times"] for one in pool.coordinator.status()["recent"] if one["outcome"] == "collected"]
+    times = [one["times"] for one in pool.coordinator.status()["recent"] if one["outcome"] == "streamed"]
     assert all(0 <= one["exposed_transfer_s"] < one["transfer_s"] < 60 for one in times), times
     page = pool.setting.page_tokens
     # Each row once, from whichever member it came.
@@ -252,10 +247,9 @@ def test_a_killed_member_costs_time_only(mortal: LongPool, threads: ThreadPoolEx
     assert owner.send(LONG, seed=700).is_exact()
     # A helper in the middle of its transfer: all is computed, and decode takes nothing.
     one, held = held_back(mortal, owner, other, 710)
-    collected = mortal.collected
     with stopped(decode):
         held.close()
-        mortal.coordinator.wait_for(lambda status: status["requests_collected"] > collected)
+        mortal.coordinator.wait_for(lambda status: any(one["computed_s"] is not None for one in status["requests"]))
         helper.prefill.kill()
     assert one.is_exact()
     # What had left the helper before it died needs no second transfer.

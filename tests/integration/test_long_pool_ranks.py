@@ -85,7 +85,7 @@ def wait_for_chunk(coordinator: Coordinator, ended: int) -> None:
 
 
 def ended_requests(status: dict[str, Any]) -> int:
-    count: int = status["requests_collected"] + status["requests_declined"]
+    count: int = status["requests_collected"] + status["requests_streamed"] + status["requests_declined"]
     return count
 
 
@@ -112,7 +112,7 @@ def test_one_prompt_on_two_instances_of_two_ranks(pool: list[Pair], coordinator:
     for seed, pair in enumerate(pool * 3):
         assert is_exact(pair.send(LONG + 37 * seed, seed=100 + seed))
     after = coordinator.status()
-    assert after["requests_collected"] == before["requests_collected"] + 6
+    assert after["requests_streamed"] == before["requests_streamed"] + 6
     assert any(len(step["members"]) == 2 for request in after["recent"] for step in request["steps"])
     check_clean(pool, free)
 
@@ -121,11 +121,11 @@ def test_all_ranks_send_what_they_compute(pool: list[Pair], coordinator: Coordin
     def written_bytes() -> list[float]:
         return [settled(pair.prefill, "written_bytes_total") for pair in pool]
 
-    before, collected = written_bytes(), coordinator.status()["requests_collected"]
+    before, shared = written_bytes(), coordinator.shared
     lengths = (300, 511, 900, 1504)
     for number, tokens in enumerate(lengths):
         assert is_exact(pool[number % 2].send(tokens, seed=150 + number)), tokens
-    assert coordinator.status()["requests_collected"] > collected
+    assert coordinator.shared > shared
     sent = [now - then for now, then in zip(written_bytes(), before, strict=True)]
     # Each row once, from whichever rank it came; padding does not travel.
     whole = sum(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS for tokens in lengths) * TOKEN_BYTES
@@ -137,9 +137,9 @@ def test_all_ranks_send_what_they_compute(pool: list[Pair], coordinator: Coordin
 def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) -> None:
     first = pool[0].send(400, seed=7)
     assert is_exact(first)
-    before = coordinator.status()["requests_collected"]
+    before = coordinator.shared
     assert is_exact(pool[0].send(LONG + 100, seed=8, prefix=first.prompt))
-    assert coordinator.status()["requests_collected"] == before + 1
+    assert coordinator.shared == before + 1
 
 
 def test_many_at_once_with_short_ones_between(pool: list[Pair]) -> None:

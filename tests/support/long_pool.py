@@ -102,6 +102,13 @@ class Coordinator:
             status: dict[str, Any] = json.load(reply)
         return status
 
+    @property
+    def shared(self) -> int:
+        """How many prompts members have computed."""
+        status = self.status()
+        count: int = status["requests_collected"] + status["requests_streamed"]
+        return count
+
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition(self.status()):

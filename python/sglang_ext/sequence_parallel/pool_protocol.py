@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_ticket, room_of
-from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
+from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
+from sglang_ext.policy.cdsp.coordinator import Coordinator
 from sglang_ext.policy.cdsp.orders import (
     Bind,
     BuildMesh,

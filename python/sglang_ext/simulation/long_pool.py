@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
+from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
+from sglang_ext.policy.cdsp.coordinator import Coordinator
 from sglang_ext.policy.cdsp.orders import (
     Bind,
     BuildMesh,

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
+from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.orders import (
     Bind,
     BuildMesh,
@@ -43,7 +43,6 @@ from sglang_ext.policy.cdsp.pool_schedule import (
 )
 from sglang_ext.policy.cdsp.price_planner import Placement, PricePlanner
 from sglang_ext.policy.cdsp.sharding import (
-    Interleaving,
     KvSegment,
     count_tokens,
     gather,
@@ -55,23 +54,6 @@ from sglang_ext.policy.cdsp.sharding import (
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 
 _TAG_SPACE = 2**31 - 1
-
-
-class CoordinationSettings(NamedTuple):
-    """What does not change while a pool is served."""
-
-    layers: int  # of the model: every layer of a transfer has a tag
-    page_tokens: int = 1
-    interleaving: Interleaving = Interleaving.ZIGZAG
-    max_attempts: int = 3  # failed chunks of a request before its own instance computes it alone
-    mesh_timeout_s: float = 5.0  # so long a request waits for a mesh; then its own instance computes it alone
-    room_timeout_s: float = 30.0  # so long it waits for a group that can hold it, while others are computed
-    bind_ahead_s: float = 0.05  # a prompt is given to an instance so long before its turn, and
-    bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after so long
-    short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting; longer work does, but
-    backlog_timeout_s: float = 5.0  # where nothing else runs, not longer than this
-    chunk_s: float | None = None  # longest time of a chunk, or
-    chunk_overheads: float = 10.0  # this many times what every chunk on its group costs anew if that is more
 
 
 class Coordinator:

@@ -55,7 +55,7 @@ def sample(scheduler: Any, request: Any, logits: torch.Tensor) -> tuple[Any, Any
 
 
 def take_back(request: Any) -> None:
-    """The request is as before its first token, of which nobody has heard."""
+    """The request is as before its first token, which has not left this instance."""
     if request.grammar is not None:
         request.grammar.rollback(1)
         request.grammar.finished = False

@@ -58,6 +58,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     _member: PoolMember | None = None  # None until everything that it needs has been set up
     _min_tokens = 0
+    disagg_prefill_inflight_queue: list[Any]
 
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()

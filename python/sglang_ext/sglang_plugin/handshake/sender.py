@@ -165,7 +165,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     def send_metadata(self, end_tokens: int) -> None:
         """Others have sent the whole prompt, which is `end_tokens` long: what decode gets from here is its metadata,
-        and the rest of its last page, which nobody reads."""
+        and the rest of its last page, which is never read."""
         self._computed_s = time.perf_counter()
         if self._transfer_start_time is None:
             self._transfer_start_time = self._computed_s

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.cdsp.coordinator import CoordinationSettings, Coordinator
+from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
+from sglang_ext.policy.cdsp.coordinator import Coordinator
 from sglang_ext.policy.cdsp.orders import (
     Bind,
     BuildMesh,
@@ -531,7 +532,7 @@ def test_a_member_lost_before_all_has_arrived_is_computed_again_and_collected() 
     assert isinstance(build, BuildMesh)
     again = chunk_of([order for instance in (0, 1, 3, 4) for order in one.mesh_built(instance, build.epoch, 2.1)])
     assert sum(len(part) for positions in again.layout.new for part in positions) == 1000
-    assert not again.is_last, "nobody wants its logits"
+    assert not again.is_last, "its logits are not wanted any more"
     after = one.done_together(again.layout.group, again.sequence, 3.0)
     assert [type(order) for order in after] == [Collect]
 
@@ -776,4 +777,7 @@ def test_most_requests_are_shared_when_nothing_fails() -> None:
     for request in range(1, 10):
         cluster.offer(request)
         cluster.quiet_down()
-    assert {how for request, how in cluster.ended.items() if cluster.offers[request].tokens >= 200} == {"whole", "streamed"}
+    assert {how for request, how in cluster.ended.items() if cluster.offers[request].tokens >= 200} == {
+        "whole",
+        "streamed",
+    }
