@@ -90,14 +90,22 @@ CASES = (
 HEAD = 5  # which of eight a rank with one has
 
 
+def aligned_pool(heads: int) -> npt.NDArray[np.uint8]:
+    """K and V of each layer, at a multiple of 64 bytes, as PyTorch's allocators give it."""
+    shape = (2 * LAYERS, SLOTS, heads * HEAD_BYTES)
+    memory = np.empty(int(np.prod(shape)) + 63, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + int(np.prod(shape))].reshape(shape)
+
+
 class Rank:
     """Pools with one and with eight heads, and an endpoint for each and each transport."""
 
     def __init__(self, seed: int) -> None:
         draw = np.random.default_rng(seed)
-        self.pools = {
-            heads: draw.integers(0, 256, (2 * LAYERS, SLOTS, heads * HEAD_BYTES), np.uint8) for heads in (1, ALL_HEADS)
-        }
+        self.pools = {heads: aligned_pool(heads) for heads in (1, ALL_HEADS)}
+        for pool in self.pools.values():
+            pool[:] = draw.integers(0, 256, pool.shape, np.uint8)
         self.endpoints = {
             (transport, heads): HandshakeEndpoint(
                 "127.0.0.1", create_transport(transport, "127.0.0.1"), self._layout(heads)

@@ -1,7 +1,7 @@
 """Build the C++ extension modules in place with the system's compiler and nanobind.
 
     python tools/build_native.py            # beside the sources, for an editable installation
-    python tools/build_native.py --remove   # without them the planner says that it is not built
+    python tools/build_native.py --remove   # without them the planner says that it is not built, numpy moves rows
 
 A module carries the digest of what it was built from, so it is built anew only when that has changed. CXX names the
 compiler (default c++).
@@ -53,7 +53,10 @@ class NativeModule:
         return ROOT / self.root / self.built()
 
 
-NATIVE_MODULES = (NativeModule("python", "sglang_ext/policy/cdsp", "_core", "native"),)
+NATIVE_MODULES = (
+    NativeModule("python", "sglang_ext/policy/cdsp", "_core", "native"),
+    NativeModule("python", "sglang_ext/kv_transfer", "_rows", "native"),
+)
 
 
 def source_digest(module: NativeModule) -> str:
@@ -126,7 +129,10 @@ def main() -> int:
         return 0
     command = compiler()
     if command is None:
-        print("no C++ compiler found: CDSP plans cannot be made (install g++ or set CXX)", file=sys.stderr)
+        print(
+            "no C++ compiler found: CDSP plans cannot be made, KV transfers are slower (install g++ or set CXX)",
+            file=sys.stderr,
+        )
         return 0
     for module in NATIVE_MODULES:
         if is_built(module):

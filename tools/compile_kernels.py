@@ -65,7 +65,7 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     """All kernels in the sizes of Qwen2.5 7B (28 heads, 4 with keys, of 128), and attention in others, too."""
     import torch
 
-    from sglang_ext_kernels import block_attention, kv_moves, padded_batch, prefix_attention
+    from sglang_ext_kernels import block_attention, padded_batch, prefix_attention
 
     half, single = torch.bfloat16, torch.float32
 
@@ -122,11 +122,9 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     yield Case("merge fp32 parts", lambda: block_attention.merge_states_(out, lse, out, lse))
     yield Case("merge a bf16 part", lambda: block_attention.merge_states_(out, lse, out.to(half), lse))
     pool, slots = heads(4096, 4, 128, half), torch.arange(512)
-    yield Case("gather KV", lambda: kv_moves.gather_kv(pool, pool, slots))
+    yield Case("gather KV", lambda: block_attention.gather_kv(pool, pool, slots))
     packed = torch.zeros(2, 512, 4, 128, dtype=half)
-    yield Case("scatter KV", lambda: kv_moves.scatter_kv_(pool, pool, slots, packed))
-    pieces = [kv_moves.HeadPiece(0, 2), kv_moves.HeadPiece(2, 2)]
-    yield Case("split heads", lambda: kv_moves.split_heads(pool, pieces))
+    yield Case("scatter KV", lambda: block_attention.scatter_kv_(pool, pool, slots, packed))
     yield Case("pad 64x16", lambda: batch(64, 16, 512))
     yield Case("pad 5x13", lambda: batch(5, 13, 512))
     yield Case("pad 1x1", lambda: batch(1, 1, 512))

@@ -26,11 +26,12 @@ from sglang_ext_kernels.block_attention import (
     BlockSizes,
     attention_block_reference,
     default_sizes,
+    gather_kv,
     merge_states_,
     plan_block,
     positioned_block,
+    scatter_kv_,
 )
-from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
 from support.result import write_json
 
 HEADS, KV_HEADS, SIZE = 28, 4, 128

@@ -5,7 +5,9 @@ Softmax is exact however the keys are divided: `out = sum_i exp(lse_i - lse) out
 h // (query heads / key heads).
 
 `attention_block` takes blocks that are seen whole or along the diagonal, `positioned_block` two shards of one prompt
-given by explicit positions, `attention_behind_prefix_` the new tokens of a prompt on a CPU.
+given by explicit positions, `attention_behind_prefix_` the new tokens of a prompt on a CPU. `gather_kv` takes a block
+out of a paged pool, so that it can be sent, and `scatter_kv_` puts it into another: a view of some heads
+(`keys[:, 2:4]`) is a pool, too, so slots and heads are taken in one pass.
 """
 
 from __future__ import annotations
@@ -245,3 +247,51 @@ def _extremes(positions: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.T
 
 def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def gather_kv(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Copy the tokens at `slots` [T] out of a layer's pool, `keys` and `values` [pool slots, H, D]: [2, T, H, D].
+
+    Raises ValueError when keys and values differ in shape.
+    """
+    _check_pool(keys, values)
+    packed = torch.empty((2, slots.numel(), *keys.shape[1:]), dtype=keys.dtype, device=keys.device)
+    if slots.numel() and _has_contiguous_slots(keys, values):
+        from sglang_ext_kernels.on_gpu import moving_kernels as kernel
+
+        kernel.move_kv(keys, values, slots, packed, is_gather=True)
+    else:
+        torch.index_select(keys, 0, slots, out=packed[0])
+        torch.index_select(values, 0, slots, out=packed[1])
+    return packed
+
+
+def scatter_kv_(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    """Write `packed` [2, T, H, D] to the distinct `slots` [T] of a layer's pool, which is changed in place.
+
+    Raises ValueError when the shapes do not fit.
+    """
+    _check_pool(keys, values)
+    if packed.shape != (2, slots.numel(), *keys.shape[1:]):
+        raise ValueError(
+            f"{tuple(packed.shape)} is not KV of {slots.numel()} tokens of a pool of {tuple(keys.shape[1:])}"
+        )
+    if slots.numel() and _has_contiguous_slots(keys, values):
+        from sglang_ext_kernels.on_gpu import moving_kernels as kernel
+
+        kernel.move_kv(keys, values, slots, packed.contiguous(), is_gather=False)
+    else:
+        keys.index_copy_(0, slots, packed[0])
+        values.index_copy_(0, slots, packed[1])
+
+
+def _check_pool(keys: torch.Tensor, values: torch.Tensor) -> None:
+    if keys.shape != values.shape or keys.dim() != 3:
+        raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not of one pool [slots, H, D]")
+
+
+def _has_contiguous_slots(*pools: torch.Tensor) -> bool:
+    """Whether a slot's heads are contiguous, as the kernel wants them."""
+    return all(
+        triton_support.runs_on(pool) and pool.stride(2) == 1 and pool.stride(1) == pool.shape[2] for pool in pools
+    )

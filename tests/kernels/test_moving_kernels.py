@@ -1,11 +1,11 @@
-"""The Triton kernels that move: KV out of a pool and back, heads to pieces and back, a batch into static tensors."""
+"""The Triton kernels that move: KV out of a pool and back, a batch into static tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sglang_ext_kernels.kv_moves import HeadPiece, gather_kv, join_heads_, scatter_kv_, split_heads
+from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_, pad_batch_reference_
 
 
@@ -54,35 +54,19 @@ def test_a_block_of_another_shape_is_refused(generator: torch.Generator) -> None
         gather_kv(keys, values[:5], torch.tensor([1]))
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [[HeadPiece(0, 4)], [HeadPiece(0, 2), HeadPiece(2, 2)], [HeadPiece(3, 1), HeadPiece(0, 2)], [HeadPiece(2, 1)]],
-)
-@pytest.mark.parametrize("tokens", [1, 37])
-def test_heads_to_pieces_and_back(generator: torch.Generator, tokens: int, pieces: list[HeadPiece]) -> None:
-    kv, _ = pools(generator, tokens, 4, 64)
-    parts = split_heads(kv, pieces)
-    for part, piece in zip(parts, pieces, strict=True):
-        assert part.is_contiguous()
-        assert torch.equal(part, kv[:, piece.first_head : piece.first_head + piece.head_count])
-    back = torch.zeros_like(kv)
-    join_heads_(back, torch.cat([part.flatten() for part in parts]), pieces)
-    for head in range(4):
-        is_moved = any(piece.first_head <= head < piece.first_head + piece.head_count for piece in pieces)
-        assert torch.equal(back[:, head], kv[:, head] if is_moved else torch.zeros_like(kv[:, head]))
-
-
-def test_a_head_may_go_to_two_ranks_but_not_come_from_two(generator: torch.Generator) -> None:
-    kv, _ = pools(generator, 3, 2, 16)
-    pieces = [HeadPiece(1, 1), HeadPiece(1, 1)]
-    first, second = split_heads(kv, pieces)
-    assert torch.equal(first, second)
-    with pytest.raises(ValueError, match="cannot come from two pieces"):
-        join_heads_(kv, torch.cat([first.flatten(), second.flatten()]), pieces)
-    with pytest.raises(ValueError, match="is not in a rank with 2 KV heads"):
-        split_heads(kv, [HeadPiece(1, 2)])
-    with pytest.raises(ValueError, match="5 elements are not 1 heads"):
-        join_heads_(kv, torch.zeros(5), [HeadPiece(0, 1)])
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (2, 1), (1, 3)])
+def test_some_heads_of_a_pool_are_a_pool(generator: torch.Generator, first: int, count: int) -> None:
+    keys, values = pools(generator, 40, 4, 64)
+    slots = torch.randperm(40, generator=generator, device=keys.device)[:17]
+    heads = slice(first, first + count)
+    packed = gather_kv(keys[:, heads], values[:, heads], slots)
+    assert torch.equal(packed, torch.stack([keys[slots, heads], values[slots, heads]]))
+    other_keys, other_values = torch.zeros_like(keys), torch.zeros_like(values)
+    scatter_kv_(other_keys[:, heads], other_values[:, heads], slots, packed)
+    wanted = torch.zeros_like(keys)
+    wanted[slots, heads] = keys[slots, heads]
+    assert torch.equal(other_keys, wanted)
+    assert torch.equal(other_values[slots, heads], values[slots, heads])
 
 
 def batch(device: str, new: list[int], prefix: list[int], dtype: torch.dtype = torch.int64) -> RaggedBatch:

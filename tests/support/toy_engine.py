@@ -9,7 +9,7 @@ import torch
 
 from sglang_ext.sequence_parallel.ring_attention import Attention
 from sglang_ext.sequence_parallel.shard import KvPool, KvPoolFullError
-from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
+from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
 
 LAYERS = 3
 HEADS, KV_HEADS, HEAD_SIZE = 2, 1, 4

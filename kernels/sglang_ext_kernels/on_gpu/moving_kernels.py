@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: N803 (capitals are Triton's compile-time constants)
-"""Triton kernels that move: tokens of a paged pool, heads of tokens, and a ragged batch into static tensors.
+"""Triton kernels that move: tokens of a paged pool, and a ragged batch into static tensors.
 
 Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for a pointer that is not aligned. What
 varies from batch to batch is therefore not told apart: it would be compiled while requests wait.
@@ -55,7 +55,7 @@ def _move_kv(
 def move_kv(
     keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, packed: torch.Tensor, is_gather: bool
 ) -> None:
-    """See `sglang_ext_kernels.kv_moves`; a slot's heads are contiguous, and so is `packed`."""
+    """See `sglang_ext_kernels.block_attention`; a slot's heads are contiguous, and so is `packed`."""
     tokens = slots.numel()
     width = keys.shape[1] * keys.shape[2]
     block = min(triton.next_power_of_2(width), 1024)
@@ -74,55 +74,6 @@ def move_kv(
         ROWS=rows,
         IS_GATHER=is_gather,
         num_warps=8,
-    )
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _move_heads(
-    kv,
-    flat,
-    table,
-    tokens,
-    token_stride,
-    head_stride,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    dims = tl.arange(0, SIZE_BLOCK)
-    inside = (row < tokens)[:, None] & (dims[None, :] < SIZE)
-    # of this head: where it is in kv, heads before its piece, its place in the piece, heads of the piece
-    entry = table + tl.program_id(1) * 4
-    head = tl.load(entry).to(tl.int64)
-    before = tl.load(entry + 1).to(tl.int64)
-    place = tl.load(entry + 2).to(tl.int64)
-    count = tl.load(entry + 3).to(tl.int64)
-    kv_at = kv + row[:, None] * token_stride + head * head_stride + dims[None, :]
-    flat_at = flat + (before * tokens + row[:, None] * count + place) * SIZE + dims[None, :]
-    if IS_SPLIT:
-        tl.store(flat_at, tl.load(kv_at, mask=inside), mask=inside)
-    else:
-        tl.store(kv_at, tl.load(flat_at, mask=inside), mask=inside)
-
-
-def move_heads(kv: torch.Tensor, flat: torch.Tensor, table: torch.Tensor, is_split: bool) -> None:
-    """See `sglang_ext_kernels.kv_moves`; `table` is int32 [heads, 4] as the kernel reads it."""
-    tokens, _, size = kv.shape
-    block = triton.next_power_of_2(size)
-    rows = max(1, _ELEMENTS // block)
-    _move_heads[(triton.cdiv(tokens, rows), table.shape[0])](
-        kv,
-        flat,
-        table,
-        tokens,
-        kv.stride(0),
-        kv.stride(1),
-        SIZE=size,
-        SIZE_BLOCK=block,
-        ROWS=rows,
-        IS_SPLIT=is_split,
     )
 
 

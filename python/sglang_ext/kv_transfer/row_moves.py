@@ -4,6 +4,9 @@ Heads of a wider pool and slots without order are many short rows: a Python obje
 The shortest are gathered into a staging buffer, which is moved whole; longer ones, and runs of rows that follow each
 other, move from and to their place, as vectors that the kernel takes a thousand of at a time. Rows of all buffers share
 one `SlotIndex`, so slots are looked at once and not per layer.
+
+Where the C++ module `_rows` is built (`native/rows.cpp`) it copies: it fetches rows before it gathers them, and writes
+those that it scatters past the processor's cache. Without it numpy copies the same bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +23,12 @@ import numpy.typing as npt
 
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Span, Vectors
 from sglang_ext.kv_transfer.pool_layout import RowSet, Slots
+
+native_rows: ModuleType | None
+try:
+    from sglang_ext.kv_transfer import _rows as native_rows
+except ImportError:  # no C++ compiler where this was installed
+    native_rows = None
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
@@ -39,6 +49,7 @@ class SlotIndex:
         self.rows = int(slots.max()) - self.low + 1  # from the lowest to the highest
         self._relative = np.subtract(slots, self.low, dtype=np.int64)
         self._scaled: dict[int, npt.NDArray[np.int64]] = {1: self._relative}
+        self.relative_slots = self._relative.astype(np.uint32)  # to the lowest, as `native_rows` takes them
         self._breaks = self._relative[1:] != self._relative[:-1] + 1
         self._run_count = 1 + int(np.count_nonzero(self._breaks))
 
@@ -105,6 +116,9 @@ class RowWindow:
 
     def gather(self, first: int, count: int, out: Bytes) -> None:
         """Copy rows first, first + 1, … one after the other to `out` (count × length_bytes bytes)."""
+        if native_rows is not None and not self._index.is_one_run:
+            native_rows.gather(*self._numbers(first, count, out))
+            return
         staged, places = out.view(self._items.dtype), self._places(first, count)
         if isinstance(places, slice) or not self._is_dense:
             staged[:] = self._items[places]
@@ -114,7 +128,17 @@ class RowWindow:
 
     def scatter(self, first: int, count: int, staged: Bytes) -> None:
         """Copy consecutive bytes (count × length_bytes) to rows first, first + 1, …"""
+        if native_rows is not None:
+            native_rows.scatter(*self._numbers(first, count, staged))
+            return
         self._items[self._places(first, count)] = staged.view(self._items.dtype)
+
+    def _numbers(self, first: int, count: int, staged: Bytes) -> tuple[int, int, int, int, int, int]:
+        """What `native_rows` wants, which checks nothing. The caller keeps all of this memory."""
+        slots = self._index.relative_slots[first : first + count]
+        if len(slots) != count or staged.nbytes != count * self.length_bytes or not staged.flags.c_contiguous:
+            raise ValueError(f"{staged.nbytes} bytes are not {count} rows of {self.length_bytes} from row {first} on")
+        return self._address, self._stride, self.length_bytes, slots.ctypes.data, count, staged.ctypes.data
 
     def _places(self, first: int, count: int) -> slice | npt.NDArray[np.int64]:
         if self._index.is_one_run:

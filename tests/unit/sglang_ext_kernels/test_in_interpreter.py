@@ -63,7 +63,7 @@ def compiled_here(tmp_path: Path) -> list[Compiled]:
 def test_kernels_compile_for_hopper_as_the_document_says(tmp_path: Path) -> None:
     records = compiled_here(tmp_path)
     assert {record.kernel for record in records if not record.case.startswith(SGLANG)} == {
-        *("positioned_block", "split_prefix", "join_splits", "merge_states", "move_kv", "move_heads"),
+        *("positioned_block", "split_prefix", "join_splits", "merge_states", "move_kv"),
         *("pad_tokens", "pad_requests", "prefix_indices"),
     }
     attention = [record for record in records if record.kernel in {"positioned_block", "split_prefix"}]

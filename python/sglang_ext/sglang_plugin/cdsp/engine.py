@@ -31,7 +31,7 @@ from sglang_ext.sequence_parallel.shard import KvPoolFullError
 from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions, model_conflict
 from sglang_ext.sglang_plugin.handshake.layout import shares_of
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
-from sglang_ext_kernels.kv_moves import gather_kv, scatter_kv_
+from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
 
 # SGLang's padding slot: written by rows that mean nothing, never read.
 _PADDING_SLOT = 0

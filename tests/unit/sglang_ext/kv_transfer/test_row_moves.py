@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.kv_transfer import row_moves
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError
 from sglang_ext.kv_transfer.pool_layout import RowSet
 from sglang_ext.kv_transfer.row_moves import DIRECT_BYTES, Piece, SlotIndex, Unstaged, open_rows, stage_pieces
@@ -22,6 +27,10 @@ def region(row_bytes: int, seed: int = 0) -> tuple[MemoryRegions, npt.NDArray[np
     return regions, memory
 
 
+def base_of(memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    return np.array([memory.ctypes.data, 0], np.uint64)
+
+
 def u32(slots: list[int]) -> npt.NDArray[np.uint32]:
     return np.array(slots, np.uint32)
 
@@ -29,7 +38,7 @@ def u32(slots: list[int]) -> npt.NDArray[np.uint32]:
 @st.composite
 def some_rows(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
     """Bytes of a row; offset and length of each set within it; slots, in runs and without order."""
-    row_bytes = draw(st.integers(1, 40))
+    row_bytes = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 256, 512, 1000])))
     sets = []
     for _ in range(draw(st.integers(1, 4))):
         length = draw(st.integers(1, row_bytes))
@@ -40,11 +49,25 @@ def some_rows(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
     return row_bytes, sets, draw(st.sampled_from([run, [*slots[: first + 1]], [*run, *slots[:first]]]))
 
 
-@given(some_rows(), st.integers(40, 200))
+@pytest.fixture(params=["native", "numpy"])
+def copier(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What copies rows: the C++ module, and what takes its place where that is not built."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(row_moves, "native_rows", None)
+        else:
+            assert row_moves.native_rows is not None, "run `make env`"
+        yield
+
+
+@pytest.mark.usefixtures("copier")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(some_rows(), st.integers(1, 40))
 def test_what_is_gathered_and_scattered_is_every_row_in_order(
-    drawn: tuple[int, list[tuple[int, int]], list[int]], staging_bytes: int
+    drawn: tuple[int, list[tuple[int, int]], list[int]], staged_rows: int
 ) -> None:
     row_bytes, sets, slots = drawn
+    staging_bytes = staged_rows * row_bytes
     regions, memory = region(row_bytes)
     other, copy = region(row_bytes, seed=1)
     expected_bytes = b"".join(
@@ -63,7 +86,14 @@ def test_what_is_gathered_and_scattered_is_every_row_in_order(
     index = SlotIndex(u32(slots))
     with open_rows(regions, rows, index) as here, open_rows(other, targets, index) as there:
         for pieces, places in zip(stage_pieces(here, staging_bytes), stage_pieces(there, staging_bytes), strict=True):
-            assert not isinstance(pieces, Unstaged)
+            if isinstance(pieces, Unstaged):
+                assert isinstance(places, Unstaged)
+                addresses = [slice(int(a), int(a) + int(n)) for a, n in pieces.vectors() - base_of(memory)]
+                moved = b"".join(memory[place].tobytes() for place in addresses)
+                gathered += moved
+                for a, n in (places.vectors() - base_of(copy)).tolist():
+                    copy[a : a + n], moved = np.frombuffer(moved[:n], np.uint8), moved[n:]
+                continue
             assert not isinstance(places, Unstaged)
             assert pieces[-1].stop <= staging_bytes
             for piece in pieces:
@@ -125,3 +155,36 @@ def test_rows_that_leave_the_region_or_overlap_are_refused(
         open_rows(regions, [RowSet(memory.ctypes.data + offset, stride, length)], SlotIndex(u32(slots))),
     ):
         pass
+
+
+@pytest.mark.usefixtures("copier")
+@pytest.mark.parametrize(("length", "offset"), [(256, 0), (2048, 0), (2048, 8), (1000, 24)])
+def test_rows_beside_cache_lines_arrive_whole(length: int, offset: int) -> None:
+    stride = 4096
+    regions, memory = region(stride)
+    wanted = memory.copy()
+    slots = [9, 2, 5, 0, 11]
+    staged = np.random.default_rng(5).integers(0, 256, len(slots) * length, np.uint8)
+    with open_rows(regions, [RowSet(memory.ctypes.data + offset, stride, length)], SlotIndex(u32(slots))) as (window,):
+        window.scatter(0, len(slots), staged)
+        back = np.empty_like(staged)
+        window.gather(0, len(slots), back)
+    wanted.reshape(ROWS, stride)[slots, offset : offset + length] = staged.reshape(len(slots), length)
+    np.testing.assert_array_equal(memory, wanted)
+    np.testing.assert_array_equal(back, staged)
+
+
+def test_more_rows_than_there_are_slots_are_refused() -> None:
+    regions, memory = region(24)
+    with open_rows(regions, [RowSet(memory.ctypes.data, 24, 24)], SlotIndex(u32([3, 1]))) as (window,):
+        with pytest.raises(ValueError, match="are not 2 rows of 24 from row 1 on"):
+            window.scatter(1, 2, np.zeros(48, np.uint8))
+        with pytest.raises(ValueError, match="47 bytes are not"):
+            window.gather(0, 2, np.zeros(47, np.uint8))
+
+
+def test_the_native_copier_is_of_these_sources() -> None:
+    assert row_moves.native_rows is not None, "run `make env`"
+    script = runpy.run_path(str(Path(__file__).parents[4] / "tools/build_native.py"))
+    module = next(module for module in script["NATIVE_MODULES"] if module.name == "_rows")
+    assert script["source_digest"](module) == row_moves.native_rows.SOURCE_DIGEST, "run `make env`"
