@@ -170,8 +170,10 @@ class KvStreams:
                 for target in stream.targets:
                     target.handle.close()
 
-    def settle(self) -> None:
-        """Unpin slots that are not read any more; call it often. Collective while anything is being sent."""
+    def settle(self) -> bool:
+        """Unpin slots that are not read any more; whether there were any. Call it often. Collective while anything is
+        being sent."""
+        before = len(self._reading)
         left = []
         for reading, is_over in zip(
             self._reading, self._ranks.all_of([reading.is_over for reading in self._reading]), strict=True
@@ -183,6 +185,7 @@ class KvStreams:
         self._reading = left
         self._streams = {request: stream for request, stream in self._streams.items() if not stream.has_ended}
         self._ending = [stream for stream in self._ending if not stream.has_ended]
+        return len(left) < before
 
     def _open(self, request: int, destinations: Sequence[Destination]) -> _Stream:
         if self._open_target is None:
@@ -238,6 +241,10 @@ class PinnedPool:
     def deferred_tokens(self) -> int:
         """Slots that were freed and are still read: the pool counts them as taken."""
         return len(self._deferred) * self.page_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        return self._pool.free_tokens
 
     def pin(self, slots: torch.Tensor) -> Pin:
         """Keep the pages of these slots until `unpin`."""

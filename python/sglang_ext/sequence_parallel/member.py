@@ -165,11 +165,13 @@ class PoolMember:
         destinations: tuple[Destination, ...] = (),
         targets: Sequence[Target] = (),
         room: BootstrapRoom | None = None,
+        fits_owner: bool = True,
     ) -> int:
         """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
 
         `prefix_slots` of its cached prefix must stay valid until then. `destinations`: where members send what they
-        compute, `targets` the same for this member. `room`: under which a router may have announced it.
+        compute, `targets` the same for this member. `room`: under which a router may have announced it. `fits_owner`:
+        whether this instance could compute it alone.
         """
         if self._session is None:
             raise RuntimeError("offered without a coordinator")
@@ -180,7 +182,8 @@ class PoolMember:
             shard.borrow((range(cached_tokens),), prefix_slots)
         self._cached_tokens[request] = cached_tokens
         ids = array("i", np.asarray(token_ids, np.int32).tobytes())
-        self._link.send(OfferMessage(request, ids, cached_tokens, waited_s, slack_s, destinations, room))
+        offer = OfferMessage(request, ids, cached_tokens, waited_s, slack_s, destinations, room, fits_owner)
+        self._link.send(offer)
         return request
 
     def withdraw(self, request: int) -> None:
@@ -225,7 +228,8 @@ class PoolMember:
         if session is not self._session:
             outcomes += self._leave()
             self._begin_session(session)
-        self._streams.settle()
+        if self._streams.settle():
+            self._report_soon()
         if session is not None:
             for order in self._link.receive():
                 outcomes += self._take(order)
@@ -330,7 +334,7 @@ class PoolMember:
             self._meshes.pop(what.epoch, None)
             self._link.send(StepFailed(what.sequence, str(error)))
             return []
-        self._link.send(StepDone(what.sequence, clock.times(), logits))
+        self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
         return outcomes
 
     def _mesh_for(self, step: RunChunk | Collect) -> Mesh:
@@ -391,6 +395,11 @@ class PoolMember:
         shard = self._shards.pop(request, None)
         if shard is not None:
             shard.drop()
+            self._report_soon()
+
+    def _report_soon(self) -> None:
+        """More is free than has been reported: the coordinator may wait for that."""
+        self._reported_s = float("-inf")
 
 
 def _of(step: ChunkOrder | Collect) -> RunChunk | Collect:

@@ -38,7 +38,7 @@ from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_LINE_BYTES = 2**24
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
 
@@ -116,6 +116,7 @@ class OfferMessage(NamedTuple):
     slack_s: float | None  # until its deadline; None without one
     destinations: tuple[Destination, ...] = ()  # where members send what they compute; none: only to each other
     room: BootstrapRoom | None = None  # under which a router may have announced it
+    fits_owner: bool = True  # this member could compute it alone
 
 
 class CancelMessage(NamedTuple):
@@ -125,6 +126,7 @@ class CancelMessage(NamedTuple):
 class StepDone(NamedTuple):
     sequence: int
     times: StepTimes
+    free_kv_tokens: int
     logits: array[float] | None = None  # float32, of the prompt's last row; none where they are its own instance's
 
 
@@ -369,7 +371,7 @@ def _hello(values: Sequence[Any]) -> Hello:
 
 
 def _offer(values: Sequence[Any], payload: bytes) -> OfferMessage:
-    request, _, cached_tokens, waited_s, slack_s, destinations, room = values
+    request, _, cached_tokens, waited_s, slack_s, destinations, room, fits_owner = values
     slack = None if slack_s is None else _number(slack_s, -math.inf)
     return OfferMessage(
         int(request),
@@ -379,6 +381,7 @@ def _offer(values: Sequence[Any], payload: bytes) -> OfferMessage:
         slack,
         _destinations(destinations),
         None if room is None else _count(room),
+        bool(fits_owner),
     )
 
 
@@ -402,7 +405,7 @@ _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     "ReportMessage": lambda v, _: ReportMessage(_report(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v, _: CancelMessage(int(v[0])),
-    "StepDone": lambda v, payload: StepDone(int(v[0]), StepTimes(*map(_number, v[1])), _logits(payload)),
+    "StepDone": lambda v, payload: StepDone(int(v[0]), StepTimes(*map(_number, v[1])), _count(v[2]), _logits(payload)),
     "StepFailed": lambda v, _: StepFailed(int(v[0]), str(v[1])),
     "StreamFailed": lambda v, _: StreamFailed(int(v[0])),
     "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),

@@ -241,9 +241,9 @@ class PoolProtocol:
                 if request in self.history.running:
                     self.history.running[request].is_cancelled = True
                 return core.cancel(request, now_s)
-            case StepDone(sequence, times, logits):
+            case StepDone(sequence, times, free_kv_tokens, logits):
                 self._answered(sequence, instance, now_s, times, logits)
-                return core.done(instance, sequence, now_s)
+                return core.done(instance, sequence, now_s, free_kv_tokens)
             case StepFailed(sequence):
                 self._answered(sequence, instance, now_s, None)
                 return core.failed(instance, sequence, now_s)
@@ -268,8 +268,9 @@ class PoolProtocol:
         arrival_s = now_s - message.waited_s
         deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
         tokens, room = len(message.token_ids), message.room
-        is_streamed = bool(message.destinations)
-        offer = Offer(message.request, instance, tokens, message.cached_tokens, arrival_s, deadline_s, is_streamed)
+        lengths = (tokens, message.cached_tokens)
+        how = (bool(message.destinations), message.fits_owner)
+        offer = Offer(message.request, instance, *lengths, arrival_s, deadline_s, *how)
         try:
             self._token_ids[message.request] = message.token_ids
             # As an offer, where no router has announced it.

@@ -27,6 +27,10 @@ class KvPool(Protocol):
     layers: int
     page_tokens: int
 
+    @property
+    def free_tokens(self) -> int:
+        """Slots that could be taken now."""
+
     def allocate(self, tokens: int) -> torch.Tensor:
         """Slots in fresh pages. Raises KvPoolFullError, and has then taken nothing."""
 

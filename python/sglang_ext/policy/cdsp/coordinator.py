@@ -8,7 +8,8 @@ orders go out. Nothing waits here and nothing is sent: a driver does both, over 
 - What has not been ordered is decided again at every event (`pool_schedule`).
 - A prompt may be announced before any instance has it (a ticket): it is bound to one when its turn has come.
 - Whatever fails, positions that a member holds are kept, and only lost ones are computed again. A request that keeps
-  failing goes back to the instance that it came to, which can always compute it alone.
+  failing goes back to the instance that it came to, which computes it alone, or cannot.
+- A request whose KV leaves while it is computed is done with its last chunk; any other one is collected at its owner.
 
 Membership is counted in epochs. Every change starts one, in which the mesh between the instances is built anew.
 """
@@ -35,12 +36,16 @@ from sglang_ext.policy.cdsp.orders import (
     RunChunk,
 )
 from sglang_ext.policy.cdsp.pool_members import PoolMembers
-from sglang_ext.policy.cdsp.pool_requests import AnnouncedPrompt, RunningStep, SharedPrefill, tokens_held, without_head
-from sglang_ext.policy.cdsp.pool_schedule import (
-    PlacedPrefill,
-    PoolSchedule,
-    tokens_within,
+from sglang_ext.policy.cdsp.pool_requests import (
+    AnnouncedPrompt,
+    RunningStep,
+    SharedPrefill,
+    StepNumbers,
+    promised_tokens,
+    tokens_held,
+    without_head,
 )
+from sglang_ext.policy.cdsp.pool_schedule import PlacedPrefill, PoolSchedule
 from sglang_ext.policy.cdsp.price_planner import Placement, PricePlanner
 from sglang_ext.policy.cdsp.sharding import (
     KvSegment,
@@ -53,8 +58,6 @@ from sglang_ext.policy.cdsp.sharding import (
 )
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 
-_TAG_SPACE = 2**31 - 1
-
 
 class Coordinator:
     """One long pool. Every method takes an event and returns the orders that follow from it, in their order."""
@@ -64,13 +67,13 @@ class Coordinator:
         self._schedule = schedule
         self._settings = settings
         self._members = PoolMembers(settings.short_backlog_s)
+        self._freed_s = 0.0  # when what a request held was dropped; infinity since the last plan
         self._quiet_s = 0.0  # when the last step ended, or the first prefill came after it
         self._requests: dict[int, SharedPrefill] = {}
         self._announced: dict[int, AnnouncedPrompt] = {}  # by ticket
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._epoch = first_epoch
-        self._next_sequence = 1
-        self._next_tag = 0
+        self._numbers = StepNumbers()
 
     @property
     def epoch(self) -> int:
@@ -237,8 +240,10 @@ class Coordinator:
         """All of a request is where it is wanted: nothing of it has to be kept any more."""
         return self.cancel(request, now_s)
 
-    def done(self, instance: int, sequence: int, now_s: float) -> list[Order]:
-        """A member has done its part of a step."""
+    def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
+        """A member has done its part of a step, and has so much free KV now."""
+        if free_kv_tokens is not None and instance in self._members:
+            self._members[instance].note_free(sequence, free_kv_tokens)
         return self.done_together((instance,), sequence, now_s)
 
     def done_together(self, instances: Sequence[int], sequence: int, now_s: float) -> list[Order]:
@@ -252,6 +257,7 @@ class Coordinator:
 
     def plan(self, now_s: float) -> list[Order]:
         """Order whatever can start now. Called by every event; call it also when reports have changed."""
+        self._freed_s = min(self._freed_s, now_s)
         orders: list[Order] = []
         idle = [one for one in self._requests.values() if one.running is None]
         kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
@@ -287,7 +293,9 @@ class Coordinator:
         *,
         counts_backlog: bool,
     ) -> list[PlacedPrefill]:
-        snapshot = self._members.snapshot(now_s, kept, counts_backlog=counts_backlog)
+        snapshot = self._members.snapshot(
+            now_s, kept, promised_tokens(self._requests.values()), counts_backlog=counts_backlog
+        )
         positions = self._members.positions
         waiting = [one.pending(positions) for one in pending]
         waiting += [one.pending(positions) for one in self._announced.values()]
@@ -312,13 +320,17 @@ class Coordinator:
         """The next chunk of a request, if its turn has come and all it needs is there."""
         if not placement.group:
             return self._wait_for_room(one, now_s)
-        one.no_room_s = None
         members = self.members
         group = tuple(members[position] for position in placement.group)
         if placement.start_s > 0 and not self._has_timed_out(one, group, now_s):
             return []
-        tokens, compute_s = self._cut(one, placement, len(group))
-        if tokens == count_tokens(one.todo) and group == (one.offer.owner,) and not one.is_shared:
+        computed = one.offer.tokens - count_tokens(one.todo)
+        tokens, compute_s = self._schedule.cut(placement, computed, self._settings)
+        if not self._fits_at_its_end(one):
+            return self._wait_for_room(one, now_s)
+        one.no_room_s = None
+        is_owner_alone = group == (one.offer.owner,) and not one.is_shared and one.offer.fits_owner
+        if is_owner_alone and tokens == count_tokens(one.todo):
             orders = self._collect_to_owner(one, DeclineReason.ALONE_IS_BEST, now_s)
             if orders:
                 self._members[one.offer.owner].add_backlog(compute_s, now_s)
@@ -329,15 +341,29 @@ class Coordinator:
             return []
         return [self._order_chunk(one, tokens, compute_s, group, now_s)]
 
+    def _fits_at_its_end(self, one: SharedPrefill) -> bool:
+        """Whether it can be handed back once it is computed: what has to come to its owner must fit there."""
+        owner = one.offer.owner
+        others = (other for other in self._requests.values() if other is not one)
+        promised = one.promised_tokens + promised_tokens(others).get(owner, 0)
+        return one.is_streamed or (one.offer.fits_owner and promised <= self._members[owner].free_tokens)
+
     def _wait_for_room(self, one: SharedPrefill, now_s: float) -> list[Order]:
-        """No group can hold it now."""
+        """No group can hold it now, or its owner all of it."""
+        if not (one.is_streamed or one.offer.fits_owner):
+            return self._decline(one, DeclineReason.NO_ROOM)
         return [] if self._may_get_room(one, now_s) else self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
 
     def _may_get_room(self, one: SharedPrefill | AnnouncedPrompt, now_s: float) -> bool:
         """Whether something runs that may make room for it, and it has not waited too long where it fits one alone."""
         one.no_room_s = now_s if one.no_room_s is None else one.no_room_s
         is_known = one.fastest_s < math.inf
-        is_busy = bool(self._steps) or any(self._members[instance].backlog_s(now_s) > 0 for instance in self._members)
+        is_sent = any(other.is_finishing for other in self._requests.values())
+        works = any(self._members[instance].backlog_s(now_s) > 0 for instance in self._members)
+        is_report_due = (
+            not one.fits_owner and now_s <= max(one.no_room_s, self._freed_s) + self._settings.report_timeout_s
+        )
+        is_busy = bool(self._steps) or is_sent or works or is_report_due
         waits_on = now_s <= one.no_room_s + self._settings.room_timeout_s or one.tokens > self._members.most_tokens()
         return is_known and is_busy and waits_on
 
@@ -349,28 +375,15 @@ class Coordinator:
         layout, after = lay_out(one.held, positions, group, settings.interleaving, settings.page_tokens)
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         is_last = one.is_streamed and tokens == count_tokens(one.todo)
-        order = RunChunk(self._sequence(), self._epoch, one.offer.request, layout, self._tags(tags), is_last)
+        order = RunChunk(
+            self._numbers.sequence(), self._epoch, one.offer.request, layout, self._numbers.tags(tags), is_last
+        )
         one.group = group
         for instance in group:
             more = tokens_held(after, instance) - tokens_held(one.held, instance)
             self._members[instance].claimed_tokens += max(0, more)
         self._run(one, order, group, after, now_s + compute_s)
         return order
-
-    def _cut(self, one: SharedPrefill, placement: Placement, size: int) -> tuple[int, float]:
-        """Tokens and time of what is run of a chunk: all of it, or what fits the longest time of one."""
-        chunk_s = self._settings.chunk_s
-        if chunk_s is None or placement.compute_s <= chunk_s:
-            return placement.tokens, placement.compute_s
-        cost = next(candidate.cost for candidate in self._candidates if candidate.size == size)
-        cached = one.offer.tokens - count_tokens(one.todo)
-        budget_s = max(chunk_s, self._settings.chunk_overheads * cost.predict_s(0, 0))
-        if placement.compute_s <= budget_s:
-            return placement.tokens, placement.compute_s
-        fitting = tokens_within(cost, cached, placement.tokens, budget_s)
-        tokens = min(placement.tokens, max(self._schedule.planner.options.min_chunk_tokens, fitting))
-        factor = placement.compute_s / cost.predict_s(cached, placement.tokens)
-        return tokens, cost.predict_s(cached, tokens) * factor
 
     def _hand_back(self, one: SharedPrefill, now_s: float) -> list[Order]:
         """Nothing is left to compute: its owner goes on with it, with or without its KV."""
@@ -383,6 +396,8 @@ class Coordinator:
 
     def _collect_to_owner(self, one: SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
         """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
+        if not one.offer.fits_owner:
+            return self._decline(one, DeclineReason.NO_ROOM)
         if all(segment.is_borrowed for segments in one.held.values() for segment in segments):
             return self._decline(one, reason)
         owner = one.offer.owner
@@ -392,8 +407,8 @@ class Coordinator:
         if not self._members.are_ready(members, self._epoch):
             return []
         moves = gather(one.held, owner)
-        tag = self._tags(self._settings.layers * len(moves))
-        order = Collect(self._sequence(), self._epoch, one.offer.request, owner, members, moves, tag)
+        tag = self._numbers.tags(self._settings.layers * len(moves))
+        order = Collect(self._numbers.sequence(), self._epoch, one.offer.request, owner, members, moves, tag)
         self._run(one, order, members, {}, 0.0)
         return [order]
 
@@ -474,6 +489,7 @@ class Coordinator:
     def _forget(self, one: SharedPrefill) -> list[Order]:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
+        self._freed_s = math.inf
         for instance in one.held:
             if instance in self._members:
                 self._members[instance].free_claimed(tokens_held(one.held, instance))
@@ -503,14 +519,3 @@ class Coordinator:
     def _new_epoch(self) -> BuildMesh:
         self._epoch += 1
         return BuildMesh(self._epoch, self.members)
-
-    def _sequence(self) -> int:
-        self._next_sequence += 1
-        return self._next_sequence - 1
-
-    def _tags(self, count: int) -> int:
-        """The first of `count` tags; numbers come round long after the last message that used them."""
-        if self._next_tag + count > _TAG_SPACE:
-            self._next_tag = 0
-        self._next_tag += count
-        return self._next_tag - count

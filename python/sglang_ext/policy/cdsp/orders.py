@@ -18,6 +18,7 @@ class Offer(NamedTuple):
     arrival_s: float
     deadline_s: float  # absolute; infinity where there is none
     is_streamed: bool = False  # members send their KV straight to where it is wanted: it need not come to the owner
+    fits_owner: bool = True  # the owner has the memory to compute it alone
 
 
 class PromptTicket(NamedTuple):
@@ -42,6 +43,7 @@ class DeclineReason(StrEnum):
 
     ALONE_IS_BEST = "alone_is_best"
     NO_PLAN = "no_plan"
+    NO_ROOM = "no_room"  # its KV would have to come to its own instance, and does not fit there
     FAILURES = "failures"
     MESH_DOWN = "mesh_down"
     NOT_A_MEMBER = "not_a_member"

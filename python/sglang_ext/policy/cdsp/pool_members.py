@@ -10,6 +10,7 @@ from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 
 _NOT_YET_S = 1e-6
 _NONE_KEPT: Mapping[int, float] = {}
+_NONE_PROMISED: Mapping[int, int] = {}
 
 
 @dataclass(slots=True)
@@ -25,12 +26,22 @@ class LongInstance:
     most_free_tokens: int = 0  # of KV, in any report
     claimed_tokens: int = 0  # of KV, by chunks that were ordered after its last report
 
+    @property
+    def free_tokens(self) -> int:
+        """KV that is free now, as far as is known."""
+        return max(0, self.report.free_kv_tokens - self.claimed_tokens)
+
     def backlog_s(self, now_s: float) -> float:
         """Ordinary work that is left: an instance that sends no report works on what it has reported."""
         backlog_s = self.report.backlog_s
         if backlog_s <= 0.0 or self.reported_s is None:
             return max(0.0, backlog_s)
         return max(0.0, backlog_s - now_s + self.reported_s)
+
+    def note_free(self, sequence: int, free_kv_tokens: int) -> None:
+        """What is free there at the end of a step: what that has claimed is in it."""
+        if self.step == sequence:
+            self.report, self.claimed_tokens = self.report._replace(free_kv_tokens=free_kv_tokens), 0
 
     def free_claimed(self, tokens: int) -> None:
         """So many tokens are dropped: what of them is in no report yet is not claimed any more."""
@@ -124,12 +135,17 @@ class PoolMembers:
         )
 
     def snapshot(
-        self, now_s: float, kept: Mapping[int, float] = _NONE_KEPT, *, counts_backlog: bool = True
+        self,
+        now_s: float,
+        kept: Mapping[int, float] = _NONE_KEPT,
+        promised: Mapping[int, int] = _NONE_PROMISED,
+        *,
+        counts_backlog: bool = True,
     ) -> PrefillSnapshot:
         """Delays are the rest of the running step and the ordinary work behind it, if that is not short.
 
         An instance that is in a step is not free before it has answered, whatever has been predicted, and one that is
-        `kept` not before the time given.
+        `kept` not before the time given. `promised`: tokens that will come to it.
         """
         nodes, delays_s, free_tokens = [], [], []
         for instance in self._order:
@@ -143,5 +159,5 @@ class PoolMembers:
                 delay_s += max(_NOT_YET_S, kept[instance] - now_s)
             nodes.append(member.node)
             delays_s.append(delay_s)
-            free_tokens.append(max(0, member.report.free_kv_tokens - member.claimed_tokens))
+            free_tokens.append(max(0, member.free_tokens - promised.get(instance, 0)))
         return PrefillSnapshot(nodes, delays_s, free_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.policy.cdsp.on_time_order import PendingPrefill
@@ -12,6 +12,8 @@ from sglang_ext.policy.cdsp.pool_schedule import fastest_s, least_work_s
 from sglang_ext.policy.cdsp.price_planner import Holder
 from sglang_ext.policy.cdsp.sharding import KvSegment, Positions, count_tokens
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+
+_TAG_SPACE = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -74,6 +76,16 @@ class SharedPrefill:
         return self.offer.tokens
 
     @property
+    def fits_owner(self) -> bool:
+        """Whether its owner could compute it alone."""
+        return self.offer.fits_owner
+
+    @property
+    def promised_tokens(self) -> int:
+        """Slots that its owner needs beyond those that it has, if all of it shall come there."""
+        return self.offer.tokens - tokens_held(self.held, self.offer.owner)
+
+    @property
     def is_shared(self) -> bool:
         """Whether another instance than its owner holds something of it."""
         return any(segments for instance, segments in self.held.items() if instance != self.offer.owner)
@@ -95,13 +107,18 @@ class SharedPrefill:
         offer = self.offer
         left = count_tokens(self.todo)
         holding = {instance for instance, segments in self.held.items() if segments}
+        # Room that is kept for it at its owner is its own.
+        kept = {offer.owner: self.promised_tokens} if self.group and not self.is_streamed else {}
         order = [*(instance for instance in self.group if instance in holding), *sorted(holding - {*self.group})]
         return PendingPrefill(
             offer.request,
             left,
             offer.tokens - left,
             positions[offer.owner],
-            tuple(Holder(positions[instance], tokens_held(self.held, instance)) for instance in order),
+            tuple(
+                Holder(positions[instance], tokens_held(self.held, instance) + kept.get(instance, 0))
+                for instance in order
+            ),
             offer.arrival_s,
             offer.deadline_s,
             self.total_s,
@@ -121,6 +138,7 @@ class AnnouncedPrompt:
     owner: int | None = None  # that it has been given to
     bound_s: float = math.inf
     no_room_s: float | None = None
+    fits_owner: bool = True  # as far as is known
 
     @property
     def tokens(self) -> int:
@@ -156,6 +174,36 @@ class AnnouncedPrompt:
             self.work_s,
             False,
         )
+
+
+class StepNumbers:
+    """What steps are called."""
+
+    def __init__(self) -> None:
+        self._next_sequence = 1
+        self._next_tag = 0
+
+    def sequence(self) -> int:
+        """Unique, rising."""
+        self._next_sequence += 1
+        return self._next_sequence - 1
+
+    def tags(self, count: int) -> int:
+        """The first of `count` tags; numbers come round long after the last message that used them."""
+        if self._next_tag + count > _TAG_SPACE:
+            self._next_tag = 0
+        self._next_tag += count
+        return self._next_tag - count
+
+
+def promised_tokens(requests: Iterable[SharedPrefill]) -> dict[int, int]:
+    """Tokens that will come to instances from others, by instance: of prefills that have begun and are not streamed."""
+    promised: dict[int, int] = {}
+    for one in requests:
+        if one.group and not one.is_streamed:
+            owner = one.offer.owner
+            promised[owner] = promised.get(owner, 0) + one.promised_tokens
+    return promised
 
 
 def tokens_held(held: Mapping[int, tuple[KvSegment, ...]], instance: int) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
 from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
@@ -116,6 +117,21 @@ class PoolSchedule:
         """A prefill of so many instance-seconds has arrived."""
         self.load.note_arrival(now_s, work_s)
         self.on_time.note_arrival()
+
+    def cut(self, placement: Placement, cached_tokens: int, settings: CoordinationSettings) -> tuple[int, float]:
+        """Return tokens and time of what is run of a chunk: all of it, or what fits the longest time of one."""
+        chunk_s = settings.chunk_s
+        if chunk_s is None or placement.compute_s <= chunk_s:
+            return placement.tokens, placement.compute_s
+        options = self.planner.options
+        cost = next(candidate.cost for candidate in options.candidates if candidate.size == len(placement.group))
+        budget_s = max(chunk_s, settings.chunk_overheads * cost.predict_s(0, 0))
+        if placement.compute_s <= budget_s:
+            return placement.tokens, placement.compute_s
+        fitting = tokens_within(cost, cached_tokens, placement.tokens, budget_s)
+        tokens = min(placement.tokens, max(options.min_chunk_tokens, fitting))
+        factor = placement.compute_s / cost.predict_s(cached_tokens, placement.tokens)
+        return tokens, cost.predict_s(cached_tokens, tokens) * factor
 
     def turns(
         self, now_s: float, snapshot: PrefillSnapshot, pending: Sequence[PendingPrefill], running_s: float

@@ -55,6 +55,10 @@ class SchedulerKvPool:
         self.layers: int = pool.layer_num
         self.page_tokens: int = scheduler.page_size
 
+    @property
+    def free_tokens(self) -> int:
+        return int(self._allocator.available_size() + self._tree.evictable_size())
+
     def allocate(self, tokens: int) -> torch.Tensor:
         whole = -(-tokens // self.page_tokens) * self.page_tokens
         evict_from_tree_cache(self._tree, whole)

@@ -7,8 +7,9 @@ A long request that has arrived is offered to the pool's coordinator and leaves 
 - computed, with all of its KV on the way to decode (`ending.py`): SGLang samples its first token and waits for the
   transfer's end, without any KV of it here. Where the transfer fails it goes back into the pool, to be collected.
 
-So whatever fails on the way costs time and nothing else, and sampling, structured output and the transfer to decode are
-SGLang's own.
+A prompt that does not fit the memory of this instance can only be computed by the pool and sent to decode from there;
+it is refused where that cannot be. Of any other one, whatever fails on the way costs time and nothing else. Sampling,
+structured output and the transfer to decode are SGLang's own.
 
 Between two batches of its own the scheduler takes part in at most one chunk of any member's request.
 """
@@ -20,10 +21,12 @@ import os
 import select
 from array import array
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import is_aborted, prepare_abort
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.common import match_kv_cache
@@ -31,10 +34,11 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember, Sendable
+from sglang_ext.sequence_parallel.member import Collected, Declined, Outcome, PoolMember, Sendable
 from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.cdsp.ending import sample, take_back
 from sglang_ext.sglang_plugin.cdsp.engine import build_member
+from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens, reclassify
@@ -58,6 +62,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     _member: PoolMember | None = None  # None until everything that it needs has been set up
     _min_tokens = 0
+    _own_input_tokens: int | None = None  # prompts of so many tokens or more are the pool's; None: SGLang refuses them
+    max_req_len: int
+    max_req_input_len: int
     disagg_prefill_inflight_queue: list[Any]
 
     def init_load_inquirer(self) -> None:
@@ -74,9 +81,44 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if options is not None and options.cdsp is not None:
             self._member = build_member(self, options.cdsp)
             self._min_tokens = options.cdsp.min_tokens
+            if isinstance(self.disagg_prefill_bootstrap_queue.kv_manager, HandshakeKVManager):
+                self._admit_any_length()
             if self.idle_sleeper is not None and self._member.wake_descriptor is not None:
                 self.idle_sleeper.poller.register(self._member.wake_descriptor, select.POLLIN)
         super().run_event_loop()
+
+    # ---------------------------------------------------------------- prompts that do not fit this instance
+
+    def _admit_any_length(self) -> None:
+        """What bounds a prompt from now on is the model, and what the pool can hold."""
+        queue = self.disagg_prefill_bootstrap_queue
+        self._own_input_tokens = min(self.max_req_input_len, queue.max_input_len + 1)
+        margin = self.max_req_len - self.max_req_input_len
+        self.max_req_len = self.model_config.context_len - 1
+        self.max_req_input_len = self.max_req_len - margin
+        queue.max_input_len = max(queue.max_input_len, self.max_req_input_len)
+
+    def _is_too_long(self, request: Any) -> bool:
+        limit = self._own_input_tokens
+        return limit is not None and len(request.origin_input_ids) >= limit
+
+    def init_req_max_new_tokens(self, req: Any) -> None:
+        # SGLang leaves no token to a prompt that fills the memory, and clips the least number of tokens with it.
+        if not self._is_too_long(req):
+            super().init_req_max_new_tokens(req)
+        elif req.sampling_params.max_new_tokens is None:
+            req.sampling_params.max_new_tokens = 1
+
+    def _refuse(self, request: Any, why: str) -> None:
+        """It is in no queue, and cannot be computed."""
+        tokens, limit = len(request.origin_input_ids), self._own_input_tokens
+        message = f"A prompt of {tokens} tokens does not fit this instance's KV memory ({limit} tokens), and {why}."
+        if isinstance(request.disagg_kv_sender, HandshakeKVSender):
+            request.disagg_kv_sender.refuse(message)
+        self.release_aborted_prefill_waiting_req(request)
+        self._release_aborted_request(request)
+        prepare_abort(request, message, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+        self.output_streamer.stream_output([request], request.return_logprob)
 
     # ---------------------------------------------------------------- a round
 
@@ -97,8 +139,18 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def _follow_queue(self, laps: LapsInstance) -> None:
         super()._follow_queue(laps)
         member = self._member
-        if member is None or not member.is_joined:
-            return
+        if member is not None and member.is_joined:
+            self._offer_all(member, laps)
+        unfit = [request for request in self.waiting_queue if self._is_too_long(request) and not is_aborted(request)]
+        if unfit:
+            self.waiting_queue = [request for request in self.waiting_queue if not any(request is one for one in unfit)]
+            for request in unfit:
+                why = "a pool cannot share it" if member is not None and member.is_joined else "it is in no pool now"
+                self._refuse(request, why)
+            self._forget_gone(laps)
+
+    def _offer_all(self, member: PoolMember, laps: LapsInstance) -> None:
+        """All long prefills in the queue that can be shared leave it."""
         candidates = {
             entry.key: (request, entry)
             for request in self.waiting_queue
@@ -108,7 +160,11 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             return
         # What is long follows from measurements, which are not the same on every rank.
         chosen = member.ranks.share(
-            lambda: [key for key, (_, entry) in candidates.items() if entry.length_class is LengthClass.LONG]
+            lambda: [
+                key
+                for key, (request, entry) in candidates.items()
+                if entry.length_class is LengthClass.LONG or self._is_too_long(request)
+            ]
         )
         now_s = laps.now_s()
         for key in chosen:
@@ -148,6 +204,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             destinations = tuple(itertools.chain.from_iterable(ranks.gather(of_rank)))
         if destinations:
             tokens = len(request.origin_input_ids)
+        elif self._is_too_long(request):
+            self.tree_cache.unlock(lock)
+            return
         number = member.offer(
             request.origin_input_ids[:tokens],
             cached_tokens,
@@ -157,6 +216,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             destinations=destinations,
             targets=targets,
             room=request.bootstrap_room,
+            fits_owner=not self._is_too_long(request),
         )
         self._shared[number] = _Shared(request, cached_tokens, prefix_slots, lock)
         self.waiting_queue.remove(request)
@@ -172,6 +232,13 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if shared is None:
             return
         request = shared.request
+        if self._is_too_long(request):
+            self.tree_cache.unlock(shared.lock)
+            if isinstance(outcome, Collected) and outcome.slots.numel():
+                self.token_to_kv_pool_allocator.free(outcome.slots)
+            how = f"({outcome.reason})" if isinstance(outcome, Declined) else "(collected)"
+            self._refuse(request, f"its pool could not compute it {how}")
+            return
         is_taken_twice = False
         if isinstance(outcome, Collected) and outcome.slots.numel():
             end = shared.cached_tokens + outcome.slots.numel()

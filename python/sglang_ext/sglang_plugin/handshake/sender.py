@@ -106,6 +106,11 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         super().abort()
         self._stop(_ABORTED)
 
+    def refuse(self, reason: str) -> None:
+        """As `abort`, with a reason that decode's client gets."""
+        super().abort()
+        self._stop(reason)
+
     def clear(self) -> None:
         """The request has ended on this rank."""
         room = self.bootstrap_room

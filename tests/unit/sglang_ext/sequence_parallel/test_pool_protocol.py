@@ -105,11 +105,11 @@ def test_a_prompt_from_offer_to_end() -> None:
         seen += positions
         sequence = order.chunk.sequence
     assert sorted(seen) == list(range(400))
-    assert pool.say(0, StepDone(sequence, TIMES)) == []
-    collects = pool.say(1, StepDone(sequence, TIMES))
+    assert pool.say(0, StepDone(sequence, TIMES, 1000)) == []
+    collects = pool.say(1, StepDone(sequence, TIMES, 1000))
     assert [type(one.message) for one in collects] == [Collect, Collect]
-    pool.say(1, StepDone(sequence + 1, TIMES))
-    assert [type(one.message) for one in pool.say(0, StepDone(sequence + 1, TIMES))] == [Drop, Drop]
+    pool.say(1, StepDone(sequence + 1, TIMES, 1000))
+    assert [type(one.message) for one in pool.say(0, StepDone(sequence + 1, TIMES, 1000))] == [Drop, Drop]
     (record,) = pool.protocol.take_events().ended
     assert record.outcome is PrefillEnd.COLLECTED
     assert [chunk.new_tokens for chunk in record.chunks] == [400]
@@ -121,12 +121,12 @@ def test_where_the_time_of_a_prompt_went() -> None:
     pool.now_s += 2.0
     pool.offer()
     pool.now_s += 1.5
-    pool.say(0, StepDone(1, StepTimes(1.25, 0.25, 0.0)))
-    pool.say(1, StepDone(1, StepTimes(1.5, 0.25, 0.75)))
+    pool.say(0, StepDone(1, StepTimes(1.25, 0.25, 0.0), 1000))
+    pool.say(1, StepDone(1, StepTimes(1.5, 0.25, 0.75), 1000))
     assert pool.protocol.status(pool.now_s).requests[0].times.collect_s == 0.0, "it has begun and not ended"
     pool.now_s += 0.5
-    pool.say(1, StepDone(2, TIMES))
-    pool.say(0, StepDone(2, TIMES))
+    pool.say(1, StepDone(2, TIMES, 1000))
+    pool.say(0, StepDone(2, TIMES, 1000))
     (record,) = pool.protocol.status(pool.now_s).recent
     assert record.times == PrefillTimes(
         wait_s=0.0, compute_s=0.75, ring_s=0.25, rebalance_s=0.375, collect_s=0.5, failed_s=0.0
@@ -149,7 +149,7 @@ def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
     pool.offer(2, owner=1)
     pool.now_s += 3.0
     assert [one.times.wait_s for one in pool.protocol.status(pool.now_s).requests] == [0.0, None]
-    pool.say(0, StepDone(1, TIMES))
+    pool.say(0, StepDone(1, TIMES, 1000))
     pool.say(1, StepFailed(1, "the KV pool is full"))
     first = pool.protocol.status(pool.now_s).requests[0]
     assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
@@ -240,7 +240,7 @@ def test_meshes_are_not_ordered_faster_than_they_are_built() -> None:
 def test_a_lost_member_in_a_step() -> None:
     pool = connected("a", "b")
     pool.offer()
-    pool.say(0, StepDone(1, TIMES))
+    pool.say(0, StepDone(1, TIMES, 1000))
     out = pool.protocol.lose(1, "test", pool.now_s)
     assert RollBack(1, 1, (0,)) in [one.message for one in out]
     assert all(one.instance == 0 for one in out)
@@ -251,7 +251,7 @@ def test_a_lost_owner_ends_its_requests() -> None:
     pool = connected("a", "b")
     pool.offer()
     pool.protocol.lose(0, "test", pool.now_s)
-    pool.say(1, StepDone(1, TIMES))
+    pool.say(1, StepDone(1, TIMES, 1000))
     (record,) = pool.protocol.take_events().ended
     assert record.outcome is PrefillEnd.OWNER_LOST
 
@@ -260,8 +260,8 @@ def test_cancelled_and_declined() -> None:
     pool = connected("a", "b")
     pool.offer(1)
     pool.say(0, CancelMessage(1))
-    pool.say(0, StepDone(1, TIMES))
-    out = pool.say(1, StepDone(1, TIMES))
+    pool.say(0, StepDone(1, TIMES, 1000))
+    out = pool.say(1, StepDone(1, TIMES, 1000))
     assert Drop(1, (0, 1)) in [one.message for one in out]
     short = pool.say(1, OfferMessage(pool_request(1, 2), IDS[:4], 3, 0.0, None))
     assert len(of_kind(short, Decline)) == 1
@@ -273,10 +273,10 @@ def test_cancelled_while_it_is_collected() -> None:
     pool = connected("a", "b")
     pool.offer()
     for instance in (0, 1):
-        pool.say(instance, StepDone(1, TIMES))
+        pool.say(instance, StepDone(1, TIMES, 1000))
     pool.say(0, CancelMessage(1))
     for instance in (0, 1):
-        pool.say(instance, StepDone(2, TIMES))
+        pool.say(instance, StepDone(2, TIMES, 1000))
     (record,) = pool.protocol.take_events().ended
     assert record.outcome is PrefillEnd.CANCELLED
     assert pool.protocol.status(pool.now_s).requests_collected == 0
@@ -305,8 +305,8 @@ def test_what_makes_no_sense_is_its_senders_fault_alone(message: Message) -> Non
 
 def test_strangers_and_late_answers() -> None:
     pool = connected("a", "b")
-    assert pool.say(9, StepDone(1, TIMES)) == []
-    assert pool.say(0, StepDone(1, TIMES)) == []
+    assert pool.say(9, StepDone(1, TIMES, 1000)) == []
+    assert pool.say(0, StepDone(1, TIMES, 1000)) == []
     assert pool.protocol.lose(9, "test", pool.now_s) == []
 
 
@@ -318,7 +318,7 @@ def test_costs_follow_what_chunks_take() -> None:
         sequence = first.message.chunk.sequence
         pool.wait(4.0)
         for instance in (0, 1):
-            pool.say(instance, StepDone(sequence, TIMES))
+            pool.say(instance, StepDone(sequence, TIMES, 1000))
         for instance in (1, 0):
-            pool.say(instance, StepDone(sequence + 1, TIMES))
+            pool.say(instance, StepDone(sequence + 1, TIMES, 1000))
     assert pool.protocol.status(pool.now_s).cost_scale == pytest.approx(4.0 / 2.05)

@@ -44,7 +44,7 @@ def test_who_still_computes_is_told() -> None:
 
 def test_no_member_computes_any_more() -> None:
     protocol, order = protocol_with_a_step()
-    protocol.take(0, StepDone(order.chunk.sequence, StepTimes(0.5, 0.0, 0.0)), 2.0)
+    protocol.take(0, StepDone(order.chunk.sequence, StepTimes(0.5, 0.0, 0.0), 1000), 2.0)
     protocol.lose(1, "killed", 2.0)
     assert protocol.take_events().given_up == []
 

@@ -86,9 +86,9 @@ def test_two_prompts_of_one_pool_each_bound_in_its_turn() -> None:
     assert isinstance(order, ChunkOrder)
     pool.now_s += 1.0
     for instance in (0, 1):
-        pool.protocol.take(instance, StepDone(order.chunk.sequence, TIMES), pool.now_s)
+        pool.protocol.take(instance, StepDone(order.chunk.sequence, TIMES, 1000), pool.now_s)
     for instance in (1, 0):
-        pool.protocol.take(instance, StepDone(order.chunk.sequence + 1, TIMES), pool.now_s)
+        pool.protocol.take(instance, StepDone(order.chunk.sequence + 1, TIMES, 1000), pool.now_s)
     (bound,) = pool.events().bound
     assert bound.room == 71
     status = pool.protocol.status(pool.now_s)

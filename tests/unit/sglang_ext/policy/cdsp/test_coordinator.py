@@ -363,7 +363,7 @@ def test_others_are_computed_while_a_collection_waits() -> None:
 def test_what_a_chunk_takes_is_not_promised_twice_and_free_again_when_it_is_dropped() -> None:
     one = coordinator(2)
     for instance in (0, 1):
-        one.report(instance, MemberReport(0.0, 3000), 0.0)
+        one.report(instance, MemberReport(0.0, 5000), 0.0)
     order = chunk_of(one.offer(offer(1, tokens=4000), 0.0))
     one.done_together((0, 1), order.sequence, 1.0)
     assert one.offer(offer(2, owner=1, tokens=4000), 1.1) == []
@@ -492,6 +492,69 @@ def test_tickets_that_make_no_sense(bad: PromptTicket) -> None:
     one.announce(ticket(), 0.0)
     with pytest.raises(ValueError, match="ticket -1 is announced twice"):
         one.announce(ticket(), 0.0)
+
+
+def test_what_must_come_to_its_owner_is_not_computed_before_it_fits_there() -> None:
+    one = coordinator(2)
+    for instance in (0, 1):
+        one.report(instance, MemberReport(1.0, 30_000), 0.0)
+    assert one.offer(offer(1, tokens=38_000), 0.0) == []
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.0, 40_000), 1.0)
+    order = chunk_of(one.plan(1.0))
+    # Of 40,000 slots at the owner the prompt will take 38,000 in the end.
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.0, 40_000), 1.1)
+    assert one.offer(offer(2, tokens=5000), 1.2) == []
+    (collect,) = one.done_together(order.layout.group, order.sequence, 2.0)
+    assert isinstance(collect, Collect)
+    assert chunk_of(one.done_together(collect.members, collect.sequence, 3.0)).request == 2
+
+
+def test_what_is_streamed_need_not_fit_its_owner() -> None:
+    one = coordinator(4)
+    for instance in range(4):
+        one.report(instance, MemberReport(0.0, 30_000), 0.0)
+    order = chunk_of(one.offer(offer(1, tokens=100_000)._replace(is_streamed=True, fits_owner=False), 0.0))
+    assert sorted(order.layout.group) == [0, 1, 2, 3]
+    one.failed(3, order.sequence, 1.0)
+    assert one.done_together((0, 1, 2), order.sequence, 1.0)[-1] == Decline(1, 0, DeclineReason.NO_ROOM)
+
+
+def test_a_prompt_is_not_refused_because_of_a_report_from_before_there_was_room() -> None:
+    one = coordinator(2)
+    for instance in range(2):
+        one.report(instance, MemberReport(0.0, 1000), 0.0)
+    large = offer(1, tokens=30_000)._replace(is_streamed=True, fits_owner=False)
+    assert one.offer(large, 0.1) == []
+    for instance in range(2):
+        one.report(instance, MemberReport(0.0, 15_000), 0.3)
+    assert chunk_of(one.plan(0.3)).layout.group == (0, 1)
+    assert one.offer(large._replace(request=2), 0.4) == []
+    one.cancel(1, 0.5)
+    for instance in range(2):
+        one.report(instance, MemberReport(0.0, 1000), 0.6)
+    one.done_together((0, 1), 1, 0.7)
+    assert one.plan(1.3) == []
+    assert one.plan(1.8)[-1] == Decline(2, 0, DeclineReason.NO_ROOM)
+
+
+def test_what_is_free_at_the_end_of_a_step_is_known_before_the_next_report() -> None:
+    one = coordinator(1)
+    one.report(0, MemberReport(0.0, 5000), 0.0)
+    order = chunk_of(one.offer(offer(1, tokens=4000)._replace(is_streamed=True, fits_owner=False), 0.1))
+    assert one.done(0, order.sequence, 1.0, 1000) == [Finish(1, 0)]
+    large = offer(2, tokens=3000)._replace(is_streamed=True, fits_owner=False)
+    assert one.offer(large, 1.1) == [], "a claim beside what is free would leave 0, none would leave 5000"
+    one.report(0, MemberReport(0.0, 3000), 1.2)
+    assert chunk_of(one.plan(1.2)).request == 2
+
+
+def test_what_does_not_fit_its_owner_is_not_given_back_because_the_owner_is_fastest() -> None:
+    one = coordinator(1)
+    order = chunk_of(one.offer(offer(1)._replace(is_streamed=True, fits_owner=False), 0.0))
+    assert order.layout.group == (0,)
+    assert one.done(0, order.sequence, 1.0) == [Finish(1, 0)]
 
 
 def streamed(instances: int = 4) -> tuple[Coordinator, RunChunk, list[Order]]:

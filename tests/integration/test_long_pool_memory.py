@@ -1,0 +1,108 @@
+"""Prompts that no instance of a long pool could hold alone; decode can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_ext.types import Role
+from support.engines import FLEET, EngineSpec
+from support.laps import Pair
+from support.long_pool import Coordinator
+
+pytestmark = pytest.mark.integration
+PAGES = ("--page-size", "16")
+HANDSHAKE = ("--transfer-backend", "handshake")
+KV_TOKENS = 640  # of one member
+MEMBERS = 3
+
+
+def member(coordinator: Coordinator, number: int) -> EngineSpec:
+    options = (
+        *HANDSHAKE,
+        *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "200"),
+        *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "5"),
+    )
+    arguments = (*PAGES, "--max-total-tokens", str(KV_TOKENS))
+    return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=f"small{number}")
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[Coordinator]:
+    with Coordinator.running("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def pool(coordinator: Coordinator) -> Iterator[list[Pair]]:
+    specs = [member(coordinator, number) for number in range(MEMBERS)]
+    *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
+    coordinator.wait_for(lambda status: len(status["members"]) == MEMBERS and status["is_connected"])
+    with ThreadPoolExecutor(32) as threads:
+        yield [Pair(engine, decode, threads) for engine in members]
+    for engine in (*members, decode):
+        engine.stop()
+
+
+def free_tokens(pair: Pair) -> int:
+    assert pair.prefill.post("/flush_cache", {}).status == 200
+    tokens: int = pair.status()["kv"]["free_tokens"]
+    return tokens
+
+
+def test_prompts_larger_than_any_instance(pool: list[Pair], coordinator: Coordinator) -> None:
+    free = [free_tokens(pair) for pair in pool]
+    assert free == [KV_TOKENS] * MEMBERS
+    before = coordinator.status()["requests_streamed"]
+    lengths = (KV_TOKENS, KV_TOKENS + 32, 1500, 1850)
+    for number, tokens in enumerate(lengths):
+        assert pool[number % MEMBERS].send(tokens, seed=100 + number).is_exact(), tokens
+    several = [pool[number].send(1000 + number, seed=110 + number) for number in range(MEMBERS)]
+    assert all(one.is_exact() for one in several)
+    assert coordinator.status()["requests_streamed"] == before + len(lengths) + len(several)
+    for pair, tokens in zip(pool, free, strict=True):
+        pair.check_clean(tokens)
+
+
+def test_what_not_even_the_pool_can_hold_is_refused(pool: list[Pair]) -> None:
+    free = [free_tokens(pair) for pair in pool]
+    prefill, decode = pool[0].send(MEMBERS * KV_TOKENS + 70, seed=120).replies.result(timeout=60)
+    assert (prefill.status, decode.status >= 500) == (503, True), (prefill, decode)
+    for reply in (prefill, decode):
+        assert "does not fit this instance's KV memory" in str(reply.body), reply
+    assert pool[0].send(900, seed=121).is_exact()
+    for pair, tokens in zip(pool, free, strict=True):
+        pair.check_clean(tokens)
+
+
+def test_a_prompt_that_needs_more_than_its_logits_is_refused(pool: list[Pair]) -> None:
+    free = [free_tokens(pair) for pair in pool]
+    body = {
+        "input_ids": [1] * 1500,
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "bootstrap_host": "2.2.2.2",
+        "bootstrap_room": 1 << 50,
+    }
+    reply = pool[0].prefill.post("/generate", body)
+    assert reply.status == 503
+    assert "a pool cannot share it" in str(reply.body)
+    for pair, tokens in zip(pool, free, strict=True):
+        pair.check_clean(tokens)
+
+
+def test_without_its_pool_a_member_refuses_what_it_cannot_hold(pool: list[Pair], coordinator: Coordinator) -> None:
+    coordinator.kill()
+    try:
+        free = free_tokens(pool[0])
+        prefill, _ = pool[0].send(1500, seed=130).replies.result(timeout=60)
+        assert prefill.status == 503, prefill
+        assert "it is in no pool now" in str(prefill.body)
+        assert pool[0].send(500, seed=131).is_exact()
+        pool[0].check_clean(free)
+    finally:
+        coordinator.start_again()
+    coordinator.wait_for(lambda status: len(status["members"]) == MEMBERS and status["is_connected"])
+    assert pool[0].send(1500, seed=132).is_exact()
