@@ -44,6 +44,9 @@ class ToyPool:
         assert not pages & set(self._free), "a page is freed twice"
         self._free += sorted(pages)
 
+    def count_freed(self, pages: torch.Tensor) -> int:
+        return pages.numel()
+
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         return gather_kv(self._k[layer], self._v[layer], slots)
 

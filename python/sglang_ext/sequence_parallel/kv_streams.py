@@ -275,6 +275,10 @@ class PinnedPool:
         if slots.numel():
             self._pool.free(slots)
 
+    def count_freed(self, pages: torch.Tensor) -> int:
+        pinned = torch.tensor(list(self._pins), dtype=pages.dtype, device=pages.device)
+        return int((~torch.isin(pages, pinned)).sum())
+
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         return self._pool.read(layer, slots)
 

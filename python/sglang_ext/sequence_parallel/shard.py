@@ -21,6 +21,9 @@ class LayoutMismatchError(RuntimeError):
     """The coordinator believes that this instance holds something else than it does."""
 
 
+_PIECE_TOKENS = 1024  # of KV that is put in order at once
+
+
 class KvPool(Protocol):
     """An instance's KV memory. Slots are int64 [tokens]; KV of one layer is [2, tokens, KV heads, head size]."""
 
@@ -36,6 +39,9 @@ class KvPool(Protocol):
 
     def free(self, slots: torch.Tensor) -> None:
         """Give whole pages back."""
+
+    def count_freed(self, pages: torch.Tensor) -> int:
+        """How many of these pages, int64, could be taken again at once if they were freed."""
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """A copy of one layer's KV, in one piece that can be sent."""
@@ -136,8 +142,9 @@ class Shard:
         """Hand over the slots of the positions from `start` on, in order, up to the first one that is missing.
 
         They are whole pages in which position follows position, as an engine's prefix cache wants them; `start` and
-        the number of slots are multiples of the page size, whatever is left over is freed. Raises KvPoolFullError, with
-        nothing changed, where KV must be copied into pages of that kind and there are none.
+        the number of slots are multiples of the page size, whatever is left over is freed. What does not lie in such a
+        page is copied into one, piece by piece, so that little more room is needed than it has. Raises KvPoolFullError,
+        with nothing changed, where there is not even that.
         """
         positions, slots = as_tensor(self.positions), self.slots
         order = torch.argsort(positions)
@@ -145,26 +152,44 @@ class Shard:
         is_next = positions[ordered] == torch.arange(start, start + ordered.numel())
         count = int(is_next.to(torch.int8).cumprod(0).sum())
         page = self._pool.page_tokens
-        count -= count % page
-        wanted = slots[ordered[:count]]
-        if page == 1:
-            self._keep_only(wanted)
-            return wanted
-        fresh = self._pool.allocate(count) if count else wanted
-        for layer in range(self._pool.layers):
-            self._pool.write(layer, fresh, self._pool.read(layer, wanted))
-        self.drop()
-        return fresh
-
-    def _keep_only(self, wanted: torch.Tensor) -> None:
-        """Free all slots but these, and forget all."""
+        wanted = slots[ordered[: count - count % page]].clone()
         owned = [held.slots for held in (*self._segments, *self._given) if not held.segment.is_borrowed]
-        if owned:
-            slots = torch.cat(owned)
-            rest = slots[~torch.isin(slots, wanted)]
-            if rest.numel():
-                self._pool.free(rest)
+        mine = torch.unique(torch.cat([slots[:0], *owned]) // page)
+        pages = wanted.view(-1, page)
+        is_whole = (pages == pages[:, :1] + torch.arange(page, device=pages.device)).all(1) & (pages[:, 0] % page == 0)
+        is_whole &= torch.isin(pages[:, 0] // page, mine)
+        scattered = torch.nonzero(~is_whole).flatten()
+        pieces = scattered.split(max(1, _PIECE_TOKENS // page))
+        # In the order of positions, sources come free one after the other: each once its last row has been copied.
+        spare = mine[~torch.isin(mine, pages[is_whole, 0] // page)]
+        freed = [spare[~torch.isin(spare, pages[scattered] // page)]]
+        for number, piece in enumerate(pieces):
+            later = torch.cat([pages[:0].flatten(), *(pages[more].flatten() for more in pieces[number + 1 :])]) // page
+            done = spare[torch.isin(spare, pages[piece] // page)]
+            freed.append(done[~torch.isin(done, later)])
+        self._check_room([piece.numel() for piece in pieces], [self._pool.count_freed(one) for one in freed])
+        self._free_pages(freed[0])
+        for piece, done in zip(pieces, freed[1:], strict=True):
+            sources, fresh = pages[piece].flatten(), self._pool.allocate(piece.numel() * page)
+            for layer in range(self._pool.layers):
+                self._pool.write(layer, fresh, self._pool.read(layer, sources))
+            pages[piece] = fresh.view(-1, page)
+            self._free_pages(done)
         self._segments, self._before, self._given, self._taken = [], [], [], []
+        return pages.flatten()
+
+    def _check_room(self, taken: Sequence[int], freed: Sequence[int]) -> None:
+        """Pages that are taken and come free in turn, something free first. Raises KvPoolFullError."""
+        free = self._pool.free_tokens // self._pool.page_tokens + (freed[0] if freed else 0)
+        for wanted, released in zip(taken, freed[1:], strict=True):
+            if wanted > free:
+                raise KvPoolFullError(f"{wanted} KV pages are wanted to put KV in order, {free} are free")
+            free += released - wanted
+
+    def _free_pages(self, pages: torch.Tensor) -> None:
+        if pages.numel():
+            page = self._pool.page_tokens
+            self._pool.free((pages[:, None] * page + torch.arange(page, device=pages.device)).flatten())
 
     def drop(self) -> None:
         """Free everything."""

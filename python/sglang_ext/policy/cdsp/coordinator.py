@@ -375,9 +375,8 @@ class Coordinator:
         layout, after = lay_out(one.held, positions, group, settings.interleaving, settings.page_tokens)
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         is_last = one.is_streamed and tokens == count_tokens(one.todo)
-        order = RunChunk(
-            self._numbers.sequence(), self._epoch, one.offer.request, layout, self._numbers.tags(tags), is_last
-        )
+        step = self._numbers
+        order = RunChunk(step.sequence(), self._epoch, one.offer.request, layout, step.tags(tags), is_last)
         one.group = group
         for instance in group:
             more = tokens_held(after, instance) - tokens_held(one.held, instance)
@@ -389,10 +388,8 @@ class Coordinator:
         """Nothing is left to compute: its owner goes on with it, with or without its KV."""
         if not one.is_streamed:
             return self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
-        if one.is_finishing:
-            return []
-        one.is_finishing = True
-        return [Finish(one.offer.request, one.offer.owner)]
+        was_told, one.is_finishing = one.is_finishing, True
+        return [] if was_told else [Finish(one.offer.request, one.offer.owner)]
 
     def _collect_to_owner(self, one: SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
         """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
@@ -401,12 +398,13 @@ class Coordinator:
         if all(segment.is_borrowed for segments in one.held.values() for segment in segments):
             return self._decline(one, reason)
         owner = one.offer.owner
-        members = one.holders()
+        # Its cached prefix is still in the owner's cache, also where others hold a copy.
+        moves = tuple(move for move in gather(one.held, owner) if move.positions[-1][-1] >= one.offer.cached_tokens)
+        members = (owner, *sorted({move.source for move in moves}))
         if self._has_timed_out(one, members, now_s):
             return self._decline(one, DeclineReason.MESH_DOWN)
         if not self._members.are_ready(members, self._epoch):
             return []
-        moves = gather(one.held, owner)
         tag = self._numbers.tags(self._settings.layers * len(moves))
         order = Collect(self._numbers.sequence(), self._epoch, one.offer.request, owner, members, moves, tag)
         self._run(one, order, members, {}, 0.0)

@@ -83,7 +83,8 @@ class SharedPrefill:
     @property
     def promised_tokens(self) -> int:
         """Slots that its owner needs beyond those that it has, if all of it shall come there."""
-        return self.offer.tokens - tokens_held(self.held, self.offer.owner)
+        owned = sum(segment.tokens for segment in self.held.get(self.offer.owner, ()) if not segment.is_borrowed)
+        return max(0, self.offer.tokens - self.offer.cached_tokens - owned)
 
     @property
     def is_shared(self) -> bool:

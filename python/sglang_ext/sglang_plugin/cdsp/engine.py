@@ -70,6 +70,9 @@ class SchedulerKvPool:
     def free(self, slots: torch.Tensor) -> None:
         self._allocator.free(slots)
 
+    def count_freed(self, pages: torch.Tensor) -> int:
+        return len(pages)
+
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         keys = self._pool.get_key_buffer(layer)
         return gather_kv(keys, self._pool.get_value_buffer(layer), slots.to(keys.device))

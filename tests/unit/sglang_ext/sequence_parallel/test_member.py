@@ -192,11 +192,17 @@ def test_a_full_pool_at_the_hand_over() -> None:
     one = member(tokens=40, page=4)
     connect(one, 1)
     one.offer(ids(32), NO_KV)
-    one.link.inbox.extend([chunk(REQUEST, ids(32)), collect(REQUEST)])
-    one.turn()
-    one.turn()
+    # The second chunk lies in whole pages, but not in those of the prompt.
+    first, held = lay_out({}, (range(2),), (0,), Interleaving.ZIGZAG)
+    second, _ = lay_out(held, (range(2, 32),), (0,), Interleaving.ZIGZAG)
+    for sequence, layout in enumerate((first, second)):
+        mine = array("i", (ids(32)[p] for part in layout.new[0] for p in part))
+        one.link.inbox.append(ChunkOrder(RunChunk(sequence, 1, REQUEST, layout, 0), mine))
+    one.link.inbox.append(collect(REQUEST))
+    for _ in range(3):
+        one.turn()
     assert [message.sequence for message in sent(one.link, StepFailed)] == [2]  # type: ignore[union-attr]
-    assert (one.ended, one.member.held_tokens) == ({}, 32)
+    assert (one.ended, one.member.held_tokens) == ({}, 36)
     one.link.inbox.extend([Drop(REQUEST, (0,)), Decline(REQUEST, 0, DeclineReason.FAILURES)])
     one.turn()
     assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES)}

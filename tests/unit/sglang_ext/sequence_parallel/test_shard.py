@@ -128,18 +128,45 @@ def test_handed_over_up_to_the_first_that_is_missing(page_tokens: int) -> None:
 
 
 def test_too_few_whole_pages_change_nothing() -> None:
-    pool = ToyPool(16, 4)
+    pool = ToyPool(12, 4)
     shard = Shard(pool)
     shard.begin()
-    shard.extend((range(12),))
+    shard.extend((range(0, 12, 2), range(1, 12, 2)))
     fill(pool, shard)
     before = shard.segments
     with pytest.raises(KvPoolFullError):
         shard.take_slots(0)
     assert shard.segments == before
-    assert positions_in(pool, shard.slots) == list(range(12))
+    assert positions_in(pool, shard.slots) == [*range(0, 12, 2), *range(1, 12, 2)]
     shard.drop()
-    assert pool.free_tokens == 16
+    assert pool.free_tokens == 12
+
+
+def test_what_lies_in_whole_pages_stays_where_it_is() -> None:
+    pool = ToyPool(16, 4)
+    shard = Shard(pool)
+    shard.begin()
+    taken = shard.extend((range(8, 16), range(8)))
+    fill(pool, shard)
+    slots = shard.take_slots(0)
+    assert positions_in(pool, slots) == list(range(16))
+    assert sorted(slots.tolist()) == sorted(taken.tolist())
+
+
+@pytest.mark.parametrize("holders", [2, 3])
+def test_scattered_rows_are_put_in_order_in_little_room(holders: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.sequence_parallel.shard._PIECE_TOKENS", 8)
+    pool = ToyPool(60 + 4 * (2 + holders), 4)
+    shard = Shard(pool)
+    shard.begin()
+    for part in split_chunk(0, 60, holders, Interleaving.STRIPED, 4):
+        shard.extend(part)
+    fill(pool, shard)
+    slots = shard.take_slots(0)
+    assert positions_in(pool, slots) == list(range(60))
+    assert pool.free_tokens == 4 * (2 + holders)
+    pool.free(slots)
+    assert pool.free_tokens == 60 + 4 * (2 + holders)
 
 
 def test_borrowed_pages_are_never_freed() -> None:
@@ -193,10 +220,16 @@ def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int
             assert shard.segments == before
     assert shard.owned_tokens == 256 - pool.free_tokens
     if end == "take_slots":
+        before, wanted = pool.free_tokens, sorted(shard.positions, key=lambda part: part.start)
         try:
-            pool.free(shard.take_slots(0))
+            slots = shard.take_slots(0)
         except KvPoolFullError:
+            assert pool.free_tokens == before
             shard.drop()
+        else:
+            assert not wanted or slots.numel() <= sum(map(len, wanted))
+            assert not (slots.view(-1, page_tokens)[:, 0] % page_tokens).any()
+            pool.free(slots)
     else:
         shard.drop()
     assert pool.free_tokens == 256

@@ -779,6 +779,8 @@ class SimulatedCluster:
         one = self.offers[order.request]
         have = sorted(p for part in positions_of(self.held[one.owner, order.request]) for p in part)
         assert have == sorted(set(have)), "a position is held twice"
+        assert all(move.positions[-1][-1] >= one.cached_tokens for move in order.moves), "the owner has it in its cache"
+        have = sorted({*have, *range(one.cached_tokens)})
         self.end(order.request, "whole" if have == list(range(one.tokens)) else "in part")
         del self.held[one.owner, order.request]
 
