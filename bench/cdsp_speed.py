@@ -10,15 +10,18 @@ Interleaved, round by round, medians:
   which is what two processes gain on this machine at all;
 - the prompt on the pool, whose two instances compute it together; the same without transfer (SGLang's stand-in for
   decode), which tells what the handshake costs;
+- the prompt on the pool, whose owner samples the first token without the KV (`--ending streamed`), or collects it all
+  before (`--ending collected`);
 - one of the two instances is busy with a shorter prompt: the pool begins on one instance and goes on on two (1 → 2),
   with KV rebalanced behind the computation or before it, or may only use both and waits.
 
 Then four instances of a tiny model send to decode together, which has four receive backends, or two.
 
 The last line is `RESULT {json}`: `sp2_speedup` = stock / pool; `independent_gain` = throughput of two stock instances
-over that of one; `sp2_efficiency` = the former over the latter; `grow_over_wait` = time to first token of 1 → 2 over
-waiting for two; `rebalance_overhead` = share of 1 → 2 in which a member waits for rebalanced KV, also `…_first`, not
-overlapped; `handshake_overhead` = what the transfer adds to a prefill, as a share of it; `handshake_overhead_half` =
+over that of one; `sp2_efficiency` = the former over the latter; `streamed_over_collected` = time to first token without
+a collection over that with one; `grow_over_wait` = time to first token of 1 → 2 over waiting for two;
+`rebalance_overhead` = share of 1 → 2 in which a member waits for rebalanced KV, also `…_first`, not overlapped;
+`handshake_overhead` = what the transfer adds to a prefill, as a share of it; `handshake_overhead_half` =
 what two instead of four backends add.
 """
 
@@ -145,6 +148,16 @@ def _measure_two(
             rounds.append(_round(engines, tokens))
             progress(f"round {number + 1} of {count}: " + ", ".join(f"{n} {v:.2f}" for n, v in _named(rounds[-1])))
         sizes = _last_sizes(coordinator)
+        endings: dict[str, list[float]] = {"streamed": [], "collected": []}
+        for number in range(count):
+            for ending, times_s in endings.items():
+                coordinator.start((1, 2), costs.profile((1, 2), EFFICIENCY), "--ending", ending)
+                coordinator.wait_connected(2)
+                times_s.append(Sent(engines["pool-0"], engines["decode"], tokens, VOCABULARY).wait().ttft_s)
+            progress(
+                f"endings, {number + 1} of {count}: "
+                + ", ".join(f"{ending} {times_s[-1]:.2f} s" for ending, times_s in endings.items())
+            )
         grown: dict[str, list[Grown]] = {"grow": [], "first": [], "wait": []}
         ways = {"grow": (1, 2), "first": (1, 2), "wait": (2,)}
         for number in range(count):
@@ -160,7 +173,7 @@ def _measure_two(
                 f"with one instance busy, {number + 1} of {count}: "
                 + ", ".join(f"{way} {ones[-1].ttft_s:.2f} s on {ones[-1].sizes}" for way, ones in grown.items())
             )
-    return _summary(rounds, grown, sizes)
+    return {**_summary(rounds, grown, sizes), **_endings(endings)}
 
 
 def _round(engines: dict[str, BenchEngine], tokens: int) -> Round:
@@ -225,6 +238,14 @@ def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tupl
             way: [[round(one.ttft_s, 3), round(one.rebalance_s, 4), list(one.sizes)] for one in ones]
             for way, ones in grown.items()
         },
+    }
+
+
+def _endings(times_s: dict[str, list[float]]) -> dict[str, object]:
+    pairs = list(zip(times_s["streamed"], times_s["collected"], strict=True))
+    return {
+        "streamed_over_collected": round(median(streamed / collected for streamed, collected in pairs), 3),
+        "endings_ttft_s": [[round(one, 3) for one in pair] for pair in pairs],
     }
 
 

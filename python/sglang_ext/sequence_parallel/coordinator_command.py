@@ -25,6 +25,7 @@ from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSetting
 logger = logging.getLogger(__name__)
 
 _OVERLAPPED, _FIRST = "overlapped", "first"
+_STREAMED, _COLLECTED = "streamed", "collected"
 _LEAST_TIMEOUT_MS = 100.0
 
 
@@ -65,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_OVERLAPPED,
         help="whether the KV of earlier chunks moves to new members layer by layer while earlier layers are computed, "
         f"or all of it before the chunk, for comparison (default: {_OVERLAPPED})",
+    )
+    add(
+        "--ending",
+        choices=[_STREAMED, _COLLECTED],
+        default=_STREAMED,
+        help="what follows the last chunk of a prompt whose KV members have sent straight to decode: its first token, "
+        "without its KV at its own instance; or that KV is collected there first, and kept in its prefix cache, which "
+        f"takes the time and the memory for it (default: {_STREAMED})",
     )
     add(
         "--order",
@@ -129,6 +138,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
         _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
         arguments.rebalance == _OVERLAPPED,
+        arguments.ending == _COLLECTED,
     )
     return CoordinatorOptions(
         arguments.host,

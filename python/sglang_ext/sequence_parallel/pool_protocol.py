@@ -76,6 +76,7 @@ class PoolSettings(NamedTuple):
     step_timeout_s: float = 30.0
     member_timeout_s: float = 5.0
     overlaps_rebalancing: bool = True
+    collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
 
     @property
     def stuck_s(self) -> float:
@@ -269,8 +270,8 @@ class PoolProtocol:
         deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
         tokens, room = len(message.token_ids), message.room
         lengths = (tokens, message.cached_tokens)
-        how = (bool(message.destinations), message.fits_owner)
-        offer = Offer(message.request, instance, *lengths, arrival_s, deadline_s, *how)
+        is_streamed = bool(message.destinations) and not (self._settings.collects and message.fits_owner)
+        offer = Offer(message.request, instance, *lengths, arrival_s, deadline_s, is_streamed, message.fits_owner)
         try:
             self._token_ids[message.request] = message.token_ids
             # As an offer, where no router has announced it.
