@@ -27,7 +27,8 @@ CACHING = ("--disaggregation-decode-enable-radix-cache",)
 PREFILL = EngineSpec(Role.SHORT, arguments=CHUNK, worker_options=HANDSHAKE)
 DECODE = EngineSpec(Role.DECODE, arguments=CACHING, worker_options=(*HANDSHAKE, "--transfer-receive-backends", "1"))
 DECODE_TP2 = EngineSpec(Role.DECODE, arguments=("--tp", "2"), worker_options=HANDSHAKE)
-PAGED_PREFILL = EngineSpec(Role.SHORT, arguments=(*CHUNK, *PAGES), worker_options=SHARED_MEMORY)
+BY_LAYER = ("--transfer-stream-layer-kib", "0")
+PAGED_PREFILL = EngineSpec(Role.SHORT, arguments=(*CHUNK, *PAGES), worker_options=(*SHARED_MEMORY, *BY_LAYER))
 PAGED_DECODE = EngineSpec(
     Role.DECODE, arguments=(*PAGES, *CACHING), worker_options=(*SHARED_MEMORY, "--transfer-receive-backends", "2")
 )
@@ -76,6 +77,19 @@ def test_prompts_of_every_length(pair: Pair) -> None:
     for length in LENGTHS:
         prompt = random_prompt(length, seed=20_000 + length)
         assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS), length
+
+
+def test_layers_of_a_chunk_leave_one_by_one(pair: Pair) -> None:
+    """A prompt of one chunk: each layer in a write of its own, and with the last page what no layer brought."""
+    before = settled(pair[0], "writes_total")
+    prompt = random_prompt(160, seed=new_room())
+    assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS)
+    writes = settled(pair[0], "writes_total") - before
+    ranks = 2 if pair[1].spec is DECODE_TP2 else 1
+    if BY_LAYER[0] in pair[0].spec.worker_options:
+        assert writes == TinyModelShape().layers + 1  # one with the metadata
+    else:
+        assert writes == ranks + 1
 
 
 def test_turns_that_extend_what_is_cached(pair: Pair) -> None:

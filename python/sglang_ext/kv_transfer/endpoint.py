@@ -433,6 +433,9 @@ class HandshakeEndpoint:
             peer = self._peers.wait(receiver, todo.permit >> PERMIT_EPOCH_SHIFT, _LAYOUT_TIMEOUT_S)
             with self._lock:
                 rows = outgoing.rows(todo.chunk, todo.part, self._layout, peer.layout)
+                computed = outgoing.computed(todo.chunk, todo.part)
+            if computed is not None:
+                computed.synchronize()
         except (TransferError, ValueError) as error:
             self._end_write(outgoing, todo, 0, str(error))
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,10 +37,18 @@ class PartRows(NamedTuple):
     has_aux: bool
 
 
+class DeviceEvent(Protocol):
+    """A point in what a device has been told to do; CUDA's events are such."""
+
+    def synchronize(self) -> None:
+        """Return once the device has come there."""
+
+
 class _PartSource(NamedTuple):
     rows: PartRows
     slots: Slots | None
     state_slots: tuple[Slots, ...] | None
+    computed: DeviceEvent | None
 
 
 class OutgoingTransfer:
@@ -111,15 +119,17 @@ class OutgoingTransfer:
         rows: PartRows,
         slots: Slots | None = None,
         state_slots: tuple[Slots, ...] | None = None,
+        computed: DeviceEvent | None = None,
     ) -> None:
         """A part of a chunk is in its source slots: `slots`, where they did not come with the chunk, one per token.
 
-        `state_slots` likewise, per kind of extra state, with the metadata. Ignored once the transfer has ended.
-        Raises ValueError when it is more than the chunk has, or its slots are not known.
+        `state_slots` likewise, per kind of extra state, with the metadata. `computed` is waited for before it is read.
+        Ignored once the transfer has ended. Raises ValueError when it is more than the chunk has, or its slots are not
+        known.
         """
         with self._lock:
             if self.machine.outcome is None:
-                source = self._part_source(chunk, rows, slots, state_slots)
+                source = self._part_source(chunk, rows, slots, state_slots, computed)
                 cells = rows.token_count * rows.layer_count * self._chunks[chunk].shard.head_count
                 actions = self.machine.part_ready(chunk, Part(cells, rows.has_aux), self._clock())
                 self._parts[chunk].append(source)
@@ -149,10 +159,14 @@ class OutgoingTransfer:
         """Remember where a chunk goes."""
         self._grants[grant.chunk] = grant
 
+    def computed(self, chunk: int, part: int) -> DeviceEvent | None:
+        """What must be waited for before a part is read."""
+        return self._parts[chunk][part].computed
+
     def rows(self, chunk: int, part: int, mine: PoolLayout, peer: PoolLayout) -> list[RowCopy]:
         """What must be copied for a part of a granted chunk. Raises ValueError when a pool does not hold it."""
         source, grant = self._chunks[chunk], self._grants[chunk]
-        spec, slots, state_slots = self._parts[chunk][part]
+        spec, slots, state_slots, _ = self._parts[chunk][part]
         copies: list[RowCopy] = []
         if slots is not None and spec.token_count and source.shard.head_count:
             tokens = slice(spec.first_token, spec.first_token + spec.token_count)
@@ -167,7 +181,12 @@ class OutgoingTransfer:
         return copies
 
     def _part_source(
-        self, chunk: int, rows: PartRows, slots: Slots | None, state_slots: tuple[Slots, ...] | None
+        self,
+        chunk: int,
+        rows: PartRows,
+        slots: Slots | None,
+        state_slots: tuple[Slots, ...] | None,
+        computed: DeviceEvent | None,
     ) -> _PartSource:
         source, shard = self._chunks[chunk], self._chunks[chunk].shard
         layers_fit = shard.first_layer <= rows.first_layer and (
@@ -182,7 +201,7 @@ class OutgoingTransfer:
             raise ValueError(
                 f"transfer {self.machine.transfer_id}: a part of chunk {chunk} has no slots, or another number of them"
             )
-        return _PartSource(rows, slots, source.state_slots if state_slots is None else state_slots)
+        return _PartSource(rows, slots, source.state_slots if state_slots is None else state_slots, computed)
 
 
 def _one(slot: int) -> Slots:

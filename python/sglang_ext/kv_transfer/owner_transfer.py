@@ -11,12 +11,12 @@ another attempt, and this instance sends all of it, from its own memory, beginni
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from sglang_ext.identifiers import TransferId, next_attempt
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import DeviceEvent, OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import Slots
 from sglang_ext.kv_transfer.transfer_status import Stage, TransferStatus
 from sglang_ext.policy.handshake.protocol import TransferOutcome
@@ -34,11 +34,39 @@ class Source(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Computed here: positions from `first_token` on, one slot each."""
+    """DeviceEvent here: positions from `first_token` on, one slot each."""
 
     first_token: int
     slots: Slots
     has_aux: bool
+
+    @property
+    def stop(self) -> int:
+        return self.first_token + len(self.slots)
+
+
+class LayerStream:
+    """Positions that are being computed, of one attempt: each layer leaves when it is there, in order.
+
+    Made by `OwnerTransfer.stream`, and used by the same thread.
+    """
+
+    def __init__(self, span: TokenSpan, layer_count: int, send: Callable[[int, DeviceEvent | None], None]) -> None:
+        self.span = span
+        self.sent_layers = 0
+        self._layer_count = layer_count
+        self._send: Callable[[int, DeviceEvent | None], None] | None = send
+
+    def layer_ready(self, layer: int, computed: DeviceEvent | None = None) -> None:
+        """Keys and values of a layer are there, or will be once `computed` is. Ignored after `close`, and unless it is
+        the next one."""
+        if self._send is not None and layer == self.sent_layers < self._layer_count:
+            self.sent_layers += 1
+            self._send(layer, computed)
+
+    def close(self) -> None:
+        """What has not left yet is sent with the whole chunk."""
+        self._send = None
 
 
 class OwnerTransfer:
@@ -75,6 +103,7 @@ class OwnerTransfer:
         self._rest: tuple[TokenSpan, ...] | None = None  # of the present attempt, once it has been offered
         self._rest_chunk = 0
         self._rows: list[_Rows] = []  # all that has been sent, for another attempt
+        self._streams: list[LayerStream] = []  # of the present attempt, ascending
 
     @property
     def handle(self) -> OutgoingTransfer:
@@ -114,9 +143,30 @@ class OwnerTransfer:
         self._is_rest_wanted = True
         self._offer(_without(self._source.tokens, elsewhere if self._is_first else ()))
 
+    def stream(self, first_token: int, slots: Slots) -> LayerStream | None:
+        """Positions from `first_token` on are about to be computed into `slots`, and will be sent: their layers may
+        leave before. None where they may not, or where nothing of them is wanted."""
+        span = TokenSpan(first_token, first_token + len(slots))
+        done = self._rows[-1].stop if self._rows else 0
+        latest = max([done, *(stream.span.stop for stream in self._streams)])
+        if not self._rest or first_token < latest:
+            return None
+        handle, chunk, pieces = self._handle, self._rest_chunk, list(self._in_rest(span.start, span.stop))
+        if not pieces:
+            return None
+
+        def send(layer: int, computed: DeviceEvent | None) -> None:
+            for start, stop, place in pieces:
+                part = PartRows(layer, 1, place, stop - start, False)
+                handle.part(chunk, part, slots[start - first_token : stop - first_token], computed=computed)
+
+        stream = LayerStream(span, self._source.layer_count, send)
+        self._streams.append(stream)
+        return stream
+
     def send(self, first_token: int, slots: Slots, *, has_aux: bool) -> None:
         """Positions from `first_token` on are in `slots`, and stay there until it has ended; `has_aux`: the metadata
-        are in place, too."""
+        are in place, too. Streams of them end."""
         self.offer_rest()
         rows = _Rows(first_token, slots if self._source.head_count else slots[:0], has_aux)
         self._rows.append(rows)
@@ -176,6 +226,7 @@ class OwnerTransfer:
     def _begin(self, transfer_id: TransferId) -> None:
         self._transfer_id, self._is_first, self._rest, self._waits_since_s = transfer_id, False, None, None
         self._handle = self._endpoint.open_sender(transfer_id, self._receiver, self._sender_count)
+        self._streams = []  # they belong to the attempt before: everything is sent from the rows
         if self._is_rest_wanted:
             self._offer(() if self._source.tokens is None else (self._source.tokens,))
             for rows in self._rows:
@@ -194,16 +245,39 @@ class OwnerTransfer:
 
     def _deliver(self, rows: _Rows) -> None:
         """The parts of what was offered that are among these rows."""
-        layers, before = self._source.layer_count, 0
-        stop = rows.first_token + len(rows.slots)
-        for span in self._rest or ():
-            low, high = max(span.start, rows.first_token), min(span.stop, stop)
-            if low < high:
-                part = PartRows(0, layers, before + low - span.start, high - low, False)
-                self._handle.part(self._rest_chunk, part, rows.slots[low - rows.first_token : high - rows.first_token])
-            before += span.token_count
+        layers = self._source.layer_count
+        for low, high, first_layer in self._not_streamed(rows.first_token, rows.stop):
+            for start, stop, place in self._in_rest(low, high):
+                part = PartRows(first_layer, layers - first_layer, place, stop - start, False)
+                self._handle.part(
+                    self._rest_chunk, part, rows.slots[start - rows.first_token : stop - rows.first_token]
+                )
         if rows.has_aux and self._source.aux_slot is not None:
             self._handle.part(self._rest_chunk, PartRows(0, layers, 0, 0, True))
+
+    def _in_rest(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """What of positions low to high is offered by this rank: from, to, and place in the offered chunk."""
+        before = 0
+        for span in self._rest or ():
+            start, stop = max(span.start, low), min(span.stop, high)
+            if start < stop:
+                yield start, stop, before + start - span.start
+            before += span.token_count
+
+    def _not_streamed(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Positions low to high, in pieces: from, to, and the first layer that has not left yet."""
+        for stream in self._streams:
+            stop = min(stream.span.stop, high)
+            if stop <= low or stream.span.start >= high:
+                continue
+            stream.close()
+            if low < stream.span.start:
+                yield low, stream.span.start, 0
+            if stream.sent_layers < self._source.layer_count:
+                yield max(low, stream.span.start), stop, stream.sent_layers
+            low = stop
+        if low < high:
+            yield low, high, 0
 
 
 def _without(span: TokenSpan | None, taken: Sequence[range]) -> tuple[TokenSpan, ...]:

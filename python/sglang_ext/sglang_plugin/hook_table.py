@@ -45,6 +45,7 @@ class Hook:
     targets: Mapping[SglangVersion, str | None]
     needs_laps: bool = False  # registered only where LAPS is on
     needs_graphs: bool = False  # registered only where prefill graphs are wanted
+    needs_streams: bool = False  # registered only where KV leaves for decode by layer
     is_for_pools: bool | None = None  # registered only where the instance is a member of a long pool, or is not
     device: Device | None = None  # registered only in engines on this device
 
@@ -54,6 +55,7 @@ class Hook:
         has_needs = (options.laps is not None or not self.needs_laps) and (
             options.graphs is not None or not self.needs_graphs
         )
+        has_needs &= options.streams_layers or not self.needs_streams
         return has_needs and self.is_for_pools in {None, is_member} and self.device in {None, options.device}
 
     def target_in(self, installed: SglangVersion) -> str | None:
@@ -87,6 +89,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.transfer_backends:get_kv_class",
         targets=_same_in_all("sglang.srt.disaggregation.utils.get_kv_class"),
+    ),
+    Hook(
+        name="layer-streams",
+        why="KV of a chunk is sent once all of it is computed; lets the layers of a long one leave before",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.handshake.layer_streams:run_batch",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler.run_batch"}),
+        needs_streams=True,
     ),
     Hook(
         name="parallel-samples",

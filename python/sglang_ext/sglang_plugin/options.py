@@ -38,6 +38,11 @@ class ExtensionOptions:
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
     revision: str = ""  # KV cache passes between instances of one revision alone
 
+    @property
+    def streams_layers(self) -> bool:
+        """Whether this is a prefill instance whose KV leaves for decode by layer."""
+        return self.role.is_prefill and self.transfer is not None and self.transfer.stream_layer_bytes is not None
+
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), sort_keys=True)}
 

@@ -44,6 +44,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
     refused_rooms: RefusedRooms
     heads: HeadLayout
     transport_name: str
+    stream_layer_bytes: int | None = None  # of a chunk that leaves by layer, at least; None: none does
     shared_from_tokens: int | None = None  # from which length on a request may be computed by a long pool
 
     def __init__(
@@ -58,6 +59,13 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._open_endpoint()
             self._start_heartbeat_checker_thread()
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Keys and values of one token in one layer."""
+        keys, values = self.kv_args.kv_item_lens[0], self.kv_args.kv_item_lens[self.layer_count]
+        token_bytes: int = (keys + values) // self.kv_args.page_size
+        return token_bytes
 
     @property
     def layer_count(self) -> int:
@@ -110,6 +118,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
                 "backend does not know how this engine spreads them"
             )
         self.transport_name = transfer.transport
+        self.stream_layer_bytes = transfer.stream_layer_bytes
         layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank)
         timings = HandshakeOptions(
             receive_backends=transfer.receive_backends,

@@ -3,7 +3,8 @@
     invited by all ──▶ init: handshake, the whole request is offered ──send, send, …──▶ stored by all
 
 An ordinary prefill instance offers the request as a whole, before it has computed any of it, so that its place in
-the receivers' order is that of its arrival; each `send` then brings the slots of what has been computed.
+the receivers' order is that of its arrival; each `send` then brings the slots of what has been computed. Layers of a
+long chunk leave before (`layer_streams.py`).
 
 A request that a long pool may compute is only announced at first. Where it is shared, every member sends what it
 computes itself (`sequence_parallel/kv_streams.py`), and this instance offers what is left.
@@ -21,7 +22,8 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from sglang_ext.identifiers import attempts_of, next_attempt
 from sglang_ext.kv_transfer.invitations import Invitation
-from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
+from sglang_ext.kv_transfer.owner_transfer import LayerStream, OwnerTransfer, Source
+from sglang_ext.kv_transfer.pool_layout import Slots
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.messages import Destination
@@ -96,6 +98,22 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         self._record_transfer_indices(pages, None)
         if is_last and not self._outgoing:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def may_stream(self, tokens: int) -> bool:
+        """Whether a chunk of so many new tokens is long enough to leave by layer."""
+        min_bytes: int | None = self.kv_mgr.stream_layer_bytes
+        return min_bytes is not None and tokens * self.kv_mgr.layer_token_bytes >= min_bytes
+
+    def stream(self, first_token: int, slots: Slots) -> list[LayerStream]:
+        """Positions from `first_token` on are about to be computed into `slots`; `send` follows. Notify them of every
+        layer."""
+        if self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+            return []
+        streams = []
+        for outgoing in self._outgoing or ():
+            skipped = max(0, outgoing.invitation.first_token - first_token)
+            streams.append(outgoing.transfer.stream(first_token + skipped, slots[skipped:]))
+        return [stream for stream in streams if stream is not None]
 
     def poll(self) -> KVPoll:
         if self.conclude_state is None:

@@ -12,6 +12,9 @@ from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE
 from sglang_ext.types import Role
 
 _DEFAULT_TRANSPORT = "tcp"
+# A part costs some tenths of a millisecond in Python, at either end and beside the engine: as long as this moves.
+_STREAM_LAYER_BYTES = 1 << 20
+_NEVER = "never"
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class TransferOptions:
 
     transport: str = _DEFAULT_TRANSPORT
     receive_backends: int | None = None  # None: no limit
+    # A chunk with so many bytes of keys and values in a layer leaves layer by layer; None: all layers together.
+    stream_layer_bytes: int | None = _STREAM_LAYER_BYTES
 
 
 def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +45,26 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         help="transfers that a decode rank receives at a time; others wait in the order of their first handshake "
         "(default: no limit)",
     )
+    group.add_argument(
+        "--transfer-stream-layer-kib",
+        metavar="N",
+        default=None,
+        help="prefill: a chunk of a prompt with at least so many KiB of keys and values in a layer is sent layer by "
+        f"layer while it is computed, others once they are; {_NEVER}: none is "
+        f"(default: {_STREAM_LAYER_BYTES >> 10})",
+    )
 
 
 def transfer_options(arguments: argparse.Namespace, role: Role) -> TransferOptions | None:
     """The options, None with another backend. Raises ValueError, in one line that names the option."""
     transport, receive_backends = arguments.transfer_transport, arguments.transfer_receive_backends
+    stream_kib: str | None = arguments.transfer_stream_layer_kib
     if arguments.transfer_backend != HANDSHAKE:
-        for value, option in ((transport, "--transfer-transport"), (receive_backends, "--transfer-receive-backends")):
+        for value, option in (
+            (transport, "--transfer-transport"),
+            (receive_backends, "--transfer-receive-backends"),
+            (stream_kib, "--transfer-stream-layer-kib"),
+        ):
             if value is not None:
                 raise ValueError(f"{option} needs --transfer-backend {HANDSHAKE}")
         return None
@@ -55,7 +73,19 @@ def transfer_options(arguments: argparse.Namespace, role: Role) -> TransferOptio
             raise ValueError(f"--transfer-receive-backends must be at least 1, got {receive_backends}")
         if role.is_prefill:
             raise ValueError("--transfer-receive-backends: prefill instances receive no KV")
-    return TransferOptions(transport or _DEFAULT_TRANSPORT, receive_backends)
+    if stream_kib is not None and not role.is_prefill:
+        raise ValueError("--transfer-stream-layer-kib: decode instances send no KV")
+    return TransferOptions(transport or _DEFAULT_TRANSPORT, receive_backends, _stream_layer_bytes(stream_kib))
+
+
+def _stream_layer_bytes(kib: str | None) -> int | None:
+    if kib is None:
+        return _STREAM_LAYER_BYTES
+    if kib == _NEVER:
+        return None
+    if not kib.isdecimal():
+        raise ValueError(f"--transfer-stream-layer-kib must be a number of KiB or {_NEVER!r}, got {kib!r}")
+    return int(kib) << 10
 
 
 _PREFIX = "does not go with --transfer-backend handshake"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.identifiers import TransferAttempt, TransferId
@@ -219,3 +220,135 @@ def test_what_is_left(start: int, tokens: int, cuts: list[int]) -> None:
     positions = [position for span in left for position in range(span.start, span.stop)]
     assert positions == [position for position in range(start, start + tokens) if position not in gone]
     assert all(span.token_count for span in left)
+
+
+class DeviceThatComputes:
+    """Has computed a layer when it is told so."""
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.has_come.wait(30.0)
+
+
+def arrived(prefill: Side, decode: Side, layer: int, start: int, stop: int) -> bool:
+    """Whether keys and values of a layer of these positions are at decode."""
+    return all(
+        np.array_equal(
+            decode.pool.buffers[index][TARGET_SLOTS[start - FIRST : stop - FIRST]],
+            prefill.pool.buffers[index][SOURCE_SLOTS[start:stop]],
+        )
+        for index in (2 * layer, 2 * layer + 1)
+    )
+
+
+def opened(prefill: Side, decode: Side) -> OwnerTransfer:
+    decode.endpoint.expect(need(1), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1)
+    assert transfer.stream(FIRST, slots(FIRST, 8)) is None  # nothing is offered yet
+    transfer.offer_rest()
+    return transfer
+
+
+def test_layers_arrive_while_later_ones_are_computed(sides: tuple[Side, Side, Side]) -> None:
+    prefill, _, decode = sides
+    transfer = opened(prefill, decode)
+    stream = transfer.stream(0, slots(0, 8))
+    assert stream is not None
+    for layer in range(3):
+        assert not arrived(prefill, decode, layer, FIRST, 8)
+        stream.layer_ready(layer)
+        wait_until(lambda layer=layer: arrived(prefill, decode, layer, FIRST, 8))  # type: ignore[misc]
+    wait_until(lambda: prefill.endpoint.totals().writes == 3)
+    assert transfer.stream(6, slots(6, 10)) is None  # some of it has left
+    transfer.send(FIRST, slots(FIRST, 8), has_aux=False)
+    transfer.send(8, slots(8, 12), has_aux=True)
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    check_arrived(prefill, decode)
+    assert prefill.endpoint.totals().written_bytes == COUNT * 3 * 96 + 24
+    assert prefill.endpoint.totals().writes == 3 + 2
+
+
+def test_a_layer_that_the_device_has_not_computed_is_not_read(sides: tuple[Side, Side, Side]) -> None:
+    prefill, _, decode = sides
+    transfer, device = opened(prefill, decode), DeviceThatComputes()
+    stream = transfer.stream(FIRST, slots(FIRST, 12))
+    assert stream is not None
+    layer_0 = [prefill.pool.buffers[index][SOURCE_SLOTS].copy() for index in (0, 1)]
+    for index in (0, 1):
+        prefill.pool.buffers[index][SOURCE_SLOTS] = 0
+    stream.layer_ready(0, device)
+    wait_until(lambda: transfer.handle.status.stage is Stage.TRANSFERRING)
+    stream.layer_ready(1)
+    wait_until(lambda: arrived(prefill, decode, 1, FIRST, 12))
+    assert prefill.endpoint.totals().writes == 1
+    for index, rows in zip((0, 1), layer_0, strict=True):
+        prefill.pool.buffers[index][SOURCE_SLOTS] = rows
+    device.has_come.set()
+    transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    check_arrived(prefill, decode)
+
+
+@st.composite
+def some_chunks(draw: st.DrawFn) -> list[tuple[int, int, tuple[int, ...] | None]]:
+    """Of twelve tokens: first token, the one after the last, and layers that leave before, where they may."""
+    stops = sorted({*draw(st.sets(st.integers(1, 11), max_size=5)), 12})
+    layers = st.sampled_from([None, (), (0,), (0, 1), (0, 1, 2), (1,), (0, 0, 2)])
+    return [(start, stop, draw(layers)) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(some_chunks())
+def test_whatever_has_left_by_layer_the_rest_follows(
+    sides: tuple[Side, Side, Side], numbers: list[int], chunks: list[tuple[int, int, tuple[int, ...] | None]]
+) -> None:
+    """Chunks of any size, sent in pages of two tokens; streams that end at any layer, or are not there."""
+    prefill, _, decode = sides
+    for buffer in decode.pool.buffers:
+        buffer[:] = 0
+    numbers[0] = number = numbers[0] + 1
+    decode.endpoint.expect(need(number), [prefill.endpoint.address])
+    before_bytes = prefill.endpoint.totals().written_bytes
+    transfer = OwnerTransfer(prefill.endpoint, number, decode.endpoint.address, SOURCE, 1)
+    transfer.offer_rest()
+    sent = 0
+    for start, stop, layers in chunks:
+        stream = None if layers is None else transfer.stream(start, slots(start, stop))
+        for layer in layers or ():
+            if stream is not None:
+                stream.layer_ready(layer)
+        until_token = 12 if stop == 12 else stop - stop % 2
+        transfer.send(sent, slots(sent, until_token), has_aux=stop == 12)
+        sent = until_token
+        if stream is not None:
+            stream.close()
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    check_arrived(prefill, decode)
+    assert prefill.endpoint.totals().written_bytes - before_bytes == COUNT * 3 * 96 + 24
+
+
+@pytest.fixture
+def numbers() -> list[int]:
+    return [100]
+
+
+def test_another_attempt_sends_what_left_by_layer_again(sides: tuple[Side, Side, Side]) -> None:
+    prefill, _, decode = sides
+    transfer_id = 1
+    decode.endpoint.expect(need(transfer_id), [prefill.endpoint.address])
+    transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, SOURCE, 1, may_have_helpers=True)
+    transfer.offer_rest()
+    stream = transfer.stream(FIRST, slots(FIRST, 12))
+    assert stream is not None
+    stream.layer_ready(0)
+    transfer.restart("a helper has gone")
+    wait_until(lambda: status_of(decode, 1).is_released)
+    decode.endpoint.expect(need(TransferAttempt(1, 1)), [prefill.endpoint.address])
+    wait_until(lambda: (transfer.poll(), transfer.transfer_id)[1] == TransferAttempt(1, 1))
+    for layer in (1, 2):
+        stream.layer_ready(layer)  # of the attempt that has ended
+    transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
+    wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+    check_arrived(prefill, decode)

@@ -40,7 +40,7 @@ def test_what_the_oldest_version_does_without() -> None:
     missing = {hook.name for hook in HOOK_TABLE if hook.target_in(V17) is None}
     assert missing == {
         *("prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler", "cdsp-release"),
-        *("scoring-metadata", "scoring-finish", "hint-guard-generate"),
+        *("scoring-metadata", "scoring-finish", "hint-guard-generate", "layer-streams"),
     }
 
 

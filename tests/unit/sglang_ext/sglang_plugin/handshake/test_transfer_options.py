@@ -34,7 +34,7 @@ def parse(*argv: str) -> argparse.Namespace:
     [
         ((), None),
         (("--transfer-backend", "nixl"), None),
-        (HANDSHAKE, TransferOptions("tcp", None)),
+        (HANDSHAKE, TransferOptions("tcp", None, 1 << 20)),
         ((*HANDSHAKE, "--transfer-receive-backends", "2"), TransferOptions("tcp", 2)),
         ((*HANDSHAKE, "--transfer-transport", "shared_memory"), TransferOptions("shared_memory", None)),
     ],
@@ -43,9 +43,22 @@ def test_from_the_command_line(argv: tuple[str, ...], expected: TransferOptions 
     assert transfer_options(parse(*argv), Role.DECODE) == expected
 
 
+@pytest.mark.parametrize(("kib", "expected"), [("0", 0), ("256", 256 << 10), ("never", None)])
+def test_which_chunks_leave_by_layer(kib: str, expected: int | None) -> None:
+    options = transfer_options(parse(*HANDSHAKE, "--transfer-stream-layer-kib", kib), Role.SHORT)
+    assert options is not None
+    assert options.stream_layer_bytes == expected
+    assert ExtensionOptions(Role.SHORT, Device.CPU, transfer=options).streams_layers is (expected is not None)
+    assert not ExtensionOptions(Role.DECODE, Device.CPU, transfer=options).streams_layers
+    assert not ExtensionOptions(Role.SHORT, Device.CPU).streams_layers
+
+
 @pytest.mark.parametrize(
     ("role", "argv", "message"),
     [
+        (Role.DECODE, (*HANDSHAKE, "--transfer-stream-layer-kib", "1"), "decode instances send no KV"),
+        (Role.SHORT, (*HANDSHAKE, "--transfer-stream-layer-kib", "some"), "a number of KiB or 'never', got 'some'"),
+        (Role.SHORT, ("--transfer-stream-layer-kib", "1"), "--transfer-stream-layer-kib needs --transfer-backend"),
         (Role.DECODE, ("--transfer-receive-backends", "2"), "--transfer-receive-backends needs --transfer-backend"),
         (Role.SHORT, ("--transfer-transport", "tcp"), "--transfer-transport needs --transfer-backend handshake"),
         (Role.DECODE, (*HANDSHAKE, "--transfer-receive-backends", "0"), "must be at least 1, got 0"),

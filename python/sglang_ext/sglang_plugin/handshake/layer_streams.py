@@ -1,0 +1,82 @@
+"""Keys and values of a long chunk leave for decode layer by layer, while the model computes the layers after.
+
+    run_batch ──who sends?──▶ streams; the pool's set_kv_buffer is watched ──layer 0, layer 1, …──▶ parts
+              ──end of the forward pass──▶ not watched any more; `send` brings what is left
+
+An attention backend that writes a layer otherwise (a kernel that writes as it rotates, a graph that is replayed), or in
+several pieces, ends the streams of its batch at that layer: the rest leaves when the chunk is done, as without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_ext.kv_transfer.outgoing_transfer import DeviceEvent
+from sglang_ext.kv_transfer.owner_transfer import LayerStream
+from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's: computes the batch, and lets long chunks leave by layer."""
+    streams = _begin(batch) if batch.forward_mode.is_extend() else []
+    if not streams:
+        return original(scheduler, batch, *args, **kwargs)
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    with watch_layers(pool, streams, len(batch.out_cache_loc)):
+        return original(scheduler, batch, *args, **kwargs)
+
+
+def _begin(batch: Any) -> list[LayerStream]:
+    """Streams of those chunks of a batch that are long enough."""
+    streams: list[LayerStream] = []
+    slots = None
+    first = 0
+    for request, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        sender = getattr(request, "disagg_kv_sender", None)
+        if isinstance(sender, HandshakeKVSender) and sender.may_stream(count):
+            if slots is None:
+                slots = batch.out_cache_loc.cpu().numpy().astype(np.uint32)
+            streams += sender.stream(start, slots[first : first + count])
+        first += count
+    return streams
+
+
+@contextmanager
+def watch_layers(pool: Any, streams: Sequence[LayerStream], batch_tokens: int) -> Iterator[None]:
+    """Inside the `with` block streams are notified of every layer of which `pool` gets keys and values.
+
+    Only of whole batches of `batch_tokens`: what comes in pieces says nothing about the other ones.
+    """
+    write = pool.set_kv_buffer
+    next_layer = pool.start_layer
+
+    def write_and_tell(layer: Any, loc_info: Any, keys: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal next_layer
+        write(layer, loc_info, keys, *args, **kwargs)
+        if layer is not None and layer.layer_id == next_layer and len(keys) == batch_tokens:
+            computed = _computed(keys)
+            for stream in streams:
+                stream.layer_ready(next_layer - pool.start_layer, computed)
+            next_layer += 1
+
+    pool.set_kv_buffer = write_and_tell
+    try:
+        yield
+    finally:
+        del pool.set_kv_buffer
+        for stream in streams:
+            stream.close()
+
+
+def _computed(keys: torch.Tensor) -> DeviceEvent | None:
+    """What says that the device has come this far; None where a call that has returned has computed."""
+    if keys.device.type != "cuda":
+        return None
+    event: DeviceEvent = torch.cuda.Event()
+    event.record()  # type: ignore[attr-defined]
+    return event

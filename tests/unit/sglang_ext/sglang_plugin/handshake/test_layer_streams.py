@@ -1,0 +1,121 @@
+"""Which chunks leave by layer, and what a pool's writes tell their streams."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.kv_transfer.owner_transfer import LayerStream
+from sglang_ext.policy.handshake.shards import TokenSpan
+
+pytestmark = pytest.mark.usefixtures("sglang_imported")
+
+LAYERS, FIRST_LAYER = 3, 4
+
+
+class PoolThatCounts:
+    """Counts what is written to it."""
+
+    start_layer = FIRST_LAYER
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    def set_kv_buffer(self, layer: Any, loc_info: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.written.append(layer.layer_id)
+
+
+def write(pool: PoolThatCounts, layer: int, tokens: int) -> None:
+    rows = torch.zeros(tokens, 2, 8)
+    pool.set_kv_buffer(SimpleNamespace(layer_id=FIRST_LAYER + layer), None, rows, rows)
+
+
+def watched(writes: list[tuple[int, int]]) -> tuple[list[int], list[int], PoolThatCounts]:
+    """Layers that a stream was notified of after each write of (layer, tokens); those written; the pool."""
+    from sglang_ext.sglang_plugin.handshake.layer_streams import watch_layers
+
+    pool, sent, seen = PoolThatCounts(), [], []
+    stream = LayerStream(TokenSpan(0, 5), LAYERS, lambda layer, computed: sent.append(layer))
+    with watch_layers(pool, [stream], 5):
+        for layer, tokens in writes:
+            write(pool, layer, tokens)
+            assert pool.written[-1] == FIRST_LAYER + layer
+            seen.append(len(sent))
+    stream.layer_ready(stream.sent_layers)
+    write(pool, 0, 5)
+    return sent, seen, pool
+
+
+def test_each_layer_leaves_once_it_is_written() -> None:
+    sent, seen, pool = watched([(0, 5), (1, 5), (2, 5)])
+    assert sent == [0, 1, 2]
+    assert seen == [1, 2, 3]
+    assert "set_kv_buffer" not in vars(pool)
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ([], []),
+        ([(0, 5), (1, 2), (1, 3), (2, 5)], [0]),  # in two pieces
+        ([(1, 5), (2, 5)], []),  # the first one was written by a kernel of the model's
+        ([(0, 5), (0, 5), (1, 5)], [0, 1]),
+    ],
+)
+def test_what_is_not_written_as_a_whole_waits(writes: list[tuple[int, int]], expected: list[int]) -> None:
+    assert watched(writes)[0] == expected
+
+
+def test_a_pool_is_not_watched_after_a_failure() -> None:
+    from sglang_ext.sglang_plugin.handshake.layer_streams import watch_layers
+
+    pool = PoolThatCounts()
+    with pytest.raises(RuntimeError), watch_layers(pool, [], 5):
+        raise RuntimeError("out of memory")
+    assert "set_kv_buffer" not in vars(pool)
+
+
+class SenderOfLongChunks:
+    """Streams chunks of at least four tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def may_stream(self, tokens: int) -> bool:
+        return tokens >= 4
+
+    def stream(self, first_token: int, slots: Any) -> list[LayerStream]:
+        self.asked.append((first_token, slots.tolist()))
+        return [LayerStream(TokenSpan(first_token, first_token + len(slots)), LAYERS, lambda layer, computed: None)]
+
+
+def test_the_long_chunks_of_a_batch_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.sglang_plugin.handshake import layer_streams
+
+    monkeypatch.setattr(layer_streams, "HandshakeKVSender", SenderOfLongChunks)
+    senders = [SenderOfLongChunks() for _ in range(3)]
+    requests = [SimpleNamespace(disagg_kv_sender=sender) for sender in senders]
+    requests.append(SimpleNamespace())  # a health check
+    pool = PoolThatCounts()
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
+
+    def batch(is_extend: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend=lambda: is_extend),
+            reqs=requests,
+            prefix_lens=[0, 7, 3, 0],
+            extend_lens=[4, 3, 5, 9],
+            out_cache_loc=torch.arange(100, 121),
+        )
+
+    def compute(scheduler: Any, batch: Any, extra: int) -> tuple[int, bool]:
+        return extra, "set_kv_buffer" in vars(pool)
+
+    assert layer_streams.run_batch(compute, scheduler, batch(True), 8) == (8, True)
+    assert senders[0].asked == [(0, [100, 101, 102, 103])]
+    assert not senders[1].asked
+    assert senders[2].asked == [(3, [107, 108, 109, 110, 111])]
+    assert layer_streams.run_batch(compute, scheduler, batch(False), 8) == (8, False)
