@@ -188,24 +188,26 @@ class PoolMember:
 
     def withdraw(self, request: int) -> None:
         """The request has ended; what other members hold of it is dropped by the coordinator."""
-        if self._session is not None:
+        if self._is_known(request):
             self._forget(request)
             self._streams.close(request)
             self._link.send(CancelMessage(request))
 
     def stream_failed(self, request: int) -> None:
         """What members have sent of an offered request cannot be relied upon: it shall be collected here."""
-        if self._session is not None:
+        if self._is_known(request):
             self._link.send(StreamFailed(request))
 
     def transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
         """All KV of a request that was offered is at decode; see `Transferred`."""
-        session = self._session
         self._forget(request)
         self._streams.close(request)
-        # A coordinator that has given this instance another number since knows nothing of it.
-        if session is not None and instance_of(request) == session.instance:
+        if self._is_known(request):
             self._link.send(Transferred(request, transfer_s, exposed_s))
+
+    def _is_known(self, request: int) -> bool:
+        """A coordinator that has given this instance another number since knows nothing of it."""
+        return self._session is not None and instance_of(request) == self._session.instance
 
     def is_report_due(self, now_s: float, busy_s: float = 0.0) -> bool:
         """Whether a report is due: once an interval, and before `busy_s` in which none can be sent."""
