@@ -344,7 +344,7 @@ LONG_PROMPTS = Row(
         Panel(
             "Prompts",
             "reqps",
-            "How offers end: collected by the owner, or why they were declined.",
+            "How offers end: streamed to decode, collected by the owner, or why they were declined.",
             (Target(rate(LONG_POOL + "requests_ended_total", "outcome"), "{{outcome}}"),),
         ),
         Panel(

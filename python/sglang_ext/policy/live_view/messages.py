@@ -116,7 +116,7 @@ class PromptRow(NamedTuple):
     cached_tokens: Annotated[int, "of these, cached when it was offered"]
     offered_s: Annotated[float, "when it was offered to the pool"]
     ended_s: Annotated[float | None, "when its owner had all KV, or it was declined"]
-    outcome: Annotated[str | None, "collected, cancelled, owner_lost, or why it was declined"]
+    outcome: Annotated[str | None, "streamed, collected, cancelled, owner_lost, or why it was declined"]
     chunks: Annotated[Sequence[Sequence[Any]], "[new tokens, [members], start_s, end_s or null] of each chunk begun"]
     planned: Annotated[Sequence[Sequence[Any]], "[new tokens, [members]] of each chunk planned and not begun"]
 
