@@ -252,7 +252,11 @@ class _PoolCollector(Collector):
         yield _counter("meshes_ordered", "Epochs whose mesh was built", history.meshes_ordered)
         yield _counter("steps_failed", "Steps that a member could not do", history.steps_failed)
         yield _counter("computed_tokens", "Tokens of chunks that were done", history.tokens_computed)
-        yield _counter("collected_seconds", "Time of prefills that were collected or streamed, from the offer on", history.prefill_s)
+        yield _counter(
+            "collected_seconds",
+            "Time of prefills that were collected or streamed, from the offer on",
+            history.prefill_s,
+        )
         yield _counter("collect_seconds", "Time in which all KV went to its own instance", history.collect_s)
         transferred = CounterMetricFamily(
             "sglang_ext:cdsp_transfer_seconds",

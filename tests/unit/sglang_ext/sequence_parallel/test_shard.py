@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.sharding import Interleaving, KvMove, KvSegment, count_tokens, head, split_chunk, tail
+from sglang_ext.sequence_parallel.kv_streams import PinnedPool
 from sglang_ext.sequence_parallel.ring_attention import as_tensor
 from sglang_ext.sequence_parallel.shard import KvPoolFullError, LayoutMismatchError, Shard
 from support.toy_engine import LAYERS, ToyPool
@@ -167,6 +168,26 @@ def test_scattered_rows_are_put_in_order_in_little_room(holders: int, monkeypatc
     assert pool.free_tokens == 4 * (2 + holders)
     pool.free(slots)
     assert pool.free_tokens == 60 + 4 * (2 + holders)
+
+
+def test_rows_that_are_still_sent_make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.sequence_parallel.shard._PIECE_TOKENS", 8)
+    inner = ToyPool(32, 4)
+    pool = PinnedPool(inner)
+    shard = Shard(pool)
+    shard.begin()
+    for part in split_chunk(0, 24, 2, Interleaving.STRIPED, 4):
+        shard.extend(part)
+    fill(inner, shard)
+    pin, before = pool.pin(shard.slots), shard.segments
+    with pytest.raises(KvPoolFullError):
+        shard.take_slots(0)
+    assert (shard.segments, inner.free_tokens, pool.deferred_tokens) == (before, 8, 0)
+    pool.unpin(pin)
+    slots = shard.take_slots(0)
+    assert positions_in(inner, slots) == list(range(24))
+    pool.free(slots)
+    assert inner.free_tokens == 32
 
 
 def test_borrowed_pages_are_never_freed() -> None:
