@@ -191,12 +191,12 @@ def _grown(engines: dict[str, BenchEngine], coordinator: PoolCoordinator, tokens
     time.sleep(0.3)  # it computes by now, and has reported it
     sent = Sent(engines["pool-0"], engines["decode"], tokens, VOCABULARY).wait()
     busy.wait()
-    last = coordinator.status()["recent"][-1]
+    last = coordinator.last_prompt()
     return Grown(sent.ttft_s, float(last["times"]["rebalance_s"]), _last_sizes(coordinator))
 
 
 def _last_sizes(coordinator: PoolCoordinator) -> tuple[int, ...]:
-    steps = coordinator.status()["recent"][-1]["steps"]
+    steps = coordinator.last_prompt()["steps"]
     return tuple(len(step["members"]) for step in steps if step["kind"] == "chunk" and not step["has_failed"])
 
 

@@ -96,6 +96,12 @@ class PoolCoordinator:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/status", timeout=10) as reply:
             return json.load(reply)
 
+    def last_prompt(self) -> Any:
+        """The record of the prompt that has ended last, once none is under way."""
+        while (status := self.status())["requests"] or not status["recent"]:
+            time.sleep(0.05)
+        return status["recent"][-1]
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()

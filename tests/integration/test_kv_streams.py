@@ -135,7 +135,7 @@ def test_every_instance_sends_what_it_computes(pool: LongPool) -> None:
     # Whether it pays is the planner's to say; nearly always it does.
     assert pool.coordinator.shared > shared + len(lengths) // 2
     sent = [now - then for now, then in zip(pool.written_bytes(), before, strict=True)]
-    times = [one["times"] for one in pool.coordinator.status()["recent"] if one["outcome"] == "streamed"]
+    times = [one["times"] for one in pool.coordinator.settled()["recent"] if one["outcome"] == "streamed"]
     assert all(0 <= one["exposed_transfer_s"] < one["transfer_s"] < 60 for one in times), times
     page = pool.setting.page_tokens
     # Each row once, from whichever member it came.

@@ -70,7 +70,7 @@ def test_nothing_is_collected(pool: list[Pair], coordinator: Coordinator) -> Non
     lengths = (LONG, 912, 913, 927)
     for number, tokens in enumerate(lengths):
         assert pool[number % 2].send(tokens, seed=100 + number).is_exact(), tokens
-    after = coordinator.status()
+    after = coordinator.settled()
     assert after["requests_streamed"] == before["requests_streamed"] + len(lengths)
     assert after["requests_collected"] == before["requests_collected"]
     assert all(step["kind"] == "chunk" for request in after["recent"] for step in request["steps"])
@@ -78,7 +78,7 @@ def test_nothing_is_collected(pool: list[Pair], coordinator: Coordinator) -> Non
 
 
 def test_the_first_token_is_sampled_as_it_is_wanted(pool: list[Pair], coordinator: Coordinator) -> None:
-    before = coordinator.status()["requests_streamed"]
+    before = coordinator.settled()["requests_streamed"]
     free = [free_tokens(pair) for pair in pool]
     assert pool[0].send(LONG, seed=120, temperature=1.0, top_k=1).is_exact()
     biased = pool[1].send(LONG, seed=121, logit_bias={"7": 1000.0})
@@ -89,7 +89,7 @@ def test_the_first_token_is_sampled_as_it_is_wanted(pool: list[Pair], coordinato
     assert re.fullmatch("[0-9]{4}", reply.body["text"])
     seen = pool[1].send(LONG, seed=123, temperature=2.0)
     assert len(seen.tokens()) == NEW_TOKENS
-    assert coordinator.status()["requests_streamed"] == before + 4
+    assert coordinator.settled()["requests_streamed"] == before + 4
     check_clean(pool, free)
 
 
@@ -113,7 +113,7 @@ def test_aborted_while_it_is_on_its_way(pool: list[Pair], coordinator: Coordinat
         pool[0].decode.thaw()
     pool[0].abort("late")
     one.replies.result(timeout=60)
-    assert coordinator.status()["recent"][-1]["outcome"] == "cancelled"
+    assert coordinator.settled()["recent"][-1]["outcome"] == "cancelled"
     assert pool[0].send(LONG, seed=131).is_exact()
     check_clean(pool, free)
 

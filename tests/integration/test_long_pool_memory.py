@@ -55,13 +55,13 @@ def free_tokens(pair: Pair) -> int:
 def test_prompts_larger_than_any_instance(pool: list[Pair], coordinator: Coordinator) -> None:
     free = [free_tokens(pair) for pair in pool]
     assert free == [KV_TOKENS] * MEMBERS
-    before = coordinator.status()["requests_streamed"]
+    before = coordinator.settled()["requests_streamed"]
     lengths = (KV_TOKENS, KV_TOKENS + 32, 1500, 1850)
     for number, tokens in enumerate(lengths):
         assert pool[number % MEMBERS].send(tokens, seed=100 + number).is_exact(), tokens
     several = [pool[number].send(1000 + number, seed=110 + number) for number in range(MEMBERS)]
     assert all(one.is_exact() for one in several)
-    assert coordinator.status()["requests_streamed"] == before + len(lengths) + len(several)
+    assert coordinator.settled()["requests_streamed"] == before + len(lengths) + len(several)
     for pair, tokens in zip(pool, free, strict=True):
         pair.check_clean(tokens)
 

@@ -111,7 +111,7 @@ def test_one_prompt_on_two_instances_of_two_ranks(pool: list[Pair], coordinator:
     free = [free_tokens(pair) for pair in pool]
     for seed, pair in enumerate(pool * 3):
         assert is_exact(pair.send(LONG + 37 * seed, seed=100 + seed))
-    after = coordinator.status()
+    after = coordinator.settled()
     assert after["requests_streamed"] == before["requests_streamed"] + 6
     assert any(len(step["members"]) == 2 for request in after["recent"] for step in request["steps"])
     check_clean(pool, free)

@@ -84,7 +84,7 @@ def is_connected(shown: dict[str, Any]) -> bool:
 
 
 def collected(shown: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for one in shown["recent"] or () if one["outcome"] == "collected"]
+    return [one for one in shown["recent"] or () if one["outcome"] in ("collected", "streamed")]
 
 
 def test_two_long_instances_share_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

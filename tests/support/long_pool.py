@@ -102,10 +102,15 @@ class Coordinator:
             status: dict[str, Any] = json.load(reply)
         return status
 
+    def settled(self) -> dict[str, Any]:
+        """The status once no prompt is under way: a client may have its answer a moment before the coordinator knows."""
+        self.wait_for(lambda status: not status["requests"])
+        return self.status()
+
     @property
     def shared(self) -> int:
-        """How many prompts members have computed."""
-        status = self.status()
+        """How many prompts members have computed; waits until none is under way."""
+        status = self.settled()
         count: int = status["requests_collected"] + status["requests_streamed"]
         return count
 
