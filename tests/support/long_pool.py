@@ -103,7 +103,7 @@ class Coordinator:
         return status
 
     def settled(self) -> dict[str, Any]:
-        """The status once no prompt is under way: a client may have its answer a moment before the coordinator knows."""
+        """The status once no prompt is under way: a client may have its answer before the coordinator knows."""
         self.wait_for(lambda status: not status["requests"])
         return self.status()
 
