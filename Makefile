@@ -38,6 +38,8 @@ KERNELS := $(VENV)/kernels/.triton-$(TRITON)
 # own beside the environment, whose packages they use, too.
 RAY := $(VENV)/ray/.installed-$(shell cksum < requirements/ray.lock | cut -d' ' -f1)
 JUDGES := $(VENV)/judges/.installed-$(shell cksum < requirements/judges.lock | cut -d' ' -f1)
+# A transport of the handshake.
+NIXL := $(VENV)/nixl/.installed-$(shell cksum < requirements/nixl.lock | cut -d' ' -f1)
 # What renders and checks the Helm chart.
 CHARTS := $(VENV)/charts/.installed-$(shell cksum < requirements/charts.lock | cut -d' ' -f1)
 PYTEST_ARGS ?=
@@ -46,7 +48,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env cuda-lock kernels-env ray-env judges-env charts-env demo test test-all test-k8s unit lint format clean
+.PHONY: env cuda-lock kernels-env ray-env judges-env nixl-env charts-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -89,12 +91,15 @@ ray-env: $(RAY)
 
 judges-env: $(JUDGES)
 
+nixl-env: $(NIXL)
+
 charts-env: $(CHARTS)
 
 $(RAY): FOLDER := ray
 $(JUDGES): FOLDER := judges
+$(NIXL): FOLDER := nixl
 $(CHARTS): FOLDER := charts
-$(RAY) $(JUDGES) $(CHARTS): | $(STAMP)
+$(RAY) $(JUDGES) $(NIXL) $(CHARTS): | $(STAMP)
 	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
 	@rm -rf $(VENV)/$(FOLDER)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
@@ -113,7 +118,7 @@ lint: env
 test: lint $(KERNELS)
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(CHARTS)
+test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(CHARTS)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 test-k8s: env $(CHARTS)

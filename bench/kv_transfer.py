@@ -37,12 +37,13 @@ from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
 from sglang_ext.kv_transfer.transfer_status import Stage
-from sglang_ext.kv_transfer.transport import TRANSPORTS, create_transport
+from sglang_ext.kv_transfer.transport import create_transport
 from sglang_ext.policy.handshake.receive_request import needed
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, write_json
 
+TRANSPORTS = ("tcp", "shared_memory")
 LAYERS = 8
 SLOTS = 16_384
 HEAD_BYTES = 256

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import pytest
 
 from sglang_ext.types import Role
+from support import nixl_folder
 from support.engines import FLEET, Engine, EngineSpec
 from support.pd import greedy, new_room
 from support.reference import greedy_reference, random_prompt
@@ -32,6 +33,16 @@ PAGED_PREFILL = EngineSpec(Role.SHORT, arguments=(*CHUNK, *PAGES), worker_option
 PAGED_DECODE = EngineSpec(
     Role.DECODE, arguments=(*PAGES, *CACHING), worker_options=(*SHARED_MEMORY, "--transfer-receive-backends", "2")
 )
+NIXL = (*HANDSHAKE, "--transfer-transport", "nixl")
+NIXL_PREFILL = EngineSpec(
+    Role.SHORT, arguments=CHUNK, worker_options=(*NIXL, *BY_LAYER), environment=nixl_folder.ENVIRONMENT
+)
+NIXL_DECODE = EngineSpec(
+    Role.DECODE,
+    arguments=CACHING,
+    worker_options=(*NIXL, "--transfer-receive-backends", "2"),
+    environment=nixl_folder.ENVIRONMENT,
+)
 PAIRS = {
     "page 1, one backend": (PREFILL, DECODE),
     "page 16, two backends, shared memory": (PAGED_PREFILL, PAGED_DECODE),
@@ -49,7 +60,11 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × hea
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(pair, id=name, marks=() if name == TESTED else pytest.mark.full) for name, pair in PAIRS.items()
+        *(
+            pytest.param(pair, id=name, marks=() if name == TESTED else pytest.mark.full)
+            for name, pair in PAIRS.items()
+        ),
+        pytest.param((NIXL_PREFILL, NIXL_DECODE), id="nixl", marks=(pytest.mark.full, nixl_folder.needs_nixl)),
     ],
 )
 def pair(request: pytest.FixtureRequest) -> Pair:

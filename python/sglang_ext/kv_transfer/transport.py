@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,7 +13,7 @@ class Transport(Protocol):
     """One per process; thread-safe. A sender calls `write`, a receiver the methods about permits."""
 
     name: str
-    address: str  # where senders write to; they get it with the receiver's layout
+    address: str  # where senders write to; they get it with the receiver's layout, after `register`
     can_fence: bool  # whether `revoke` keeps its promise
 
     def register(self, buffers: Sequence[ItemBuffer]) -> None:
@@ -34,12 +35,14 @@ class Transport(Protocol):
         """Stop serving and writing. Safe to call again."""
 
 
-TRANSPORTS = ("tcp", "shared_memory")  # what `create_transport` makes
-_WITHOUT_ADAPTER = ("mooncake", "nixl", "nccl")
+TRANSPORTS = ("tcp", "shared_memory", "nixl")  # what `create_transport` makes
+_WITHOUT_ADAPTER = ("mooncake", "nccl")
 
 
 def why_unavailable(name: str) -> str | None:
     """One line that says why a transport cannot be used here, or None when it can."""
+    if name == "nixl" and importlib.util.find_spec("nixl") is None:
+        return "handshake transport nixl needs NIXL (pip install 'sglang-ext[nixl]')"
     if name in TRANSPORTS:
         return None
     choice = f"choose one of {', '.join(TRANSPORTS)}"
@@ -57,6 +60,10 @@ def create_transport(name: str, host: str) -> Transport:
         from sglang_ext.kv_transfer.tcp_transport import TcpTransport
 
         return TcpTransport(host)
+    if name == "nixl":
+        from sglang_ext.kv_transfer.nixl_transport import NixlTransport
+
+        return NixlTransport()
     from sglang_ext.kv_transfer.shared_memory_transport import SharedMemoryTransport
 
     return SharedMemoryTransport()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.kv_transfer.transport import TRANSPORTS
+from sglang_ext.kv_transfer.transport import TRANSPORTS, why_unavailable
 from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE
 from sglang_ext.types import Role
 
@@ -34,7 +34,8 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         "--transfer-transport",
         choices=TRANSPORTS,
         default=None,
-        help="what moves the bytes; the same on prefill and decode. shared_memory: between instances on one machine "
+        help="what moves the bytes; the same on prefill and decode. shared_memory: between instances on one machine; "
+        "nixl: NIXL, where it is installed "
         f"(default: {_DEFAULT_TRANSPORT})",
     )
     group.add_argument(
@@ -73,6 +74,9 @@ def transfer_options(arguments: argparse.Namespace, role: Role) -> TransferOptio
             raise ValueError(f"--transfer-receive-backends must be at least 1, got {receive_backends}")
         if role.is_prefill:
             raise ValueError("--transfer-receive-backends: prefill instances receive no KV")
+    problem = why_unavailable(transport or _DEFAULT_TRANSPORT)
+    if problem is not None:
+        raise ValueError(f"--transfer-transport: {problem}")
     if stream_kib is not None and not role.is_prefill:
         raise ValueError("--transfer-stream-layer-kib: decode instances send no KV")
     return TransferOptions(transport or _DEFAULT_TRANSPORT, receive_backends, _stream_layer_bytes(stream_kib))

@@ -17,12 +17,14 @@ from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan, plan_head_moves
 from support.handshake_process import Pool, PoolShape, RankProcess, is_stage, wait_until
+from support.nixl_folder import needs_nixl
 
 OPTIONS = HandshakeOptions(
     receive_backends=2, hold_idle_s=0.2, retry_s=0.05, heartbeat_s=0.1, lease_s=2.0, quarantine_s=1.0
 )
 SHAPE = PoolShape()
 TRANSPORTS = ["tcp", "shared_memory"]
+WITH_UNFENCED = [*TRANSPORTS, pytest.param("nixl", marks=needs_nixl)]
 Start = Callable[..., RankProcess]
 
 
@@ -109,7 +111,7 @@ def assert_quiet(decode: RankProcess, backends: int = 2) -> None:
     assert (totals.free_backends, totals.receiving, totals.receiving_early) == (backends, 0, 0)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_UNFENCED)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_three_senders_and_half_the_backends(start: Start, transport: str, page_size: int) -> None:
     random = Random(page_size)
@@ -150,7 +152,7 @@ def test_three_senders_and_half_the_backends(start: Start, transport: str, page_
     assert [record.senders for record in decode.call("records")].count(4) == 2
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_UNFENCED)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 4)])
 def test_heads_find_their_ranks(start: Start, transport: str, prefill_tp: int, decode_tp: int) -> None:
     heads = 12
@@ -243,7 +245,7 @@ def test_stopped_sender_cannot_write_into_slots_of_the_next_request(start: Start
     assert_next_request_is_fine(decode, victim.rank, transfer_id=3)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_UNFENCED)
 def test_killed_receiver(start: Start, transport: str) -> None:
     decode, sendings = start_pair(start, transport)
     decode.kill()
@@ -303,7 +305,7 @@ def test_an_invited_rank_may_take_its_time(start: Start) -> None:
     wait_until(lambda: is_stage(decode.call("receive_status", 1), Stage.COMPLETE))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_UNFENCED)
 def test_request_cancelled_by_decode(start: Start, transport: str) -> None:
     decode, sendings = start_pair(start, transport)
     decode.call("cancel", 1)
@@ -315,7 +317,7 @@ def test_request_cancelled_by_decode(start: Start, transport: str) -> None:
     assert_next_request_is_fine(decode, sendings[0].rank)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_UNFENCED)
 def test_request_aborted_by_one_sender(start: Start, transport: str) -> None:
     decode, (quitter, other) = start_pair(start, transport)
     quitter.rank.call("abort", 1, decode.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Iterator
@@ -21,11 +22,14 @@ from sglang_ext.kv_transfer.tcp_transport import EngineOptions, TcpTransport
 from sglang_ext.kv_transfer.transport import Transport, create_transport, why_unavailable
 from sglang_ext.kv_transfer.wire import Limits
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from support.nixl_folder import needs_nixl
 
 ROWS, WIDTH = 64, 48
 
 
 def make(name: str) -> Transport:
+    if name == "nixl":
+        return create_transport(name, "127.0.0.1")
     if name == "tcp":
         return TcpTransport("127.0.0.1", EngineOptions(connect_timeout_s=1.0, io_timeout_s=2.0))
     return SharedMemoryTransport(staging_bytes=1000, io_timeout_s=2.0)  # so that writes need several batches
@@ -50,8 +54,21 @@ def small_pair(
     receiver.close()
 
 
+NIXL = pytest.param("nixl", marks=needs_nixl)
+
+
 @pytest.fixture(params=["tcp", "shared_memory"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
+    sender, receiver = make(request.param), make(request.param)
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+    receiver.close()
+
+
+@pytest.fixture(params=["tcp", "shared_memory", NIXL])
+def any_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
+    """Also of the transport that checks no permits."""
     sender, receiver = make(request.param), make(request.param)
     yield sender, receiver
     sender.close()
@@ -73,8 +90,8 @@ def copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], slots: li
     )
 
 
-def test_rows_arrive_under_a_permit(pair: tuple[Transport, Transport]) -> None:
-    sender, receiver = pair
+def test_rows_arrive_under_a_permit(any_pair: tuple[Transport, Transport]) -> None:
+    sender, receiver = any_pair
     source, target = memory(sender, 1), memory(receiver, 2)
     expected = target.copy()
     slots = [5, 6, 7, 1, 60, 33, *range(10, 30)]
@@ -85,8 +102,8 @@ def test_rows_arrive_under_a_permit(pair: tuple[Transport, Transport]) -> None:
     np.testing.assert_array_equal(target, expected)
 
 
-def test_copies_of_the_same_source_may_go_to_different_slots(pair: tuple[Transport, Transport]) -> None:
-    sender, receiver = pair
+def test_copies_of_the_same_source_may_go_to_different_slots(any_pair: tuple[Transport, Transport]) -> None:
+    sender, receiver = any_pair
     source, target = memory(sender, 1), memory(receiver, 2)
     expected = target.copy()
     receiver.allow(7)
@@ -120,8 +137,8 @@ def test_a_refused_sender_can_go_on(pair: tuple[Transport, Transport]) -> None:
 
 
 @pytest.mark.parametrize("slots", [[ROWS], [1, ROWS + 7]])
-def test_rows_outside_of_registered_memory_are_refused(pair: tuple[Transport, Transport], slots: list[int]) -> None:
-    sender, receiver = pair
+def test_rows_outside_of_registered_memory_are_refused(any_pair: tuple[Transport, Transport], slots: list[int]) -> None:
+    sender, receiver = any_pair
     source, target = memory(sender, 1), memory(receiver, 2)
     receiver.allow(7)
     inside = np.ones(len(slots), np.uint32)
@@ -131,8 +148,8 @@ def test_rows_outside_of_registered_memory_are_refused(pair: tuple[Transport, Tr
         sender.write(receiver.address, 7, [copy(source, target, slots)._replace(source_slots=inside)])
 
 
-def test_a_receiver_that_is_gone(pair: tuple[Transport, Transport]) -> None:
-    sender, receiver = pair
+def test_a_receiver_that_is_gone(any_pair: tuple[Transport, Transport]) -> None:
+    sender, receiver = any_pair
     source, target = memory(sender, 1), memory(receiver, 2)
     receiver.allow(7)
     sender.write(receiver.address, 7, [copy(source, target, [1])])
@@ -294,12 +311,15 @@ def test_names_of_transports() -> None:
         transport = create_transport(name, "127.0.0.1")
         assert transport.name == name
         transport.close()
-    with pytest.raises(ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory"):
+    with pytest.raises(
+        ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory, nixl"
+    ):
         create_transport("carrier pigeon", "127.0.0.1")
 
 
 @pytest.mark.parametrize("name", ["mooncake", "nixl", "nccl"])
-def test_transports_that_are_not_there_say_so_in_one_line(name: str) -> None:
+def test_transports_that_are_not_there_say_so_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     problem = why_unavailable(name)
     assert problem is not None
     assert problem.startswith(f"handshake transport {name} ")
