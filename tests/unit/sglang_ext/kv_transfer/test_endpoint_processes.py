@@ -24,7 +24,7 @@ OPTIONS = HandshakeOptions(
 )
 SHAPE = PoolShape()
 TRANSPORTS = ["tcp", "shared_memory"]
-WITH_UNFENCED = [*TRANSPORTS, pytest.param("nixl", marks=needs_nixl)]
+WITH_UNFENCED = [*TRANSPORTS, pytest.param("nixl", marks=(pytest.mark.full, needs_nixl))]
 Start = Callable[..., RankProcess]
 
 
