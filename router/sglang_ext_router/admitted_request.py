@@ -430,19 +430,15 @@ class AdmittedRequest:
         now_s = services.loop.time()
         ended_s = now_s if self._reply_end_s is None or outcome != "ok" else self._reply_end_s
         decision = None if attempt is None else attempt.route.decision
-        services.metrics.count_end(
-            request.path.decode(),
-            decision,
-            status,
-            outcome,
-            ended_s - self.started_s,
-            relay.queue_s,
-            request.prompt_tokens,
-        )
+        total_s, path = ended_s - self.started_s, request.path.decode()
+        services.metrics.count_end(path, decision, status, outcome, total_s, relay.queue_s, request.prompt_tokens)
         if services.access_log is not None:
             services.access_log.add(self._access_entry(status, outcome, ended_s))
         if services.view is not None and services.view.wants_end(self):
             services.view.note_end(self, self.seen()._replace(ended_s=ended_s, outcome=outcome))
+        if services.tracer is not None and request.headers.trace is not None:
+            seen, room_id = self.seen()._replace(outcome=outcome), b"" if attempt is None else attempt.request_id
+            services.tracer.note_end(request.headers.trace, seen, ended_s, room_id)
         if request.headers.ttft_slo_s is not None:
             self._count_slo(request.headers.ttft_slo_s, outcome, status, now_s)
 

@@ -213,6 +213,8 @@ class RouterConfig:
     access_log: str = _option(
         "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
     )
+    otlp_traces_endpoint: str = _option("", "URL of a collector of OpenTelemetry traces, by OTLP/HTTP; empty: none")
+    otlp_sample_ratio: float = _option(1.0, "part of the requests without a traceparent of their own that is traced")
     peer_port: int = _option(0, "port for the other routers of a group, which then share what they know; 0: no group")
     peer_host: str = _option("0.0.0.0", "address for --peer-port")
     peer: tuple[str, ...] = _option((), "another router's --peer-port; repeat for more", metavar="HOST:PORT")
@@ -270,6 +272,8 @@ class RouterConfig:
             raise RouterConfigError("--max-buffered-size must not be less than --max-payload-size")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
             raise RouterConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
+        if not self.otlp_sample_ratio <= 1:
+            raise RouterConfigError(f"--otlp-sample-ratio must be at most 1, not {self.otlp_sample_ratio}")
         self._check_aliases()
         self._check_controller()
         urls = [worker.url for worker in self.workers]
@@ -398,7 +402,7 @@ _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIE
 _NOT_NEGATIVE = (
     *("length_boundary_tokens", "image_tokens", "audio_tokens"),
     *("metrics_port", "peer_port", "service_discovery_port"),
-    *("retry_budget_ratio", "retry_budget_min_per_sec"),
+    *("otlp_sample_ratio", "retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
     *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),

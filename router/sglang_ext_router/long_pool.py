@@ -58,6 +58,11 @@ class LongPoolMonitor:
             await asyncio.wait([self._task])
 
     @property
+    def read_s(self) -> float | None:
+        """When the latest answer came, on the monitor's clock."""
+        return self._read_s
+
+    @property
     def is_answering(self) -> bool:
         """Whether the latest answer was one."""
         return self._problem is None

@@ -21,6 +21,7 @@ from sglang_ext_router.request_body import (
 from sglang_ext_router.request_fields import check_field_types
 from sglang_ext_router.request_ids import room_id
 from sglang_ext_router.scores import NO_SCORES, SCORE_FIELDS, ScorePlan, plan_scores
+from sglang_ext_router.trace_spans import TraceContext
 
 if TYPE_CHECKING:
     from sglang_ext_router.model_pools import ModelPools
@@ -39,6 +40,7 @@ class ClientHeaders(NamedTuple):
     request_id: bytes
     ttft_slo_s: float | None
     priority: str | None  # one of PRIORITIES
+    trace: TraceContext | None = None  # of one whose spans are wanted
 
 
 def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, relays_own: bool) -> ClientHeaders:

@@ -57,6 +57,7 @@ from sglang_ext_router.services import Admissible, Runnable, Services
 from sglang_ext_router.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.tls import worker_context
 from sglang_ext_router.tokenising import Tokenisers
+from sglang_ext_router.traces import Tracer
 from sglang_ext_router.unread_replies import SHUTDOWN_TIMEOUT_S
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
@@ -144,6 +145,8 @@ class Router:
         if self.long_pool is not None and config.coordinator_offer_timeout_secs:
             offers = PoolOffers(config, self.long_pool, self.planner, self.services.rooms, self.metrics)
             self.services.pool_offers = offers
+        if config.otlp_traces_endpoint:
+            self.services.tracer = Tracer(config, loop, self.long_pool)
         self.live_page = None if config.disable_ui else LivePage(self, process_index)
         self.is_draining = False
         self.app = build_app(self)
@@ -249,12 +252,8 @@ class Router:
             await self.lease.stop()
         if self.long_pool is not None:
             await self.long_pool.stop()
-        if self.services.pool_offers is not None:
-            await self.services.pool_offers.stop()
         await self.prober.stop()
-        await self.services.reply_builder.stop()
-        await self.services.body_reader.stop()
-        self.services.pools.close()
+        await self.services.stop()
         self._tokenisers.close()
         if self.access_log is not None:
             await asyncio.to_thread(self.access_log.close)

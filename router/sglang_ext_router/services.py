@@ -24,6 +24,7 @@ from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.siblings import SiblingLink
+from sglang_ext_router.traces import Tracer
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.workers import WorkerRegistry
 
@@ -98,4 +99,15 @@ class Services:
     relays_authorization: bool  # without any key the client's own header is for the instances
     access_log: AccessLog | None
     pool_offers: PoolOffers | None = None  # with a coordinator that plans the long pool
+    tracer: Tracer | None = None  # with a collector of traces
     view: LiveView | None = None  # while there is a viewer: what is told to it
+
+    async def stop(self) -> None:
+        """Free what has tasks, processes or connections."""
+        if self.pool_offers is not None:
+            await self.pool_offers.stop()
+        if self.tracer is not None:
+            await self.tracer.stop()
+        await self.reply_builder.stop()
+        await self.body_reader.stop()
+        self.pools.close()

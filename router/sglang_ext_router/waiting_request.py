@@ -61,6 +61,8 @@ class WaitingRequest:
         services, unread = self._services, self._unread
         try:
             headers = read_headers(unread.headers, services.authorization, services.relays_authorization)
+            if services.tracer is not None:
+                headers = services.tracer.join(unread.headers, headers)
             self._relay.request_id = headers.request_id
             has_hints = headers.ttft_slo_s is not None or headers.priority is not None
             self._headers = headers

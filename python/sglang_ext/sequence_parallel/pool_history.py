@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_ext.identifiers import BootstrapRoom
 from sglang_ext.policy.cdsp.orders import Collect, DeclineReason, RunChunk
 from sglang_ext.policy.cdsp.sharding import count_tokens
 from sglang_ext.sequence_parallel.step_clock import StepTimes
@@ -96,6 +97,7 @@ class PrefillRecord:
     tokens: int
     cached_tokens: int
     offered_s: float
+    room: BootstrapRoom | None = None  # under which its router knows it
     steps: list[StepRecord] = field(default_factory=list)
     is_cancelled: bool = False
     computed_s: float | None = None  # when its own instance was told that all is computed, and on its way to decode

@@ -279,7 +279,7 @@ class PoolProtocol:
         except (ValueError, OverflowError) as error:
             self._token_ids.pop(message.request, None)
             raise PoolProtocolError(str(error)) from None
-        record = PrefillRecord(message.request, instance, tokens, message.cached_tokens, now_s)
+        record = PrefillRecord(message.request, instance, tokens, message.cached_tokens, now_s, room)
         record.ticket = None if room is None else self.tickets.claim(room, now_s)
         if record.ticket is not None and room is not None:
             self._events.bound.append(BoundPrompt(room, self._peers[instance].hello.name))
