@@ -177,7 +177,7 @@ def pool(engines: Engines, found: dict[str, Any]) -> Ask:
     decode = engines.start(EngineSpec(Role.DECODE, worker_options=backend, name="decode"))
     # Not before the members: those that are refused need none, and members wait for it.
     coordinator.start_again()
-    coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"])
+    coordinator.wait_for(lambda status: len(status["members"]) == 2)
 
     def ask(number: int, prompt: Sequence[int]) -> list[int]:
         return greedy(members[number % 2], decode, prompt, NEW_TOKENS)

@@ -84,7 +84,7 @@ class PoolCoordinator:
         while time.monotonic() < deadline_s:
             try:
                 status = self.status()
-                if len(status["members"]) == members and status["is_connected"]:
+                if len(status["members"]) == members:
                     return
             except OSError:
                 pass

@@ -112,7 +112,7 @@ class LongPoolMonitor:
             self.clock_offset_s = offset_s
 
 
-_NOTHING = ("model", "epoch", "is_connected", "arrivals_per_s", "members", "requests", "recent")
+_NOTHING = ("model", "arrivals_per_s", "members", "requests", "recent")
 
 
 def read_status(answer: object) -> dict[str, Any]:
@@ -124,8 +124,6 @@ def read_status(answer: object) -> dict[str, Any]:
     recent = _list(status, "recent")[-SHOWN_REQUESTS:]
     return {
         "model": status.get("model"),
-        "epoch": status.get("epoch"),
-        "is_connected": status.get("is_connected"),
         "arrivals_per_s": _rounded(status.get("arrivals_per_s")),
         "members": [
             {
@@ -134,6 +132,7 @@ def read_status(answer: object) -> dict[str, Any]:
                 "backlog_s": _rounded(one.get("backlog_s")),
                 "free_kv_tokens": one.get("free_kv_tokens"),
                 "held_tokens": one.get("held_tokens"),
+                "is_ready": one.get("is_ready"),
             }
             for one in members
         ],

@@ -106,7 +106,7 @@ class LongPool(NamedTuple):
         )
         specs = [EngineSpec(Role.LONG, worker_options=options, name=f"loss{number}") for number in range(2)]
         *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=HANDSHAKE, name="loss"))
-        self.coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"], 60)
+        self.coordinator.wait_for(lambda status: len(status["members"]) == 2, 60)
         return [Pair(member, decode, self.threads) for member in members]
 
 

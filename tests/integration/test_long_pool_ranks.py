@@ -70,7 +70,7 @@ def pool(coordinator: Coordinator, threads: ThreadPoolExecutor) -> Iterator[list
 
 
 def wait_for_both(coordinator: Coordinator) -> None:
-    coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"])
+    coordinator.wait_for(lambda status: len(status["members"]) == 2)
 
 
 def wait_for_chunk(coordinator: Coordinator, ended: int) -> None:

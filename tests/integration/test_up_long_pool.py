@@ -79,8 +79,8 @@ def wait_for(cluster: Up, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, 
     return shown
 
 
-def is_connected(shown: dict[str, Any]) -> bool:
-    return shown["problem"] is None and len(shown["members"]) == 2 and shown["is_connected"] is True
+def is_complete(shown: dict[str, Any]) -> bool:
+    return shown["problem"] is None and len(shown["members"]) == 2
 
 
 def collected(shown: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def collected(shown: dict[str, Any]) -> list[dict[str, Any]]:
 def test_two_long_instances_share_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with up(tmp_path, **settings(tmp_path)) as cluster:
         cluster.wait_until_ready()
-        wait_for(cluster, is_connected)
+        wait_for(cluster, is_complete)
         for seed in range(3):
             check(cluster, 900 + seed, seed=seed)
         check(cluster, 30, seed=10)
@@ -115,7 +115,7 @@ def test_two_long_instances_share_prompts(tmp_path: Path, capsys: pytest.Capture
         assert coordinator.pid is not None
         os.kill(coordinator.pid, signal.SIGKILL)
         check(cluster, 950, seed=20)
-        wait_for(cluster, lambda pool: is_connected(pool) and not pool["recent"])
+        wait_for(cluster, lambda pool: is_complete(pool) and not pool["recent"])
         assert cluster.program("coordinator").restarts == 1
         check(cluster, 950, seed=21)
         wait_for(cluster, lambda pool: len(collected(pool)) == 1)

@@ -1,6 +1,6 @@
 """A long pool in one process: members as threads, a mesh of queues, a coordinator without a network.
 
-What fails is drawn: calls that no peer answers, meshes that do not come.
+What fails is drawn: calls that no peer answers, steps that do not begin.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
 from sglang_ext.policy.cdsp.orders import MemberReport
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
-from sglang_ext.sequence_parallel.mesh import MeshError, Pending
+from sglang_ext.sequence_parallel.mesh import Membership, MeshError, Pending
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
@@ -35,13 +36,16 @@ from support.toy_engine import LAYERS, ToyEngine, ToyPool
 RECEIVE_TIMEOUT_S = 0.3
 
 
+POOL_ID = 16 * "ab"
+
+
 class FakeLink:
     """Orders in, messages out, and a session that a test may change."""
 
     wake_descriptor = None
 
     def __init__(self, instance: int = 0) -> None:
-        self.welcome: Welcome | None = Welcome(instance, "nowhere", 1, 1.0)
+        self.welcome: Welcome | None = Welcome(instance, POOL_ID, 1.0)
         self.inbox: deque[ToMember] = deque()
         self.sent: deque[FromMember] = deque()
         self.woken = threading.Event()
@@ -60,48 +64,63 @@ class FakeLink:
 
 
 class Wires:
-    """What is under way between members, of all epochs."""
+    """What is under way between members, of all steps."""
 
     def __init__(self, failure_rate: float = 0.0, seed: int = 0) -> None:
         self._queues: dict[tuple[int, int, int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
         self._random = random.Random(seed)
         self.failure_rate = failure_rate
 
-    def connect(self) -> Callable[[Welcome, int, tuple[int, ...]], MemoryMesh]:
-        def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> MemoryMesh:
-            if self.fails():
-                raise MeshError("drawn")
-            return MemoryMesh(self, epoch, members, welcome.instance)
-
-        return connect
-
-    def queue(self, epoch: int, source: int, target: int, tag: int) -> queue.SimpleQueue[torch.Tensor]:
-        return self._queues[epoch, source, target, tag]
+    def queue(self, sequence: int, source: int, target: int, tag: int) -> queue.SimpleQueue[torch.Tensor]:
+        return self._queues[sequence, source, target, tag]
 
     def fails(self) -> bool:
         return self._random.random() < self.failure_rate
 
 
+class MemoryMeshes:
+    """See `sequence_parallel.mesh.Meshes`."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+        self._instance: int | None = None
+        self._given_up: set[int] = set()
+
+    def enter(self, membership: Membership | None) -> None:
+        self._instance = None if membership is None else membership.instance
+        self._given_up = set()
+
+    @contextmanager
+    def step(self, sequence: int, addresses: Mapping[int, PeerAddress]) -> Iterator[MemoryMesh]:
+        assert self._instance in addresses
+        if self._wires.fails() or sequence in self._given_up:
+            raise MeshError("drawn")
+        yield MemoryMesh(self._wires, sequence, tuple(addresses), self._instance)
+
+    def give_up(self, sequence: int, reason: str) -> None:
+        self._given_up.add(sequence)
+
+    def note_activity(self) -> None:
+        pass
+
+
 class MemoryMesh:
     """See `sequence_parallel.mesh.Mesh`."""
 
-    def __init__(self, wires: Wires, epoch: int, members: Sequence[int], instance: int) -> None:
+    def __init__(self, wires: Wires, sequence: int, members: Sequence[int], instance: int) -> None:
         self.members = tuple(members)
-        self._wires, self._epoch, self._instance = wires, epoch, instance
+        self._wires, self._sequence, self._instance = wires, sequence, instance
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         if self._wires.fails():
             raise MeshError("drawn")
-        self._wires.queue(self._epoch, self._instance, instance, tag).put(tensor.clone())
+        self._wires.queue(self._sequence, self._instance, instance, tag).put(tensor.clone())
         return _Done()
 
     def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
-        return _Receiving(self._wires.queue(self._epoch, instance, self._instance, tag), tensor)
+        return _Receiving(self._wires.queue(self._sequence, instance, self._instance, tag), tensor)
 
     def batch(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def step(self, sequence: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def settle(self) -> None:
@@ -136,11 +155,12 @@ class MemoryMember:
         replicated: ReplicatedLink | None = None,
     ) -> None:
         self.instance = instance
+        self.ranks_count = ranks.size
         self.pool = pool
         self.link = FakeLink(instance)
         # Where there are several ranks, a model has collectives of its own.
         engine = ToyEngine(pool, on_layer=lambda layer: None if ranks.size == 1 else _expect(ranks.all(True)))
-        self.member = PoolMember(engine, replicated or self.link, wires.connect(), ranks=ranks)
+        self.member = PoolMember(engine, replicated or self.link, MemoryMeshes(wires), ranks=ranks)
         if ranks.size == 1:
             self.member.turn()  # joins
         self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
@@ -174,6 +194,7 @@ class ServedMember(Protocol):
 
     instance: int
     link: FakeLink
+    ranks_count: int
 
     @property
     def pool(self) -> ToyPool: ...
@@ -191,7 +212,10 @@ class MemoryPool:
         self.errors: list[BaseException] = []
         for one in members:
             report = MemberReport(0.0, one.pool.free_tokens)
-            hello = Hello(PROTOCOL_VERSION, f"m{one.instance}", "node", "toy", LAYERS, page_tokens, report)
+            addresses = (PeerAddress("nowhere", 1),) * one.ranks_count
+            hello = Hello(
+                PROTOCOL_VERSION, f"m{one.instance}", "node", "toy", LAYERS, page_tokens, report, addresses=addresses
+            )
             answer = protocol.greet(hello)
             assert answer == NewMember(one.instance)
             self._deliver(protocol.join(one.instance, hello, time.monotonic()))

@@ -66,6 +66,7 @@ class RankedMember:
         """`wires`: of each rank with the same rank of the others."""
         self.instance = instance
         self.link = FakeLink(instance)
+        self.ranks_count = len(wires)
         meeting = Meeting(len(wires))
         self._threads = ThreadPoolExecutor(len(wires))
         self.ranks: list[MemoryMember] = []

@@ -32,6 +32,7 @@ class MemberSpec(NamedTuple):
     reported_tokens: int = 8192
     model: str = "toy"
     step_timeout_s: float = 2.0
+    key: bytes = b""
 
 
 class MemberState(NamedTuple):
@@ -136,8 +137,8 @@ class _Member:
 
         from sglang_ext.policy.cdsp.orders import MemberReport
         from sglang_ext.sequence_parallel.member import PoolMember
-        from sglang_ext.sequence_parallel.mesh_store import connect_mesh
         from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello
+        from sglang_ext.sequence_parallel.peer_links import PeerLinks
         from sglang_ext.sequence_parallel.pool_link import TcpLink
         from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
@@ -149,10 +150,16 @@ class _Member:
         host, _, port = address.rpartition(":")
         report = MemberReport(0.0, spec.reported_tokens)
         hello = Hello(PROTOCOL_VERSION, spec.name, "node", spec.model, LAYERS, spec.page_tokens, report)
+        links = PeerLinks("127.0.0.1", spec.key, spec.step_timeout_s)
+        hello = hello._replace(addresses=links.rank_addresses)
         self._member = PoolMember(
             ToyEngine(self._pool, spec.layer_s, self._on_layer),
-            TcpLink(host, int(port), lambda: hello),
-            lambda welcome, epoch, members: connect_mesh(welcome, epoch, members, spec.step_timeout_s),
+            TcpLink(
+                *(host, int(port), lambda: hello, spec.key),
+                silent_s=lambda: links.silent_s,
+                give_up=links.give_up_now,
+            ),
+            links,
         )
 
     def turn(self) -> bool:

@@ -13,7 +13,6 @@ from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, Pri
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
-from sglang_ext.sequence_parallel.mesh_store import MeshStore
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_history import PoolStatus
 from sglang_ext.sequence_parallel.pool_protocol import Identity, PoolProtocol, PoolSettings
@@ -90,9 +89,7 @@ class RandomCoordinator:
 
         async def serve() -> None:
             settings = PoolSettings(interleaving, min_chunk_tokens=1, step_timeout_s=20.0)
-            server = CoordinatorServer(
-                _RecordingProtocol(settings, random.Random(seed)), MeshStore("127.0.0.1", 0), settings.member_timeout_s
-            )
+            server = CoordinatorServer(_RecordingProtocol(settings, random.Random(seed)), settings.member_timeout_s)
             await server.listen("127.0.0.1", self._port)
             self._server = server
             is_up.set()

@@ -1,4 +1,4 @@
-"""Instances for chunk steps: a process each with SGLang's model runner, joined by a mesh, driven from the test.
+"""Instances for chunk steps: a process each with SGLang's model runner, joined by links, driven from the test.
 
 with ring_instances(model, 3) as instances:
     logits = instances.run(plan)
@@ -86,10 +86,12 @@ class RingInstances:
 
     def join(self) -> None:
         """Connect all anew."""
-        self._pipes[0][0].send(("open_store",))
-        store_port = _answer(self._pipes[0][0])
-        for instance in range(len(self._pipes)):
-            self._tell(instance, "join", store_port)
+        addresses = {}
+        for instance, pipes in enumerate(self._pipes):
+            self._tell(instance, "listen")
+            addresses[instance] = _answers(pipes)
+        for instance in addresses:
+            self._tell(instance, "join", addresses)
         for pipes in self._pipes:
             _answers(pipes)
 
@@ -210,27 +212,22 @@ class _Instance:
         self._lent: dict[int, Any] = {}
         self._place = place
 
-    def open_store(self) -> int:
-        import torch.distributed as dist
+    def listen(self) -> Any:
+        from sglang_ext.sequence_parallel.peer_links import PeerLinks
 
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return int(self._store.port)
+        self._links = PeerLinks("127.0.0.1", b"", STEP_TIMEOUT_S, self._place.rank)
+        return self._links.address
 
-    def join(self, store_port: int) -> None:
-        import torch.distributed as dist
+    def join(self, addresses: dict[int, Any]) -> None:
+        from sglang_ext.sequence_parallel.mesh import Membership
 
-        from sglang_ext.sequence_parallel.mesh import GlooMesh
-        from sglang_ext.sequence_parallel.mesh_store import StepWatch
-
-        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         place = self._place
-        members = range(place.instances)
-        mesh = GlooMesh(store, f"mesh/rank{place.rank}", members, place.instance, STEP_TIMEOUT_S)
-        mesh.watch(StepWatch(store, 0, mesh.interrupt))
-        self._mesh: Any = mesh
+        self._addresses = {instance: of_ranks[place.rank] for instance, of_ranks in addresses.items()}
+        self._links.enter(Membership(16 * b"r", place.instance))
+        self._breaks_after: int | None = None
 
     def break_ring(self, calls: int) -> None:
-        self._mesh = _Breaking(self._mesh, calls)
+        self._breaks_after = calls
 
     def failure_of(self, step: Step) -> str | None:
         from sglang_ext.sequence_parallel.mesh import MeshError
@@ -238,22 +235,20 @@ class _Instance:
         try:
             self.step(step)
         except MeshError as error:
-            failure = str(error)
-        else:
-            return None
-        self._mesh = None  # as a member does
-        return failure
+            return str(error)
+        return None
 
     def step(self, step: Step) -> Any:
         from sglang_ext.sequence_parallel.chunk_step import run_chunk
 
-        with self._mesh.step(step.first_tag):
+        addresses = {instance: self._addresses[instance] for instance in step.layout.group}
+        with self._links.step(step.first_tag + 1, addresses) as mesh:
             logits = run_chunk(
                 self._engine,
                 self._shards.setdefault(step.request, self._new_shard()),
                 step.layout,
                 step.token_ids[0],
-                self._mesh,
+                mesh if self._breaks_after is None else _Breaking(mesh, self._breaks_after),
                 self._place.instance,
                 step.first_tag,
                 is_overlapped=step.is_overlapped,
@@ -325,9 +320,11 @@ class _Breaking:
         return self._call(self._mesh.receive, arguments)
 
     def _call(self, call: Any, arguments: Any) -> Any:
+        from sglang_ext.sequence_parallel.mesh import MeshError
+
         self._calls_left -= 1
         if self._calls_left < 0:
-            raise self._mesh.fail("broken", RuntimeError("on purpose"))
+            raise MeshError("broken: on purpose")
         return call(*arguments)
 
 

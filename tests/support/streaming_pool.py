@@ -26,7 +26,7 @@ from sglang_ext.policy.handshake.shards import HeadLayout, TokenSpan
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember, Sendable
 from sglang_ext.sequence_parallel.messages import Destination
-from support.memory_pool import MemoryMember, Wires
+from support.memory_pool import MemoryMember, MemoryMeshes, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
 
 OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=2.0, stall_timeout_s=20.0)
@@ -113,7 +113,7 @@ class StreamingMember(MemoryMember):
         self.decode = decode
         self.endpoint = endpoint_of(pool)
         engine = ToyEngine(pool, on_layer=on_layer)
-        self.member = PoolMember(engine, self.link, wires.connect(), self._open)
+        self.member = PoolMember(engine, self.link, MemoryMeshes(wires), self._open)
         self.member.turn()  # joins
         self.sent: dict[int, _Sent] = {}
         self.ending: set[int] = set()  # requests that are on their way to decode, and not here

@@ -55,6 +55,7 @@ def run_chunk(
     clock: StepClock | None = None,
     sending: Sending | None = None,
     ranks: Ranks = SINGLE_RANK,
+    note_activity: Callable[[], None] = lambda: None,
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
@@ -62,8 +63,8 @@ def run_chunk(
     and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and
     so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the
     computation of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the
-    slots of the new rows, and what it returns is called with every layer whose K and V are there. Of several `ranks`
-    all raise where one does.
+    slots of the new rows, and what it returns is called with every layer whose K and V are there; `note_activity` is
+    called with every layer. Of several `ranks` all raise where one does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)
@@ -84,7 +85,7 @@ def run_chunk(
                     moving.finish(layer)
             layer_ready = _no_one if sending is None else sending(slots)
         ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
-        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready)
+        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, note_activity)
         deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None
         with all_ranks_or_raise(ranks, *STEP_ERRORS):
             logits = engine.forward(token_ids, as_tensor(positions), slots, deferred or attention)
@@ -135,8 +136,10 @@ class _ChunkAttention:
         slots: torch.Tensor,
         moving: Rebalancing,
         layer_ready: LayerReady,
+        note_activity: Callable[[], None],
     ) -> None:
         self._layer_ready = layer_ready
+        self._note_activity = note_activity
         self._pool = pool
         self._ring = ring
         self._queries = queries
@@ -144,6 +147,7 @@ class _ChunkAttention:
         self._moving = moving
 
     def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        self._note_activity()
         self._layer_ready(layer)
         self._moving.finish(layer)
         # It travels while this layer attends and passes its fully connected part.

@@ -17,10 +17,10 @@ from sglang_ext.costs.engine_profile import ProfileError, load_profile
 from sglang_ext.policy.cdsp.pool_schedule import PrefillOrder
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
-from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, make_app
-from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, UnknownCostError, prior_candidates, profiled_candidates
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.shared_key import KeyFileError, read_key_file
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class CoordinatorOptions(NamedTuple):
     host: str
     port: int
     http_port: int
-    store_port: int
+    key: bytes
     candidates: tuple[SpCandidate, ...]
     settings: PoolSettings
 
@@ -51,7 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on, for members and for HTTP")
     add("--port", type=int, default=8990, help="port for members; 0: any free one")
     add("--http-port", type=int, default=8991, help="port of /status, /metrics and /health; 0: any free one")
-    add("--store-port", type=int, default=0, help="port by which members find each other; 0: any free one")
+    add(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="a key that every member must know (its --cdsp-key-file), at least 16 bytes (default: none, any "
+        "process that reaches the port may join)",
+    )
     add("--sp-sizes", default="1,2,4", metavar="N,N", help="how many instances may compute a chunk together")
     add("--profile", type=Path, metavar="FILE", help="costs, as `sglang-ext profile engine` writes them")
     add(
@@ -97,13 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shortest chunk of a plan with several",
     )
     add(
-        "--mesh-timeout-ms",
-        type=float,
-        metavar="MS",
-        default=1000 * default.mesh_timeout_s,
-        help="how long a request waits for members to be connected before its own instance computes it",
-    )
-    add(
         "--step-timeout-ms",
         type=float,
         metavar="MS",
@@ -115,14 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MS",
         default=1000 * default.member_timeout_s,
-        help="a member that sends nothing for so long is lost",
+        help="a member that sends nothing for so long is lost, as is one whose engine does nothing for so long and "
+        "twice the time of what others wait for there",
     )
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="least severe message")
 
 
 def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
     """Check the options. OptionError."""
-    for name in ("port", "http_port", "store_port"):
+    for name in ("port", "http_port"):
         if not 0 <= getattr(arguments, name) < 65536:
             raise OptionError(f"--{name.replace('_', '-')} must be a port, got {getattr(arguments, name)}")
     if not arguments.cross_node_factor >= 1:
@@ -134,7 +134,6 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         PrefillOrder(arguments.order),
         arguments.min_chunk_tokens,
         arguments.cross_node_factor,
-        _seconds("--mesh-timeout-ms", arguments.mesh_timeout_ms, 0.0),
         _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
         _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
         arguments.rebalance == _OVERLAPPED,
@@ -144,7 +143,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         arguments.host,
         arguments.port,
         arguments.http_port,
-        arguments.store_port,
+        _key(arguments.key_file),
         _candidates(_sizes(arguments.sp_sizes), arguments.profile),
         settings,
     )
@@ -168,16 +167,15 @@ async def serve(options: CoordinatorOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     protocol = PoolProtocol(options.settings, PoolCosts(options.candidates))
-    store = MeshStore(options.host, options.store_port)
-    server = CoordinatorServer(protocol, store, options.settings.member_timeout_s)
+    server = CoordinatorServer(protocol, options.settings.member_timeout_s, options.key)
     port = await server.listen(options.host, options.port)
     runner = web.AppRunner(make_app(protocol, server.status, server.desk), handler_cancellation=True)
     await runner.setup()
     try:
         http_port = await _serve_http(runner, options.host, options.http_port)
         logger.info(
-            "cdsp: coordinator of a long pool on %s:%d, store on port %d, http://%s:%d/status",
-            *(options.host, port, store.port, options.host, http_port),
+            "cdsp: coordinator of a long pool on %s:%d, http://%s:%d/status",
+            *(options.host, port, options.host, http_port),
         )
         # A coordinator in which something has gone wrong must not look alive: its members go on alone without it.
         ticking = asyncio.create_task(server.run())
@@ -198,6 +196,13 @@ async def _serve_http(runner: web.AppRunner, host: str, port: int) -> int:
     except (OSError, UnicodeError) as error:
         raise ListenError(f"--host {host} --http-port {port}", error) from None
     return int(runner.addresses[0][1])
+
+
+def _key(path: Path | None) -> bytes:
+    try:
+        return read_key_file(path)
+    except KeyFileError as error:
+        raise OptionError(f"--key-file {error}") from None
 
 
 def _sizes(text: str) -> tuple[int, ...]:

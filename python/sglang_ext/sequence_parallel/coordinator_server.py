@@ -1,4 +1,4 @@
-"""A long pool's coordinator: connections of members over TCP, the clock and the mesh store around a `PoolProtocol`.
+"""A long pool's coordinator: connections of members over TCP and the clock around a `PoolProtocol`.
 
 Over HTTP it shows the pool's status and metrics, and takes prompts that routers announce.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,13 +19,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from sglang_ext.policy.cdsp.orders import BuildMesh, DeclineReason
-from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
+from sglang_ext.policy.cdsp.orders import DeclineReason
+from sglang_ext.sequence_parallel.link_frames import POOL_ID_BYTES, reason_of
 from sglang_ext.sequence_parallel.messages import (
     MAX_LINE_BYTES,
     AddressedMessage,
+    Challenge,
     Hello,
+    KeyRequest,
     MessageError,
+    Proof,
     Refusal,
     VersionError,
     Welcome,
@@ -35,12 +39,20 @@ from sglang_ext.sequence_parallel.pool_history import PoolStatus, PrefillEnd, Pr
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolProtocolError
 from sglang_ext.sequence_parallel.ticket_desk import TICKETS_PATH, TicketDesk
 from sglang_ext.sequence_parallel.tickets import TicketEnd
+from sglang_ext.shared_key import is_proof, make_nonce, prove
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HELLO_TIMEOUT_S = 10.0
 _LINGER_S = 1.0
+
+
+class ListenError(RuntimeError):
+    """An address cannot be had; the text is one line for the user."""
+
+    def __init__(self, option: str, error: Exception) -> None:
+        super().__init__(f"{option}: {reason_of(error)}")
 
 
 class _MemberConnection(NamedTuple):
@@ -51,9 +63,11 @@ class _MemberConnection(NamedTuple):
 class CoordinatorServer:
     """One long pool. Everything but reading happens at once, in the event loop's thread."""
 
-    def __init__(self, protocol: PoolProtocol, store: MeshStore, member_timeout_s: float) -> None:
+    def __init__(self, protocol: PoolProtocol, member_timeout_s: float, key: bytes = b"") -> None:
+        """`key`: the pool's, which every member must know."""
         self._protocol = protocol
-        self._store = store
+        self._key = key
+        self._pool_id = secrets.token_bytes(POOL_ID_BYTES).hex()
         self._member_timeout_s = member_timeout_s
         self._connections: dict[int, _MemberConnection] = {}
         self._handlers: set[asyncio.Task[None]] = set()
@@ -119,7 +133,11 @@ class CoordinatorServer:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         """The number of a new member; None for one that has been refused."""
         try:
-            hello = await asyncio.wait_for(receive_message(reader), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                if not await self._is_proven(reader, writer):
+                    self._refuse(writer, Refusal("the coordinator has another key (--key-file)"))
+                    return None
+                hello = await receive_message(reader)
         except VersionError as error:
             self._refuse(writer, Refusal(str(error)))
             return None
@@ -132,32 +150,35 @@ class CoordinatorServer:
             self._refuse(writer, answer)
             return None
         instance = answer.instance
-        # The address by which this member has reached us is one by which it reaches the store.
-        store_host = str(writer.get_extra_info("sockname")[0])
-        writer.write(encode(Welcome(instance, store_host, self._store.port, self._member_timeout_s)))
+        writer.write(encode(Welcome(instance, self._pool_id, self._member_timeout_s)))
         self._connections[instance] = _MemberConnection(writer, hello.name)
         logger.info("cdsp: instance %d has joined: %s on %s, %s", instance, hello.name, hello.node, hello.model)
         self._deliver(self._protocol.join(instance, hello, time.monotonic()))
         return instance
+
+    async def _is_proven(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether the caller knows the pool's key, which it is shown that we know."""
+        call = await receive_message(reader, max_payload_bytes=0)
+        if not isinstance(call, KeyRequest):
+            raise PoolProtocolError(f"{type(call).__name__} instead of a request for the key's proof")
+        theirs, ours = bytes.fromhex(call.nonce), make_nonce()
+        writer.write(encode(Challenge(ours.hex(), prove(self._key, "coordinator", theirs, ours).hex())))
+        proof = await receive_message(reader, max_payload_bytes=0)
+        if not isinstance(proof, Proof):
+            raise PoolProtocolError(f"{type(proof).__name__} instead of a proof")
+        return is_proof(bytes.fromhex(proof.code), self._key, "member", theirs, ours)
 
     async def _listen_to(self, instance: int, reader: asyncio.StreamReader) -> None:
         while (message := await receive_message(reader)) is not None and instance in self._connections:
             self._deliver(self._protocol.take(instance, message, time.monotonic()))
 
     def _deliver(self, messages: Sequence[AddressedMessage]) -> None:
-        epochs: set[int] = set()
         for instance, message in messages:
             connection = self._connections.get(instance)
             if connection is not None:
                 # Never waited for: one that does not read is silent before long.
                 connection.writer.write(encode(message))
-            if isinstance(message, BuildMesh):
-                epochs.add(message.epoch)
-        for epoch in epochs:
-            self._store.forget_before(epoch)
         events = self._protocol.take_events()
-        for given_up in events.given_up:
-            self._store.give_up(*given_up)
         for instance, reason in events.lost:
             connection = self._connections.pop(instance, None)
             if connection is not None:
@@ -244,12 +265,12 @@ class _PoolCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         status, history = self._status(), self._protocol.history
         yield _gauge("members", "Instances of the long pool", len(status.members))
-        yield _gauge("connected", "1 when all members have the mesh of this epoch", status.is_connected)
+        ready = sum(member.is_ready for member in status.members)
+        yield _gauge("members_ready", "Of these, those that are counted upon for new chunks", ready)
         yield _gauge("requests", "Prefills that members share or that wait for it", len(status.requests))
         yield _gauge("cost_scale", "What the given costs are multiplied with, from measured chunks", status.cost_scale)
         yield _gauge("arrivals_per_second", "Long prefills offered, lately", status.arrivals_per_s)
         yield _counter("members_lost", "Members whose connection has ended", history.members_lost)
-        yield _counter("meshes_ordered", "Epochs whose mesh was built", history.meshes_ordered)
         yield _counter("steps_failed", "Steps that a member could not do", history.steps_failed)
         yield _counter("computed_tokens", "Tokens of chunks that were done", history.tokens_computed)
         yield _counter(

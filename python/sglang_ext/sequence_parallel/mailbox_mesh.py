@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.sequence_parallel.mesh import MeshError, Pending, Watch
+from sglang_ext.sequence_parallel.mesh import MeshError, Pending
 
 _POLL_S = 0.0002
 
@@ -86,7 +86,6 @@ class MailboxMesh:
         self._memory = memory
         self._timeout_s = timeout_s
         self._piece_bytes = piece_bytes
-        self._watch: Watch | None = None
         self._batch: list[_Call] | None = None
         self._marks: list[Mark] = []
         self._is_interrupted = False
@@ -97,10 +96,6 @@ class MailboxMesh:
         # Arrivals from each member, then free mailboxes at each member.
         memory.signals(2 * size)
         self._sent, self._received = [0] * size, [0] * size
-
-    def watch(self, watch: Watch) -> None:
-        """Announce failures of this rank's calls, and be interrupted by those of others."""
-        self._watch = watch
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         return self._start(_Call(_as_bytes(tensor), self._place[instance], is_send=True))
@@ -119,9 +114,6 @@ class MailboxMesh:
         pending.tensors = [call.tensor for call in calls]
         pending.mark = self._run(calls) if calls else None
 
-    def step(self, sequence: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.step(sequence)
-
     def settle(self) -> None:
         deadline_s = time.monotonic() + self._timeout_s
         marks, self._marks = self._marks, []
@@ -129,7 +121,7 @@ class MailboxMesh:
             while not mark.is_reached():
                 if time.monotonic() > deadline_s:
                     self.interrupt()
-                    raise self.fail(f"nothing has come for {self._timeout_s:g} s")
+                    raise MeshError(f"nothing has come for {self._timeout_s:g} s")
                 time.sleep(_POLL_S)
         self.check()
 
@@ -141,13 +133,7 @@ class MailboxMesh:
     def check(self) -> None:
         """Raises MeshError where the mesh is of no use any more: what has come may be nothing."""
         if self._is_interrupted:
-            raise self.fail("the step has been given up")
-
-    def fail(self, why: str) -> MeshError:
-        """The error, which is announced to the others."""
-        if self._watch is not None:
-            self._watch.fail()
-        return MeshError(why)
+            raise MeshError("the step has been given up")
 
     def _start(self, call: _Call) -> Pending:
         self.check()

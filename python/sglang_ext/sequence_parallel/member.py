@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -23,25 +23,24 @@ import torch
 
 from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request
 from sglang_ext.policy.cdsp.orders import (
-    BuildMesh,
     Collect,
     Decline,
     DeclineReason,
     Drop,
+    GiveUp,
     MemberReport,
     RollBack,
     RunChunk,
 )
 from sglang_ext.sequence_parallel.chunk_step import STEP_ERRORS, Engine, run_chunk, run_collect
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Reading, Target
-from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
+from sglang_ext.sequence_parallel.mesh import Membership, Mesh, MeshError, Meshes
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
     ChunkOrder,
+    CollectOrder,
     Computed,
     Destination,
-    MeshBuilt,
-    MeshFailed,
     OfferMessage,
     ReportMessage,
     StepDone,
@@ -60,7 +59,7 @@ from sglang_ext.sequence_parallel.step_clock import StepClock
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
-_NEARLY_CONNECTED_S = 1.0
+GIVEN_UP = "the step has been given up"
 
 
 class Declined(NamedTuple):
@@ -91,28 +90,25 @@ class Sendable(NamedTuple):
 Outcome = Declined | Collected | Sendable
 
 
-Connect = Callable[[Welcome, int, tuple[int, ...]], Mesh]
-
-
 class PoolMember:
-    """Belongs to the thread of the engine's loop; meshes are connected in threads of their own."""
+    """Belongs to the thread of the engine's loop."""
 
     def __init__(
         self,
         engine: Engine,
         link: PoolLink,
-        connect: Connect,
+        meshes: Meshes,
         open_target: OpenTarget | None = None,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
-        """`connect(welcome, epoch, members)` returns the mesh of an epoch, or raises MeshError after a while.
+        """`meshes` connect this rank with those of other members.
 
         `open_target`: see `KvStreams`. Of several `ranks` each has a member, whose link brings all of them the same
         sessions and orders in the same turn; all of them call the same methods in the same order.
         """
         self._engine = engine
         self._link = link
-        self._connect = connect
+        self._meshes = meshes
         self.ranks = ranks
         # What is being sent goes on when the coordinator does not.
         self._streams = KvStreams(engine.pool, open_target, ranks)
@@ -129,10 +125,8 @@ class PoolMember:
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
         self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
         self._last_chunk: int | None = None  # its number; later steps moved KV alone
-        self._steps: deque[ChunkOrder | Collect] = deque()
-        self._meshes: dict[int, Mesh] = {}  # by epoch
-        self._connected: deque[tuple[int, Mesh | MeshError]] = deque()  # by the connecting threads of this session
-        self._connecting: dict[int, threading.Thread] = {}  # by epoch
+        self._steps: deque[ChunkOrder | CollectOrder] = deque()
+        self._meshes.enter(None if session is None else Membership(bytes.fromhex(session.pool_id), session.instance))
 
     @property
     def wake_descriptor(self) -> int | None:
@@ -226,6 +220,7 @@ class PoolMember:
         Joins and leaves with the connection.
         """
         outcomes: list[Outcome] = []
+        self._meshes.note_activity()
         session = self._link.session()
         if session is not self._session:
             outcomes += self._leave()
@@ -235,7 +230,6 @@ class PoolMember:
         if session is not None:
             for order in self._link.receive():
                 outcomes += self._take(order)
-            self._take_meshes()
             if self._steps:
                 outcomes += self._run(self._steps.popleft())
         return outcomes
@@ -252,13 +246,10 @@ class PoolMember:
         ]
 
     def _take(self, order: ToMember) -> list[Outcome]:
-        if isinstance(order, ChunkOrder | Collect):
+        if isinstance(order, ChunkOrder | CollectOrder):
             self._steps.append(order)
-        elif isinstance(order, BuildMesh):
-            arguments = (order, self._session, self._connected)
-            thread = threading.Thread(target=self._build, args=arguments, name="cdsp-mesh", daemon=True)
-            self._connecting[order.epoch] = thread
-            thread.start()
+        elif isinstance(order, GiveUp):
+            self._meshes.give_up(order.sequence, GIVEN_UP)
         elif isinstance(order, Streamed):
             if order.request in self._cached_tokens:
                 self._streamed[order.request] = order
@@ -295,60 +286,33 @@ class PoolMember:
         self._logits.pop(request, None)
         return self._streamed.pop(request, None)
 
-    def _build(self, order: BuildMesh, session: Welcome, connected: deque[tuple[int, Mesh | MeshError]]) -> None:
-        try:
-            connected.append((order.epoch, self._connect(session, order.epoch, order.members)))
-        except MeshError as error:
-            connected.append((order.epoch, error))
-        self._link.wake()
-
-    def _take_meshes(self) -> None:
-        while self._connected:
-            epoch, mesh = self._connected.popleft()
-            self._connecting.pop(epoch, None)
-            if isinstance(mesh, MeshError):
-                self._link.send(MeshFailed(epoch, str(mesh)))
-            else:
-                self._meshes[epoch] = mesh
-                self._link.send(MeshBuilt(epoch))
-        # A step that was ordered before the members changed still runs over the mesh of its own epoch.
-        needed = {*(_of(step).epoch for step in self._steps), max(self._meshes, default=0)}
-        self._meshes = {epoch: mesh for epoch, mesh in self._meshes.items() if epoch in needed}
-
-    def _run(self, step: ChunkOrder | Collect) -> list[Outcome]:
+    def _run(self, step: ChunkOrder | CollectOrder) -> list[Outcome]:
         what = _of(step)
+        members = what.layout.group if isinstance(what, RunChunk) else what.members
+        addresses = {member: peer[self.ranks.rank] for member, peer in zip(members, step.peers, strict=True)}
         clock = StepClock()
         # Before anything that may fail on one rank alone.
         reading = self._streams.announce()
         try:
-            with all_ranks_or_raise(self.ranks, MeshError):
-                mesh = self._mesh_for(what)
-            with mesh.step(what.sequence):
+            with ExitStack() as stack:
+                with all_ranks_or_raise(self.ranks, MeshError):
+                    mesh = stack.enter_context(self._meshes.step(what.sequence, addresses))
                 if isinstance(step, ChunkOrder):
                     logits, outcomes = self._compute(step, mesh, clock, reading), []
                 else:
-                    logits, outcomes = None, self._collect(step, mesh, clock)
+                    logits, outcomes = None, self._collect(step.collect, mesh, clock)
         except STEP_ERRORS as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             if isinstance(step, ChunkOrder):
                 self._streams.restart(what.request, f"a chunk has failed: {error}")
-            # Its connections close with it, so that others need not wait in vain for their time.
-            self._meshes.pop(what.epoch, None)
-            self._link.send(StepFailed(what.sequence, str(error)))
+            shard = self._shards.get(what.request)
+            if shard is not None and not shard.segments:
+                del self._shards[what.request]
+            unreachable = error.instance if isinstance(error, MeshError) else None
+            self._link.send(StepFailed(what.sequence, str(error), unreachable))
             return []
         self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
         return outcomes
-
-    def _mesh_for(self, step: RunChunk | Collect) -> Mesh:
-        thread = self._connecting.get(step.epoch)
-        if thread is not None and step.epoch not in self._meshes:
-            # The first rank knows from the store that this one is connected, before its own thread has noted it.
-            thread.join(_NEARLY_CONNECTED_S)
-            self._take_meshes()
-        mesh = self._meshes.get(step.epoch)
-        if mesh is None:
-            raise MeshError(f"the mesh of epoch {step.epoch} is gone")
-        return mesh
 
     def _compute(self, step: ChunkOrder, mesh: Mesh, clock: StepClock, reading: Reading) -> array[float] | None:
         """The logits that the coordinator shall get: those of a prompt's last row, where it is another member's."""
@@ -363,6 +327,7 @@ class PoolMember:
             clock=clock,
             sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
             ranks=self.ranks,
+            note_activity=self._meshes.note_activity,
         )
         if logits is None or not chunk.is_last:
             return None
@@ -404,5 +369,5 @@ class PoolMember:
         self._reported_s = float("-inf")
 
 
-def _of(step: ChunkOrder | Collect) -> RunChunk | Collect:
-    return step.chunk if isinstance(step, ChunkOrder) else step
+def _of(step: ChunkOrder | CollectOrder) -> RunChunk | Collect:
+    return step.chunk if isinstance(step, ChunkOrder) else step.collect

@@ -1,26 +1,27 @@
-"""Point-to-point links between the instances of a long pool, beside the engine's own process groups.
+"""Point-to-point calls between the members of a step, beside the engine's own process groups.
 
-One full mesh serves every subset of instances: a group only agrees on which members send to each other under which
-tags. A mesh lives for one epoch of membership. A member that joins or is lost ends the epoch: a mesh in which a call
-has timed out is of no use, so it is built anew from those that are there.
+A step agrees on which members send to each other under which tags. How its calls travel is another module's:
+`peer_links` for host memory, `nccl_mesh` and `mailbox_mesh` for GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import Protocol
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
-MAX_TAG = 2**31 - 1
-_INTERRUPTION_S = 0.001
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 
 
 class MeshError(RuntimeError):
-    """A peer did not answer in time or has gone; the mesh must be built anew."""
+    """A peer did not answer in time or has gone, or the step has been given up."""
+
+    def __init__(self, reason: str, instance: int | None = None) -> None:
+        """`instance`: the peer that could not be talked to, where it was one."""
+        super().__init__(reason)
+        self.instance = instance
 
 
 class Pending(Protocol):
@@ -31,7 +32,7 @@ class Pending(Protocol):
 
 
 class Mesh(Protocol):
-    """Links to all members, named by instance id."""
+    """Calls to the other members of a step, named by instance id."""
 
     members: tuple[int, ...]
 
@@ -47,100 +48,34 @@ class Mesh(Protocol):
         Of two members that talk to each other both start their calls, or batches, in the same order.
         """
 
-    def step(self, sequence: int) -> AbstractContextManager[None]:
-        """What happens inside belongs to this step. Calls fail soon after a member has given it up."""
-
     def settle(self) -> None:
         """Block until everything that was waited for is done. Raises MeshError."""
 
 
-class Watch(Protocol):
-    """Whether a step is still worth going on with; see `mesh_store.StepWatch`."""
+class Membership(NamedTuple):
+    """Under which name an instance meets the others, as long as it belongs to the pool."""
 
-    def step(self, sequence: int) -> AbstractContextManager[None]: ...
+    pool_id: bytes  # of the coordinator's present run
+    instance: int
 
-    def fail(self) -> None: ...
 
+class Meshes(Protocol):
+    """What connects this rank with the same ranks of other members."""
 
-class GlooMesh:
-    """A mesh over TCP for tensors in host memory."""
+    def enter(self, membership: Membership | None) -> None:
+        """The pool that this instance belongs to from now on, or none."""
 
-    def __init__(self, store: dist.Store, name: str, members: Sequence[int], instance: int, timeout_s: float) -> None:
-        """Connect to all members, which must do the same; raises MeshError after `timeout_s` without one of them.
+    def step(self, sequence: int, addresses: Mapping[int, PeerAddress]) -> AbstractContextManager[Mesh]:
+        """Take part in a step with these instances, this one among them. Steps of a member rise. Raises MeshError.
 
-        `timeout_s` also bounds every later wait. `store` is shared by all; meshes of other names do not disturb.
+        Where it fails inside, the others are told.
         """
-        self.members = tuple(members)
-        self._rank = {member: rank for rank, member in enumerate(self.members)}
-        self._instance = instance
-        self._watch: Watch | None = None
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore(name, store), self._rank[instance], len(self.members), timeout
-            )
-        except RuntimeError as error:
-            raise MeshError(f"{name} of instances {list(members)}: {first_line(error)}") from None
 
-    def watch(self, watch: Watch) -> None:
-        """Announce failures of this rank's calls, and be interrupted by those of others."""
-        self._watch = watch
+    def note_activity(self) -> None:
+        """The thread that computes goes on: it does not hang."""
 
-    def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
-        return self._start(self._group.send, tensor, instance, tag, "send to")
-
-    def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
-        return self._start(self._group.recv, tensor, instance, tag, "receive from")
-
-    def batch(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def step(self, sequence: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.step(sequence)
-
-    def settle(self) -> None:
-        pass
-
-    def interrupt(self) -> None:
-        """Make every call fail, also one that another thread waits in."""
-        for member in self.members:
-            if member != self._instance:
-                try:
-                    # Gloo closes all connections of a group in which one call has timed out.
-                    call = self._group.recv([torch.empty(1)], self._rank[member], MAX_TAG)
-                    call.wait(timedelta(seconds=_INTERRUPTION_S))
-                except RuntimeError:
-                    pass  # so it should; where this one was closed before, the next one will
-
-    def fail(self, what: str, error: RuntimeError) -> MeshError:
-        """The error for a call that failed, which is announced to the others."""
-        if self._watch is not None:
-            self._watch.fail()
-        return MeshError(f"{what}: {first_line(error)}")
-
-    def _start(
-        self, call: Callable[..., dist.Work], tensor: torch.Tensor, instance: int, tag: int, what: str
-    ) -> Pending:
-        what = f"{what} instance {instance}"
-        try:
-            work = call([tensor.view(-1)], self._rank[instance], tag % MAX_TAG)
-        except RuntimeError as error:
-            raise self.fail(what, error) from None
-        return _GlooCall(self, work, tensor, what)
-
-
-class _GlooCall:
-    def __init__(self, mesh: GlooMesh, work: dist.Work, tensor: torch.Tensor, what: str) -> None:
-        self._mesh = mesh
-        self._work = work
-        self._tensor = tensor  # gloo keeps no reference
-        self._what = what
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._mesh.fail(self._what, error) from None
+    def give_up(self, sequence: int, reason: str) -> None:
+        """A step has come to nothing: whatever waits for it, now or later, fails; from any thread."""
 
 
 def first_line(error: Exception) -> str:

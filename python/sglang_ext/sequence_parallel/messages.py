@@ -25,22 +25,25 @@ from typing import Any, NamedTuple, TypeVar
 
 from sglang_ext.identifiers import BootstrapRoom, PoolRequest
 from sglang_ext.policy.cdsp.orders import (
-    BuildMesh,
     Collect,
     Decline,
     DeclineReason,
     Drop,
+    GiveUp,
     MemberReport,
     RollBack,
     RunChunk,
 )
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
 from sglang_ext.policy.handshake.shards import HeadLayout
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 PROTOCOL_VERSION = 8
 MAX_LINE_BYTES = 2**24
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
+
+Peers = tuple[tuple[PeerAddress, ...], ...]  # of each member of a step the addresses of its ranks
 
 
 class Destination(NamedTuple):
@@ -65,11 +68,11 @@ class MessageError(ValueError):
 
 
 class VersionError(MessageError):
-    """The hello of a member of another version."""
+    """The first message of a member of another version."""
 
 
 class Hello(NamedTuple):
-    """The first message of a member. All members of a pool must serve the same model in the same way."""
+    """What a member says of itself first. All members of a pool must serve the same model in the same way."""
 
     version: int
     name: str  # of the instance, unique in the pool: an instance that joins again under it has lost what it held
@@ -79,14 +82,34 @@ class Hello(NamedTuple):
     page_tokens: int
     report: MemberReport
     min_tokens: int = 0  # uncached tokens from which on it offers a prompt
+    addresses: tuple[PeerAddress, ...] = ()  # where its ranks wait for those of other members
+
+
+class KeyRequest(NamedTuple):
+    """Before that: an instance would like to prove that it knows the pool's key."""
+
+    version: int
+    nonce: str  # in hexadecimal digits
+
+
+class Challenge(NamedTuple):
+    """The answer: the coordinator knows it."""
+
+    nonce: str
+    code: str
+
+
+class Proof(NamedTuple):
+    """So does the caller; its hello follows."""
+
+    code: str
 
 
 class Welcome(NamedTuple):
-    """The answer: the number of the instance, where members find each other, and the member timeout."""
+    """The answer to the hello: the number of the instance, in which pool, and the member timeout."""
 
     instance: int
-    store_host: str
-    store_port: int
+    pool_id: str  # of the coordinator's present run, in hexadecimal digits
     member_timeout_s: float  # a member, or a coordinator, that sends nothing for so long is lost
 
 
@@ -101,9 +124,15 @@ class Heartbeat(NamedTuple):
 
 
 class ReportMessage(NamedTuple):
-    """State of a member; also its heartbeat."""
+    """State of a member."""
 
     report: MemberReport
+
+
+class Alive(NamedTuple):
+    """A member's heartbeat: how long ago its engine has done anything that can be seen."""
+
+    silent_s: float
 
 
 class OfferMessage(NamedTuple):
@@ -133,6 +162,7 @@ class StepDone(NamedTuple):
 class StepFailed(NamedTuple):
     sequence: int
     reason: str
+    unreachable: int | None = None  # the peer that could not be talked to, where it was one
 
 
 class StreamFailed(NamedTuple):
@@ -149,15 +179,6 @@ class Transferred(NamedTuple):
     exposed_s: float  # of that, after its last token had been computed
 
 
-class MeshBuilt(NamedTuple):
-    epoch: int
-
-
-class MeshFailed(NamedTuple):
-    epoch: int
-    reason: str
-
-
 class ChunkOrder(NamedTuple):
     """A chunk, and the ids of the tokens that this member computes."""
 
@@ -165,6 +186,14 @@ class ChunkOrder(NamedTuple):
     token_ids: array[int]  # int32
     destinations: tuple[Destination, ...] = ()  # where their KV goes
     is_overlapped: bool = True  # history travels behind the computation of earlier layers, not before it all
+    peers: Peers = ()
+
+
+class CollectOrder(NamedTuple):
+    """A collect, and where its members are."""
+
+    collect: Collect
+    peers: Peers = ()
 
 
 class Streamed(NamedTuple):
@@ -183,11 +212,32 @@ class Computed(NamedTuple):
     logits: array[float] | None  # float32, of its last row; none where this instance has computed them
 
 
-FromMember = (Hello | ReportMessage | OfferMessage | CancelMessage | StepDone | StepFailed) | (
-    StreamFailed | Transferred | MeshBuilt | MeshFailed
+FromMember = (
+    KeyRequest
+    | Proof
+    | Hello
+    | ReportMessage
+    | Alive
+    | OfferMessage
+    | CancelMessage
+    | StepDone
+    | StepFailed
+    | StreamFailed
+    | Transferred
 )
 ToMember = (
-    Welcome | Refusal | Heartbeat | BuildMesh | ChunkOrder | Streamed | Computed | Collect | RollBack | Drop | Decline
+    Challenge
+    | Welcome
+    | Refusal
+    | Heartbeat
+    | ChunkOrder
+    | CollectOrder
+    | GiveUp
+    | Streamed
+    | Computed
+    | RollBack
+    | Drop
+    | Decline
 )
 Message = FromMember | ToMember
 
@@ -248,7 +298,7 @@ def read_message(stream: BufferedReader) -> Message | None:
     return decode(head, stream.read(head.payload_bytes) if head.payload_bytes else b"")
 
 
-async def receive_message(stream: asyncio.StreamReader) -> Message | None:
+async def receive_message(stream: asyncio.StreamReader, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Message | None:
     """The next message; None at the stream's end. Raises MessageError, and what the stream raises."""
     try:
         line = await stream.readline()
@@ -259,6 +309,8 @@ async def receive_message(stream: asyncio.StreamReader) -> Message | None:
     head = read_head(line)
     if not head.payload_bytes:
         return decode(head)
+    if head.payload_bytes > max_payload_bytes:
+        raise MessageError(f"{head.payload_bytes} bytes of payload; at most {max_payload_bytes} are taken here")
     try:
         return decode(head, await stream.readexactly(head.payload_bytes))
     except asyncio.IncompleteReadError as error:
@@ -344,9 +396,9 @@ def _moves(values: Sequence[Any]) -> tuple[KvMove, ...]:
 
 
 def _chunk(values: Sequence[Any]) -> RunChunk:
-    sequence, epoch, request, (group, moves, history, new), first_tag, is_last = values
+    sequence, request, (group, moves, history, new), first_tag, is_last = values
     layout = ChunkLayout(_ints(group), _moves(moves), tuple(map(_positions, history)), tuple(map(_positions, new)))
-    return RunChunk(int(sequence), int(epoch), int(request), layout, int(first_tag), bool(is_last))
+    return RunChunk(int(sequence), int(request), layout, int(first_tag), bool(is_last))
 
 
 def _report(values: Sequence[Any]) -> MemberReport:
@@ -354,10 +406,23 @@ def _report(values: Sequence[Any]) -> MemberReport:
     return MemberReport(_number(backlog_s), _count(free_kv_tokens))
 
 
+def _version(value: Any) -> int:
+    if value != PROTOCOL_VERSION:
+        raise VersionError(f"protocol version {value} instead of {PROTOCOL_VERSION}")
+    return int(value)
+
+
+def _addresses(values: Sequence[Any]) -> tuple[PeerAddress, ...]:
+    return tuple(PeerAddress(_text(host), _count(port)) for host, port in values)
+
+
+def _peers(values: Sequence[Any]) -> Peers:
+    return tuple(map(_addresses, values))
+
+
 def _hello(values: Sequence[Any]) -> Hello:
-    if values[0] != PROTOCOL_VERSION:
-        raise VersionError(f"protocol version {values[0]} instead of {PROTOCOL_VERSION}")
-    version, name, node, model, layers, page_tokens, report, min_tokens = values
+    _version(values[0])
+    version, name, node, model, layers, page_tokens, report, min_tokens, addresses = values
     return Hello(
         int(version),
         _text(name),
@@ -367,6 +432,7 @@ def _hello(values: Sequence[Any]) -> Hello:
         _count(page_tokens, 1),
         _report(report),
         _count(min_tokens),
+        _addresses(addresses),
     )
 
 
@@ -393,29 +459,33 @@ def _destinations(values: Sequence[Any]) -> tuple[Destination, ...]:
 
 
 def _collect(values: Sequence[Any]) -> Collect:
-    sequence, epoch, request, owner, members, moves, first_tag = values
-    return Collect(int(sequence), int(epoch), int(request), int(owner), _ints(members), _moves(moves), int(first_tag))
+    sequence, request, owner, members, moves, first_tag = values
+    return Collect(int(sequence), int(request), int(owner), _ints(members), _moves(moves), int(first_tag))
 
 
 _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     "Hello": lambda v, _: _hello(v),
-    "Welcome": lambda v, _: Welcome(int(v[0]), _text(v[1]), int(v[2]), _number(v[3])),
+    "KeyRequest": lambda v, _: KeyRequest(_version(v[0]), _text(v[1])),
+    "Challenge": lambda v, _: Challenge(_text(v[0]), _text(v[1])),
+    "Proof": lambda v, _: Proof(_text(v[0])),
+    "Welcome": lambda v, _: Welcome(int(v[0]), _text(v[1]), _number(v[2])),
     "Refusal": lambda v, _: Refusal(str(v[0])),
     "Heartbeat": lambda v, _: Heartbeat(),
     "ReportMessage": lambda v, _: ReportMessage(_report(v[0])),
+    "Alive": lambda v, _: Alive(_number(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v, _: CancelMessage(int(v[0])),
     "StepDone": lambda v, payload: StepDone(int(v[0]), StepTimes(*map(_number, v[1])), _count(v[2]), _logits(payload)),
-    "StepFailed": lambda v, _: StepFailed(int(v[0]), str(v[1])),
+    "StepFailed": lambda v, _: StepFailed(int(v[0]), str(v[1]), None if v[2] is None else int(v[2])),
     "StreamFailed": lambda v, _: StreamFailed(int(v[0])),
     "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),
-    "MeshBuilt": lambda v, _: MeshBuilt(int(v[0])),
-    "MeshFailed": lambda v, _: MeshFailed(int(v[0]), str(v[1])),
-    "BuildMesh": lambda v, _: BuildMesh(int(v[0]), _ints(v[1])),
-    "ChunkOrder": lambda v, payload: ChunkOrder(_chunk(v[0]), _token_ids(payload), _destinations(v[2]), bool(v[3])),
+    "ChunkOrder": lambda v, payload: ChunkOrder(
+        _chunk(v[0]), _token_ids(payload), _destinations(v[2]), bool(v[3]), _peers(v[4])
+    ),
+    "CollectOrder": lambda v, _: CollectOrder(_collect(v[0]), _peers(v[1])),
+    "GiveUp": lambda v, _: GiveUp(int(v[0]), _ints(v[1])),
     "Streamed": lambda v, _: Streamed(int(v[0]), _count(v[1]), bool(v[2])),
     "Computed": lambda v, payload: Computed(int(v[0]), _logits(payload)),
-    "Collect": lambda v, _: _collect(v),
     "RollBack": lambda v, _: RollBack(int(v[0]), int(v[1]), _ints(v[2])),
     "Drop": lambda v, _: Drop(int(v[0]), _ints(v[1])),
     "Decline": lambda v, _: Decline(int(v[0]), int(v[1]), DeclineReason(v[2])),

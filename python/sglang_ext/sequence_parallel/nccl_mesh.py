@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from sglang_ext.sequence_parallel.mesh import MeshError, Pending, Watch, first_line
+from sglang_ext.sequence_parallel.mesh import MeshError, Pending, first_line
 
 # The timeouts of torch.distributed end the process; ours ends the step.
 _NEVER = timedelta(days=365)
@@ -44,7 +44,6 @@ class NcclMesh:
         self._instance = instance
         self._device = device
         self._timeout_s = timeout_s
-        self._watch: Watch | None = None
         self._works: list[dist.Work] = []  # that `settle` waits for
         self._batch: list[_NcclCall] | None = None
         self._is_interrupted = False
@@ -53,10 +52,6 @@ class NcclMesh:
             self._greet()
         except RuntimeError as error:
             raise MeshError(f"{name} of instances {list(members)}: {first_line(error)}") from None
-
-    def watch(self, watch: Watch) -> None:
-        """Announce failures of this rank's calls, and be interrupted by those of others."""
-        self._watch = watch
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         return self._start(self._group.send, tensor, instance)
@@ -75,9 +70,6 @@ class NcclMesh:
             work = self._end_coalescing(has_calls=bool(calls))
         for call in calls:
             call.work = work
-
-    def step(self, sequence: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.step(sequence)
 
     def settle(self) -> None:
         deadline_s = time.monotonic() + self._timeout_s
@@ -102,9 +94,7 @@ class NcclMesh:
             self._group.abort()
 
     def fail(self, what: str, error: RuntimeError) -> MeshError:
-        """The error for a call that failed, which is announced to the others."""
-        if self._watch is not None:
-            self._watch.fail()
+        """The error for a call that failed."""
         return MeshError(f"{what}: {first_line(error)}")
 
     def _start(self, call: Callable[..., dist.Work], tensor: torch.Tensor, instance: int) -> Pending:

@@ -139,7 +139,8 @@ class MemberStatus:
     backlog_s: float
     free_kv_tokens: int
     held_tokens: int
-    silent_s: float
+    silent_s: float  # its last message is so old
+    is_ready: bool  # it is counted upon for new chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,6 @@ class PoolStatus:
 
     now_s: float  # on the coordinator's clock, as all times
     model: str | None  # None while there is no member
-    epoch: int
-    is_connected: bool
     members: tuple[MemberStatus, ...]
     requests: tuple[PrefillRecord, ...]  # that have not ended
     recent: tuple[PrefillRecord, ...]  # that have ended, latest last
@@ -192,7 +191,6 @@ class PoolHistory:
         self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
-        self.meshes_ordered = 0
 
     def note_lost(self, instance: int, name: str, reason: str, now_s: float) -> None:
         """A member has gone."""

@@ -10,24 +10,31 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from io import BufferedReader
 from typing import NamedTuple, Protocol
 
+from sglang_ext.policy.cdsp.orders import GiveUp
 from sglang_ext.sequence_parallel.messages import (
+    PROTOCOL_VERSION,
+    Alive,
+    Challenge,
     FromMember,
     Heartbeat,
     Hello,
+    KeyRequest,
     MessageError,
+    Proof,
     Refusal,
-    ReportMessage,
     ToMember,
     Welcome,
     encode,
     read_message,
 )
 from sglang_ext.sequence_parallel.ranks import Ranks
+from sglang_ext.shared_key import is_proof, make_nonce, prove
 from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -36,6 +43,8 @@ CONNECT_TIMEOUT_S = 10.0
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 5.0
 _BEATS = 4  # heartbeats per member timeout
+_LONG_SESSION_S = 10.0
+_TURN_POLL_S = 0.05
 
 
 class PoolLink(Protocol):
@@ -65,11 +74,28 @@ class _JoinError(Exception):
 class TcpLink:
     """See `PoolLink`. A session lasts as long as one connection; its messages are of no other session."""
 
-    def __init__(self, host: str, port: int, hello: Callable[[], Hello]) -> None:
-        """Connects in the background, for ever; `hello` is called there, once for each attempt."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        hello: Callable[[], Hello],
+        key: bytes = b"",
+        silent_s: Callable[[], float] = lambda: 0.0,
+        give_up: Callable[[int | None], None] = lambda sequence: None,
+    ) -> None:
+        """Connects in the background, for ever; `hello` is called there, once for each attempt.
+
+        `key` is the pool's. `silent_s`: how long ago the engine has done anything, told with every heartbeat.
+        `give_up` is called at once, in a thread of this link, for a step that the coordinator gives up, and with None
+        when the session ends.
+        """
         self._host = host
         self._port = port
         self._hello = hello
+        self._key = key
+        self._silent_s = silent_s
+        self._give_up = give_up
+        self._turns = 0
         self._waker = Waker()
         # Readable when there is something to receive, or a session has begun or ended.
         self.wake_descriptor = self._waker.descriptor
@@ -86,6 +112,7 @@ class TcpLink:
         on the descriptor is readable for what is new.
         """
         self._waker.drain()
+        self._turns += 1
         live = self._live
         self._seen = live if live is not None and live.is_up else None
         return None if self._seen is None else self._seen.welcome
@@ -125,18 +152,27 @@ class TcpLink:
                 self._is_closed.wait(retry_s)
                 retry_s = min(_LAST_RETRY_S, 2 * retry_s)
                 continue
-            last_error, retry_s = "", _FIRST_RETRY_S
+            last_error = ""
             logger.info("cdsp: instance %d in the pool of %s:%d", session.welcome.instance, self._host, self._port)
             self._live = session
             if self._is_closed.is_set():
                 session.end("closed")
             self._waker.notify()
+            began_s = time.monotonic()
             reason = session.run()
             self._live = None
+            self._give_up(None)
+            turns = self._turns
             self._waker.notify()
+            # A session that was short may be followed by another one that is.
+            is_long = time.monotonic() >= began_s + _LONG_SESSION_S
+            retry_s = _FIRST_RETRY_S if is_long else min(_LAST_RETRY_S, 2 * retry_s)
             if not self._is_closed.is_set():
                 logger.warning("cdsp: out of the pool of %s:%d: %s", self._host, self._port, reason)
-                self._is_closed.wait(_FIRST_RETRY_S)
+                self._is_closed.wait(retry_s)
+            # An engine that hangs is of no use to the pool.
+            while self._turns == turns and not self._is_closed.wait(_TURN_POLL_S):
+                pass
 
     def _join(self) -> _Session:
         hello = self._hello()
@@ -146,16 +182,34 @@ class TcpLink:
             raise _JoinError(_reason(error)) from None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.sendall(encode(hello))
             lines = sock.makefile("rb")
+            self._prove(sock, lines)
+            sock.sendall(encode(hello))
             answer = read_message(lines)
-        except (OSError, MessageError) as error:
+        except (OSError, ValueError) as error:
             sock.close()
             raise _JoinError(_reason(error)) from None
+        except _JoinError:
+            sock.close()
+            raise
         if not isinstance(answer, Welcome):
             sock.close()
             raise _JoinError(answer.reason if isinstance(answer, Refusal) else f"{answer!r} instead of a welcome")
-        return _Session(_JoinedSocket(sock, lines), answer, hello, self._waker)
+        return _Session(_JoinedSocket(sock, lines), answer, self._waker, self._silent_s, self._give_up)
+
+    def _prove(self, sock: socket.socket, lines: BufferedReader) -> None:
+        """Both sides know the pool's key, or _JoinError."""
+        nonce = make_nonce()
+        sock.sendall(encode(KeyRequest(PROTOCOL_VERSION, nonce.hex())))
+        answer = read_message(lines)
+        if isinstance(answer, Refusal):
+            raise _JoinError(answer.reason)
+        if not isinstance(answer, Challenge):
+            raise _JoinError(f"{answer!r} instead of a challenge")
+        theirs = bytes.fromhex(answer.nonce)
+        if not is_proof(bytes.fromhex(answer.code), self._key, "coordinator", nonce, theirs):
+            raise _JoinError("the coordinator has another key (--cdsp-key-file)")
+        sock.sendall(encode(Proof(prove(self._key, "member", nonce, theirs).hex())))
 
 
 class _JoinedSocket(NamedTuple):
@@ -166,11 +220,19 @@ class _JoinedSocket(NamedTuple):
 class _Session:
     """One connection, from its welcome to its end."""
 
-    def __init__(self, connection: _JoinedSocket, welcome: Welcome, hello: Hello, waker: Waker) -> None:
+    def __init__(
+        self,
+        connection: _JoinedSocket,
+        welcome: Welcome,
+        waker: Waker,
+        silent_s: Callable[[], float],
+        give_up: Callable[[int | None], None],
+    ) -> None:
         self.welcome = welcome
         self._connection = connection
         self._waker = waker
-        self._report = ReportMessage(hello.report)
+        self._silent_s = silent_s
+        self._give_up = give_up
         self._inbox: deque[ToMember] = deque()
         self._outbox: queue.SimpleQueue[FromMember | None] = queue.SimpleQueue()
         self._reason: str | None = None
@@ -195,6 +257,8 @@ class _Session:
         self._writer.start()
         try:
             while (message := read_message(self._connection.lines)) is not None:
+                if isinstance(message, GiveUp):
+                    self._give_up(message.sequence)
                 if not isinstance(message, Heartbeat):
                     self._inbox.append(message)  # type: ignore[arg-type]  # decoded from a coordinator
                     self._waker.notify()
@@ -217,16 +281,20 @@ class _Session:
             pass  # the other side was faster
 
     def _write(self) -> None:
-        """Write what is put; the last report again when there was nothing else to send for a while."""
+        """Write what is put, and a heartbeat every now and then."""
+        beat_s, beaten_s = self.welcome.member_timeout_s / _BEATS, time.monotonic()
         while True:
-            try:
-                message = self._outbox.get(timeout=self.welcome.member_timeout_s / _BEATS)
-            except queue.Empty:
-                message = self._report
+            now_s = time.monotonic()
+            message: FromMember | None
+            if now_s >= beaten_s + beat_s:
+                message, beaten_s = Alive(self._silent_s()), now_s
+            else:
+                try:
+                    message = self._outbox.get(timeout=beaten_s + beat_s - now_s)
+                except queue.Empty:
+                    continue
             if message is None or not self.is_up:
                 return
-            if isinstance(message, ReportMessage):
-                self._report = message
             try:
                 self._connection.socket.sendall(encode(message))
             except OSError as error:

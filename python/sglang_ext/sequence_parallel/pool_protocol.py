@@ -1,8 +1,7 @@
 """The coordinator's side of the pool protocol, without I/O: messages in, messages out, and which members are lost.
 
 Between the members' messages and the coordinator's events and orders: names become numbers, a chunk gets the ids of
-its tokens, missing heartbeats and stuck steps become lost members, and meshes are not ordered faster than they can be
-built.
+its tokens and the addresses of its members, and missing heartbeats, hung engines and stuck steps become lost members.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.coordinator import Coordinator
 from sglang_ext.policy.cdsp.orders import (
     Bind,
-    BuildMesh,
     Collect,
     Decline,
     Finish,
@@ -32,15 +30,16 @@ from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
 from sglang_ext.sequence_parallel.messages import (
     AddressedMessage,
+    Alive,
     CancelMessage,
     ChunkOrder,
+    CollectOrder,
     Computed,
     Heartbeat,
     Hello,
-    MeshBuilt,
-    MeshFailed,
     Message,
     OfferMessage,
+    Peers,
     Refusal,
     ReportMessage,
     StepDone,
@@ -61,8 +60,11 @@ from sglang_ext.sequence_parallel.pool_progress import OpenStep, OpenSteps, Stre
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from sglang_ext.sequence_parallel.tickets import Announcement, BoundPrompt, OpenTickets, TicketError, TicketProblem
 
-# Members build a mesh in about so long; after failures they would otherwise be ordered to build one all the time.
-MESH_INTERVAL_S = 0.5
+# An engine that has done nothing for so long is not counted upon; one that is idle looks around more often.
+SILENT_S = 2.0
+# A member whose engine hangs may hold KV of others' prompts, or be waited for: so many times what it was believed to
+# do takes longer than it ever should.
+_HUNG_AFTER = 2.0
 
 
 class PoolSettings(NamedTuple):
@@ -72,7 +74,6 @@ class PoolSettings(NamedTuple):
     order: PrefillOrder = PrefillOrder.ON_TIME
     min_chunk_tokens: int = 512
     cross_node_factor: float = 1.1
-    mesh_timeout_s: float = 5.0
     step_timeout_s: float = 30.0
     member_timeout_s: float = 5.0
     overlaps_rebalancing: bool = True
@@ -112,13 +113,6 @@ class Lost(NamedTuple):
     reason: str
 
 
-class GivenUp(NamedTuple):
-    """A step that has come to nothing."""
-
-    epoch: int
-    sequence: int
-
-
 @dataclass(slots=True)
 class Events:
     """What has happened, for logs and the store."""
@@ -127,7 +121,6 @@ class Events:
     ended: list[PrefillRecord] = field(default_factory=list)
     bound: list[BoundPrompt] = field(default_factory=list)  # announced prompts whose turn has come
     unserved: list[BootstrapRoom] = field(default_factory=list)  # announced prompts that no member is left for
-    given_up: list[GivenUp] = field(default_factory=list)  # steps of a lost member that others still compute
 
 
 @dataclass(slots=True)
@@ -136,6 +129,12 @@ class Peer:
 
     hello: Hello
     last_message_s: float
+    silent_s: float = 0.0  # of its engine, at its last heartbeat
+    beaten_s: float = -math.inf  # that was then
+
+    def idle_s(self, now_s: float) -> float:
+        """How long its engine has done nothing that can be seen."""
+        return self.silent_s + now_s - self.beaten_s if self.silent_s > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -153,7 +152,6 @@ class PoolProtocol:
         self._settings = settings
         self._costs = costs
         self._pool: _Pool | None = None
-        self._epoch = 0  # the last one of any pool
         self._peers: dict[int, Peer] = {}
         self._nodes: dict[str, int] = {}
         self._token_ids: dict[int, array[int]] = {}  # by request
@@ -161,8 +159,6 @@ class PoolProtocol:
         self._steps = OpenSteps()
         self._streams = StreamLedger()
         self._next_instance = 0
-        self._mesh_due: BuildMesh | None = None
-        self._mesh_ordered_s = -math.inf
         self._beat_s = -math.inf
         self._events = Events()
         self.history = PoolHistory()
@@ -198,7 +194,7 @@ class PoolProtocol:
             self._pool = _Pool(identity, self._new_coordinator(identity))
         self._peers[instance] = Peer(hello, now_s)
         node = self._nodes.setdefault(hello.node, len(self._nodes))
-        return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report), now_s)]
+        return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report, now_s), now_s)]
 
     def lose(self, instance: int, reason: str, now_s: float) -> list[AddressedMessage]:
         """A member's connection has ended, or has to."""
@@ -211,11 +207,9 @@ class PoolProtocol:
         self._streams.lost(instance)
         for step in self._steps.lose(instance, now_s):
             self._note_step(step, now_s)
-            if step.waiting:
-                self._events.given_up.append(GivenUp(step.order.epoch, step.order.sequence))
         out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
         if not self._peers:
-            self._epoch, self._pool, self._mesh_due = pool.coordinator.epoch, None, None
+            self._pool = None
             self._events.unserved += self.tickets.end_all()
         return out
 
@@ -245,9 +239,11 @@ class PoolProtocol:
             case StepDone(sequence, times, free_kv_tokens, logits):
                 self._answered(sequence, instance, now_s, times, logits)
                 return core.done(instance, sequence, now_s, free_kv_tokens)
-            case StepFailed(sequence):
+            case StepFailed(sequence, _, unreachable):
                 self._answered(sequence, instance, now_s, None)
-                return core.failed(instance, sequence, now_s)
+                return core.failed(instance, sequence, now_s, unreachable)
+            case Alive(silent_s):
+                return self._note_alive(core, instance, silent_s, now_s)
             case Transferred(request, transfer_s, exposed_s):
                 self._check_owner(request, instance)
                 self.history.note_transferred(request, transfer_s, exposed_s)
@@ -256,11 +252,15 @@ class PoolProtocol:
                 self._check_owner(request, instance)
                 self._streams.broken(request)
                 return core.stream_failed(request, now_s)
-            case MeshBuilt(epoch):
-                return core.mesh_built(instance, epoch, now_s)
-            case MeshFailed(epoch):
-                return core.mesh_failed(instance, epoch)
         raise PoolProtocolError(f"{type(message).__name__} is no message of a member")
+
+    def _note_alive(self, core: Coordinator, instance: int, silent_s: float, now_s: float) -> list[Order]:
+        peer = self._peers[instance]
+        peer.silent_s, peer.beaten_s = silent_s, now_s
+        if silent_s >= SILENT_S:
+            # Until the next heartbeats have come, or failed to.
+            core.shun(instance, now_s + self._settings.member_timeout_s / 2)
+        return []
 
     def _offer(self, core: Coordinator, instance: int, message: OfferMessage, now_s: float) -> list[Order]:
         self._check_owner(message.request, instance)
@@ -329,8 +329,6 @@ class PoolProtocol:
             return out
         if pool.coordinator.requests or pool.coordinator.tickets:
             out += self._carry_out(pool.coordinator.plan(now_s), now_s)
-        if self._mesh_due is not None and now_s >= self._mesh_ordered_s + MESH_INTERVAL_S:
-            out += self._order_mesh(self._mesh_due, now_s)
         if now_s >= self._beat_s + self._settings.member_timeout_s / 4:
             self._beat_s = now_s
             out += [AddressedMessage(instance, Heartbeat()) for instance in self._peers]
@@ -347,7 +345,23 @@ class PoolProtocol:
             Lost(instance, f"has not answered for a step that failed {settings.stuck_s:g} s ago")
             for instance in self._steps.stuck(now_s - settings.stuck_s)
         ]
-        return [*silent, *stuck]
+        return [*silent, *stuck, *self._hung(now_s)]
+
+    def _hung(self, now_s: float) -> list[Lost]:
+        """Connected members whose engine does nothing while others need it: they wait in a step, or for KV there."""
+        if self._pool is None:
+            return []
+        core, settings = self._pool.coordinator, self._settings
+        hung = []
+        for instance, peer in self._peers.items():
+            idle_s = peer.idle_s(now_s)
+            if idle_s < settings.member_timeout_s:
+                continue
+            busy_s = core.busy_s(instance)
+            timeout_s = settings.stuck_s if busy_s is None else settings.member_timeout_s + _HUNG_AFTER * busy_s
+            if idle_s > min(timeout_s, settings.stuck_s):
+                hung.append(Lost(instance, f"hangs: its engine has done nothing for {idle_s:.1f} s"))
+        return hung
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
@@ -355,9 +369,6 @@ class PoolProtocol:
         out: list[AddressedMessage] = []
         declined: dict[int, Outcome] = {}
         for order in orders:
-            if isinstance(order, BuildMesh):
-                out += self._order_mesh(order, now_s)
-                continue
             if isinstance(order, RunChunk | Collect):
                 record = self.history.note_order(order, now_s)
                 self._steps.begin(order, record)
@@ -366,6 +377,9 @@ class PoolProtocol:
             elif isinstance(order, Finish):
                 self.history.running[order.request].computed_s = now_s
                 out.append(AddressedMessage(order.owner, Computed(order.request, self._logits.get(order.request))))
+            elif isinstance(order, Collect):
+                peers = self._addresses(order.members)
+                out += [AddressedMessage(instance, CollectOrder(order, peers)) for instance in order.members]
             elif isinstance(order, Decline):
                 declined[order.request] = order.reason
                 out.append(AddressedMessage(order.owner, order))
@@ -380,20 +394,16 @@ class PoolProtocol:
 
     def _chunk_orders(self, order: RunChunk) -> list[AddressedMessage]:
         ids, destinations = self._token_ids[order.request], self._streams.ordered(order)
-        is_overlapped = self._settings.overlaps_rebalancing
+        is_overlapped, peers = self._settings.overlaps_rebalancing, self._addresses(order.layout.group)
         return [
-            AddressedMessage(instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped))
+            AddressedMessage(
+                instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped, peers)
+            )
             for instance, positions in zip(order.layout.group, order.layout.new, strict=True)
         ]
 
-    def _order_mesh(self, order: BuildMesh, now_s: float) -> list[AddressedMessage]:
-        """Only the newest one matters; nothing is computed over it before all have it."""
-        if now_s < self._mesh_ordered_s + MESH_INTERVAL_S:
-            self._mesh_due = order
-            return []
-        self._mesh_due, self._mesh_ordered_s = None, now_s
-        self.history.meshes_ordered += 1
-        return [AddressedMessage(instance, order) for instance in order.members]
+    def _addresses(self, members: Sequence[int]) -> Peers:
+        return tuple(self._peers[instance].hello.addresses for instance in members)
 
     def _answered(
         self,
@@ -467,14 +477,13 @@ class PoolProtocol:
                 peer.hello.report.free_kv_tokens,
                 core.held_by(instance) if core is not None else 0,
                 now_s - peer.last_message_s,
+                core is not None and core.is_ready(instance, now_s),
             )
             for instance, peer in self._peers.items()
         )
         return PoolStatus(
             now_s,
             str(self._pool.identity) if self._pool is not None else None,
-            core.epoch if core is not None else self._epoch,
-            core is not None and core.is_connected,
             members,
             tuple(history.running.values()),
             tuple(history.ended),
@@ -496,9 +505,8 @@ class PoolProtocol:
             layers=identity.layers,
             page_tokens=identity.page_tokens,
             interleaving=self._settings.interleaving,
-            mesh_timeout_s=self._settings.mesh_timeout_s,
         )
-        return Coordinator(PoolSchedule(self._planner(identity), self._settings.order), settings, self._epoch)
+        return Coordinator(PoolSchedule(self._planner(identity), self._settings.order), settings)
 
     def _planner(self, identity: Identity) -> PricePlanner:
         settings = self._settings

@@ -216,17 +216,18 @@ class DeferredErrorAttention:
 
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
-        self._failure: str | None = None  # the error itself would hold all that the step has used
+        # The error itself would hold all that the step has used.
+        self._failure: tuple[str, int | None] | None = None
 
     def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         if self._failure is None:
             try:
                 return self._attention.attend(layer, q, scale)
             except MeshError as error:
-                self._failure = str(error)
+                self._failure = str(error), error.instance
         return torch.zeros_like(q, dtype=torch.float32)
 
     def check(self) -> None:
         """Raises MeshError where the ring is broken."""
         if self._failure is not None:
-            raise MeshError(self._failure)
+            raise MeshError(*self._failure)

@@ -18,7 +18,6 @@ from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.coordinator import Coordinator
 from sglang_ext.policy.cdsp.orders import (
     Bind,
-    BuildMesh,
     Collect,
     Decline,
     DeclineReason,
@@ -150,9 +149,6 @@ class LongPool:
     def _carry_out_one(self, order: Order) -> Sequence[Order]:
         now_s = self._loop.now_s
         match order:
-            case BuildMesh(epoch, members):
-                built = [self.coordinator.mesh_built(instance, epoch, now_s) for instance in members]
-                return [one for orders in built for one in orders]
             case Bind(ticket, owner):
                 progress = self._progress[self._tickets.pop(ticket)]
                 progress.owner = owner
@@ -283,7 +279,7 @@ class LongPool:
     def _join(self, instance: int) -> None:
         self._alone_s[instance] = 0.0
         node = instance // self._spec.instances_per_node
-        self._carry_out(self.coordinator.join(instance, node, self._report_of(instance)))
+        self._carry_out(self.coordinator.join(instance, node, self._report_of(instance), self._loop.now_s))
 
     def _fail(self, failure: Failure) -> None:
         """What the instance held is gone; what it was given it cannot go on with."""

@@ -364,7 +364,7 @@ async def test_a_long_pools_prompts_are_told() -> None:
     served_status: dict[str, Any] = json.loads(json.dumps(STATUS))
 
     async def get_status(_: web.Request) -> web.Response:
-        return web.json_response(served_status | {"epoch": 1, "is_connected": True, "improvement_rate": 0.1})
+        return web.json_response(served_status | {"arrivals_per_s": 0.1})
 
     app = web.Application()
     app.router.add_get("/status", get_status)

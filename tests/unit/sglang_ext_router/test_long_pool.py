@@ -16,6 +16,7 @@ from sglang_ext_router.config import RouterConfig, RouterConfigError
 from sglang_ext_router.long_pool import LongPoolMonitor, read_status
 from support.router_process import Cluster, cluster
 
+RATE = 0.25
 TIMES = {"wait_s": 0.5, "compute_s": 2.0, "ring_s": 0.25, "rebalance_s": 0.0, "collect_s": 0.125, "failed_s": 0.0}
 TIMES |= {"transfer_s": 2.75, "exposed_transfer_s": 0.125}
 
@@ -42,13 +43,19 @@ def request(owner: int, steps: list[dict[str, Any]], **changes: Any) -> dict[str
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    member = {"instance": 3, "name": "host:1", "node": "n", "backlog_s": 0.0, "free_kv_tokens": 10, "held_tokens": 0}
+    member = {
+        "instance": 3,
+        "name": "host:1",
+        "node": "n",
+        "backlog_s": 0.0,
+        "free_kv_tokens": 10,
+        "held_tokens": 0,
+        "is_ready": True,
+    }
     steps = [step("chunk", [3], 1000), step("chunk", [3, 1], 2000, has_failed=True), step("chunk", [3, 1, 7], 2000)]
     return {
         "model": "m",
-        "epoch": 4,
-        "is_connected": True,
-        "improvement_rate": 0.05,
+        "arrivals_per_s": RATE,
         "members": [member],
         "former_members": [{"instance": 1, "name": "host:2"}],
         "requests": [],
@@ -96,8 +103,8 @@ async def until_shown(served: Cluster, name: str, value: object) -> Any:
 
 async def test_members_and_prompts_are_shown_by_name() -> None:
     async with watched() as (_, _, served):
-        pool = await until_shown(served, "epoch", 4)
-        assert (pool["problem"], pool["is_connected"]) == (None, True)
+        pool = await until_shown(served, "arrivals_per_s", RATE)
+        assert pool["problem"] is None
         assert [member["name"] for member in pool["members"]] == ["host:1"]
         (one,) = pool["recent"]
         assert (one["owner"], one["seconds"], one["wait_s"], one["ring_s"]) == ("host:1", 3.5, 0.5, 0.25)
@@ -109,13 +116,13 @@ async def test_members_and_prompts_are_shown_by_name() -> None:
 
 async def test_a_coordinator_that_goes_is_shown_as_away_with_its_last_word() -> None:
     async with watched() as (_, server, served):
-        await until_shown(served, "epoch", 4)
+        await until_shown(served, "arrivals_per_s", RATE)
         await server.close()
         async with asyncio.timeout(5):
             while (pool := await shown(served))["problem"] is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert "Cannot connect" in pool["problem"]
-        assert (pool["epoch"], len(pool["recent"])) == (4, 1)
+        assert (pool["arrivals_per_s"], len(pool["recent"])) == (RATE, 1)
         assert (await served.ask("POST", "/generate", {"text": "hi"})).status == 200
 
 
@@ -138,8 +145,8 @@ async def test_nonsense_is_a_problem_and_no_more(answer: object, problem: str | 
             while (pool := await shown(served))["problem"] is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert problem is None or pool["problem"] == problem
-        coordinator.answer = status(epoch=5)
-        assert (await until_shown(served, "epoch", 5))["problem"] is None
+        coordinator.answer = status(arrivals_per_s=5.0)
+        assert (await until_shown(served, "arrivals_per_s", 5.0))["problem"] is None
 
 
 async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

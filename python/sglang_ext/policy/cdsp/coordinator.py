@@ -11,7 +11,9 @@ orders go out. Nothing waits here and nothing is sent: a driver does both, over 
   failing goes back to the instance that it came to, which computes it alone, or cannot.
 - A request whose KV leaves while it is computed is done with its last chunk; any other one is collected at its owner.
 
-Membership is counted in epochs. Every change starts one, in which the mesh between the instances is built anew.
+A failure concerns the members of its step, and a change of membership only what the one that comes or goes takes part
+in: connections are made between two members that need one. An instance that others could not reach is left out of
+groups for a while, the longer the more often.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from collections.abc import Mapping, Sequence
 from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.orders import (
     Bind,
-    BuildMesh,
     Collect,
     Decline,
     DeclineReason,
     Drop,
     Finish,
+    GiveUp,
     MemberReport,
     Offer,
     Order,
@@ -62,8 +64,7 @@ from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 class Coordinator:
     """One long pool. Every method takes an event and returns the orders that follow from it, in their order."""
 
-    def __init__(self, schedule: PoolSchedule, settings: CoordinationSettings, first_epoch: int = 0) -> None:
-        """Epochs begin above `first_epoch`: a pool that takes another's place does not repeat its epochs."""
+    def __init__(self, schedule: PoolSchedule, settings: CoordinationSettings) -> None:
         self._schedule = schedule
         self._settings = settings
         self._members = PoolMembers(settings.short_backlog_s)
@@ -72,12 +73,7 @@ class Coordinator:
         self._requests: dict[int, SharedPrefill] = {}
         self._announced: dict[int, AnnouncedPrompt] = {}  # by ticket
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
-        self._epoch = first_epoch
         self._numbers = StepNumbers()
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -103,11 +99,6 @@ class Coordinator:
             one.no_room_s is not None for one in self._announced.values()
         )
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether all members have the mesh of this epoch."""
-        return self._members.are_connected(self._members, self._epoch)
-
     def use_planner(self, planner: PricePlanner) -> None:
         """Decide with other costs from now on."""
         self._schedule.planner = planner
@@ -122,11 +113,11 @@ class Coordinator:
 
     # -- membership --------------------------------------------------------------------------------------------------
 
-    def join(self, instance: int, node: int, report: MemberReport) -> list[Order]:
+    def join(self, instance: int, node: int, report: MemberReport, now_s: float) -> list[Order]:
         """An instance has come, or has come back and knows nothing of what it held."""
-        orders = self.lose(instance, 0.0) if instance in self._members else []
+        orders = self.lose(instance, now_s)
         self._members.add(instance, node, report)
-        return [*[one for one in orders if not isinstance(one, BuildMesh)], self._new_epoch()]
+        return [*orders, *self.plan(now_s)]
 
     def lose(self, instance: int, now_s: float) -> list[Order]:
         """An instance has gone: killed, unreachable, or moved to another pool. What it held is lost."""
@@ -155,22 +146,29 @@ class Coordinator:
                 orders += self._settle(one)
             elif not running.waiting:
                 orders += self._end_step(one, now_s)
-        return [*orders, self._new_epoch(), *self.plan(now_s)]
+            elif running.has_failed:
+                orders += self._give_up(running)
+        return [*orders, *self.plan(now_s)]
 
     def report(self, instance: int, report: MemberReport, now_s: float) -> None:
         """An instance's newest report. `plan` follows when it matters."""
         self._members.report(instance, report, now_s)
 
-    def mesh_built(self, instance: int, epoch: int, now_s: float) -> list[Order]:
-        """An instance is connected to all members of this epoch."""
-        if instance not in self._members or epoch > self._epoch:
-            return []
-        self._members[instance].mesh_epoch = max(self._members[instance].mesh_epoch, epoch)
-        return self.plan(now_s)
+    def shun(self, instance: int, until_s: float) -> None:
+        """Something is wrong with it: it is in no new group until then."""
+        self._members[instance].shunned_until_s = max(until_s, self._members[instance].shunned_until_s)
 
-    def mesh_failed(self, instance: int, epoch: int) -> list[Order]:
-        """An instance could not connect to all members of this epoch: once more, unless that has been ordered."""
-        return [self._new_epoch()] if epoch == self._epoch and instance in self._members else []
+    def is_ready(self, instance: int, now_s: float) -> bool:
+        """Whether it may be in new groups."""
+        return now_s >= self._members[instance].shunned_until_s
+
+    def busy_s(self, instance: int) -> float | None:
+        """How long what others wait for there was believed to take; None where no other instance does."""
+        member = self._members[instance]
+        if member.step is not None:
+            return member.step_s + member.report.backlog_s
+        holds = any(one.held.get(instance) and one.offer.owner != instance for one in self._requests.values())
+        return member.report.backlog_s if holds else None
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -251,8 +249,17 @@ class Coordinator:
         orders = [order for instance in instances for order in self._answer(instance, sequence, now_s, is_done=True)]
         return [*orders, *self.plan(now_s)]
 
-    def failed(self, instance: int, sequence: int, now_s: float) -> list[Order]:
-        """A member could not do its part, and is as before it: its KV pool is full, or a peer did not answer."""
+    def failed(self, instance: int, sequence: int, now_s: float, unreachable: int | None = None) -> list[Order]:
+        """A member could not do its part, and is as before it: its KV pool is full, or a peer did not answer.
+
+        `unreachable`: the peer that it could not talk to, where it was one.
+        """
+        one = self._steps.get(sequence)
+        running = None if one is None else one.running
+        is_first = running is not None and not running.has_failed and instance in running.waiting
+        # The peer may say the same of this one: the first word counts.
+        if is_first and unreachable is not None and unreachable != instance and unreachable in self._members:
+            self._members[unreachable].note_unreachable(now_s)
         return [*self._answer(instance, sequence, now_s, is_done=False), *self.plan(now_s)]
 
     def plan(self, now_s: float) -> list[Order]:
@@ -322,7 +329,7 @@ class Coordinator:
             return self._wait_for_room(one, now_s)
         members = self.members
         group = tuple(members[position] for position in placement.group)
-        if placement.start_s > 0 and not self._has_timed_out(one, group, now_s):
+        if placement.start_s > 0:
             return []
         computed = one.offer.tokens - count_tokens(one.todo)
         tokens, compute_s = self._schedule.cut(placement, computed, self._settings)
@@ -335,9 +342,7 @@ class Coordinator:
             if orders:
                 self._members[one.offer.owner].add_backlog(compute_s, now_s)
             return orders
-        if self._has_timed_out(one, group, now_s):
-            return self._decline(one, DeclineReason.MESH_DOWN)
-        if not self._members.are_ready(group, self._epoch):
+        if not self._members.are_ready(group):
             return []
         return [self._order_chunk(one, tokens, compute_s, group, now_s)]
 
@@ -376,12 +381,12 @@ class Coordinator:
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         is_last = one.is_streamed and tokens == count_tokens(one.todo)
         step = self._numbers
-        order = RunChunk(step.sequence(), self._epoch, one.offer.request, layout, step.tags(tags), is_last)
+        order = RunChunk(step.sequence(), one.offer.request, layout, step.tags(tags), is_last)
         one.group = group
         for instance in group:
             more = tokens_held(after, instance) - tokens_held(one.held, instance)
             self._members[instance].claimed_tokens += max(0, more)
-        self._run(one, order, group, after, now_s + compute_s)
+        self._run(one, order, group, after, now_s, compute_s)
         return order
 
     def _hand_back(self, one: SharedPrefill, now_s: float) -> list[Order]:
@@ -401,13 +406,11 @@ class Coordinator:
         # Its cached prefix is still in the owner's cache, also where others hold a copy.
         moves = tuple(move for move in gather(one.held, owner) if move.positions[-1][-1] >= one.offer.cached_tokens)
         members = (owner, *sorted({move.source for move in moves}))
-        if self._has_timed_out(one, members, now_s):
-            return self._decline(one, DeclineReason.MESH_DOWN)
-        if not self._members.are_ready(members, self._epoch):
+        if not self._members.are_ready(members):
             return []
         tag = self._numbers.tags(self._settings.layers * len(moves))
-        order = Collect(self._numbers.sequence(), self._epoch, one.offer.request, owner, members, moves, tag)
-        self._run(one, order, members, {}, 0.0)
+        order = Collect(self._numbers.sequence(), one.offer.request, owner, members, moves, tag)
+        self._run(one, order, members, {}, now_s, 0.0)
         return [order]
 
     def _run(
@@ -416,12 +419,13 @@ class Coordinator:
         order: RunChunk | Collect,
         members: Sequence[int],
         after: dict[int, tuple[KvSegment, ...]],
-        ends_s: float,
+        now_s: float,
+        compute_s: float,
     ) -> None:
         one.running = RunningStep(order, dict(one.held), after, set(members))
         self._steps[order.sequence] = one
         one.involved.update(members)
-        self._members.begin_step(order.sequence, members, ends_s)
+        self._members.begin_step(order.sequence, members, now_s, compute_s)
 
     def _answer(self, instance: int, sequence: int, now_s: float, *, is_done: bool) -> list[Order]:
         one = self._steps.get(sequence)
@@ -437,17 +441,19 @@ class Coordinator:
             running.done.add(instance)
         else:
             running.has_failed = True
-        orders = [] if running.waiting else self._end_step(one, now_s)
-        if not is_done and running.order.epoch == self._epoch:
-            # A member that fails has closed its connections, or broken them at a timeout; a later epoch has others.
-            orders.append(self._new_epoch())
-        return orders
+        if not running.waiting:
+            return self._end_step(one, now_s)
+        return [] if is_done else self._give_up(running)
+
+    def _give_up(self, running: RunningStep) -> list[Order]:
+        """The others need not wait for what does not come."""
+        return [GiveUp(running.order.sequence, tuple(sorted(running.waiting)))]
 
     def _end_step(self, one: SharedPrefill, now_s: float) -> list[Order]:
         running = one.running
         assert running is not None
         order = running.order
-        one.running, one.unconnected_s, self._quiet_s = None, None, now_s
+        one.running, self._quiet_s = None, now_s
         del self._steps[order.sequence]
         group = order.layout.group if isinstance(order, RunChunk) else order.members
         self._members.end_step(order.sequence, group)
@@ -456,6 +462,7 @@ class Coordinator:
             return self._forget(one)
         if not running.has_failed:
             assert isinstance(order, RunChunk)
+            self._members.note_reached(order.layout.group)
             one.held = running.after
             one.todo = without_head(one.todo, sum(count_tokens(part) for part in order.layout.new))
             return self._settle(one)
@@ -504,16 +511,3 @@ class Coordinator:
         timeout_s = self._settings.bind_timeout_s
         for ticket in [key for key, one in self._announced.items() if now_s > one.bound_s + timeout_s]:
             del self._announced[ticket]
-
-    def _has_timed_out(self, one: SharedPrefill, group: Sequence[int], now_s: float) -> bool:
-        """Whether it has waited long enough for these to be connected."""
-        if self._members.are_connected(group, self._epoch):
-            one.unconnected_s = None
-            return False
-        if one.unconnected_s is None:
-            one.unconnected_s = now_s
-        return now_s > one.unconnected_s + self._settings.mesh_timeout_s
-
-    def _new_epoch(self) -> BuildMesh:
-        self._epoch += 1
-        return BuildMesh(self._epoch, self.members)

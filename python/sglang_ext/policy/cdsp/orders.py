@@ -45,15 +45,7 @@ class DeclineReason(StrEnum):
     NO_PLAN = "no_plan"
     NO_ROOM = "no_room"  # its KV would have to come to its own instance, and does not fit there
     FAILURES = "failures"
-    MESH_DOWN = "mesh_down"
     NOT_A_MEMBER = "not_a_member"
-
-
-class BuildMesh(NamedTuple):
-    """To every member: connect to the others."""
-
-    epoch: int
-    members: tuple[int, ...]
 
 
 class Bind(NamedTuple):
@@ -64,10 +56,9 @@ class Bind(NamedTuple):
 
 
 class RunChunk(NamedTuple):
-    """To every member of the group: take part in this chunk, over the mesh of this epoch."""
+    """To every member of the group: take part in this chunk."""
 
     sequence: int  # unique, rising
-    epoch: int
     request: int
     layout: ChunkLayout
     first_tag: int
@@ -78,7 +69,6 @@ class Collect(NamedTuple):
     """To every holder: all KV goes to the owner, which then goes on with the request."""
 
     sequence: int
-    epoch: int
     request: int
     owner: int
     members: tuple[int, ...]
@@ -91,6 +81,13 @@ class Finish(NamedTuple):
 
     request: int
     owner: int
+
+
+class GiveUp(NamedTuple):
+    """To these members, which have not answered for a step: it has failed for another one."""
+
+    sequence: int
+    members: tuple[int, ...]
 
 
 class RollBack(NamedTuple):
@@ -116,4 +113,4 @@ class Decline(NamedTuple):
     reason: DeclineReason
 
 
-Order = BuildMesh | Bind | RunChunk | Finish | Collect | RollBack | Drop | Decline
+Order = Bind | RunChunk | Finish | Collect | GiveUp | RollBack | Drop | Decline

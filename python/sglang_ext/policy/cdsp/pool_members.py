@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 
 _NOT_YET_S = 1e-6
+_FIRST_SHUNNED_S = 1.0
+_LONGEST_SHUNNED_S = 10.0
 _NONE_KEPT: Mapping[int, float] = {}
 _NONE_PROMISED: Mapping[int, int] = {}
 
@@ -20,11 +23,13 @@ class LongInstance:
     node: int
     report: MemberReport
     step: int | None = None  # sequence of the step that it is in
+    step_s: float = 0.0  # predicted
     step_ends_s: float = 0.0  # predicted
-    mesh_epoch: int = 0
     reported_s: float | None = None
     most_free_tokens: int = 0  # of KV, in any report
     claimed_tokens: int = 0  # of KV, by chunks that were ordered after its last report
+    shunned_until_s: float = -math.inf  # others could not reach it
+    times_unreachable: int = 0  # since it last took part in a chunk that was done
 
     @property
     def free_tokens(self) -> int:
@@ -42,6 +47,12 @@ class LongInstance:
         """What is free there at the end of a step: what that has claimed is in it."""
         if self.step == sequence:
             self.report, self.claimed_tokens = self.report._replace(free_kv_tokens=free_kv_tokens), 0
+
+    def note_unreachable(self, now_s: float) -> None:
+        """Another member could not talk to it: it is left out of groups, the longer the more often that happens."""
+        shunned_s = min(_LONGEST_SHUNNED_S, _FIRST_SHUNNED_S * 2.0**self.times_unreachable)
+        self.shunned_until_s = now_s + shunned_s
+        self.times_unreachable += 1
 
     def free_claimed(self, tokens: int) -> None:
         """So many tokens are dropped: what of them is in no report yet is not claimed any more."""
@@ -106,11 +117,11 @@ class PoolMembers:
         steps = [self._members[instance] for instance in group if self._members[instance].step is not None]
         return max((one.step_ends_s for one in steps), default=now_s)
 
-    def begin_step(self, sequence: int, group: Iterable[int], ends_s: float) -> None:
-        """These are in a step now, until `ends_s` as it seems."""
+    def begin_step(self, sequence: int, group: Iterable[int], now_s: float, compute_s: float) -> None:
+        """These are in a step now, for `compute_s` as it seems."""
         for instance in group:
-            self._members[instance].step = sequence
-            self._members[instance].step_ends_s = ends_s
+            member = self._members[instance]
+            member.step, member.step_s, member.step_ends_s = sequence, compute_s, now_s + compute_s
 
     def end_step(self, sequence: int, group: Iterable[int]) -> None:
         """Those of the group that are still here are in none now."""
@@ -119,18 +130,23 @@ class PoolMembers:
             if member is not None and member.step == sequence:
                 member.step = None
 
-    def are_connected(self, group: Iterable[int], epoch: int) -> bool:
-        """Whether all of these have the mesh of this epoch."""
-        return all(self._members[instance].mesh_epoch == epoch for instance in group)
+    def are_ready(self, group: Sequence[int]) -> bool:
+        """Whether none is in a step."""
+        return all(self._members[instance].step is None for instance in group)
 
-    def are_ready(self, group: Sequence[int], epoch: int) -> bool:
-        """Whether they are connected and none is in a step."""
-        return self.are_connected(group, epoch) and all(self._members[instance].step is None for instance in group)
+    def note_reached(self, group: Sequence[int]) -> None:
+        """They have done a chunk together."""
+        if len(group) > 1:
+            for instance in group:
+                self._members[instance].times_unreachable = 0
 
     def any_idle(self, now_s: float, kept: Collection[int]) -> bool:
         """Whether a step could begin somewhere."""
         return any(
-            one.step is None and instance not in kept and one.backlog_s(now_s) <= self._short_backlog_s
+            one.step is None
+            and instance not in kept
+            and now_s >= one.shunned_until_s
+            and one.backlog_s(now_s) <= self._short_backlog_s
             for instance, one in self._members.items()
         )
 
@@ -158,6 +174,6 @@ class PoolMembers:
             elif instance in kept:
                 delay_s += max(_NOT_YET_S, kept[instance] - now_s)
             nodes.append(member.node)
-            delays_s.append(delay_s)
+            delays_s.append(max(delay_s, member.shunned_until_s - now_s))
             free_tokens.append(max(0, member.free_tokens - promised.get(instance, 0)))
         return PrefillSnapshot(nodes, delays_s, free_tokens)

@@ -46,7 +46,6 @@ class SharedPrefill:
     attempts: int = 0
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
-    unconnected_s: float | None = None  # since when its group is not connected
 
     @classmethod
     def of(cls, offer: Offer, candidates: Sequence[SpCandidate]) -> SharedPrefill:

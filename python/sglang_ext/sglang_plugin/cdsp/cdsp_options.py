@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from sglang_ext.shared_key import KeyFileError, read_key_file
 from sglang_ext.types import Role
 
 _DEFAULT_MIN_TOKENS = 2048
@@ -23,6 +25,8 @@ class CdspOptions:
     node: str
     min_tokens: int
     step_timeout_s: float
+    host: str | None = None  # at which other members reach this one; None: from where it reaches the coordinator
+    key_file: str | None = None
 
 
 def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +59,20 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest time without data from another instance in a chunk; above the longest iteration "
         f"(default: {_DEFAULT_STEP_TIMEOUT_S:g})",
     )
+    group.add_argument(
+        "--cdsp-host",
+        metavar="HOST",
+        default=None,
+        help="address of this machine at which other members reach this one (default: that from which it reaches the "
+        "coordinator)",
+    )
+    group.add_argument(
+        "--cdsp-key-file",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        help="the pool's key, at least 16 bytes: the coordinator's --key-file (default: none)",
+    )
 
 
 def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOptions | None:
@@ -71,6 +89,11 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOp
         raise ValueError(f"--cdsp-min-tokens must be at least 1, got {arguments.cdsp_min_tokens}")
     if not 0.1 <= arguments.cdsp_step_timeout_s < float("inf"):
         raise ValueError(f"--cdsp-step-timeout-s must be at least 0.1, got {arguments.cdsp_step_timeout_s}")
+    key_file: Path | None = arguments.cdsp_key_file
+    try:
+        read_key_file(key_file)
+    except KeyFileError as error:
+        raise ValueError(f"--cdsp-key-file {error}") from None
     return CdspOptions(
         host.strip("[]"),
         int(port),
@@ -78,6 +101,8 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOp
         arguments.cdsp_node or socket.gethostname(),
         arguments.cdsp_min_tokens,
         arguments.cdsp_step_timeout_s,
+        arguments.cdsp_host,
+        None if key_file is None else str(key_file.absolute()),
     )
 
 

@@ -8,6 +8,7 @@ one "sequence" is this member's rows, and with an attention backend that asks th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import OpenTarget, Target
 from sglang_ext.sequence_parallel.member import PoolMember
-from sglang_ext.sequence_parallel.mesh import Mesh
-from sglang_ext.sequence_parallel.mesh_store import connect_mesh
-from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Destination, Hello, Welcome
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Destination, Hello
+from sglang_ext.sequence_parallel.peer_links import PeerLinks, route_to
 from sglang_ext.sequence_parallel.pool_link import PoolLink, ReplicatedLink, TcpLink
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks, Ranks
 from sglang_ext.sequence_parallel.ring_attention import Attention
@@ -31,6 +31,7 @@ from sglang_ext.sequence_parallel.shard import KvPoolFullError
 from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions, model_conflict
 from sglang_ext.sglang_plugin.handshake.layout import shares_of
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
+from sglang_ext.shared_key import read_key_file
 from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
 
 # SGLang's padding slot: written by rows that mean nothing, never read.
@@ -189,17 +190,23 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
             engine.pool.page_tokens,
             MemberReport(0.0, free_tokens),
             options.min_tokens,
+            links.rank_addresses,
         )
 
-    def connect(welcome: Welcome, epoch: int, members: tuple[int, ...]) -> Mesh:
-        return connect_mesh(welcome, epoch, members, options.step_timeout_s, ranks)
-
+    host = options.host or route_to(options.coordinator_host, options.coordinator_port)
+    key = read_key_file(None if options.key_file is None else Path(options.key_file))
+    links = PeerLinks(host, key, options.step_timeout_s, ranks.rank)
+    links.rank_addresses = tuple(ranks.gather(links.address))
     link: PoolLink | None = None
     if ranks.rank == 0:
-        link = TcpLink(options.coordinator_host, options.coordinator_port, hello)
+        link = TcpLink(
+            *(options.coordinator_host, options.coordinator_port, hello, key),
+            silent_s=lambda: links.silent_s,
+            give_up=links.give_up_now,
+        )
     if ranks.size > 1 or link is None:
         link = ReplicatedLink(ranks, link)
-    return PoolMember(engine, link, connect, open_target, ranks)
+    return PoolMember(engine, link, links, open_target, ranks)
 
 
 def _ranks(scheduler: Any) -> Ranks:

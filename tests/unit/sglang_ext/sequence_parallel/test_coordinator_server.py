@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import pytest
 
-from sglang_ext.policy.cdsp.orders import BuildMesh, MemberReport
-from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
-from sglang_ext.sequence_parallel.mesh_store import ListenError, MeshStore
+from sglang_ext.policy.cdsp.orders import MemberReport
+from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
     Hello,
+    KeyRequest,
     Message,
     OfferMessage,
     Refusal,
@@ -29,8 +29,10 @@ from sglang_ext.sequence_parallel.messages import (
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from support.pool_key import show_key
 
 MEMBER_TIMEOUT_S = 1.0
+KEY = b"a key that all members know"
 
 
 def hello(name: str, **changes: object) -> Hello:
@@ -67,18 +69,26 @@ class Client(NamedTuple):
 
 class Served(NamedTuple):
     server: CoordinatorServer
-    store: MeshStore
     port: int
     clients: list[Client]
 
     async def connect(self, line: bytes) -> Client:
+        """A connection that says this first."""
         client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
         self.clients.append(client)
         client.writer.write(line)
         return client
 
+    async def prove(self, key: bytes = KEY) -> Client:
+        """One that has answered the challenge."""
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        await show_key(client.reader, client.writer, key, KEY)
+        return client
+
     async def join(self, name: str) -> Client:
-        client = await self.connect(encode(hello(name)))
+        client = await self.prove()
+        client.writer.write(encode(hello(name)))
         assert isinstance(await client.read(), Welcome)
         return client
 
@@ -88,12 +98,11 @@ class Served(NamedTuple):
 
 def serve(test: Callable[[Served], Awaitable[None]]) -> None:
     async def run() -> None:
-        store = MeshStore("127.0.0.1", 0)
         protocol = PoolProtocol(PoolSettings(member_timeout_s=MEMBER_TIMEOUT_S), PoolCosts(prior_candidates((1, 2))))
-        server = CoordinatorServer(protocol, store, MEMBER_TIMEOUT_S)
+        server = CoordinatorServer(protocol, MEMBER_TIMEOUT_S, KEY)
         port = await server.listen("127.0.0.1", 0)
         ticking = asyncio.create_task(server.run())
-        served = Served(server, store, port, [])
+        served = Served(server, port, [])
         try:
             await test(served)
         finally:
@@ -107,14 +116,38 @@ def serve(test: Callable[[Served], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_welcome_says_where_the_store_is() -> None:
+def test_welcome_says_who_one_is_in_which_pool() -> None:
+    pools = []
+
     async def test(served: Served) -> None:
-        client = await served.connect(encode(hello("a")))
-        assert await client.read() == Welcome(0, "127.0.0.1", served.store.port, MEMBER_TIMEOUT_S)
-        assert await client.read() == BuildMesh(1, (0,))
-        _, writer = await asyncio.open_connection("127.0.0.1", served.store.port)
-        writer.close()
-        await writer.wait_closed()
+        for instance, name in enumerate("ab"):
+            client = await served.prove()
+            client.writer.write(encode(hello(name)))
+            welcome = await client.read()
+            assert isinstance(welcome, Welcome)
+            assert (welcome.instance, welcome.member_timeout_s) == (instance, MEMBER_TIMEOUT_S)
+            pools.append(welcome.pool_id)
+
+    serve(test)
+    serve(test)
+    assert [pools.count(one) for one in pools] == [2, 2, 2, 2], "each run of a coordinator is another pool"
+
+
+def test_another_key_is_refused() -> None:
+    async def test(served: Served) -> None:
+        client = await served.prove(b"another key")
+        client.writer.write(encode(hello("a")))
+        assert await client.read() == Refusal("the coordinator has another key (--key-file)")
+        assert await client.is_ended()
+        assert served.names() == []
+
+    serve(test)
+
+
+def test_without_a_proof_nothing_large_is_read() -> None:
+    async def test(served: Served) -> None:
+        client = await served.connect(encode(OfferMessage(1, array("i", range(10)), 0, 0.0, None))[:-40])
+        assert await client.is_ended()
 
     serve(test)
 
@@ -124,6 +157,7 @@ def test_welcome_says_where_the_store_is() -> None:
     [
         (encode(hello("b", model="other")), "the pool serves model .* b serves other"),
         (encode(hello("b", version=PROTOCOL_VERSION + 1)), f"protocol version {PROTOCOL_VERSION + 1} instead of"),
+        (b"", "protocol version 5 instead of"),
     ],
 )
 def test_refused_with_a_reason_and_one_line_in_the_log(
@@ -131,7 +165,11 @@ def test_refused_with_a_reason_and_one_line_in_the_log(
 ) -> None:
     async def test(served: Served) -> None:
         await served.join("a")
-        client = await served.connect(line)
+        if line:
+            client = await served.prove()
+            client.writer.write(line)
+        else:
+            client = await served.connect(encode(KeyRequest(5, "00")))
         refusal = await client.read()
         assert isinstance(refusal, Refusal)
         assert re.search(reason, refusal.reason)
@@ -193,7 +231,8 @@ def test_a_connection_without_messages_ends() -> None:
 def test_who_comes_again_takes_its_own_place() -> None:
     async def test(served: Served) -> None:
         first = await served.join("a")
-        second = await served.connect(encode(hello("a")))
+        second = await served.prove()
+        second.writer.write(encode(hello("a")))
         welcome = await second.read()
         assert isinstance(welcome, Welcome)
         assert welcome.instance == 1
@@ -205,8 +244,6 @@ def test_who_comes_again_takes_its_own_place() -> None:
 
 def test_an_address_in_use_is_named_in_one_line() -> None:
     async def test(served: Served) -> None:
-        with pytest.raises(ListenError, match=f"--store-port {served.store.port}: Address already in use"):
-            MeshStore("127.0.0.1", served.store.port)
         with pytest.raises(ListenError, match=f"--port {served.port}: "):
             await served.server.listen("127.0.0.1", served.port)
 

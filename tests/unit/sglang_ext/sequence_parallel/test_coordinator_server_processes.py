@@ -55,7 +55,7 @@ def start(members: MemberProcesses, coordinator: Coordinator, *specs: MemberSpec
 
 
 def wait_for_members(coordinator: Coordinator, count: int) -> None:
-    coordinator.wait_for(lambda status: len(status["members"]) == count and status["is_connected"])
+    coordinator.wait_for(lambda status: len(status["members"]) == count)
 
 
 def prompt(seed: int, tokens: int = PROMPT) -> list[int]:

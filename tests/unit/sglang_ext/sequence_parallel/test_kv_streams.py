@@ -13,11 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_ext.policy.cdsp.orders import BuildMesh, DeclineReason, Drop, RollBack, RunChunk
+from sglang_ext.policy.cdsp.orders import DeclineReason, Drop, RollBack, RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.sequence_parallel.kv_streams import Pin, PinnedPool
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.member import Declined
 from sglang_ext.sequence_parallel.messages import ChunkOrder, Destination, StepFailed, Streamed, Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
@@ -62,19 +63,11 @@ def make(decode: Decode) -> Iterator[Make]:
         yield begin
 
 
-def connected(one: StreamingMember) -> StreamingMember:
-    one.link.inbox.append(BuildMesh(1, (0,)))
-    one.turn()
-    assert one.link.woken.wait(10)
-    one.turn()
-    return one
-
-
 def order(one: StreamingMember, tokens: int, first_token: int = 0) -> ChunkOrder:
     """A chunk of a prompt of another instance, which this one computes alone."""
     layout, _ = lay_out({}, (range(tokens),), (0,), Interleaving.ZIGZAG)
     destination = Destination(ROOM, one.decode.endpoint.address, 0, HEADS, first_token)
-    return ChunkOrder(RunChunk(1, 1, 5, layout, 0), ids(tokens), (destination,))
+    return ChunkOrder(RunChunk(1, 5, layout, 0), ids(tokens), (destination,), peers=((PeerAddress("nowhere", 1),),))
 
 
 def turns_until(members: list[StreamingMember], condition: Callable[[], bool]) -> None:
@@ -96,7 +89,7 @@ def test_a_layer_is_stored_while_later_ones_are_computed(make: Make, decode: Dec
             wait_until(lambda: members[0].endpoint.totals().writes >= 1)
             stored_at_layer.append(layer)
 
-    helper = connected(make(on_layer=on_layer))
+    helper = make(on_layer=on_layer)
     members.append(helper)
     decode.expect(ROOM, 4, 40, "127.0.0.1:1")
     helper.link.inbox.append(order(helper, 40, first_token=4))
@@ -107,7 +100,7 @@ def test_a_layer_is_stored_while_later_ones_are_computed(make: Make, decode: Dec
 
 
 def test_slots_stay_taken_until_they_have_been_read(make: Make, decode: Decode) -> None:
-    helper = connected(make(page=4))
+    helper = make(page=4)
     helper.link.inbox.append(order(helper, 40))
     helper.turn()
     helper.link.inbox.append(Drop(5, (0,)))
@@ -123,7 +116,7 @@ def test_slots_stay_taken_until_they_have_been_read(make: Make, decode: Decode) 
 
 
 def test_a_chunk_that_is_taken_back_begins_the_transfer_anew(make: Make, decode: Decode) -> None:
-    helper = connected(make())
+    helper = make()
     decode.expect(ROOM, 0, 50, "127.0.0.1:1")
     helper.link.inbox.append(order(helper, 40))
     helper.turn()
@@ -133,23 +126,23 @@ def test_a_chunk_that_is_taken_back_begins_the_transfer_anew(make: Make, decode:
 
 
 def test_numbers_come_again_under_another_coordinator(make: Make, decode: Decode) -> None:
-    helper = connected(make())
+    helper = make()
     helper.link.inbox.append(order(helper, 40))  # no slots yet
     helper.turn()
-    helper.link.welcome = Welcome(0, "elsewhere", 1, 1.0)
+    helper.link.welcome = Welcome(0, 16 * "cd", 1.0)
     helper.turn()
     assert helper.ended == {}
     again = order(helper, 40)
     (destination,) = again.destinations
     decode.expect(ROOM + 1, 0, 40, "127.0.0.1:1")
-    connected(helper).link.inbox.append(again._replace(destinations=(destination._replace(room=ROOM + 1),)))
+    helper.link.inbox.append(again._replace(destinations=(destination._replace(room=ROOM + 1),)))
     turns_until([helper], lambda: decode.requests[ROOM + 1].outcome is TransferOutcome.COMPLETE)
     helper.link.inbox.append(Drop(5, (0,)))
     turns_until([helper], lambda: helper.pool.free_tokens == POOL_TOKENS)
 
 
 def test_a_member_that_cannot_send_fails_the_chunk(make: Make) -> None:
-    helper = connected(make())
+    helper = make()
     helper.endpoint.close()
     helper.link.inbox.append(order(helper, 40))
     helper.turn()

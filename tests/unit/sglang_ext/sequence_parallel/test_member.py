@@ -10,16 +10,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, DeclineReason, Drop, RollBack, RunChunk
+from sglang_ext.policy.cdsp.orders import Collect, Decline, DeclineReason, Drop, GiveUp, RollBack, RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, KvSegment, gather, lay_out
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.member import Collected, Declined
 from sglang_ext.sequence_parallel.messages import (
     CancelMessage,
     ChunkOrder,
+    CollectOrder,
     FromMember,
-    MeshBuilt,
-    MeshFailed,
+    Peers,
     StepDone,
     StepFailed,
 )
@@ -42,12 +43,8 @@ def member(instance: int = 0, wires: Wires | None = None, tokens: int = POOL_TOK
     return MemoryMember(instance, wires or Wires(), ToyPool(tokens, page))
 
 
-def connect(one: MemoryMember, epoch: int, members: tuple[int, ...] = (0,)) -> None:
-    one.link.woken.clear()
-    one.link.inbox.append(BuildMesh(epoch, members))
-    one.turn()
-    assert one.link.woken.wait(10)
-    one.turn()
+def peers(count: int) -> Peers:
+    return ((PeerAddress("nowhere", 1),),) * count
 
 
 def sent(link: FakeLink, *kinds: type) -> list[FromMember]:
@@ -70,23 +67,21 @@ def chunk(
     token_ids: Sequence[int],
     *,
     sequence: int = 1,
-    epoch: int = 1,
     group: tuple[int, ...] = (0,),
     instance: int = 0,
 ) -> ChunkOrder:
     """The whole prompt as one chunk; `token_ids` are those of the prompt."""
     layout, _ = lay_out({}, (range(len(token_ids)),), group, Interleaving.ZIGZAG)
     mine = array("i", (token_ids[p] for part in layout.new[group.index(instance)] for p in part))
-    return ChunkOrder(RunChunk(sequence, epoch, request, layout, 0), mine)
+    return ChunkOrder(RunChunk(sequence, request, layout, 0), mine, peers=peers(len(group)))
 
 
-def collect(request: int, *, sequence: int = 2, epoch: int = 1) -> Collect:
-    return Collect(sequence, epoch, request, 0, (0,), (), 0)
+def collect(request: int, *, sequence: int = 2) -> CollectOrder:
+    return CollectOrder(Collect(sequence, request, 0, (0,), (), 0), peers(1))
 
 
 def test_a_prompt_alone() -> None:
     one = member()
-    connect(one, 1)
     one.offer(ids(30), NO_KV)
     one.link.inbox.extend([chunk(REQUEST, ids(30)), collect(REQUEST), Drop(REQUEST, (0,))])
     one.turn()
@@ -100,35 +95,19 @@ def test_a_prompt_alone() -> None:
     assert is_idle(one)
 
 
-def test_a_step_of_an_epoch_without_a_mesh_fails_and_leaves_nothing() -> None:
+def test_a_step_that_was_given_up_before_it_began_leaves_nothing() -> None:
     one = member()
-    connect(one, 1)
-    one.link.inbox.append(chunk(REQUEST, ids(30), epoch=2))
+    one.link.inbox.extend([chunk(REQUEST, ids(30)), GiveUp(1, (0,)), chunk(REQUEST, ids(30), sequence=2)])
     one.turn()
     (failed,) = sent(one.link, StepFailed)
-    assert failed == StepFailed(1, "the mesh of epoch 2 is gone")
-    assert is_idle(one)
-
-
-def test_a_step_runs_over_the_mesh_of_its_own_epoch() -> None:
-    """A member that joins in the meantime does not end the chunks of others."""
-    one = member()
-    connect(one, 1)
-    one.link.inbox.extend([chunk(REQUEST, ids(30), sequence=1), chunk(6, ids(30), sequence=2), BuildMesh(2, (0,))])
+    assert isinstance(failed, StepFailed)
+    assert failed.sequence == 1
     one.turn()
-    assert one.link.woken.wait(10)
-    one.turn()
-    assert sent(one.link, MeshBuilt) == [MeshBuilt(1), MeshBuilt(2)]
-    assert done(one.link) == [1, 2]
-    one.turn()
-    one.link.inbox.append(chunk(7, ids(30), sequence=3))
-    one.turn()
-    assert len(sent(one.link, StepFailed)) == 1, "nothing is left of the mesh of epoch 1"
+    assert done(one.link) == [2]
 
 
 def test_a_full_pool() -> None:
     one = member(tokens=16)
-    connect(one, 1)
     one.offer(ids(30), NO_KV)
     one.link.inbox.extend([chunk(REQUEST, ids(30)), chunk(6, ids(30), sequence=2)])
     one.turn()
@@ -143,7 +122,6 @@ def test_a_full_pool() -> None:
 
 def test_taken_back() -> None:
     one = member()
-    connect(one, 1)
     one.link.inbox.append(chunk(REQUEST, ids(30)))
     one.turn()
     one.link.inbox.append(RollBack(1, REQUEST, (0,)))
@@ -156,7 +134,6 @@ def test_taken_back() -> None:
 
 def test_a_peer_that_does_not_answer() -> None:
     one = member()
-    connect(one, 1, (0, 1))
     one.link.inbox.append(chunk(REQUEST, ids(30), group=(0, 1)))
     one.turn()
     assert sent(one.link, StepFailed) == [StepFailed(1, "nothing has come")]
@@ -166,15 +143,8 @@ def test_a_peer_that_does_not_answer() -> None:
     assert is_idle(one)
 
 
-def test_a_mesh_that_does_not_come() -> None:
-    one = member(wires=Wires(failure_rate=1.0))
-    connect(one, 1)
-    assert sent(one.link, MeshFailed, MeshBuilt) == [MeshFailed(1, "drawn")]
-
-
 def test_withdrawn() -> None:
     one = member()
-    connect(one, 1)
     one.offer(ids(30), NO_KV)
     one.link.inbox.append(chunk(REQUEST, ids(30)))
     one.turn()
@@ -190,7 +160,6 @@ def test_withdrawn() -> None:
 
 def test_a_full_pool_at_the_hand_over() -> None:
     one = member(tokens=40, page=4)
-    connect(one, 1)
     one.offer(ids(32), NO_KV)
     # The second chunk lies in whole pages, but not in those of the prompt.
     first, held = lay_out({}, (range(2),), (0,), Interleaving.ZIGZAG)
@@ -211,7 +180,6 @@ def test_a_full_pool_at_the_hand_over() -> None:
 
 def test_abandoned() -> None:
     one = member()
-    connect(one, 1)
     one.offer(ids(30), kv_of(ids(30))[:, :, :10])
     one.link.inbox.append(chunk(6, ids(30)))
     one.turn()
@@ -226,11 +194,9 @@ def test_what_others_hold_comes_to_the_owner() -> None:
     wires = Wires()
     owner, other = member(0, wires), member(1, wires)
     held = {1: (KvSegment((range(30),)),)}
-    for one in (owner, other):
-        connect(one, 1, (0, 1))
     owner.offer(ids(30), NO_KV)
     other.link.inbox.append(chunk(REQUEST, ids(30), group=(1,), instance=1))
-    order = Collect(2, 1, REQUEST, 0, (0, 1), gather(held, 0), 100)
+    order = CollectOrder(Collect(2, REQUEST, 0, (0, 1), gather(held, 0), 100), peers(2))
     for one in (owner, other):
         one.link.inbox.append(order)
     other.turn()

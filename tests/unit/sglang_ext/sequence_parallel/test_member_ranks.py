@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sglang_ext.policy.cdsp.orders import BuildMesh
+from sglang_ext.policy.cdsp.orders import Drop
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.member import Collected
@@ -34,7 +34,7 @@ def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
     draw = random.Random(seed)
     page = draw.choice((1, 4))
     failing = draw.randrange(3)
-    # Of the meshes, one for each rank, one is worse than the others.
+    # Of the wires, some for each rank, one is worse than the others.
     rate = draw.choice((0.0, 0.003, 0.02))
     wires = [Wires(rate if rank == failing else 0.0, seed) for rank in range(2 + seed % 2)]
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
@@ -84,18 +84,18 @@ def test_what_the_first_rank_hears_all_hear_in_the_same_turn() -> None:
     member = _Both(first, second)
     link.welcome = None
     assert member.sessions() == [None, None]
-    link.welcome = Welcome(3, "here", 1, 1.0)
-    link.inbox.append(BuildMesh(1, (3,)))
+    link.welcome = Welcome(3, "ab", 1.0)
+    link.inbox.append(Drop(1, (3,)))
     one, other = member.sessions()
     assert one == other == link.welcome
     assert one is link.welcome
-    assert first.receive() == second.receive() == [BuildMesh(1, (3,))]
+    assert first.receive() == second.receive() == [Drop(1, (3,))]
     assert first.receive() == second.receive() == []
     again, other_again = member.sessions()
     assert (again, other_again) == (one, other)
     assert other_again is other, "the same session is the same object"
     # The coordinator has come again, and counts anew.
-    link.welcome = Welcome(3, "here", 1, 1.0)
+    link.welcome = Welcome(3, "ab", 1.0)
     one_new, other_new = member.sessions()
     assert (one_new, other_new) == (one, other)
     assert one_new is not one
@@ -107,7 +107,7 @@ def test_orders_of_a_session_that_has_ended_are_forgotten() -> None:
     meeting = Meeting(2)
     first, second = (ReplicatedLink(MemoryRanks(meeting, rank), link if rank == 0 else None) for rank in range(2))
     member = _Both(first, second)
-    link.inbox.append(BuildMesh(1, (0,)))
+    link.inbox.append(Drop(1, (0,)))
     member.sessions()
     link.welcome = None
     assert member.sessions() == [None, None]

@@ -12,32 +12,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.policy.cdsp.orders import (
-    BuildMesh,
     Collect,
     Decline,
     DeclineReason,
     Drop,
+    GiveUp,
     MemberReport,
     RollBack,
     RunChunk,
 )
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove
 from sglang_ext.policy.handshake.shards import HeadLayout
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.messages import (
     MAX_LINE_BYTES,
     MAX_PAYLOAD_BYTES,
     PROTOCOL_VERSION,
+    Alive,
     CancelMessage,
+    Challenge,
     ChunkOrder,
+    CollectOrder,
     Computed,
     Destination,
     Heartbeat,
     Hello,
-    MeshBuilt,
-    MeshFailed,
+    KeyRequest,
     Message,
     MessageError,
     OfferMessage,
+    Proof,
     Refusal,
     ReportMessage,
     StepDone,
@@ -67,7 +71,9 @@ moves = st.lists(st.builds(KvMove, counts, counts, counts, counts, positions), m
 layouts = st.builds(
     ChunkLayout, several, moves, st.lists(positions, max_size=3).map(tuple), st.lists(positions, max_size=3).map(tuple)
 )
-chunks = st.builds(RunChunk, counts, counts, counts, layouts, counts, st.booleans())
+chunks = st.builds(RunChunk, counts, counts, layouts, counts, st.booleans())
+addresses = st.lists(st.builds(PeerAddress, texts, counts), max_size=2).map(tuple)
+peers = st.lists(addresses, max_size=3).map(tuple)
 logits = st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=5).map(
     lambda values: array("f", values)
 )
@@ -79,12 +85,16 @@ destinations = st.lists(st.builds(Destination, counts, texts, counts, layouts_of
 messages = st.one_of(
     st.builds(
         *(Hello, st.just(PROTOCOL_VERSION), texts, texts, texts),
-        *(st.integers(1, 200), st.integers(1, 128), reports, counts),
+        *(st.integers(1, 200), st.integers(1, 128), reports, counts, addresses),
     ),
-    st.builds(Welcome, counts, texts, counts, times),
+    st.builds(KeyRequest, st.just(PROTOCOL_VERSION), texts),
+    st.builds(Challenge, texts, texts),
+    st.builds(Proof, texts),
+    st.builds(Welcome, counts, texts, times),
     st.builds(Refusal, reasons),
     st.just(Heartbeat()),
     st.builds(ReportMessage, reports),
+    st.builds(Alive, times),
     st.builds(
         *(OfferMessage, counts, token_ids, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
         *(st.none() | st.integers(0, 2**63 - 1), st.booleans()),
@@ -94,13 +104,11 @@ messages = st.one_of(
     st.builds(StreamFailed, counts),
     st.builds(Transferred, counts, times, times),
     st.builds(Computed, counts, logits),
-    st.builds(StepFailed, counts, reasons),
-    st.builds(MeshBuilt, counts),
-    st.builds(MeshFailed, counts, reasons),
-    st.builds(BuildMesh, counts, several),
-    st.builds(ChunkOrder, chunks, token_ids, destinations),
+    st.builds(StepFailed, counts, reasons, st.none() | counts),
+    st.builds(ChunkOrder, chunks, token_ids, destinations, st.booleans(), peers),
+    st.builds(GiveUp, counts, several),
     st.builds(Streamed, counts, counts, st.booleans()),
-    st.builds(Collect, counts, counts, counts, counts, several, moves, counts),
+    st.builds(CollectOrder, st.builds(Collect, counts, counts, counts, several, moves, counts), peers),
     st.builds(RollBack, counts, counts, several),
     st.builds(Drop, counts, several),
     st.builds(Decline, counts, counts, st.sampled_from(DeclineReason)),

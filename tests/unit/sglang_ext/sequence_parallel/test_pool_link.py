@@ -10,15 +10,17 @@ from io import BufferedReader
 
 import pytest
 
-from sglang_ext.policy.cdsp.orders import BuildMesh, MemberReport
-from sglang_ext.sequence_parallel.mesh import MeshError
-from sglang_ext.sequence_parallel.mesh_store import connect_mesh
+from sglang_ext.policy.cdsp.orders import Drop, GiveUp, MemberReport
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
+    Alive,
+    CancelMessage,
+    Challenge,
     Heartbeat,
     Hello,
-    MeshBuilt,
+    KeyRequest,
     Message,
+    Proof,
     Refusal,
     ReportMessage,
     ToMember,
@@ -27,10 +29,12 @@ from sglang_ext.sequence_parallel.messages import (
     read_message,
 )
 from sglang_ext.sequence_parallel.pool_link import TcpLink
+from sglang_ext.shared_key import is_proof, make_nonce, prove
 from support.running_time import running_s
 
 HELLO = Hello(PROTOCOL_VERSION, "a", "node", "model", 2, 1, MemberReport(0.0, 10))
 MEMBER_TIMEOUT_S = 1.0
+KEY = b"a key that all members know"
 
 
 class Peer:
@@ -49,9 +53,20 @@ class Peer:
     def write(self, *messages: ToMember) -> None:
         self.socket.sendall(b"".join(map(encode, messages)))
 
+    def challenge(self, key: bytes = KEY) -> bool:
+        """Whether the link knows our key."""
+        call, ours = self.read(), make_nonce()
+        assert isinstance(call, KeyRequest)
+        theirs = bytes.fromhex(call.nonce)
+        self.write(Challenge(ours.hex(), prove(key, "coordinator", theirs, ours).hex()))
+        proof = self.read()
+        assert isinstance(proof, Proof)
+        return is_proof(bytes.fromhex(proof.code), key, "member", theirs, ours)
+
     def welcome(self, instance: int) -> Welcome:
+        assert self.challenge()
         assert self.read() == HELLO
-        answer = Welcome(instance, "127.0.0.1", 1, MEMBER_TIMEOUT_S)
+        answer = Welcome(instance, "ab", MEMBER_TIMEOUT_S)
         self.write(answer)
         return answer
 
@@ -67,7 +82,13 @@ class Played:
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.listening.settimeout(10)
         self.peers: list[Peer] = []
-        self.link = TcpLink("127.0.0.1", self.listening.getsockname()[1], lambda: HELLO)
+        self.silent_s = 0.0
+        self.given_up: list[int | None] = []
+        self.link = TcpLink(
+            *("127.0.0.1", self.listening.getsockname()[1], lambda: HELLO, KEY),
+            silent_s=lambda: self.silent_s,
+            give_up=self.given_up.append,
+        )
 
     def accept(self) -> Peer:
         self.peers.append(Peer(self.listening.accept()[0]))
@@ -108,7 +129,7 @@ def test_orders_wake_and_come_in_order(played: Played) -> None:
     peer, _ = played.join()
     played.link.session()
     assert not is_readable(played.link, 0.0)
-    orders = [BuildMesh(epoch, (0,)) for epoch in range(3)]
+    orders = [Drop(request, (0,)) for request in range(3)]
     peer.write(orders[0], Heartbeat(), orders[1])
     peer.write(orders[2])
     assert is_readable(played.link, 5.0)
@@ -124,20 +145,53 @@ def test_orders_wake_and_come_in_order(played: Played) -> None:
     assert not is_readable(played.link, 0.0)
 
 
-def test_the_last_report_is_repeated_as_a_sign_of_life(played: Played) -> None:
+def test_a_heartbeat_tells_whether_the_engine_does_anything(played: Played) -> None:
     peer, _ = played.join()
-    assert peer.read() == ReportMessage(HELLO.report)
+    assert peer.read() == Alive(0.0)
+    played.silent_s = 7.5
+    wait_for(lambda: peer.read() == Alive(7.5))
     report = ReportMessage(MemberReport(1.5, 3))
-    played.link.send(report)
-    assert [peer.read(), peer.read()] == [report, report]
+    for _ in range(5):
+        played.link.send(report)
+        time.sleep(MEMBER_TIMEOUT_S / 10)
+    assert Alive(7.5) in [peer.read() for _ in range(6)], "also where there is always something to send"
+
+
+def test_a_step_is_given_up_at_once(played: Played) -> None:
+    """The engine's loop may wait for it."""
+    peer, _ = played.join()
+    peer.write(GiveUp(7, (0,)))
+    wait_for(lambda: played.given_up == [7])
+    peer.close()
+    wait_for(lambda: played.given_up == [7, None])
+
+
+def test_an_engine_that_hangs_does_not_join_again(played: Played) -> None:
+    peer, _ = played.join()
+    peer.close()
+    played.listening.settimeout(1.0)
+    with pytest.raises(TimeoutError):
+        played.accept()
+    played.listening.settimeout(10)
+    played.link.session()
+    played.join(1)
+
+
+def test_a_coordinator_with_another_key_is_not_joined(played: Played, caplog: pytest.LogCaptureFixture) -> None:
+    peer = played.accept()
+    with pytest.raises(AssertionError):
+        peer.challenge(b"another key")
+    peer.close()
+    played.join()
+    assert any("the coordinator has another key" in record.message for record in caplog.records)
 
 
 def test_what_the_engine_sends_is_sent(played: Played) -> None:
     peer, _ = played.join()
-    for epoch in range(100):
-        played.link.send(MeshBuilt(epoch))
-    sent = [one for one in (peer.read() for _ in range(100)) if isinstance(one, MeshBuilt)]
-    assert [one.epoch for one in sent] == list(range(len(sent)))
+    for request in range(100):
+        played.link.send(CancelMessage(request))
+    sent = [one for one in (peer.read() for _ in range(100)) if isinstance(one, CancelMessage)]
+    assert [one.request for one in sent] == list(range(len(sent)))
     assert len(sent) >= 95
 
 
@@ -146,7 +200,7 @@ def test_sending_never_blocks(played: Played) -> None:
     began_s = running_s()
     for _ in range(20):
         played.link.send(ReportMessage(MemberReport(0.0, 10**300)))
-    large = MeshBuilt(int("9" * 3_000))
+    large = CancelMessage(int("9" * 3_000))
     for _ in range(3_000):
         played.link.send(large)
     assert running_s() - began_s < 1.0
@@ -183,23 +237,26 @@ def test_noise_is_an_end(played: Played) -> None:
 def test_orders_of_another_session_are_not_received(played: Played) -> None:
     """The engine's loop has not seen the new session yet."""
     peer, _ = played.join()
-    peer.write(BuildMesh(1, (0,)))
+    peer.write(Drop(1, (0,)))
     assert is_readable(played.link, 5.0)
     peer.close()
+    wait_for(lambda: played.given_up == [None])
+    played.link.session()
     second = played.accept()
     answer = second.welcome(1)
-    second.write(BuildMesh(9, (1,)))
+    second.write(Drop(9, (1,)))
     time.sleep(0.3)
     assert played.link.receive() == []
-    played.link.send(MeshBuilt(1))
+    played.link.send(CancelMessage(1))
     assert played.link.session() == answer
-    assert played.link.receive() == [BuildMesh(9, (1,))]
-    assert second.read() == ReportMessage(HELLO.report)
+    assert played.link.receive() == [Drop(9, (1,))]
+    assert second.read() == Alive(0.0)
 
 
 def test_refused_and_tried_again(played: Played, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         peer = played.accept()
+        assert peer.challenge()
         assert peer.read() == HELLO
         peer.write(Refusal("another model"))
         peer.close()
@@ -216,14 +273,7 @@ def test_no_coordinator_there() -> None:
     link = TcpLink("127.0.0.1", port, lambda: HELLO)
     time.sleep(0.2)
     assert link.session() is None
-    link.send(MeshBuilt(1))
+    link.send(CancelMessage(1))
     link.wake()
     assert is_readable(link, 0.0)
     link.close()
-
-
-def test_no_store_is_no_mesh() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with pytest.raises(MeshError, match="mesh 7"):
-        connect_mesh(Welcome(0, "127.0.0.1", port, 1.0), 7, (0, 1), 1.0)

@@ -16,7 +16,7 @@ OFFER = OfferMessage(5, array("i", range(100)), 10, 0.0, None, WHERE)
 
 def chunk(start: int, stop: int, group: tuple[int, ...], interleaving: Interleaving = Interleaving.ZIGZAG) -> RunChunk:
     layout, _ = lay_out({}, (range(start, stop),), group, interleaving)
-    return RunChunk(start, 1, 5, layout, 0)
+    return RunChunk(start, 5, layout, 0)
 
 
 def test_chunks_are_sent_as_long_as_nothing_fails() -> None:

@@ -14,7 +14,6 @@ from sglang_ext.sequence_parallel.messages import (
     AddressedMessage,
     ChunkOrder,
     Hello,
-    MeshBuilt,
     OfferMessage,
     ReportMessage,
     StepDone,
@@ -36,7 +35,7 @@ TIMES = StepTimes(1.0, 0.2, 0.1)
 
 
 class Pool:
-    """Members that are connected, and a clock. A prompt of 400 tokens takes two of them 2.05 s, one of them 4 s."""
+    """Members and a clock. A prompt of 400 tokens takes two of them 2.05 s, one of them 4 s."""
 
     def __init__(self, *names: str, min_tokens: int = 100) -> None:
         costs = PoolCosts([SpCandidate(size, SpCost(0.05 * (size - 1), 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
@@ -46,9 +45,6 @@ class Pool:
             hello = Hello(PROTOCOL_VERSION, name, "node", "m", 3, 1, MemberReport(0.0, 100_000), min_tokens)
             self.protocol.greet(hello)
             self.protocol.join(instance, hello, self.now_s)
-        self.wait(0.6)
-        for instance in self.protocol.members:
-            self.protocol.take(instance, MeshBuilt(self.protocol.status(self.now_s).epoch), self.now_s)
 
     def wait(self, seconds: float) -> list[AddressedMessage]:
         self.now_s += seconds

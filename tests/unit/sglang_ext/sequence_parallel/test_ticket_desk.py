@@ -11,11 +11,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, make_app
-from sglang_ext.sequence_parallel.mesh_store import MeshStore
-from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello, encode
+from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 from sglang_ext.sequence_parallel.tickets import TicketEnd
+from support.pool_key import join_pool
 
 BUSY = MemberReport(60.0, 1_000_000)
 IDLE = MemberReport(0.0, 1_000_000)
@@ -29,9 +29,9 @@ class Served:
         self._writers: list[asyncio.StreamWriter] = []
 
     async def join(self, name: str, report: MemberReport) -> asyncio.StreamWriter:
-        _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers.append(writer)
-        writer.write(encode(Hello(PROTOCOL_VERSION, name, "node", "m", 2, 1, report, 64)))
+        await join_pool(reader, writer, Hello(PROTOCOL_VERSION, name, "node", "m", 2, 1, report, 64))
         await self.until(lambda: any(one.name == name for one in self.server.status().members))
         return writer
 
@@ -56,7 +56,7 @@ def serve(test: Callable[[Served], Awaitable[None]]) -> None:
     async def run() -> None:
         # No member is lost by a test process that stands still.
         protocol = PoolProtocol(PoolSettings(member_timeout_s=600.0), PoolCosts(prior_candidates((1, 2))))
-        server = CoordinatorServer(protocol, MeshStore("127.0.0.1", 0), 600.0)
+        server = CoordinatorServer(protocol, 600.0)
         port = await server.listen("127.0.0.1", 0)
         ticking = asyncio.create_task(server.run())
         site = TestServer(make_app(protocol, server.status, server.desk))

@@ -13,12 +13,12 @@ from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.coordinator import Coordinator
 from sglang_ext.policy.cdsp.orders import (
     Bind,
-    BuildMesh,
     Collect,
     Decline,
     DeclineReason,
     Drop,
     Finish,
+    GiveUp,
     MemberReport,
     Offer,
     Order,
@@ -26,6 +26,7 @@ from sglang_ext.policy.cdsp.orders import (
     RollBack,
     RunChunk,
 )
+from sglang_ext.policy.cdsp.pool_members import PoolMembers
 from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule
 from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
 from sglang_ext.policy.cdsp.sharding import KvSegment, after_moves, compacted, positions_of
@@ -45,9 +46,7 @@ def schedule(sizes: tuple[int, ...] = (1, 2, 4), min_chunk_tokens: int = 64, sta
 def coordinator(instances: int = 4, **settings: Any) -> Coordinator:
     one = Coordinator(schedule(), CoordinationSettings(layers=2, **settings))
     for instance in range(instances):
-        one.join(instance, 0, IDLE)
-    for instance in range(instances):
-        one.mesh_built(instance, one.epoch, 0.0)
+        one.join(instance, 0, IDLE, 0.0)
     return one
 
 
@@ -103,34 +102,10 @@ def test_offers_that_make_no_sense(bad: Offer) -> None:
         coordinator().offer(bad, 0.0)
 
 
-def test_nothing_starts_before_the_mesh_is_there() -> None:
-    one = Coordinator(schedule(), CoordinationSettings(layers=2))
-    one.join(0, 0, IDLE)
-    (mesh,) = one.join(1, 0, IDLE)
-    assert mesh == BuildMesh(2, (0, 1))
-    assert one.offer(offer(), 0.0) == []
-    assert one.mesh_built(0, 2, 0.1) == []
-    assert one.mesh_built(0, 1, 0.1) == []
-    assert chunk_of(one.mesh_built(1, 2, 0.2)).epoch == 2
-
-
-def test_a_mesh_that_never_comes_is_not_waited_for() -> None:
-    one = Coordinator(schedule(), CoordinationSettings(layers=2, mesh_timeout_s=3.0))
-    one.join(0, 0, IDLE)
-    one.join(1, 0, IDLE)
-    assert one.offer(offer(), 0.0) == []
-    assert one.mesh_failed(1, 2) == [BuildMesh(3, (0, 1))]
-    assert one.mesh_failed(0, 2) == []
-    assert one.plan(2.9) == []
-    assert one.plan(3.1)[-1] == Decline(1, 0, DeclineReason.MESH_DOWN)
-
-
 def test_what_a_lost_instance_held_is_computed_again_and_nothing_else() -> None:
     one = Coordinator(schedule((1, 2), 64), CoordinationSettings(layers=2))
     for instance in range(3):
-        one.join(instance, 0, IDLE)
-    for instance in range(3):
-        one.mesh_built(instance, one.epoch, 0.0)
+        one.join(instance, 0, IDLE, 0.0)
     order = chunk_of(one.offer(offer(), 0.0))
     other = next(instance for instance in order.layout.group if instance != 0)
     for instance in order.layout.group:
@@ -138,12 +113,8 @@ def test_what_a_lost_instance_held_is_computed_again_and_nothing_else() -> None:
     (collect,) = orders
     assert isinstance(collect, Collect)
     # It goes while its part is on the way.
-    assert [type(item) for item in one.lose(other, 1.1)] == [BuildMesh]
-    for instance in one.members:
-        one.mesh_built(instance, one.epoch, 1.2)
-    again = one.failed(0, collect.sequence, 1.3)
-    again += [item for instance in one.members for item in one.mesh_built(instance, one.epoch, 1.4)]
-    repair = chunk_of(again)
+    assert one.lose(other, 1.1) == [GiveUp(collect.sequence, tuple(sorted({*order.layout.group, 0} - {other})))]
+    repair = chunk_of(one.failed(0, collect.sequence, 1.3))
     lost = {p for part in order.layout.new[order.layout.group.index(other)] for p in part}
     assert {p for positions in repair.layout.new for part in positions for p in part} == lost
 
@@ -151,13 +122,11 @@ def test_what_a_lost_instance_held_is_computed_again_and_nothing_else() -> None:
 def test_a_request_that_keeps_failing_goes_home() -> None:
     one = coordinator(2, max_attempts=2)
     orders = one.offer(offer(), 0.0)
-    for attempt in range(2):
+    for _ in range(2):
         order = chunk_of(orders)
         one.done(0, order.sequence, 1.0)
         orders = one.failed(1, order.sequence, 1.0)
         assert RollBack(order.sequence, 1, (0,)) in orders
-        if attempt == 0:
-            orders = [item for i in (0, 1) for item in one.mesh_built(i, one.epoch, 1.0)]
     assert Decline(1, 0, DeclineReason.FAILURES) in orders
     assert one.requests == ()
 
@@ -190,8 +159,7 @@ def test_what_the_owner_has_computed_is_not_thrown_away() -> None:
     computed = sum(len(part) for part in order.layout.new[0])
     assert computed < 6000
     one.lose(1, 1.0)
-    assert one.done(0, order.sequence, 2.0) == []
-    (collect,) = one.mesh_built(0, one.epoch, 2.0)
+    (collect,) = one.done(0, order.sequence, 2.0)
     assert isinstance(collect, Collect)
     assert (collect.members, collect.moves) == ((0,), ())
     assert one.done(0, collect.sequence, 3.0) == [Drop(1, (0,))]
@@ -205,67 +173,78 @@ def test_an_instance_that_says_nothing_works_on_what_it_has() -> None:
     assert order.layout.group == (0, 1)
 
 
-def test_the_mesh_timeout_begins_anew_with_every_step() -> None:
-    """A long chunk is no reason to give up while members connect after it."""
-    one = coordinator(2, mesh_timeout_s=3.0)
+def test_the_others_need_not_wait_for_who_has_failed() -> None:
+    one = coordinator(4)
     order = chunk_of(one.offer(offer(), 0.0))
-    one.done(0, order.sequence, 10.0)
-    assert RollBack(order.sequence, 1, (0,)) in one.failed(1, order.sequence, 10.0)
-    assert one.plan(12.9) == []
-    assert one.plan(13.1)[-1] == Decline(1, 0, DeclineReason.MESH_DOWN)
+    one.done(0, order.sequence, 1.0)
+    assert one.failed(2, order.sequence, 1.1) == [GiveUp(order.sequence, (1, 3))]
+    assert one.failed(1, order.sequence, 1.2) == [GiveUp(order.sequence, (3,))]
+    orders = one.failed(3, order.sequence, 1.3)
+    assert orders[0] == RollBack(order.sequence, 1, (0,))
+    assert sorted(chunk_of(orders).layout.group) == [0, 1, 2, 3]
 
 
-def test_a_mesh_is_waited_for_from_its_own_failure_on() -> None:
-    """A prompt that has waited long for its turn is not sent home the moment an instance joins."""
-    one = coordinator(2, mesh_timeout_s=3.0)
-    order = chunk_of(one.offer(offer(1), 0.0))
-    assert one.offer(offer(2, owner=1), 0.1) == []
-    one.join(2, 0, IDLE)
-    assert one.plan(20.0) == []
-    assert one.plan(22.9) == []
-    assert one.plan(23.1)[-1] == Decline(2, 1, DeclineReason.MESH_DOWN)
-    assert one.requests == (order.request,)
+def test_a_failure_concerns_its_own_group() -> None:
+    one = coordinator(4)
+    one.report(2, MemberReport(50.0, 100_000), 0.0)
+    one.report(3, MemberReport(50.0, 100_000), 0.0)
+    first = chunk_of(one.offer(offer(1), 0.0))
+    one.report(2, IDLE, 0.1)
+    one.report(3, IDLE, 0.1)
+    second = chunk_of(one.offer(offer(2, owner=2), 0.1))
+    assert {*first.layout.group}.isdisjoint(second.layout.group)
+    assert one.lose(1, 0.2) == [GiveUp(first.sequence, (0,))]
+    one.join(4, 0, IDLE, 0.3)
+    one.done(2, second.sequence, 1.0)
+    assert {type(order) for order in one.done(3, second.sequence, 1.0)} <= {RunChunk, Collect}
 
 
-def test_a_collection_is_not_waited_for_for_ever() -> None:
-    one = coordinator(2, mesh_timeout_s=3.0)
-    order = chunk_of(one.offer(offer(), 0.0))
-    one.mesh_failed(1, one.epoch)
-    one.done(0, order.sequence, 10.0)
-    assert one.done(1, order.sequence, 10.0) == []
-    assert one.plan(12.9) == []
-    assert one.plan(13.1) == [Drop(1, (0, 1)), Decline(1, 0, DeclineReason.MESH_DOWN)]
-
-
-def test_a_step_of_an_earlier_epoch_breaks_no_later_mesh() -> None:
+def test_an_instance_that_others_cannot_reach_is_left_out_for_a_while() -> None:
     one = coordinator(2)
     order = chunk_of(one.offer(offer(), 0.0))
-    one.join(2, 0, IDLE)
-    for instance in range(3):
-        one.mesh_built(instance, one.epoch, 1.0)
-    one.done(0, order.sequence, 2.0)
-    orders = one.failed(1, order.sequence, 2.0)
-    assert not [item for item in orders if isinstance(item, BuildMesh)]
-    assert chunk_of(orders).epoch == one.epoch
+    assert one.failed(0, order.sequence, 5.0, unreachable=1) == [GiveUp(order.sequence, (1,))]
+    # It reports the same of the other one, later.
+    assert chunk_of(one.failed(1, order.sequence, 5.0, unreachable=0)).layout.group == (0,)
+    assert not one.is_ready(1, 5.9)
+    assert one.is_ready(0, 5.9)
+    assert one.is_ready(1, 6.1)
 
 
-def test_who_fails_takes_part_in_nothing_before_it_is_connected_anew() -> None:
-    one = coordinator(2)
-    order = chunk_of(one.offer(offer(1), 0.0))
-    one.offer(offer(2, owner=1), 0.0)
-    assert one.failed(0, order.sequence, 1.0) == [BuildMesh(3, (0, 1))]
-    assert one.failed(1, order.sequence, 1.5) == []
-    assert one.mesh_built(0, 3, 2.0) == []
-    assert chunk_of(one.mesh_built(1, 3, 2.0)).epoch == 3
+def test_it_is_left_out_the_longer_the_more_often() -> None:
+    members, now_s = PoolMembers(0.05), 0.0
+    for instance in (0, 1):
+        members.add(instance, 0, IDLE)
+    for shunned_s in (1.0, 2.0, 4.0, 8.0, 10.0, 10.0):
+        members[1].note_unreachable(now_s)
+        assert members[1].shunned_until_s == now_s + shunned_s
+        now_s += 100
+    members.note_reached((1,))
+    members[1].note_unreachable(now_s)
+    assert members[1].shunned_until_s == now_s + 10.0, "alone it has reached no other one"
+    members.note_reached((0, 1))
+    members[1].note_unreachable(now_s)
+    assert members[1].shunned_until_s == now_s + 1.0
 
 
-def test_epochs_that_have_not_begun_are_not_believed() -> None:
-    one = Coordinator(schedule(), CoordinationSettings(layers=2), first_epoch=7)
-    assert one.join(0, 0, IDLE) == [BuildMesh(8, (0,))]
-    one.mesh_built(0, 9, 0.0)
-    assert not one.is_connected
-    one.mesh_built(0, 8, 0.0)
-    assert one.is_connected
+def test_who_is_shunned_is_in_no_new_group() -> None:
+    one = coordinator(3)
+    one.shun(1, 2.0)
+    assert sorted(chunk_of(one.offer(offer(), 0.0)).layout.group) == [0, 2]
+
+
+def test_how_long_others_wait_for_an_instance() -> None:
+    one = coordinator(3)
+    assert one.busy_s(0) is None
+    one.shun(2, 100.0)
+    order = chunk_of(one.offer(offer(), 0.0))
+    busy_s = one.busy_s(1)
+    assert busy_s is not None
+    assert 0 < busy_s < 10
+    assert one.busy_s(2) is None
+    one.report(2, MemberReport(50.0, 100_000), 0.5)
+    one.report(0, MemberReport(50.0, 100_000), 0.5)
+    one.done_together((0, 1), order.sequence, 1.0)
+    assert one.busy_s(1) is not None, "it holds KV of another one's prompt"
 
 
 def test_other_costs_from_now_on() -> None:
@@ -354,9 +333,7 @@ def test_others_are_computed_while_a_collection_waits() -> None:
     second = chunk_of(one.offer(offer(2, owner=0, tokens=9000), 0.1))
     assert second.layout.group == (0,)
     assert one.done_together((1, 2), first.sequence, 1.0) == []
-    one.join(3, 0, IDLE)
-    for instance in range(4):
-        one.mesh_built(instance, one.epoch, 1.1)
+    one.join(3, 0, IDLE, 1.1)
     assert chunk_of(one.offer(offer(3, owner=1, tokens=500), 1.2)).layout.group == (3,)
 
 
@@ -591,9 +568,7 @@ def test_what_did_not_arrive_is_collected() -> None:
 
 def test_a_member_lost_before_all_has_arrived_is_computed_again_and_collected() -> None:
     one, _, _ = streamed(5)
-    build, *_ = one.lose(2, 2.0)
-    assert isinstance(build, BuildMesh)
-    again = chunk_of([order for instance in (0, 1, 3, 4) for order in one.mesh_built(instance, build.epoch, 2.1)])
+    again = chunk_of(one.lose(2, 2.0))
     assert sum(len(part) for positions in again.layout.new for part in positions) == 1000
     assert not again.is_last, "its logits are not wanted any more"
     after = one.done_together(again.layout.group, again.sequence, 3.0)
@@ -604,9 +579,7 @@ def test_a_chunk_that_fails_ends_the_streaming() -> None:
     one = coordinator(2)
     order = chunk_of(one.offer(offer()._replace(is_streamed=True), 0.0))
     one.failed(1, order.sequence, 1.0)
-    one.done(0, order.sequence, 1.0)
-    orders = [more for instance in (0, 1) for more in one.mesh_built(instance, one.epoch, 1.1)]
-    again = chunk_of(orders)
+    again = chunk_of(one.done(0, order.sequence, 1.0))
     assert not again.is_last
     assert [type(more) for more in one.done_together(again.layout.group, again.sequence, 2.0)] == [Collect]
 
@@ -637,7 +610,7 @@ class SimulatedCluster:
         if instance in self.mail:
             self.forget(instance)
         self.mail[instance] = deque()
-        self.deliver(self.coordinator.join(instance, 0, IDLE))
+        self.deliver(self.coordinator.join(instance, 0, IDLE, self.now_s))
 
     def deliver(self, orders: list[Order]) -> None:
         for order in orders:
@@ -722,12 +695,8 @@ class SimulatedCluster:
 
     def work(self, instance: int, may_fail: bool) -> None:
         order = self.mail[instance].popleft()
-        core = self.coordinator
-        if isinstance(order, BuildMesh):
-            if may_fail and self.random.random() < 0.1:
-                self.deliver(core.mesh_failed(instance, order.epoch))
-            else:
-                self.deliver(core.mesh_built(instance, order.epoch, self.now_s))
+        if isinstance(order, GiveUp):
+            self.broken.add(order.sequence)
         elif isinstance(order, RollBack):
             if (instance, order.request) in self.held:  # an owner that has gone on does not look back
                 self.held[instance, order.request] = self.before[instance, order.request]
@@ -755,7 +724,8 @@ class SimulatedCluster:
             self.arrived.add(order.sequence)
         if order.sequence in self.broken or is_alone or (may_fail and self.random.random() < 0.1):
             self.broken.add(order.sequence)
-            self.deliver(self.coordinator.failed(instance, order.sequence, self.now_s))
+            unreachable = self.random.choice((None, *group))
+            self.deliver(self.coordinator.failed(instance, order.sequence, self.now_s, unreachable))
             return
         self.before[key] = self.held.get(key, ())
         moves = order.layout.moves if isinstance(order, RunChunk) else order.moves
