@@ -42,6 +42,7 @@ class RingInstances:
     def __init__(self, pipes: Sequence[Sequence[Connection]]) -> None:
         """Pipes by instance, then by rank."""
         self._pipes = pipes
+        self._sequences = itertools.count(1)
 
     def step(self, step: Step) -> Any:
         """Logits of the chunk's last position, float32 [vocabulary]."""
@@ -50,8 +51,9 @@ class RingInstances:
     def steps(self, steps: Sequence[Step]) -> list[Any]:
         """Run steps in this order on every instance that belongs to them; what each of them returned."""
         for step in steps:
+            sequence = next(self._sequences)
             for place, instance in enumerate(step.layout.group):
-                self._tell(instance, "step", step._replace(token_ids=(step.token_ids[place],)))
+                self._tell(instance, "step", step._replace(token_ids=(step.token_ids[place],)), sequence)
         return [_answers(self._pipes[instance])[0] for step in steps for instance in step.layout.group]
 
     def stock(self, instance: int, token_ids: Sequence[int]) -> Any:
@@ -97,8 +99,9 @@ class RingInstances:
 
     def failures(self, step: Step) -> list[str | None]:
         """What every rank of every member says of a step: None, or its error."""
+        sequence = next(self._sequences)
         for place, instance in enumerate(step.layout.group):
-            self._tell(instance, "failure_of", step._replace(token_ids=(step.token_ids[place],)))
+            self._tell(instance, "failure_of", step._replace(token_ids=(step.token_ids[place],)), sequence)
         return [answer for instance in step.layout.group for answer in _answers(self._pipes[instance])]
 
     def _ask(self, instance: int, *message: Any) -> Any:
@@ -229,20 +232,20 @@ class _Instance:
     def break_ring(self, calls: int) -> None:
         self._breaks_after = calls
 
-    def failure_of(self, step: Step) -> str | None:
+    def failure_of(self, step: Step, sequence: int) -> str | None:
         from sglang_ext.sequence_parallel.mesh import MeshError
 
         try:
-            self.step(step)
+            self.step(step, sequence)
         except MeshError as error:
             return str(error)
         return None
 
-    def step(self, step: Step) -> Any:
+    def step(self, step: Step, sequence: int) -> Any:
         from sglang_ext.sequence_parallel.chunk_step import run_chunk
 
         addresses = {instance: self._addresses[instance] for instance in step.layout.group}
-        with self._links.step(step.first_tag + 1, addresses) as mesh:
+        with self._links.step(sequence, addresses) as mesh:
             logits = run_chunk(
                 self._engine,
                 self._shards.setdefault(step.request, self._new_shard()),
