@@ -323,11 +323,9 @@ class _Breaking:
         return self._call(self._mesh.receive, arguments)
 
     def _call(self, call: Any, arguments: Any) -> Any:
-        from sglang_ext.sequence_parallel.mesh import MeshError
-
         self._calls_left -= 1
         if self._calls_left < 0:
-            raise MeshError("broken: on purpose")
+            raise self._mesh.broken("broken: on purpose")
         return call(*arguments)
 
 

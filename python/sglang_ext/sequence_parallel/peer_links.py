@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -227,6 +227,7 @@ class LinkMesh:
         self._lock = threading.Lock()
         self._open: list[LinkCall] = []
         self._why_over: str | None = None
+        self._is_told = False
 
     def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         call = LinkCall(Frame(FrameKind.DATA, self.sequence, tag, as_bytes(tensor)))
@@ -262,8 +263,15 @@ class LinkMesh:
                 if not call.has_ended_within(self._links.step_timeout_s):
                     call.end(f"nothing has come for {self._links.step_timeout_s:g} s")
         if call.error is not None:
-            raise MeshError(f"instance {instance}: {call.error}", instance)
+            raise self.broken(f"instance {instance}: {call.error}", instance)
         self._links.note_activity()
+
+    def broken(self, reason: str, instance: int | None = None) -> MeshError:
+        """The error for a call that has failed. The others are told at once: the step may go on for a while here."""
+        if not self._is_told:
+            self._is_told = True
+            self._links.tell(self.members, self.sequence, reason)
+        return MeshError(reason, instance)
 
     def _link(self, instance: int) -> PeerLink:
         return self._links.link(PeerId(instance, self._links.rank), self._addresses[instance])
@@ -376,7 +384,7 @@ class PeerLinks:
                 raise MeshError(reason)
             yield mesh
         except BaseException as error:
-            self._tell(addresses, sequence, reason_of(error) if isinstance(error, Exception) else "interrupted")
+            mesh.broken(reason_of(error) if isinstance(error, Exception) else "interrupted")
             raise
         finally:
             with self._lock:
@@ -429,9 +437,10 @@ class PeerLinks:
         for link in links:
             link.forget_past()
 
-    def _tell(self, addresses: Mapping[int, PeerAddress], sequence: int, reason: str) -> None:
+    def tell(self, instances: Iterable[int], sequence: int, reason: str) -> None:
+        """Those of these that are connected need not wait for this rank in a step."""
         with self._lock:
-            links = [self._links.get(PeerId(instance, self.rank)) for instance in addresses]
+            links = [self._links.get(PeerId(instance, self.rank)) for instance in instances]
         word = Frame(FrameKind.GIVE_UP, sequence, 0, memoryview(f"a peer has failed: {reason}"[:400].encode()))
         for link in links:
             if link is not None and link.is_connected:

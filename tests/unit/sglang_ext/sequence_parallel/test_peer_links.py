@@ -187,6 +187,18 @@ def test_who_fails_before_it_has_sent_anything_lets_no_peer_wait(
     assert [connections(one) for one in links] == before
 
 
+def test_the_others_are_told_when_a_call_fails_not_when_the_step_ends(
+    make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
+) -> None:
+    """A rank whose ring is broken goes on with the other ranks of its instance to the end of the model."""
+    links = make(3)
+    swap_all(threads, links, 1)
+    future = waiting(threads, links, 0, 2, sequence=2)
+    with links[2].step(2, addresses(links)) as mesh:
+        assert str(mesh.broken("its call has failed", 1)) == "its call has failed"
+        assert future.result(SOON_S) == "instance 2: a peer has failed: its call has failed"
+
+
 def test_what_comes_of_a_step_that_is_over_is_thrown_away(
     make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
 ) -> None:
