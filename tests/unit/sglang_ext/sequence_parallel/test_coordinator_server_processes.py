@@ -35,7 +35,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(profile: Path) -> Iterator[Coordinator]:
     options = (
         *("--sp-sizes", "1,2,3", "--profile", str(profile), "--min-chunk-tokens", "16"),
-        *("--member-timeout-ms", "1000", "--step-timeout-ms", str(1000 * STEP_TIMEOUT_S)),
+        *("--member-timeout-ms", "2000", "--step-timeout-ms", str(1000 * STEP_TIMEOUT_S)),
     )
     with Coordinator.running(*options) as one:
         yield one

@@ -166,7 +166,7 @@ def test_a_full_pool_at_the_hand_over() -> None:
     second, _ = lay_out(held, (range(2, 32),), (0,), Interleaving.ZIGZAG)
     for sequence, layout in enumerate((first, second)):
         mine = array("i", (ids(32)[p] for part in layout.new[0] for p in part))
-        one.link.inbox.append(ChunkOrder(RunChunk(sequence, 1, REQUEST, layout, 0), mine))
+        one.link.inbox.append(ChunkOrder(RunChunk(sequence, REQUEST, layout, 0), mine, peers=peers(1)))
     one.link.inbox.append(collect(REQUEST))
     for _ in range(3):
         one.turn()

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from sglang_ext.identifiers import pool_request
-from sglang_ext.policy.cdsp.orders import BuildMesh, Collect, Decline, DeclineReason, Drop, MemberReport, RunChunk
+from sglang_ext.policy.cdsp.orders import Decline, DeclineReason, Drop, MemberReport, RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.handshake.shards import HeadLayout
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.member import Declined, Sendable
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
     CancelMessage,
     ChunkOrder,
+    CollectOrder,
     Computed,
     Destination,
     Hello,
-    MeshBuilt,
     OfferMessage,
     StepDone,
     Streamed,
@@ -55,9 +56,6 @@ def computed(**settings: bool) -> tuple[PoolProtocol, list[AddressedMessage]]:
         answer = pool.greet(hello)
         assert isinstance(answer, NewMember)
         pool.join(answer.instance, hello, 1.0)
-    meshes = [one.message for one in pool.tick(2.0) if isinstance(one.message, BuildMesh)]
-    for instance in (0, 1):
-        pool.take(instance, MeshBuilt(meshes[-1].epoch), 2.0)
     out = pool.take(0, OfferMessage(REQUEST, IDS, 0, 0.0, None, WHERE), 3.0)
     chunks = [one.message for one in out if isinstance(one.message, ChunkOrder)]
     assert len(chunks) == 2
@@ -82,9 +80,9 @@ def test_what_did_not_arrive_is_collected_and_its_member_is_told_not_to_rely_on_
     pool, _ = computed()
     first, *collects = pool.take(0, StreamFailed(REQUEST), 5.5)
     assert first == AddressedMessage(0, Streamed(REQUEST, 400, False))
-    assert [type(one.message) for one in collects] == [Collect, Collect]
+    assert [type(one.message) for one in collects] == [CollectOrder, CollectOrder]
     for instance in (1, 0):
-        pool.take(instance, StepDone(collects[0].message.sequence, TIMES, 9000), 6.0)  # type: ignore[union-attr]
+        pool.take(instance, StepDone(collects[0].message.collect.sequence, TIMES, 9000), 6.0)  # type: ignore[union-attr]
     status = pool.status(6.0)
     assert (status.requests_streamed, status.requests_collected) == (0, 1)
 
@@ -97,7 +95,7 @@ def test_given_up_while_it_is_on_its_way() -> None:
 
 def test_everything_can_be_collected() -> None:
     _, out = computed(collects=True)
-    assert [type(one.message) for one in out] == [Collect, Collect]
+    assert [type(one.message) for one in out] == [CollectOrder, CollectOrder]
 
 
 def test_another_members_prompt_cannot_be_ended() -> None:
@@ -116,17 +114,14 @@ def ids(tokens: int) -> tuple[int, ...]:
 
 
 def member() -> MemoryMember:
-    one = MemoryMember(0, Wires(), ToyPool(256))
-    one.link.inbox.append(BuildMesh(1, (0,)))
-    one.turn()
-    assert one.link.woken.wait(10)
-    one.turn()
-    return one
+    return MemoryMember(0, Wires(), ToyPool(256))
 
 
 def last_chunk(request: int, *, is_last: bool = True) -> ChunkOrder:
     layout, _ = lay_out({}, (range(30),), (0,), Interleaving.ZIGZAG)
-    return ChunkOrder(RunChunk(1, 1, request, layout, 0, is_last), array("i", ids(30)))
+    return ChunkOrder(
+        RunChunk(1, request, layout, 0, is_last), array("i", ids(30)), peers=((PeerAddress("nowhere", 1),),)
+    )
 
 
 def sent(one: MemoryMember, kind: type) -> list[object]:
@@ -208,7 +203,7 @@ def test_what_is_on_its_way_comes_back_when_the_coordinator_goes_or_gives_it_up(
 def test_another_coordinator_is_not_told_of_it() -> None:
     one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
     one.member.turn()
-    one.link.welcome = Welcome(5, "elsewhere", 1, 1.0)
+    one.link.welcome = Welcome(5, 16 * "cd", 1.0)
     one.member.turn()
     one.link.sent.clear()
     one.member.transferred(REQUEST, 1.0, 0.5)
