@@ -187,11 +187,11 @@ ALERTS = (
     Alert(
         "SglangExtLongPoolApart",
         "warning",
-        f"max by (namespace) ({LONG_POOL}connected) == 0 and max by (namespace) ({LONG_POOL}members) > 1",
+        f"max by (namespace) ({LONG_POOL}members_ready) < max by (namespace) ({LONG_POOL}members)",
         "5m",
-        "The members of the long pool in {{ $labels.namespace }} are not connected with each other",
-        "Each computes its prompts alone meanwhile. `GET /status` of the coordinator has the epoch, its log which "
-        "member fails; members reach each other on any port.",
+        "Members of the long pool in {{ $labels.namespace }} hang, or others cannot reach them",
+        "They get no chunks meanwhile. `GET /status` of the coordinator says which (`is_ready`), its log why; members "
+        "reach each other on any port.",
     ),
     Alert(
         "SglangExtLongPoolMembersLost",

@@ -329,10 +329,10 @@ LONG_PROMPTS = Row(
         Panel(
             "Members",
             "short",
-            "Instances, and 1 while all of them are connected with each other.",
+            "Instances, and those of them that are counted upon for new chunks.",
             (
                 Target(total(LONG_POOL + "members", "namespace"), "members"),
-                Target(total(LONG_POOL + "connected", "namespace"), "connected"),
+                Target(total(LONG_POOL + "members_ready", "namespace"), "ready"),
             ),
         ),
         Panel(

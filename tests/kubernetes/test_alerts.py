@@ -59,7 +59,7 @@ CANCELLED = 'sglang_ext:transfer_requests_total{namespace="a", side="send", outc
 USAGE = 'sglang:token_usage{namespace="a", instance="d1", engine_type="decode"}'
 USAGE_BESIDE = 'sglang:token_usage{namespace="a", instance="d2", engine_type="decode"}'
 RETRACTED = 'sglang:num_retracted_requests_total{namespace="a", instance="d1"}'
-MEMBERS, MESH, MEMBERS_LOST = (
+MEMBERS, READY, MEMBERS_LOST = (
     f'sglang_ext:cdsp_{name}{{namespace="a"}}' for name in ("members", "connected", "members_lost_total")
 )
 LAG = f"sglang_ext_router_event_loop_lag_seconds_bucket{{{ROUTER}"
@@ -133,7 +133,7 @@ CASES = {
     ),
     "SglangExtRetractions": Case({RETRACTED: grows(12)}, {RETRACTED: grows(3)}, NAMESPACE),
     "SglangExtLongPoolApart": Case(
-        {MEMBERS: steady(4), MESH: steady(0)}, {MEMBERS: steady(1), MESH: steady(0)}, NAMESPACE
+        {MEMBERS: steady(4), READY: steady(3)}, {MEMBERS: steady(4), READY: steady(4)}, NAMESPACE
     ),
     "SglangExtLongPoolMembersLost": Case({MEMBERS_LOST: grows(0.5)}, {MEMBERS_LOST: grows(0.05)}, NAMESPACE),
     "SglangExtRouterOutOfCpu": Case(
