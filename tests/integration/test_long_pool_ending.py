@@ -46,7 +46,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def pool(coordinator: Coordinator, threads: ThreadPoolExecutor) -> Iterator[list[Pair]]:
     specs = [member(coordinator, f"ending{number}") for number in range(2)]
     *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
-    coordinator.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"])
+    coordinator.wait_for(lambda status: len(status["members"]) == 2)
     yield [Pair(engine, decode, threads) for engine in members]
     for engine in (*members, decode):
         engine.stop()
@@ -123,7 +123,7 @@ def test_a_member_is_killed_while_it_is_on_its_way(threads: ThreadPoolExecutor) 
         specs = [member(own, f"mortal{number}") for number in range(2)]
         *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
         pair = Pair(members[0], decode, threads)
-        own.wait_for(lambda status: len(status["members"]) == 2 and status["is_connected"])
+        own.wait_for(lambda status: len(status["members"]) == 2)
         free = free_tokens(pair)
         one = held_up(pair, members[1], own, 140, "bereft")
         try:
