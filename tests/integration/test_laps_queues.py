@@ -132,15 +132,15 @@ def test_a_batch_fills_until_a_deadline_is_near(pair: Pair) -> None:
     shorts = []
     for number in range(4):
         # All of them fit into the 32 tokens that this engine computes at once.
-        shorts.append(pair.send(6 + number, seed=21 + number, slo_ms=1500))
+        shorts.append(pair.send(6 + number, seed=21 + number, slo_ms=4000))
         time.sleep(0.02)
     assert all(short.is_exact() for short in shorts)
     change = Counters.of(pair.prefill).since(before)
     assert (change("batch_requests_count"), change("batch_requests_sum")) == (1, 4)
     assert change("dispatches_total", length_class="short", reason="slack") == 1
     assert change("dispatch_wait_seconds_count", length_class="short") == 4
-    # Of 1.5 s; the prefill itself and the margins take the rest.
-    assert 0.5 < change("dispatch_wait_seconds_sum", length_class="short") / 4 < 1.5
+    # Of 4 s; the prefill itself and the margins take the rest.
+    assert 1.3 < change("dispatch_wait_seconds_sum", length_class="short") / 4 < 4.0
 
 
 def test_waiting_timeout_ends_a_held_request_and_no_other(pair: Pair) -> None:
