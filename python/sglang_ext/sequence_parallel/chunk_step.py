@@ -22,6 +22,15 @@ class StreamError(RuntimeError):
 # What fails a step for the time being; the shard is as it was before.
 STEP_ERRORS = (MeshError, KvPoolFullError, LayoutMismatchError, StreamError)
 
+
+def step_errors(ranks: Ranks) -> tuple[type[Exception], ...]:
+    """The same, and memory that the model could not have.
+
+    Of several ranks one alone would leave the others waiting in the model's collectives: there it ends the process.
+    """
+    return STEP_ERRORS if ranks.size > 1 else (*STEP_ERRORS, torch.OutOfMemoryError)
+
+
 LayerReady = Callable[[int], None]
 Sending = Callable[[torch.Tensor], LayerReady]
 

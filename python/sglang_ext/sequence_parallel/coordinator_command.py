@@ -103,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shortest chunk of a plan with several",
     )
     add(
+        "--max-chunk-ms",
+        type=float,
+        metavar="MS",
+        help="longest time of a chunk, as predicted, for which other work of its instances waits (default: no bound); "
+        "a chunk takes at least ten times what every chunk costs anew",
+    )
+    add(
         "--step-timeout-ms",
         type=float,
         metavar="MS",
@@ -138,6 +145,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
         arguments.rebalance == _OVERLAPPED,
         arguments.ending == _COLLECTED,
+        None if arguments.max_chunk_ms is None else _seconds("--max-chunk-ms", arguments.max_chunk_ms, 1.0),
     )
     return CoordinatorOptions(
         arguments.host,

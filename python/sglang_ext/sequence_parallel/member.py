@@ -32,7 +32,7 @@ from sglang_ext.policy.cdsp.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.sequence_parallel.chunk_step import STEP_ERRORS, Engine, run_chunk, run_collect
+from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect, step_errors
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.sequence_parallel.mesh import Membership, Mesh, MeshError, Meshes
 from sglang_ext.sequence_parallel.messages import (
@@ -301,7 +301,7 @@ class PoolMember:
                     logits, outcomes = self._compute(step, mesh, clock, reading), []
                 else:
                     logits, outcomes = None, self._collect(step.collect, mesh, clock)
-        except STEP_ERRORS as error:
+        except step_errors(self.ranks) as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
             if isinstance(step, ChunkOrder):
                 self._streams.restart(what.request, f"a chunk has failed: {error}")

@@ -6,11 +6,11 @@ before. It needs the package nvshmem4py of the machine's CUDA.
 
 from __future__ import annotations
 
-import pickle
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -48,10 +48,11 @@ class NvshmemMemory:
         self._releasing = torch.cuda.Stream(device)
         self._blocks: list[torch.Tensor] = []
         if rank == 0:
-            self._store.set("id", pickle.dumps(self._core.get_unique_id()))
+            self._store.set("id", _bytes_of(self._core.get_unique_id()).tobytes())
         # NVSHMEM waits for missing members for ever: so that it need not, all are there first.
         self._meet("here")
-        unique_id = pickle.loads(self._store.get("id"))
+        unique_id = self._core.get_unique_id(empty=True)
+        _bytes_of(unique_id)[:] = np.frombuffer(self._store.get("id"), np.int8)
         one = self._cuda.Device(device.index or 0)
         one.set_current()
         self._core.init(device=one, uid=unique_id, rank=rank, nranks=size, initializer_method="uid")
@@ -130,6 +131,12 @@ class NvshmemMemory:
     def _meet(self, what: str) -> None:
         self._store.set(f"{what}/{self._rank}", "")
         self._store.wait([f"{what}/{rank}" for rank in range(self._size)], self._timeout)
+
+
+def _bytes_of(unique_id: Any) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
+    """The memory of NVSHMEM's id, which is a record without references."""
+    view: np.ndarray[tuple[int], np.dtype[np.int8]] = unique_id._data.view(np.int8)
+    return view
 
 
 class StreamMark:

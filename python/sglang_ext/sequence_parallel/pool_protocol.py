@@ -78,6 +78,7 @@ class PoolSettings(NamedTuple):
     member_timeout_s: float = 5.0
     overlaps_rebalancing: bool = True
     collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
+    max_chunk_s: float | None = None  # predicted; longer ones are cut
 
     @property
     def stuck_s(self) -> float:
@@ -505,6 +506,7 @@ class PoolProtocol:
             layers=identity.layers,
             page_tokens=identity.page_tokens,
             interleaving=self._settings.interleaving,
+            chunk_s=self._settings.max_chunk_s,
         )
         return Coordinator(PoolSchedule(self._planner(identity), self._settings.order), settings)
 

@@ -41,11 +41,14 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
             *("--sp-sizes", "3,1,3", "--profile", str(path), "--interleaving", "striped", "--order", "fcfs"),
             *("--cross-node-factor", "inf", "--min-chunk-tokens", "7"),
             *("--step-timeout-ms", "1500", "--member-timeout-ms", "250"),
+            *("--max-chunk-ms", "800"),
         )
     )
     assert [candidate.size for candidate in options.candidates] == [1, 3]
     assert options.candidates[0].cost.predict_s(0, 0) == 0.5
-    assert options.settings == PoolSettings(Interleaving.STRIPED, PrefillOrder.FCFS, 7, math.inf, 1.5, 0.25)
+    assert options.settings == PoolSettings(
+        Interleaving.STRIPED, PrefillOrder.FCFS, 7, math.inf, 1.5, 0.25, max_chunk_s=0.8
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,7 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
         (("--cross-node-factor", "0.9"), "--cross-node-factor must be at least 1"),
         (("--cross-node-factor", "nan"), "--cross-node-factor must be"),
         (("--min-chunk-tokens", "0"), "--min-chunk-tokens must be at least 1"),
+        (("--max-chunk-ms", "0"), "--max-chunk-ms must be at least 1, got 0"),
         (("--key-file", "/nowhere/key"), "--key-file /nowhere/key: No such file or directory"),
         (("--member-timeout-ms", "inf"), "--member-timeout-ms must be at least 100"),
         (("--profile", "/does/not/exist"), "--profile /does/not/exist cannot be read"),

@@ -27,7 +27,7 @@ from sglang_ext.sequence_parallel.messages import (
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
 from support.memory_pool import FakeLink, MemoryMember, MemoryPool, Wires
-from support.toy_engine import ToyPool, kv_of
+from support.toy_engine import ToyEngine, ToyPool, kv_of
 
 POOL_TOKENS = 512
 REQUEST = 1  # the number of the first request that instance 0 offers
@@ -118,6 +118,23 @@ def test_a_full_pool() -> None:
     one.turn()
     assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES)}
     assert is_idle(one), "of request 6 nothing is held, and no message will end it"
+
+
+def test_memory_that_the_model_cannot_have_fails_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = member()
+
+    def forward(*arguments: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("1 GiB is wanted")
+
+    monkeypatch.setattr(ToyEngine, "forward", forward)
+    one.link.inbox.append(chunk(REQUEST, ids(30)))
+    one.turn()
+    assert sent(one.link, StepFailed) == [StepFailed(1, "1 GiB is wanted")]
+    assert is_idle(one)
+    monkeypatch.undo()
+    one.link.inbox.append(chunk(REQUEST, ids(30), sequence=2))
+    one.turn()
+    assert done(one.link) == [2]
 
 
 def test_taken_back() -> None:
