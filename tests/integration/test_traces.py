@@ -59,7 +59,7 @@ def check_nested(spans: list[ReceivedSpan], client_id: str) -> tuple[ReceivedSpa
 
 
 def is_complete(status: dict[str, Any]) -> bool:
-    return len(status["members"]) == 2 and status["is_connected"]
+    return len(status["members"]) == 2
 
 
 def test_traces_of_a_long_and_a_short_prompt() -> None:
