@@ -193,16 +193,16 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
 
 
 def _await_pool(cluster: Cluster) -> None:
-    """Until the long instances are connected with each other; without that they would compute alone."""
+    """Until the long instances are members of their pool; without that they would compute alone."""
     if cluster.plan.coordinator is None:
         return
     deadline_s = time.monotonic() + POOL_TIMEOUT_S
     while time.monotonic() < deadline_s:
         status = _pool_status(cluster)
-        if status is not None and len(status["members"]) == LONG_INSTANCES and status["is_connected"]:
+        if status is not None and len(status["members"]) == LONG_INSTANCES:
             return
         time.sleep(0.1)
-    print(f"the long instances have not found each other within {POOL_TIMEOUT_S:g} s and compute alone", flush=True)
+    print(f"the long instances have not joined their pool within {POOL_TIMEOUT_S:g} s and compute alone", flush=True)
 
 
 class _SoonFree:
