@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import logging
 import secrets
 import socket
@@ -25,6 +24,7 @@ from typing import Any
 
 import orjson
 
+from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce, prove
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.metrics import MetricsSnapshot
 from sglang_ext_router.shared_state import (
@@ -40,7 +40,7 @@ from sglang_ext_router.upstream import watch_peer
 
 logger = logging.getLogger(__name__)
 
-HELLO = b"sglang-ext peer 2\n"
+HELLO = b"sglang-ext peer 3\n"
 INTERVAL_S = 0.2
 MAX_INTERVAL_S = 1.0
 MAX_BUSY_SHARE = 0.1  # of the time, for what peers tell each other
@@ -56,8 +56,6 @@ SNAPSHOT_BLOCKS = 500_000  # of prefixes for a router that starts: about 10 MB
 SNAPSHOT_FRAME_BLOCKS = 8192
 ASK_AFTER_S = 1.0  # after the first state of a peer, for by then the others have told theirs
 ASK_TIMEOUT_S = 5.0  # without a frame the next one is asked
-NONCE_BYTES = 16
-CODE_BYTES = 32
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
 
@@ -79,11 +77,12 @@ class FrameCodes:
     def code(self, digest: bytes) -> bytes:
         """Of the next frame; `digest` is its body's."""
         self._number += 1
-        return _code(self._key, _NUMBER.pack(self._number), digest)
+        return prove(self._key, "frame", _NUMBER.pack(self._number), digest)
 
-
-def _code(key: bytes, *parts: bytes) -> bytes:
-    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+    def is_next(self, code: bytes, digest: bytes) -> bool:
+        """Whether `code` is that of the next frame."""
+        self._number += 1
+        return is_proof(code, self._key, "frame", _NUMBER.pack(self._number), digest)
 
 
 def _digest(body: bytes) -> bytes:
@@ -92,15 +91,15 @@ def _digest(body: bytes) -> bytes:
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
     """The handshake of the side that connects and then tells; PeerError if the other one does not know the key."""
-    own = secrets.token_bytes(NONCE_BYTES)
+    own = make_nonce()
     writer.write(HELLO + own)
     answer = await reader.readexactly(NONCE_BYTES + _NUMBER.size + CODE_BYTES)
     nonces, hearer = own + answer[:NONCE_BYTES], answer[NONCE_BYTES:-CODE_BYTES]
-    if not hmac.compare_digest(answer[-CODE_BYTES:], _code(key, b"hears", nonces, hearer)):
+    if not is_proof(answer[-CODE_BYTES:], key, "hears", nonces, hearer):
         raise PeerError("it does not have our --peer-key")
     teller = _NUMBER.pack(origin)
-    writer.write(teller + _code(key, b"tells", nonces, teller))
-    return FrameCodes(_code(key, b"session", nonces, teller), _NUMBER.unpack(hearer)[0])
+    writer.write(teller + prove(key, "tells", nonces, teller))
+    return FrameCodes(prove(key, "session", nonces, teller), _NUMBER.unpack(hearer)[0])
 
 
 async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
@@ -108,14 +107,14 @@ async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ke
     first = await reader.readexactly(len(HELLO) + NONCE_BYTES)
     if not first.startswith(HELLO):
         raise PeerError("it does not speak this protocol")
-    own, hearer = secrets.token_bytes(NONCE_BYTES), _NUMBER.pack(origin)
+    own, hearer = make_nonce(), _NUMBER.pack(origin)
     nonces = first[len(HELLO) :] + own
-    writer.write(own + hearer + _code(key, b"hears", nonces, hearer))
+    writer.write(own + hearer + prove(key, "hears", nonces, hearer))
     answer = await reader.readexactly(_NUMBER.size + CODE_BYTES)
     teller = answer[: _NUMBER.size]
-    if not hmac.compare_digest(answer[_NUMBER.size :], _code(key, b"tells", nonces, teller)):
+    if not is_proof(answer[_NUMBER.size :], key, "tells", nonces, teller):
         raise PeerError("it does not have our --peer-key")
-    return FrameCodes(_code(key, b"session", nonces, teller), _NUMBER.unpack(teller)[0])
+    return FrameCodes(prove(key, "session", nonces, teller), _NUMBER.unpack(teller)[0])
 
 
 class _Hearer:
@@ -438,7 +437,7 @@ async def _read_frame(reader: asyncio.StreamReader, session: FrameCodes) -> byte
         raise PeerError(f"a frame of {size} bytes is too large")
     code = await reader.readexactly(CODE_BYTES)
     body = await reader.readexactly(size)
-    if not hmac.compare_digest(code, session.code(_digest(body))):
+    if not session.is_next(code, _digest(body)):
         raise PeerError("a frame was forged, repeated or lost")
     return body
 

@@ -15,7 +15,8 @@ from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_history import PoolStatus
-from sglang_ext.sequence_parallel.pool_protocol import Identity, PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import Identity, PoolSettings
 from support.engines import free_port
 
 MOST_CHUNKS = 4

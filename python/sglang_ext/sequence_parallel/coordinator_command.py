@@ -19,7 +19,8 @@ from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError, make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, UnknownCostError, prior_candidates, profiled_candidates
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.shared_key import KeyFileError, read_key_file
 
 logger = logging.getLogger(__name__)

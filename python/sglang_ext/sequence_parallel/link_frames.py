@@ -54,7 +54,6 @@ class FrameKind(IntEnum):
     DATA = 0
     GIVE_UP = 1  # the step has come to nothing; its data say why
     ALIVE = 2  # of a rank to its instance's first one; tag 1: it waits for a peer
-    VALUE = 3  # of a rendezvous: key, 0 byte, value
 
 
 class Frame(NamedTuple):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_ticket, room_of
-from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.coordinator import Coordinator
 from sglang_ext.policy.cdsp.orders import (
     Bind,
@@ -25,9 +24,7 @@ from sglang_ext.policy.cdsp.orders import (
     PromptTicket,
     RunChunk,
 )
-from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule, PrefillOrder
-from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
-from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, count_tokens
+from sglang_ext.policy.cdsp.sharding import Positions, count_tokens
 from sglang_ext.sequence_parallel.messages import (
     AddressedMessage,
     Alive,
@@ -57,6 +54,7 @@ from sglang_ext.sequence_parallel.pool_history import (
     PrefillRecord,
 )
 from sglang_ext.sequence_parallel.pool_progress import OpenStep, OpenSteps, StreamLedger
+from sglang_ext.sequence_parallel.pool_settings import Identity, PoolSettings, new_coordinator, planner_of
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from sglang_ext.sequence_parallel.tickets import Announcement, BoundPrompt, OpenTickets, TicketError, TicketProblem
 
@@ -67,25 +65,6 @@ SILENT_S = 2.0
 _HUNG_AFTER = 2.0
 
 
-class PoolSettings(NamedTuple):
-    """One pool's settings."""
-
-    interleaving: Interleaving = Interleaving.ZIGZAG
-    order: PrefillOrder = PrefillOrder.ON_TIME
-    min_chunk_tokens: int = 512
-    cross_node_factor: float = 1.1
-    step_timeout_s: float = 30.0
-    member_timeout_s: float = 5.0
-    overlaps_rebalancing: bool = True
-    collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
-    max_chunk_s: float | None = None  # predicted; longer ones are cut
-
-    @property
-    def stuck_s(self) -> float:
-        """From the first failure in a step on: all others have waited in vain, too, by then."""
-        return 2 * self.step_timeout_s + self.member_timeout_s
-
-
 class PoolProtocolError(ValueError):
     """A member's message makes no sense: its connection has to end."""
 
@@ -94,17 +73,6 @@ class NewMember(NamedTuple):
     """A member's number."""
 
     instance: int
-
-
-class Identity(NamedTuple):
-    """What is the same in all members."""
-
-    model: str
-    layers: int
-    page_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
 
 
 class Lost(NamedTuple):
@@ -192,7 +160,7 @@ class PoolProtocol:
             out += self.lose(other, "has come again", now_s)
         if self._pool is None:
             identity = Identity(hello.model, hello.layers, hello.page_tokens)
-            self._pool = _Pool(identity, self._new_coordinator(identity))
+            self._pool = _Pool(identity, new_coordinator(self._settings, identity, self._costs))
         self._peers[instance] = Peer(hello, now_s)
         node = self._nodes.setdefault(hello.node, len(self._nodes))
         return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report, now_s), now_s)]
@@ -443,7 +411,7 @@ class PoolProtocol:
         cached_tokens = sum(map(count_tokens, order.layout.history))
         took_s = now_s - record.ordered_s
         if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, took_s):
-            self._pool.coordinator.use_planner(self._planner(self._pool.identity))
+            self._pool.coordinator.use_planner(planner_of(self._settings, self._pool.identity, self._costs))
 
     def _note_ends(self, declined: dict[int, Outcome], now_s: float) -> None:
         """Requests that the coordinator knows no more."""
@@ -500,26 +468,6 @@ class PoolProtocol:
 
     def _others(self, name: str) -> bool:
         return any(peer.hello.name != name for peer in self._peers.values())
-
-    def _new_coordinator(self, identity: Identity) -> Coordinator:
-        settings = CoordinationSettings(
-            layers=identity.layers,
-            page_tokens=identity.page_tokens,
-            interleaving=self._settings.interleaving,
-            chunk_s=self._settings.max_chunk_s,
-        )
-        return Coordinator(PoolSchedule(self._planner(identity), self._settings.order), settings)
-
-    def _planner(self, identity: Identity) -> PricePlanner:
-        settings = self._settings
-        return PricePlanner(
-            PriceOptions(
-                tuple(self._costs.candidates),
-                settings.min_chunk_tokens,
-                identity.page_tokens,
-                settings.cross_node_factor,
-            )
-        )
 
 
 def _of_positions(token_ids: array[int], positions: Positions) -> array[int]:

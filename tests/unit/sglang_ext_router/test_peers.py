@@ -16,6 +16,7 @@ import orjson
 import pytest
 
 from sglang_ext.policy.routing.circuit_breaker import CircuitState
+from sglang_ext.shared_key import prove
 from sglang_ext.types import Role
 from sglang_ext_router import peers as peers_module
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
@@ -495,7 +496,7 @@ async def test_what_no_peer_would_send_is_refused(kind: str, monkeypatch: pytest
             elif kind == "too large":
                 sent = peers_module._LENGTH.pack(MAX_FRAME_BYTES + 1) + bytes(1000)
             elif kind == "repeated":
-                code = peers_module._code(session._key, bytes(8), hashlib.sha256(body).digest())
+                code = prove(session._key, "frame", bytes(8), hashlib.sha256(body).digest())
                 sent = peers_module._LENGTH.pack(len(body)) + code + body
             writer.write(sent)
         assert await asyncio.wait_for(reader.read(), 5.0) is not None, "it is closed"

@@ -16,7 +16,8 @@ from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.sequence_parallel.coordinator_command import OptionError, add_arguments, options_from, run
 from sglang_ext.sequence_parallel.coordinator_server import make_app
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.ticket_desk import TicketDesk
 
 

@@ -28,7 +28,8 @@ from sglang_ext.sequence_parallel.messages import (
     receive_message,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from support.pool_key import show_key
 
 MEMBER_TIMEOUT_S = 1.0

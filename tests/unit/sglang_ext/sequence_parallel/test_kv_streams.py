@@ -22,7 +22,8 @@ from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.member import Declined
 from sglang_ext.sequence_parallel.messages import ChunkOrder, Destination, StepFailed, Streamed, Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.shard import KvPoolFullError
 from support.handshake_process import wait_until
 from support.memory_pool import MemoryPool, Wires

@@ -25,7 +25,8 @@ from sglang_ext.sequence_parallel.messages import (
     StepFailed,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from support.memory_pool import FakeLink, MemoryMember, MemoryPool, Wires
 from support.toy_engine import ToyEngine, ToyPool, kv_of
 

@@ -16,7 +16,8 @@ from sglang_ext.sequence_parallel.member import Collected
 from sglang_ext.sequence_parallel.messages import Welcome
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from support.memory_pool import FakeLink, MemoryPool, Wires
 from support.memory_ranks import Meeting, MemoryRanks, RankedMember
 from support.toy_engine import kv_of

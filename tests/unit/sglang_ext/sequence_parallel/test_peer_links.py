@@ -237,7 +237,7 @@ def test_nothing_comes_in_time(make: Callable[..., list[PeerLinks]]) -> None:
 
 
 def test_a_peer_that_is_not_there(make: Callable[..., list[PeerLinks]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.sequence_parallel.peer_links.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("sglang_ext.sequence_parallel.peer_link.CONNECT_TIMEOUT_S", 0.3)
     (one,) = make(1)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nowhere = PeerAddress("127.0.0.1", probe.getsockname()[1])
@@ -248,7 +248,7 @@ def test_a_peer_that_is_not_there(make: Callable[..., list[PeerLinks]], monkeypa
 
 
 def test_a_peer_that_does_not_connect(make: Callable[..., list[PeerLinks]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.sequence_parallel.peer_links.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("sglang_ext.sequence_parallel.peer_link.CONNECT_TIMEOUT_S", 0.3)
     _, second = links = make(2)
     with (
         pytest.raises(MeshError, match="instance 0: it has not connected"),

@@ -35,7 +35,8 @@ from sglang_ext.sequence_parallel.messages import (
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_history import PrefillEnd
-from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolProtocolError, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from support.memory_pool import MemoryMember, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyPool, logits_of

@@ -30,7 +30,8 @@ from sglang_ext.sequence_parallel.messages import (
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
 from sglang_ext.sequence_parallel.pool_history import FormerMember, PrefillEnd, PrefillTimes
-from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolProtocolError, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, member_timeout_s=1.0)

@@ -19,7 +19,8 @@ from sglang_ext.sequence_parallel.messages import (
     StepDone,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_protocol import Events, PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import Events, PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from sglang_ext.sequence_parallel.tickets import (
     Announcement,

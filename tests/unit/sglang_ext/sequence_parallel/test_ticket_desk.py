@@ -13,7 +13,8 @@ from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, make_app
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts, prior_candidates
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.tickets import TicketEnd
 from support.pool_key import join_pool
 

@@ -24,7 +24,8 @@ from sglang_ext.sequence_parallel.pool_history import (
     StepKind,
     StepRecord,
 )
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol, PoolSettings
+from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from sglang_ext.sequence_parallel.timeline import (
     Activity,

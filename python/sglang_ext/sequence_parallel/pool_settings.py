@@ -1,0 +1,62 @@
+"""What a long pool is served with: its settings, what is the same in all members, and the coordinator made of both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
+from sglang_ext.policy.cdsp.coordinator import Coordinator
+from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule, PrefillOrder
+from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
+from sglang_ext.policy.cdsp.sharding import Interleaving
+from sglang_ext.sequence_parallel.pool_cost import PoolCosts
+
+
+class PoolSettings(NamedTuple):
+    """One pool's settings."""
+
+    interleaving: Interleaving = Interleaving.ZIGZAG
+    order: PrefillOrder = PrefillOrder.ON_TIME
+    min_chunk_tokens: int = 512
+    cross_node_factor: float = 1.1
+    step_timeout_s: float = 30.0
+    member_timeout_s: float = 5.0
+    overlaps_rebalancing: bool = True
+    collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
+    max_chunk_s: float | None = None  # predicted; longer ones are cut
+
+    @property
+    def stuck_s(self) -> float:
+        """From the first failure in a step on: all others have waited in vain, too, by then."""
+        return 2 * self.step_timeout_s + self.member_timeout_s
+
+
+class Identity(NamedTuple):
+    """What is the same in all members."""
+
+    model: str
+    layers: int
+    page_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
+
+
+def new_coordinator(settings: PoolSettings, identity: Identity, costs: PoolCosts) -> Coordinator:
+    """Return one without members."""
+    fixed = CoordinationSettings(
+        layers=identity.layers,
+        page_tokens=identity.page_tokens,
+        interleaving=settings.interleaving,
+        chunk_s=settings.max_chunk_s,
+    )
+    return Coordinator(PoolSchedule(planner_of(settings, identity, costs), settings.order), fixed)
+
+
+def planner_of(settings: PoolSettings, identity: Identity, costs: PoolCosts) -> PricePlanner:
+    """Return a planner by the present costs."""
+    return PricePlanner(
+        PriceOptions(
+            tuple(costs.candidates), settings.min_chunk_tokens, identity.page_tokens, settings.cross_node_factor
+        )
+    )
