@@ -13,19 +13,10 @@ from support.engines import FLEET, Engine, EngineSpec
 from support.laps import Pair
 from support.long_pool import Coordinator
 from support.reference import logprobs_reference, random_prompt
+from support.served_pool import free_tokens, long_member
 
 pytestmark = pytest.mark.integration
-MIN_TOKENS = 200
 LONG = 900
-
-
-def member(coordinator: Coordinator, name: str, *arguments: str) -> EngineSpec:
-    options = (
-        *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
-        *("--laps-boundary-tokens", "256"),
-        *("--cdsp-step-timeout-s", "5"),
-    )
-    return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +28,7 @@ def coordinator() -> Iterator[Coordinator]:
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 16], ids=["page1", "page16"])
 def pool(request: pytest.FixtureRequest, coordinator: Coordinator, threads: ThreadPoolExecutor) -> Iterator[list[Pair]]:
     arguments = ("--page-size", str(request.param))
-    specs = [member(coordinator, f"pool{number}-{request.param}", *arguments) for number in range(2)]
+    specs = [long_member(coordinator, f"pool{number}-{request.param}", arguments) for number in range(2)]
     decode_spec = EngineSpec(Role.DECODE, arguments=arguments)
     engines: list[Engine] = FLEET.get(*specs, decode_spec)
     coordinator.wait_for(lambda status: len(status["members"]) == 2)
@@ -50,12 +41,6 @@ def pool(request: pytest.FixtureRequest, coordinator: Coordinator, threads: Thre
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(32) as pool:
         yield pool
-
-
-def free_tokens(pair: Pair) -> int:
-    assert pair.prefill.post("/flush_cache", {}).status == 200
-    tokens: int = pair.status()["kv"]["free_tokens"]
-    return tokens
 
 
 def test_one_prompt_on_two_instances(pool: list[Pair], coordinator: Coordinator) -> None:
@@ -139,7 +124,9 @@ def test_a_member_that_stops_costs_time_only(pool: list[Pair], coordinator: Coor
 
 def test_the_coordinator_is_killed(threads: ThreadPoolExecutor) -> None:
     with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as mortal:
-        *members, decode = FLEET.get(member(mortal, "mortal0"), member(mortal, "mortal1"), EngineSpec(Role.DECODE))
+        *members, decode = FLEET.get(
+            long_member(mortal, "mortal0"), long_member(mortal, "mortal1"), EngineSpec(Role.DECODE)
+        )
         pair = Pair(members[0], decode, threads)
         mortal.wait_for(lambda status: len(status["members"]) == 2)
         running = [pair.send(1500, seed=600 + number) for number in range(2)]

@@ -12,22 +12,12 @@ from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
 from support.laps import NEW_TOKENS, Pair, Prefill
 from support.long_pool import Coordinator
+from support.served_pool import HANDSHAKE, check_clean, free_tokens, long_member
 
 pytestmark = pytest.mark.integration
-MIN_TOKENS = 200
 LONG = 900
 PAGE_TOKENS = 16
 PAGES = ("--page-size", str(PAGE_TOKENS))
-HANDSHAKE = ("--transfer-backend", "handshake")
-
-
-def member(coordinator: Coordinator, name: str) -> EngineSpec:
-    options = (
-        *HANDSHAKE,
-        *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
-        *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "5"),
-    )
-    return EngineSpec(Role.LONG, worker_options=options, arguments=PAGES, name=name)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +34,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def pool(coordinator: Coordinator, threads: ThreadPoolExecutor) -> Iterator[list[Pair]]:
-    specs = [member(coordinator, f"ending{number}") for number in range(2)]
+    specs = [long_member(coordinator, f"ending{number}", PAGES, HANDSHAKE) for number in range(2)]
     *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
     coordinator.wait_for(lambda status: len(status["members"]) == 2)
     yield [Pair(engine, decode, threads) for engine in members]
     for engine in (*members, decode):
         engine.stop()
-
-
-def free_tokens(pair: Pair) -> int:
-    assert pair.prefill.post("/flush_cache", {}).status == 200
-    tokens: int = pair.status()["kv"]["free_tokens"]
-    return tokens
-
-
-def check_clean(pool: list[Pair], free: list[int]) -> None:
-    for pair, tokens in zip(pool, free, strict=True):
-        pair.check_clean(tokens)
 
 
 def test_nothing_is_collected(pool: list[Pair], coordinator: Coordinator) -> None:
@@ -120,7 +99,7 @@ def test_aborted_while_it_is_on_its_way(pool: list[Pair], coordinator: Coordinat
 
 def test_a_member_is_killed_while_it_is_on_its_way(threads: ThreadPoolExecutor) -> None:
     with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as own:
-        specs = [member(own, f"mortal{number}") for number in range(2)]
+        specs = [long_member(own, f"mortal{number}", PAGES, HANDSHAKE) for number in range(2)]
         *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
         pair = Pair(members[0], decode, threads)
         own.wait_for(lambda status: len(status["members"]) == 2)

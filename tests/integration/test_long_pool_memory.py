@@ -11,22 +11,13 @@ from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
 from support.laps import Pair
 from support.long_pool import Coordinator
+from support.served_pool import HANDSHAKE, free_tokens, long_member
 
 pytestmark = pytest.mark.integration
 PAGES = ("--page-size", "16")
-HANDSHAKE = ("--transfer-backend", "handshake")
 KV_TOKENS = 640  # of one member
+SMALL = (*PAGES, "--max-total-tokens", str(KV_TOKENS))
 MEMBERS = 3
-
-
-def member(coordinator: Coordinator, number: int) -> EngineSpec:
-    options = (
-        *HANDSHAKE,
-        *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "200"),
-        *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "5"),
-    )
-    arguments = (*PAGES, "--max-total-tokens", str(KV_TOKENS))
-    return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=f"small{number}")
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +28,13 @@ def coordinator() -> Iterator[Coordinator]:
 
 @pytest.fixture(scope="module")
 def pool(coordinator: Coordinator) -> Iterator[list[Pair]]:
-    specs = [member(coordinator, number) for number in range(MEMBERS)]
+    specs = [long_member(coordinator, f"small{number}", SMALL, HANDSHAKE) for number in range(MEMBERS)]
     *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
     coordinator.wait_for(lambda status: len(status["members"]) == MEMBERS)
     with ThreadPoolExecutor(32) as threads:
         yield [Pair(engine, decode, threads) for engine in members]
     for engine in (*members, decode):
         engine.stop()
-
-
-def free_tokens(pair: Pair) -> int:
-    assert pair.prefill.post("/flush_cache", {}).status == 200
-    tokens: int = pair.status()["kv"]["free_tokens"]
-    return tokens
 
 
 def test_prompts_larger_than_any_instance(pool: list[Pair], coordinator: Coordinator) -> None:

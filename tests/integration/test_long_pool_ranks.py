@@ -18,6 +18,7 @@ from support.engines import FLEET, EngineSpec
 from support.laps import NEW_TOKENS, Pair, Prefill
 from support.long_pool import Coordinator
 from support.reference import greedy_reference
+from support.served_pool import check_clean, free_tokens
 from support.tiny_model import TinyModelShape
 from support.transfer_metrics import metric, settled
 
@@ -92,17 +93,6 @@ def ended_requests(status: dict[str, Any]) -> int:
 def is_exact(one: Prefill) -> bool:
     """Whether its tokens are those of Hugging Face."""
     return one.tokens() == greedy_reference(one.prompt, NEW_TOKENS, SHAPE)
-
-
-def free_tokens(pair: Pair) -> int:
-    assert pair.prefill.post("/flush_cache", {}).status == 200
-    tokens: int = pair.status()["kv"]["free_tokens"]
-    return tokens
-
-
-def check_clean(pool: list[Pair], free: list[int]) -> None:
-    for pair, tokens in zip(pool, free, strict=True):
-        pair.check_clean(tokens)
 
 
 def test_one_prompt_on_two_instances_of_two_ranks(pool: list[Pair], coordinator: Coordinator) -> None:

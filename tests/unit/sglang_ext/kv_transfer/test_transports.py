@@ -57,23 +57,23 @@ def small_pair(
 NIXL = pytest.param("nixl", marks=needs_nixl)
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
-    sender, receiver = make(request.param), make(request.param)
+def two_of(name: str) -> Iterator[tuple[Transport, Transport]]:
+    sender, receiver = make(name), make(name)
     yield sender, receiver
     sender.close()
     receiver.close()
     receiver.close()
+
+
+@pytest.fixture(params=["tcp", "shared_memory"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
+    yield from two_of(request.param)
 
 
 @pytest.fixture(params=["tcp", "shared_memory", NIXL])
 def any_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
     """Also of the transport that checks no permits."""
-    sender, receiver = make(request.param), make(request.param)
-    yield sender, receiver
-    sender.close()
-    receiver.close()
-    receiver.close()
+    yield from two_of(request.param)
 
 
 def memory(transport: Transport, seed: int) -> npt.NDArray[np.uint8]:
