@@ -92,7 +92,8 @@ def test_a_recording_of_real_instances_has_their_requests_queues_and_loads(
         assert told.sent_s is not None
         assert told.prefilled_s is not None
         assert told.ended_s is not None
-        assert told.received_s <= told.sent_s < told.prefilled_s < told.ended_s
+        # The router may read both replies in one turn of its loop: their times are equal then.
+        assert told.received_s <= told.sent_s < told.prefilled_s <= told.ended_s
         assert told.prefill in names
         assert told.decode in names
     prefills = {number for number, row in recorded.instances.items() if row.pool != "decode"}
