@@ -13,6 +13,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from sglang_ext import shared_key
+from sglang_ext.sequence_parallel import link_frames
 from sglang_ext.sequence_parallel.link_frames import Greeting, LinkError, PeerAddress, PeerId, send_greeting
 from sglang_ext.sequence_parallel.mesh import Membership, MeshError
 from sglang_ext.sequence_parallel.peer_links import LinkMesh, PeerLinks, route_to
@@ -302,6 +304,18 @@ def test_who_does_not_know_the_key_is_no_peer(make: Callable[..., list[PeerLinks
     with socket.create_connection(one.address) as caller:
         send_greeting(caller, greeting, KEY)
         until(lambda: bool(connections(one)))
+
+
+def test_who_calls_without_a_proof_is_no_peer(
+    make: Callable[..., list[PeerLinks]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that does not care who answers, and sends the answer's own proof back."""
+    one = make(2)[1]
+    greeting = Greeting(POOL, PeerId(0, 0), PeerId(1, 0))
+    monkeypatch.setattr(link_frames, "prove", lambda key, role, *parts: shared_key.prove(KEY, "callee", *parts))
+    with socket.create_connection(one.address) as caller, pytest.raises((LinkError, OSError)):
+        send_greeting(caller, greeting, KEY)
+    assert not connections(one)
 
 
 @pytest.mark.parametrize(

@@ -103,5 +103,15 @@ def test_a_single_member_waits_for_no_other() -> None:
     assert clock.times() == StepTimes(COMPUTE_S, 0.0, 0.0)
 
 
+def test_every_layer_is_a_sign_of_life() -> None:
+    layout, _ = lay_out({}, (range(TOKENS),), (0,), Interleaving.ZIGZAG)
+    pool = ToyPool(256, 1)
+    clock = HandClock()
+    told: list[float] = []
+    arguments = (SlowEngine(pool, clock), Shard(pool), layout, [1] * TOKENS, SlowMesh(clock, range(0), 1.0, 1.0), 0, 0)
+    run_chunk(*arguments, note_activity=lambda: told.append(clock.seconds))
+    assert len(told) == LAYERS
+
+
 def test_rounding_makes_no_negative_time() -> None:
     assert StepTimes(1.0, 0.75, 0.5).compute_s == 0.0
