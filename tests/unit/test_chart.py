@@ -79,6 +79,12 @@ ACCEPTED: dict[str, Document] = {
         "poolDefaults": CPU_POOL,
         "pools": {"prefill-long": {"role": "prefill-long", "replicas": 2, "sharesLongPrompts": True}},
     },
+    "a coordinator without a key": {
+        "coordinator": {"enabled": True},
+        "keys": {"pool": ""},
+        "poolDefaults": CPU_POOL,
+        "pools": {"prefill-long": {"role": "prefill-long", "replicas": 2, "sharesLongPrompts": True}},
+    },
     "models on a volume": {"poolDefaults": {"model": "/models/m", "servedModelName": "m", **PVC}},
     "a route": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example"]}},
     "no network policies": {"networkPolicy": {"enabled": False}},
@@ -569,7 +575,17 @@ def test_what_the_values_say_reaches_the_programs(results: dict[str, Document]) 
     cpu = results["CPU engines and a coordinator"]["documents"]
     assert "--device=cpu" in the(cpu, "worker", "decode").container["args"]
     assert "nvidia.com/gpu" not in the(cpu, "worker", "decode").container["resources"].get("limits", {})
-    assert "--cdsp-coordinator=sglang-ext-coordinator:8990" in the(cpu, "worker", "prefill-long").container["args"]
+    member = the(cpu, "worker", "prefill-long")
+    assert "--cdsp-coordinator=sglang-ext-coordinator:8990" in member.container["args"]
+    for one, option in ((member, "--cdsp-key-file"), (the(cpu, "coordinator"), "--key-file")):
+        assert f"{option}=/etc/sglang-ext/pool/key" in one.container["args"]
+        assert {"name": "pool-key", "mountPath": "/etc/sglang-ext/pool", "readOnly": True} in (
+            one.container["volumeMounts"]
+        )
+        (key,) = (volume["secret"] for volume in one.spec["volumes"] if volume["name"] == "pool-key")
+        assert (key["secretName"], key["items"]) == ("sglang-ext-keys", [{"key": "pool-key", "path": "key"}])
+    assert "pool-key" not in json.dumps(the(cpu, "worker", "decode").spec)
+    assert "pool-key" not in json.dumps(results["a coordinator without a key"]["documents"])
     large = manifests.router_configuration(the(results["digests and a large boundary"]["documents"], "router"))
     assert large.length_boundary_tokens == 2000000
     image = the(results["digests and a large boundary"]["documents"], "router").container["image"]

@@ -17,7 +17,14 @@ from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.model import PreparedModel, prepare_model
 from sglang_ext.cluster.plan import ClusterPlan
 from sglang_ext.cluster.ports import is_port_free, pick_free_ports
-from sglang_ext.cluster.state import ClusterState, ProgramState, lock_folder, remove_state, write_state
+from sglang_ext.cluster.state import (
+    ClusterState,
+    ProgramState,
+    lock_folder,
+    remove_state,
+    write_pool_key,
+    write_state,
+)
 from sglang_ext.cluster.supervisor import TICK_S, SupervisedProgram, Supervisor
 
 
@@ -91,6 +98,8 @@ class Cluster:
         self._lock = lock_folder(self.folder)
         try:
             self.plan = plan_cluster(self.config, prepare_model(self.config.model))
+            if self.plan.pool_key_file is not None:
+                write_pool_key(self.plan.pool_key_file)
             self._supervisor = Supervisor(
                 self.plan,
                 self.folder / "logs",

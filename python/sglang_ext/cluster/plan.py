@@ -8,10 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, parse_id_set
 from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
+from sglang_ext.cluster.state import POOL_KEY_FILE
 from sglang_ext.sglang_plugin.device import cuda_device_count, torch_has_cuda
 from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
@@ -61,6 +63,8 @@ class ClusterPlan:
     admin_key: str
     model_name: str
     coordinator: Program | None = None  # None: long instances compute alone
+    # Where the key is to be that they and the coordinator prove to each other; None: there is none, or it is given.
+    pool_key_file: Path | None = None
     # What the instances have in common, where they are forked from one process; None: each imports SGLang anew.
     fork_environment: Mapping[str, str] | None = None
 
@@ -149,6 +153,7 @@ def make_plan(
     rank_count = sum(pool.count * pool.tp for _, pool in config.pools.by_role())
     threads = max(1, len(machine.core_ids) // rank_count)
     coordinator: Program | None = None
+    pool_key_file: Path | None = None
     transfer_options: tuple[str, ...] = ()
     member_options: tuple[str, ...] = ()
     if config.coordinator.enabled:
@@ -158,8 +163,11 @@ def make_plan(
         transfer_options = ("--transfer-backend", "handshake")
         settings = config.coordinator
         port, http_port = settings.port or next(ports), settings.http_port or next(ports)
-        coordinator = _coordinator(config, port, http_port)
-        member_options = ("--cdsp-coordinator", f"{_url_host(_reachable(config.host))}:{port}")
+        if _last_value("--key-file", settings.args) is None:
+            pool_key_file = config.folder.resolve() / POOL_KEY_FILE
+            member_options = ("--cdsp-key-file", str(pool_key_file))
+        coordinator = _coordinator(config, port, http_port, pool_key_file)
+        member_options = ("--cdsp-coordinator", f"{_url_host(_reachable(config.host))}:{port}", *member_options)
     gpus_of = _assign_gpus(config, machine) if device == "cuda" else {}
     gpu_users = Counter(gpu for gpus in gpus_of.values() for gpu in gpus)
     instances: list[Program] = []
@@ -198,6 +206,7 @@ def make_plan(
     default_parallel = 1 if any(users > 1 for users in gpu_users.values()) else 2 * len(machine.core_ids)
     return ClusterPlan(
         coordinator=coordinator,
+        pool_key_file=pool_key_file,
         instances=tuple(instances),
         router=_router(config, instances, coordinator, config.router.port or next(ports), admin_key),
         start_parallel=config.start.parallel or default_parallel,
@@ -274,11 +283,13 @@ def _last_value(option: str, arguments: Sequence[str]) -> str | None:
 _PREFILL_OPTIONS = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", Role.BOTH: "--prefill"}
 
 
-def _coordinator(config: ClusterConfig, port: int, http_port: int) -> Program:
+def _coordinator(config: ClusterConfig, port: int, http_port: int, key_file: Path | None) -> Program:
     count = config.pools.long.count
     sizes = sorted({count, *(2**power for power in range(count.bit_length()))})
     command = [sys.executable, "-m", "sglang_ext.cli", "coordinator", "--host", config.host]
     command += ["--port", str(port), "--http-port", str(http_port), "--sp-sizes", ",".join(map(str, sizes))]
+    if key_file is not None:
+        command += ["--key-file", str(key_file)]
     return Program(
         name=COORDINATOR_NAME,
         command=(*command, *config.coordinator.args),

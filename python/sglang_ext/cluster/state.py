@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 STATE_FILE = "state.json"
+POOL_KEY_FILE = "pool-key"
 
 
 class ClusterInUseError(RuntimeError):
@@ -58,10 +59,17 @@ def write_state(folder: Path, state: ClusterState) -> None:
         raise
 
 
+def write_pool_key(path: Path) -> None:
+    """Write a new key for the members of the long pool and their coordinator, which no other user may read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
 def remove_state(folder: Path) -> None:
-    """Delete the file: the cluster is down."""
-    with suppress(FileNotFoundError):
-        (folder / STATE_FILE).unlink()
+    """Delete the files: the cluster is down."""
+    for name in (STATE_FILE, POOL_KEY_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def lock_folder(folder: Path) -> IO[str]:

@@ -56,6 +56,16 @@ capabilities:
 {{- end }}
 {{- end -}}
 
+{{/* The pool's key as a file. The root context. */}}
+{{- define "sglang-ext.poolKeyFile" -}}/etc/sglang-ext/pool/key{{- end -}}
+{{- define "sglang-ext.poolKeyMount" -}}
+- {name: pool-key, mountPath: /etc/sglang-ext/pool, readOnly: true}
+{{- end -}}
+{{- define "sglang-ext.poolKeyVolume" -}}
+- name: pool-key
+  secret: {secretName: {{ .Values.keys.secret }}, defaultMode: 0440, items: [{key: {{ .Values.keys.pool }}, path: key}]}
+{{- end -}}
+
 {{/* Pools as they are: a pool's own keys in the place of those of poolDefaults. {"NAME": {...}} as JSON. */}}
 {{- define "sglang-ext.pools" -}}
 {{- $pools := dict -}}

@@ -8,6 +8,7 @@ Whatever makes the nodes of an instance tells them of each other in variables th
 {{- $port := $root.Values.worker.port -}}
 {{- $isServing := ne .part "member" -}}
 {{- $isPrefill := ne $pool.role "decode" -}}
+{{- $hasPoolKey := and $pool.sharesLongPrompts $root.Values.keys.pool -}}
 metadata:
   labels:
     {{- include "sglang-ext.selector" $root | nindent 4 }}
@@ -80,6 +81,9 @@ spec:
         {{- end }}
         {{- if $pool.sharesLongPrompts }}
         - --cdsp-coordinator={{ include "sglang-ext.fullname" $root }}-coordinator:{{ $root.Values.coordinator.port }}
+        {{- end }}
+        {{- if $hasPoolKey }}
+        - --cdsp-key-file={{ include "sglang-ext.poolKeyFile" $root }}
         {{- end }}
         {{- range $pool.args }}
         - {{ . | quote }}
@@ -177,6 +181,9 @@ spec:
         - {name: tmp, mountPath: /tmp}
         - {name: cache, mountPath: /cache}
         - {name: shm, mountPath: /dev/shm}
+        {{- if $hasPoolKey }}
+        {{- include "sglang-ext.poolKeyMount" $root | nindent 8 }}
+        {{- end }}
         {{- range $pool.volumeMounts }}
         - {{ toJson . }}
         {{- end }}
@@ -187,6 +194,9 @@ spec:
       emptyDir: {{ if $pool.cacheSize }}{sizeLimit: {{ $pool.cacheSize }}}{{ else }}{}{{ end }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $pool.sharedMemory }}}
+    {{- if $hasPoolKey }}
+    {{- include "sglang-ext.poolKeyVolume" $root | nindent 4 }}
+    {{- end }}
     {{- range $pool.volumes }}
     - {{ toJson . }}
     {{- end }}

@@ -266,17 +266,34 @@ def test_long_instances_and_the_router_are_told_of_the_coordinator() -> None:
     assert coordinator is not None
     assert coordinator.command[3:] == (
         *("coordinator", "--host", "127.0.0.1", "--port", "31000", "--http-port", "20000", "--sp-sizes", "1,2,3"),
-        *("--min-chunk-tokens", "64"),
+        *("--key-file", str(plan.pool_key_file), "--min-chunk-tokens", "64"),
     )
     assert (coordinator.url, coordinator.ready_path) == ("http://127.0.0.1:20000", "/health")
     assert option(plan.router, "--coordinator-url") == coordinator.url
     told = {p.name: "--cdsp-coordinator" in p.command for p in plan.instances}
     assert told == {"short-0": False, "long-0": True, "long-1": True, "long-2": True, "decode-0": False}
     assert option(plan.instances[1], "--cdsp-coordinator") == "127.0.0.1:31000"
+    assert plan.pool_key_file == config.folder.resolve() / "pool-key"
+    keyed = [p.name for p in plan.instances if "--cdsp-key-file" in p.command]
+    assert keyed == ["long-0", "long-1", "long-2"]
+    assert option(plan.instances[1], "--cdsp-key-file") == str(plan.pool_key_file)
     assert {option(program, "--transfer-backend") for program in plan.instances} == {"handshake"}
     assert plan.backends == (coordinator, *plan.instances)
     ports = [program.url.rpartition(":")[2] for program in (*plan.backends, plan.router)]
     assert len(ports) == len(set(ports))
+
+
+def test_a_pool_with_a_key_of_its_own_gets_no_other() -> None:
+    plan = plan_of(
+        dataclasses.replace(
+            cluster(long=PoolConfig(worker_args=("--cdsp-key-file", "/etc/key")), decode=PoolConfig()),
+            coordinator=CoordinatorConfig(enabled=True, args=("--key-file=/etc/key",)),
+        )
+    )
+    assert plan.pool_key_file is None
+    assert plan.coordinator is not None
+    assert "--key-file" not in plan.coordinator.command
+    assert plan.instances[0].command.count("--cdsp-key-file") == 1
 
 
 def test_a_coordinator_that_listens_everywhere_is_reached_by_loopback() -> None:
