@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_ext.types import Role
-from support.engines import FLEET, Engine, EngineSpec
+from support.engines import FLEET, Engine, EngineSpec, Reply
 from support.held_thread import held_thread
 from support.laps import Pair, Prefill
 from support.long_pool import Coordinator
+from support.pd import send_both
+from support.reference import random_prompt
 from support.served_pool import HANDSHAKE, check_clean, free_tokens, long_member
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full]
@@ -30,7 +32,7 @@ TABLE = Path(__file__).parents[2] / "run" / "long-pool-faults.md"
 MEMBERS = 4
 KV_TOKENS = 2560
 RANKS = ("--tp-size", "2", "--max-total-tokens", str(KV_TOKENS))
-ORDINARY_TOKENS = 190  # of a prompt that is not shared
+FILLING_TOKENS = 2300
 PROMPT_TOKENS = 1900
 # Beyond what the fault itself may take: a loaded machine computes for others, too.
 LIMIT_S = 90.0
@@ -152,13 +154,12 @@ def test_a_member_without_memory(pool: Pool, table: list[tuple[str, ...]]) -> No
     (frozen,) = FLEET.get(EngineSpec(Role.DECODE, worker_options=HANDSHAKE, name="four-frozen"))
     victim, other = pairs[:2]
     with ExitStack() as stack:
-        waiting = _fill(Pair(victim.prefill, frozen, pool.threads), stack)
+        waiting = _fill(Pair(victim.prefill, frozen, pool.threads), pool.threads, stack)
         hit_s = time.monotonic()
         prompt, another = victim.send(PROMPT_TOKENS, seed=20), other.send(PROMPT_TOKENS, seed=21)
         another_s, prompt_s = (_answered_s(one, hit_s) for one in (another, prompt))
     over_s = time.monotonic()
-    for one in waiting:  # answered, or given up by one side for the other's silence
-        one.replies.result(timeout=LIMIT_S)
+    waiting.result(timeout=LIMIT_S)  # answered, or given up as its decode instance had gone
     whole_s = time.monotonic() - over_s
     assert prompt.is_exact()
     assert another.is_exact()
@@ -173,19 +174,24 @@ def _answered_s(one: Prefill, since_s: float) -> float:
     return time.monotonic() - since_s
 
 
-def _fill(held: Pair, stack: ExitStack) -> list[Prefill]:
-    """Prompts that hold most of the prefill instance's KV; decode is frozen until the stack ends."""
-    assert held.send(ORDINARY_TOKENS, seed=1).is_exact()
-    for attempt in range(5):
-        seeds = range(100 * attempt, 100 * attempt + KV_TOKENS // ORDINARY_TOKENS - 1)
-        waiting = [held.send(ORDINARY_TOKENS, seed=10_000 + seed) for seed in seeds]
+def _fill(held: Pair, threads: ThreadPoolExecutor, stack: ExitStack) -> Future[tuple[Reply, Reply]]:
+    """A prompt that holds most of the prefill instance's KV, computed there alone; decode is frozen until the stack
+    ends."""
+    for attempt in range(10):
+        # What wants its tokens' probabilities is not shared.
+        body = {
+            "input_ids": random_prompt(FILLING_TOKENS, seed=attempt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "return_logprob": True,
+        }
+        waiting = threads.submit(send_both, held.prefill, held.decode, body)
         held.wait_for(lambda status: status["kv"]["locked_tokens"] > 0)
         with ExitStack() as freezing:
             freezing.enter_context(held.decode.frozen_scheduler())
             try:
-                held.wait_for(lambda status: status["kv"]["free_tokens"] < 3 * ORDINARY_TOKENS, timeout_s=5)
+                held.wait_for(lambda status: status["kv"]["locked_tokens"] >= FILLING_TOKENS, timeout_s=5)
             except AssertionError:
-                continue  # it was frozen before it had granted all of them
+                continue  # decode had it all before
             stack.push(freezing.pop_all())
             return waiting
     raise AssertionError("the KV pool could not be filled")

@@ -124,6 +124,19 @@ def test_all_ranks_send_what_they_compute(pool: list[Pair], coordinator: Coordin
     assert metric(pool[0].decode, "requests_total", "restarted") == 0
 
 
+def test_two_ranks_of_a_member_send_to_one_of_decode(
+    pool: list[Pair], coordinator: Coordinator, threads: ThreadPoolExecutor
+) -> None:
+    (decode,) = FLEET.get(EngineSpec(Role.DECODE, SHAPE, PAGES, HANDSHAKE, name="one-rank"))
+    streamed = coordinator.settled()["requests_streamed"]
+    for number, pair in enumerate(pool):
+        assert is_exact(Pair(pair.prefill, decode, threads).send(LONG, seed=170 + number))
+    after = coordinator.settled()
+    assert after["requests_streamed"] == streamed + len(pool)
+    assert not any(step["has_failed"] for request in after["recent"][-len(pool) :] for step in request["steps"])
+    decode.stop()
+
+
 def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) -> None:
     first = pool[0].send(400, seed=7)
     assert is_exact(first)

@@ -201,7 +201,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         targets: tuple[Target, ...] = ()
         if isinstance(sender, HandshakeKVSender) and ranks.all(sender.can_be_shared):
             of_rank, targets = sender.share(cached_tokens, prefix_slots)
-            destinations = tuple(itertools.chain.from_iterable(ranks.gather(of_rank)))
+            # Several ranks may send to the same one of decode.
+            destinations = tuple(dict.fromkeys(itertools.chain.from_iterable(ranks.gather(of_rank))))
         if destinations:
             tokens = len(request.origin_input_ids)
         elif self._is_too_long(request):
