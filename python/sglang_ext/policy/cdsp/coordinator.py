@@ -47,6 +47,7 @@ from sglang_ext.policy.cdsp.pool_requests import (
     tokens_held,
     without_head,
 )
+from sglang_ext.policy.cdsp.pool_room import Held, PoolRoom, PrefixKeeping
 from sglang_ext.policy.cdsp.pool_schedule import PlacedPrefill, PoolSchedule
 from sglang_ext.policy.cdsp.price_planner import Placement, PricePlanner
 from sglang_ext.policy.cdsp.sharding import (
@@ -68,12 +69,15 @@ class Coordinator:
         self._schedule = schedule
         self._settings = settings
         self._members = PoolMembers(settings.short_backlog_s)
-        self._freed_s = 0.0  # when what a request held was dropped; infinity since the last plan
+        self._room = PoolRoom(self._members, settings)
         self._quiet_s = 0.0  # when the last step ended, or the first prefill came after it
         self._requests: dict[int, SharedPrefill] = {}
         self._announced: dict[int, AnnouncedPrompt] = {}  # by ticket
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._numbers = StepNumbers()
+        self._keeping = PrefixKeeping(
+            *(self._requests, self._members, settings, self._numbers, self._run_keep_step, self._forget)
+        )
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -130,6 +134,7 @@ class Coordinator:
             running = one.running
             if instance in one.involved:
                 one.stop_streaming()
+                one.is_cancelled |= one.kept_s is not None
             one.involved.discard(instance)
             if running is not None:
                 running.has_failed |= instance in running.waiting | running.done
@@ -229,13 +234,16 @@ class Coordinator:
     def stream_failed(self, request: int, now_s: float) -> list[Order]:
         """Something of a request did not get to where it is wanted, or its owner has not been able to rely on it."""
         one = self._requests.get(request)
-        if one is None:
+        if one is None or one.kept_s is not None:
             return []
         one.stop_streaming()
         return self.plan(now_s)
 
     def transferred(self, request: int, now_s: float) -> list[Order]:
-        """All of a request is where it is wanted: nothing of it has to be kept any more."""
+        """All of a request is where it is wanted: nothing of it is needed any more, but for a prefix cache."""
+        one = self._requests.get(request)
+        if one is not None and one.running is None and self._keeping.begin(one, self._room, now_s):
+            return self.plan(now_s)
         return self.cancel(request, now_s)
 
     def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
@@ -264,9 +272,13 @@ class Coordinator:
 
     def plan(self, now_s: float) -> list[Order]:
         """Order whatever can start now. Called by every event; call it also when reports have changed."""
-        self._freed_s = min(self._freed_s, now_s)
+        self._room.freed_s = min(self._room.freed_s, now_s)
+        orders = self._plan_prefills(now_s)
+        return [*orders, *self._keeping.plan(now_s)]
+
+    def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
-        idle = [one for one in self._requests.values() if one.running is None]
+        idle = [one for one in self._requests.values() if one.running is None and one.kept_s is None]
         kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
         for one in idle:
             if not one.todo:
@@ -300,9 +312,10 @@ class Coordinator:
         *,
         counts_backlog: bool,
     ) -> list[PlacedPrefill]:
-        snapshot = self._members.snapshot(
-            now_s, kept, promised_tokens(self._requests.values()), counts_backlog=counts_backlog
-        )
+        promised = promised_tokens(self._requests.values())
+        for instance, tokens in self._keeping.held_tokens().items():
+            promised[instance] = promised.get(instance, 0) - tokens
+        snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
         positions = self._members.positions
         waiting = [one.pending(positions) for one in pending]
         waiting += [one.pending(positions) for one in self._announced.values()]
@@ -333,8 +346,8 @@ class Coordinator:
             return []
         computed = one.offer.tokens - count_tokens(one.todo)
         tokens, compute_s = self._schedule.cut(placement, computed, self._settings)
-        if not self._fits_at_its_end(one):
-            return self._wait_for_room(one, now_s)
+        if not self._room.fits_at_its_end(one, self._requests.values()):
+            return self._keeping.displace((one.offer.owner,))[0] or self._wait_for_room(one, now_s)
         one.no_room_s = None
         is_owner_alone = group == (one.offer.owner,) and not one.is_shared and one.offer.fits_owner
         if is_owner_alone and tokens == count_tokens(one.todo):
@@ -344,14 +357,7 @@ class Coordinator:
             return orders
         if not self._members.are_ready(group):
             return []
-        return [self._order_chunk(one, tokens, compute_s, group, now_s)]
-
-    def _fits_at_its_end(self, one: SharedPrefill) -> bool:
-        """Whether it can be handed back once it is computed: what has to come to its owner must fit there."""
-        owner = one.offer.owner
-        others = (other for other in self._requests.values() if other is not one)
-        promised = one.promised_tokens + promised_tokens(others).get(owner, 0)
-        return one.is_streamed or (one.offer.fits_owner and promised <= self._members[owner].free_tokens)
+        return self._order_chunk(one, tokens, compute_s, group, now_s)
 
     def _wait_for_room(self, one: SharedPrefill, now_s: float) -> list[Order]:
         """No group can hold it now, or its owner all of it."""
@@ -360,34 +366,28 @@ class Coordinator:
         return [] if self._may_get_room(one, now_s) else self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
 
     def _may_get_room(self, one: SharedPrefill | AnnouncedPrompt, now_s: float) -> bool:
-        """Whether something runs that may make room for it, and it has not waited too long where it fits one alone."""
-        one.no_room_s = now_s if one.no_room_s is None else one.no_room_s
-        is_known = one.fastest_s < math.inf
-        is_sent = any(other.is_finishing for other in self._requests.values())
-        works = any(self._members[instance].backlog_s(now_s) > 0 for instance in self._members)
-        is_report_due = (
-            not one.fits_owner and now_s <= max(one.no_room_s, self._freed_s) + self._settings.report_timeout_s
-        )
-        is_busy = bool(self._steps) or is_sent or works or is_report_due
-        waits_on = now_s <= one.no_room_s + self._settings.room_timeout_s or one.tokens > self._members.most_tokens()
-        return is_known and is_busy and waits_on
+        return self._room.may_come(one, self._requests.values(), now_s, is_working=bool(self._steps))
 
     def _order_chunk(
         self, one: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float
-    ) -> Order:
+    ) -> list[Order]:
         settings = self._settings
         positions = head(one.todo, tokens)
         layout, after = lay_out(one.held, positions, group, settings.interleaving, settings.page_tokens)
+        more = {instance: tokens_held(after, instance) - tokens_held(one.held, instance) for instance in group}
+        short = [instance for instance in group if more[instance] > self._members[instance].free_tokens]
+        displaced, is_free = self._keeping.displace(short)
+        if not is_free:
+            return displaced
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         is_last = one.is_streamed and tokens == count_tokens(one.todo)
         step = self._numbers
         order = RunChunk(step.sequence(), one.offer.request, layout, step.tags(tags), is_last)
         one.group = group
         for instance in group:
-            more = tokens_held(after, instance) - tokens_held(one.held, instance)
-            self._members[instance].claimed_tokens += max(0, more)
+            self._members[instance].claimed_tokens += max(0, more[instance])
         self._run(one, order, group, after, now_s, compute_s)
-        return order
+        return [*displaced, order]
 
     def _hand_back(self, one: SharedPrefill, now_s: float) -> list[Order]:
         """Nothing is left to compute: its owner goes on with it, with or without its KV."""
@@ -427,6 +427,9 @@ class Coordinator:
         one.involved.update(members)
         self._members.begin_step(order.sequence, members, now_s, compute_s)
 
+    def _run_keep_step(self, one: SharedPrefill, order: Collect, after: Held, now_s: float) -> None:
+        self._run(one, order, order.members, after, now_s, self._settings.keep_step_s)
+
     def _answer(self, instance: int, sequence: int, now_s: float, *, is_done: bool) -> list[Order]:
         one = self._steps.get(sequence)
         running = None if one is None else one.running
@@ -434,7 +437,7 @@ class Coordinator:
             return []  # late, twice, or from before the instance was lost
         running.waiting.discard(instance)
         self._members[instance].step = None
-        if one.offer.owner == instance and is_done and isinstance(running.order, Collect):
+        if one.offer.owner == instance and is_done and isinstance(running.order, Collect) and one.kept_s is None:
             # From here on the request is its owner's again.
             one.is_cancelled = False
         if is_done:
@@ -453,10 +456,14 @@ class Coordinator:
         running = one.running
         assert running is not None
         order = running.order
-        one.running, self._quiet_s = None, now_s
+        one.running = None
+        if one.kept_s is None:
+            self._quiet_s = now_s
         del self._steps[order.sequence]
         group = order.layout.group if isinstance(order, RunChunk) else order.members
         self._members.end_step(order.sequence, group)
+        if one.kept_s is not None and isinstance(order, Collect):
+            return self._keeping.end_step(one, running, order, now_s)
         if isinstance(order, Collect) and order.owner in running.done:
             # Copies of what the owner has got do not matter, nor how their holders fared.
             return self._forget(one)
@@ -494,7 +501,7 @@ class Coordinator:
     def _forget(self, one: SharedPrefill) -> list[Order]:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
-        self._freed_s = math.inf
+        self._room.freed_s = math.inf
         for instance in one.held:
             if instance in self._members:
                 self._members[instance].free_claimed(tokens_held(one.held, instance))

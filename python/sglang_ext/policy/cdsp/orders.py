@@ -66,7 +66,7 @@ class RunChunk(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """To every holder: all KV goes to the owner, which then goes on with the request."""
+    """To every holder: KV goes to the owner, which then goes on with the request, or keeps it in its prefix cache."""
 
     sequence: int
     request: int
@@ -74,6 +74,7 @@ class Collect(NamedTuple):
     members: tuple[int, ...]
     moves: tuple[KvMove, ...]
     first_tag: int
+    is_last: bool = True  # with it the owner has all; else the request stays where it is, but for these moves
 
 
 class Finish(NamedTuple):

@@ -46,6 +46,7 @@ class SharedPrefill:
     attempts: int = 0
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
+    kept_s: float | None = None  # it has ended, and comes to its owner's prefix cache: since its last step of that
 
     @classmethod
     def of(cls, offer: Offer, candidates: Sequence[SpCandidate]) -> SharedPrefill:

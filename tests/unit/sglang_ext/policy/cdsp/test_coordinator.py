@@ -591,8 +591,12 @@ class SimulatedCluster:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.coordinator = Coordinator(
-            schedule((1, 2, 3), 1, 1e-4), CoordinationSettings(layers=2, page_tokens=self.random.choice((1, 16)))
+            schedule((1, 2, 3), 1, 1e-4),
+            CoordinationSettings(
+                layers=2, page_tokens=self.random.choice((1, 16)), keeps_prefixes=self.random.random() < 0.5
+            ),
         )
+        self.kept = 0
         self.mail: dict[int, deque[Order]] = {}
         self.held: dict[tuple[int, int], tuple[KvSegment, ...]] = {}  # instance, request
         self.before: dict[tuple[int, int], tuple[KvSegment, ...]] = {}
@@ -738,8 +742,11 @@ class SimulatedCluster:
             assert positions_of(segments) == (*order.layout.history[group.index(instance)], *new)
         self.held[key] = tuple(segments)
         self.deliver(self.coordinator.done(instance, order.sequence, self.now_s))
-        if isinstance(order, Collect) and instance == order.owner and order.request not in self.ended:
-            self.finish(order)
+        if isinstance(order, Collect) and instance == order.owner and order.is_last:
+            if order.request not in self.ended:
+                self.finish(order)
+            elif key in self.held:
+                self.keep(order)
 
     def is_waiting(self, instance: int, sequence: int) -> bool:
         waiting = [order for order in self.mail.get(instance, ()) if isinstance(order, RunChunk | Collect)]
@@ -753,6 +760,14 @@ class SimulatedCluster:
         have = sorted({*have, *range(one.cached_tokens)})
         self.end(order.request, "whole" if have == list(range(one.tokens)) else "in part")
         del self.held[one.owner, order.request]
+
+    def keep(self, order: Collect) -> None:
+        """All of a prompt that is at decode has come to its owner's prefix cache."""
+        one = self.offers[order.request]
+        have = [p for part in positions_of(self.held.pop((one.owner, order.request))) for p in part]
+        assert sorted(have) == sorted(set(have)), "a position is held twice"
+        assert {*have, *range(one.cached_tokens)} == {*range(one.tokens)}
+        self.kept += 1
 
     def quiet_down(self) -> None:
         for _ in range(3000):
@@ -816,3 +831,17 @@ def test_most_requests_are_shared_when_nothing_fails() -> None:
         "whole",
         "streamed",
     }
+
+
+def test_what_was_streamed_is_kept_when_nothing_else_is_done() -> None:
+    kept = {}
+    for seed in range(20):
+        cluster = SimulatedCluster(seed)
+        for request in range(1, 10):
+            cluster.offer(request)
+            cluster.quiet_down()
+        streamed = [how for request, how in cluster.ended.items() if how == "streamed"]
+        kept[seed] = cluster.kept, len(streamed)
+        assert not cluster.held
+    assert {count == len_ for count, len_ in kept.values() if count} == {True}
+    assert {count for count, _ in kept.values()} > {0}
