@@ -58,9 +58,6 @@ class Attempt:
             prefill.breaker.on_start(now_s)
             if decode is not None:
                 decode.breaker.on_start(now_s)
-        services.planner.learn_route(prompt, prefill)
-        if services.siblings.shares_prefixes and prompt.hashes:
-            services.siblings.tell_prefix(prefill.url, prompt.hashes)
         services.metrics.count_route(route, prompt_tokens)
 
     # -- legs -------------------------------------------------------------------------------------------
@@ -71,10 +68,12 @@ class Attempt:
         Under the room of its `place` in a long pool, where that has become the route, else under a new one.
         """
         services, request, route = self._services, self._request, self.route
-        if place is not None and place.prefill is route.prefill:
+        if place is not None and place.prefill is route.prefill and services.pool_offers is not None:
             room = place.room
+            services.pool_offers.note_sent(room, route.prefill, request.prompt)
         else:
             room = services.rooms.take(request.prompt.sequence_count)
+            services.learn_prefix(request.prompt, route.prefill)
         self.request_id = made_id = request.made_id(room)
         decode_worker = route.decode
         bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -43,6 +43,7 @@ class LongPoolMonitor:
         self._task: asyncio.Task[None] | None = None
         self._status: dict[str, Any] | None = None
         self.answer: object = None  # the latest, as the coordinator gave it
+        self.on_answer: Callable[[Mapping[str, Any]], None] = lambda answer: None  # is given each
         self.clock_offset_s: float | None = None  # what turns its times into those of `clock`
         self._read_s: float | None = None
         self._problem: str | None = "not asked yet"
@@ -93,6 +94,7 @@ class LongPoolMonitor:
             self._status = read_status(answer)
             self.answer = answer
             self._follow_clock(answer.get("now_s"))
+            self.on_answer(answer)
             problem = None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             problem = (str(error) or type(error).__name__).partition("\n")[0]
@@ -112,6 +114,7 @@ class LongPoolMonitor:
             self.clock_offset_s = offset_s
 
 
+_NOT_CACHED = ("streamed", "cancelled", "owner_lost")
 _NOTHING = ("model", "arrivals_per_s", "members", "requests", "recent")
 
 
@@ -139,6 +142,19 @@ def read_status(answer: object) -> dict[str, Any]:
         "requests": [_describe_request(one, names) for one in _list(status, "requests")],
         "recent": [_describe_request(one, names) for one in reversed(recent)],
     }
+
+
+def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
+    """Rooms of prompts that have left the long pool, and whether their own instance has them in its prefix cache.
+
+    A prompt that went straight to decode may be there later. Of one that could not be shared nothing is known but that
+    its own instance computes it, as any other.
+    """
+    for one in _list(answer, "recent"):
+        prompt = _object(one, "a request")
+        room, outcome = prompt.get("room"), prompt.get("outcome")
+        if isinstance(room, int):
+            yield room, prompt.get("kept_s") is not None or outcome not in _NOT_CACHED
 
 
 def pool_prompts(answer: object, offset_s: float) -> list[PromptRow]:

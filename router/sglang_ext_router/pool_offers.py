@@ -7,7 +7,7 @@ nothing of this is needed for an answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -15,15 +15,18 @@ import aiohttp
 import orjson
 
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.long_pool import LongPoolMonitor
+from sglang_ext_router.long_pool import LongPoolMonitor, cached_rooms
 from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.prepared_request import PreparedRequest
+from sglang_ext_router.prompt import Prompt
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import PoolPlace, RoutePlanner
+from sglang_ext_router.workers import Worker
 
 TICKETS_PATH = "/tickets"
 CONNECT_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 4096
+MOST_UNCACHED = 1024  # prompts that were sent, and that the coordinator may still tell of
 
 
 class OfferOutcome(StrEnum):
@@ -55,12 +58,17 @@ class PoolOffers:
         planner: RoutePlanner,
         rooms: RoomAllocator,
         metrics: RouterMetrics,
+        learn: Callable[[Prompt, Worker], None],
     ) -> None:
+        """`learn` is told which prompt an instance has in its prefix cache."""
         self._config = config
         self._monitor = monitor
         self._planner = planner
         self._rooms = rooms
         self._counts = metrics.pool_offers
+        self._uncached: dict[int, tuple[Worker, Prompt]] = {}  # by room, in order of sending
+        self._learn = learn
+        monitor.on_answer = self._learn_prefixes
         self._session: aiohttp.ClientSession | None = None
         self._asking: set[asyncio.Task[str]] = set()
 
@@ -118,6 +126,20 @@ class PoolOffers:
 
         task.add_done_callback(on_done)
         return task
+
+    def note_sent(self, room: int, prefill: Worker, prompt: Prompt) -> None:
+        """The instance that was named gets it; whether it has it in its prefix cache is known later."""
+        if prompt.hashes:
+            self._uncached[room] = prefill, prompt
+            if len(self._uncached) > MOST_UNCACHED:
+                del self._uncached[next(iter(self._uncached))]
+
+    def _learn_prefixes(self, answer: Mapping[str, Any]) -> None:
+        if self._uncached:
+            for room, is_cached in cached_rooms(answer):
+                if is_cached and room in self._uncached:
+                    prefill, prompt = self._uncached.pop(room)
+                    self._learn(prompt, prefill)
 
     async def stop(self) -> None:
         """Ask no more."""

@@ -143,7 +143,8 @@ class Router:
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
         if self.long_pool is not None and config.coordinator_offer_timeout_secs:
-            offers = PoolOffers(config, self.long_pool, self.planner, self.services.rooms, self.metrics)
+            learn = self.services.learn_prefix
+            offers = PoolOffers(config, self.long_pool, self.planner, self.services.rooms, self.metrics, learn)
             self.services.pool_offers = offers
         if config.otlp_traces_endpoint:
             self.services.tracer = Tracer(config, loop, self.long_pool)

@@ -20,13 +20,14 @@ from sglang_ext_router.metrics import RouterMetrics
 from sglang_ext_router.online_load import OnlineWaits
 from sglang_ext_router.pool_offers import PoolOffers
 from sglang_ext_router.probe import Prober
+from sglang_ext_router.prompt import Prompt
 from sglang_ext_router.reply_builder import ReplyBuilder
 from sglang_ext_router.request_ids import RoomAllocator
 from sglang_ext_router.routing import RoutePlanner
 from sglang_ext_router.siblings import SiblingLink
 from sglang_ext_router.traces import Tracer
 from sglang_ext_router.upstream import UpstreamPools
-from sglang_ext_router.workers import WorkerRegistry
+from sglang_ext_router.workers import Worker, WorkerRegistry
 
 
 class Admissible(Protocol):
@@ -101,6 +102,13 @@ class Services:
     pool_offers: PoolOffers | None = None  # with a coordinator that plans the long pool
     tracer: Tracer | None = None  # with a collector of traces
     view: LiveView | None = None  # while there is a viewer: what is told to it
+
+    def learn_prefix(self, prompt: Prompt, prefill: Worker) -> None:
+        """The prompt is in this instance's prefix cache, or will be."""
+        if self.registry.contains(prefill):
+            self.planner.learn_route(prompt, prefill)
+            if self.siblings.shares_prefixes and prompt.hashes:
+                self.siblings.tell_prefix(prefill.url, prompt.hashes)
 
     async def stop(self) -> None:
         """Free what has tasks, processes or connections."""

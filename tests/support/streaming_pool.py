@@ -24,7 +24,7 @@ from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.shards import HeadLayout, TokenSpan
 from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember, Sendable
+from sglang_ext.sequence_parallel.member import Collected, Kept, Outcome, PoolMember, Sendable
 from sglang_ext.sequence_parallel.messages import Destination
 from support.memory_pool import MemoryMember, MemoryMeshes, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
@@ -118,6 +118,7 @@ class StreamingMember(MemoryMember):
         self.sent: dict[int, _Sent] = {}
         self.ending: set[int] = set()  # requests that are on their way to decode, and not here
         self.logits: dict[int, torch.Tensor] = {}  # of those that were computed without being collected
+        self.kept: dict[int, torch.Tensor] = {}  # KV of those that have come to the prefix cache
 
     def offer_streamed(
         self,
@@ -177,13 +178,20 @@ class StreamingMember(MemoryMember):
             if transfer.is_restarted:
                 self.member.stream_failed(request)
                 return
-            self.pool.free(self.offered[request][1])
-            if stage is Stage.COMPLETE:
-                self.member.transferred(request, 0.0, 0.0)
-            else:
+            if stage is not Stage.COMPLETE:
                 self.member.withdraw(request)
+            elif self.member.transferred(request, 0.0, 0.0):
+                return  # its outcome follows
+            self.pool.free(self.offered[request][1])
 
     def _go_on(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Kept):
+            prefix = self.offered[outcome.request][1]
+            if outcome.slots.numel():
+                self.kept[outcome.request] = self.pool.kv(torch.cat([prefix, outcome.slots]))
+                self.pool.free(outcome.slots)
+            self.pool.free(prefix)
+            return
         if isinstance(outcome, Sendable):
             transfer = self.sent[outcome.request].transfer
             if transfer.is_restarted:

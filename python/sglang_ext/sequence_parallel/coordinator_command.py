@@ -83,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"takes the time and the memory for it (default: {_STREAMED})",
     )
     add(
+        "--keep-prefix",
+        action=argparse.BooleanOptionalAction,
+        default=default.keeps_prefixes,
+        help="whether the KV of a prompt that has gone straight to decode comes to its own instance's prefix cache "
+        "afterwards, in short steps while nothing else is done there, and where there is room (default: it does not)",
+    )
+    add(
         "--order",
         choices=[str(one) for one in PrefillOrder],
         default=str(default.order),
@@ -147,6 +154,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         arguments.rebalance == _OVERLAPPED,
         arguments.ending == _COLLECTED,
         None if arguments.max_chunk_ms is None else _seconds("--max-chunk-ms", arguments.max_chunk_ms, 1.0),
+        arguments.keep_prefix,
     )
     return CoordinatorOptions(
         arguments.host,

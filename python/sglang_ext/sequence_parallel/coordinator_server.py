@@ -306,6 +306,13 @@ class _PoolCollector(Collector):
         for outcome in (*PrefillEnd, *DeclineReason):
             ended.add_metric([outcome], history.outcomes[outcome])
         yield ended
+        yield _gauge("requests_keeping", "Streamed prefills on their way to a prefix cache", len(history.keeping))
+        kept = CounterMetricFamily(
+            "sglang_ext:cdsp_prefixes", "Streamed prefills whose KV was to come to a prefix cache", labels=["outcome"]
+        )
+        for outcome, is_kept in (("kept", True), ("dropped", False)):
+            kept.add_metric([outcome], history.kept[is_kept])
+        yield kept
         yield _gauge(
             "tickets_waiting", "Prompts announced by routers that no instance was named for", status.tickets_waiting
         )

@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
 GIVEN_UP = "the step has been given up"
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 class Declined(NamedTuple):
@@ -87,7 +88,14 @@ class Sendable(NamedTuple):
     streamed: Streamed
 
 
-Outcome = Declined | Collected | Sendable
+class Kept(NamedTuple):
+    """The pool has nothing more of a request that went to decode."""
+
+    request: int
+    slots: torch.Tensor  # for the prefix cache, as those of `Collected`; none where it is not kept
+
+
+Outcome = Declined | Collected | Sendable | Kept
 
 
 class PoolMember:
@@ -123,6 +131,7 @@ class PoolMember:
         self._shards: dict[int, Shard] = {}
         self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
+        self._kept: dict[int, int] = {}  # cached tokens of such requests that are at decode, until the pool drops them
         self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
         self._last_chunk: int | None = None  # its number; later steps moved KV alone
         self._steps: deque[ChunkOrder | CollectOrder] = deque()
@@ -192,12 +201,20 @@ class PoolMember:
         if self._is_known(request):
             self._link.send(StreamFailed(request))
 
-    def transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
-        """All KV of a request that was offered is at decode; see `Transferred`."""
+    def transferred(self, request: int, transfer_s: float, exposed_s: float) -> bool:
+        """All KV of a request that was offered is at decode; see `Transferred`.
+
+        Whether the pool still has it: then its cached prefix must stay valid until the outcome, which is `Kept`.
+        """
+        cached_tokens = self._cached_tokens.get(request)
         self._forget(request)
         self._streams.close(request)
-        if self._is_known(request):
-            self._link.send(Transferred(request, transfer_s, exposed_s))
+        if not self._is_known(request):
+            return False
+        self._link.send(Transferred(request, transfer_s, exposed_s))
+        if cached_tokens is not None:
+            self._kept[request] = cached_tokens
+        return cached_tokens is not None
 
     def _is_known(self, request: int) -> bool:
         """A coordinator that has given this instance another number since knows nothing of it."""
@@ -240,10 +257,11 @@ class PoolMember:
             shard.drop()
         if self._session is not None:
             self._streams.abandon("the pool's coordinator has gone")
-        return [
+        declined = [
             Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.get(request))
             for request in self._cached_tokens
         ]
+        return [*declined, *(Kept(request, _NO_SLOTS) for request in self._kept)]
 
     def _take(self, order: ToMember) -> list[Outcome]:
         if isinstance(order, ChunkOrder | CollectOrder):
@@ -265,6 +283,8 @@ class PoolMember:
                 self._shards[order.request].roll_back()
         elif isinstance(order, Drop):
             self._drop(order.request)
+            if self._kept.pop(order.request, None) is not None:
+                return [Kept(order.request, _NO_SLOTS)]
         elif isinstance(order, Decline):
             self._drop(order.request)
             if order.request in self._cached_tokens:
@@ -343,9 +363,10 @@ class PoolMember:
         shard = self._shards.setdefault(step.request, Shard(pool))
         moves, first_tag = step.moves, step.first_tag
         run_collect(pool, shard, moves, mesh, instance, first_tag, clock=clock, ranks=self.ranks)
-        if step.owner != instance:
+        if step.owner != instance or not step.is_last:
             return []
-        cached_tokens = self._cached_tokens.get(step.request)
+        is_kept = step.request in self._kept
+        cached_tokens = (self._kept if is_kept else self._cached_tokens).get(step.request)
         if cached_tokens is None:
             return []  # withdrawn meanwhile; `Drop` follows
         try:
@@ -355,6 +376,9 @@ class PoolMember:
             raise
         del self._shards[step.request]
         self._streams.close(step.request)
+        if is_kept:
+            del self._kept[step.request]
+            return [Kept(step.request, slots)]
         return [Collected(step.request, slots, self._forget(step.request))]
 
     def _drop(self, request: int) -> None:

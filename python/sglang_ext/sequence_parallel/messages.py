@@ -39,7 +39,7 @@ from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_LINE_BYTES = 2**24
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
 
@@ -459,8 +459,9 @@ def _destinations(values: Sequence[Any]) -> tuple[Destination, ...]:
 
 
 def _collect(values: Sequence[Any]) -> Collect:
-    sequence, request, owner, members, moves, first_tag = values
-    return Collect(int(sequence), int(request), int(owner), _ints(members), _moves(moves), int(first_tag))
+    sequence, request, owner, members, moves, first_tag, is_last = values
+    where = (int(owner), _ints(members), _moves(moves), int(first_tag))
+    return Collect(int(sequence), int(request), *where, bool(is_last))
 
 
 _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {

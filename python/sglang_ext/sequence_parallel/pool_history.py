@@ -21,6 +21,7 @@ class StepKind(StrEnum):
 
     CHUNK = "chunk"
     COLLECT = "collect"
+    KEEP = "keep"  # KV of a prompt that is at decode comes to its owner's prefix cache
 
 
 class PrefillEnd(StrEnum):
@@ -106,6 +107,7 @@ class PrefillRecord:
     transfer_s: float | None = None
     exposed_transfer_s: float | None = None
     ticket: TicketTimes | None = None  # of one that a router had announced
+    kept_s: float | None = None  # of one that was streamed: when its own instance had it in its prefix cache
 
     @property
     def chunks(self) -> list[StepRecord]:
@@ -170,6 +172,8 @@ class PoolStatus:
     arrivals_per_s: float  # of offers and announced prompts, in the last minute or so
     former_members: tuple[FormerMember, ...]  # latest last
     tickets_waiting: int = 0  # prompts that a router has announced, and that no instance has been named for
+    requests_kept: int = 0  # of those that were streamed, that have come to the prefix cache of their own instance
+    requests_keeping: int = 0  # that are on their way there
 
 
 class PoolHistory:
@@ -189,6 +193,8 @@ class PoolHistory:
         self.collect_s = 0.0
         self.transfers = 0
         self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
+        self.keeping: dict[int, PrefillRecord] = {}  # at decode, and perhaps in a prefix cache before long
+        self.kept: Counter[bool] = Counter()  # of these, those that are there now, and those that were dropped
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
 
@@ -205,9 +211,11 @@ class PoolHistory:
             step = StepRecord(StepKind.CHUNK, layout.group, sum(map(count_tokens, layout.new)), moved, now_s)
         else:
             moved = sum(move.tokens for move in order.moves)
-            step = StepRecord(StepKind.COLLECT, order.members, 0, moved, now_s)
-        if order.request in self.running:
-            self.running[order.request].steps.append(step)
+            kind = StepKind.KEEP if order.request in self.keeping else StepKind.COLLECT
+            step = StepRecord(kind, order.members, 0, moved, now_s)
+        record = self.running.get(order.request) or self.keeping.get(order.request)
+        if record is not None:
+            record.steps.append(step)
         return step
 
     def note_step_end(self, step: StepRecord) -> None:
@@ -221,7 +229,7 @@ class PoolHistory:
                 self.member_s["compute"] += one.compute_s
                 self.member_s["ring"] += one.ring_s
                 self.member_s["rebalance"] += one.rebalance_s
-        else:
+        elif step.kind is StepKind.COLLECT:
             self.collect_s += step.took_s
 
     def note_end(self, request: int, outcome: Outcome, now_s: float) -> PrefillRecord:
@@ -237,6 +245,18 @@ class PoolHistory:
         if outcome in {PrefillEnd.COLLECTED, PrefillEnd.STREAMED}:
             self.prefill_s += now_s - record.offered_s
         return record
+
+    def note_keeping(self, request: int, now_s: float) -> PrefillRecord:
+        """A request has been streamed, and its KV may come to a prefix cache."""
+        record = self.keeping[request] = self.note_end(request, PrefillEnd.STREAMED, now_s)
+        return record
+
+    def note_kept(self, request: int, now_s: float | None) -> None:
+        """That has an end: when it was there, or None."""
+        record = self.keeping.pop(request, None)
+        if record is not None:
+            record.kept_s = now_s
+            self.kept[now_s is not None] += 1
 
     def note_transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
         """KV of a request that has left the pool is at decode."""

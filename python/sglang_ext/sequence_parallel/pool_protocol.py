@@ -216,12 +216,19 @@ class PoolProtocol:
             case Transferred(request, transfer_s, exposed_s):
                 self._check_owner(request, instance)
                 self.history.note_transferred(request, transfer_s, exposed_s)
-                return core.transferred(request, now_s)
+                return self._transferred(core, request, now_s)
             case StreamFailed(request):
                 self._check_owner(request, instance)
                 self._streams.broken(request)
                 return core.stream_failed(request, now_s)
         raise PoolProtocolError(f"{type(message).__name__} is no message of a member")
+
+    def _transferred(self, core: Coordinator, request: int, now_s: float) -> list[Order]:
+        orders = core.transferred(request, now_s)
+        if request in core.requests and request in self.history.running:
+            self._streams.ended(request)
+            self._events.ended.append(self.history.note_keeping(request, now_s))
+        return orders
 
     def _note_alive(self, core: Coordinator, instance: int, silent_s: float, now_s: float) -> list[Order]:
         peer = self._peers[instance]
@@ -394,11 +401,13 @@ class PoolProtocol:
             self._logits[order.request] = logits
         if times is None and isinstance(order, RunChunk):
             self._streams.broken(order.request)
-        is_collected = isinstance(order, Collect) and order.owner == instance and is_done
+        is_collected = isinstance(order, Collect) and order.owner == instance and order.is_last and is_done
         record = self.history.running.get(order.request)
         if is_collected and record is not None:
             outcome = PrefillEnd.CANCELLED if record.is_cancelled else PrefillEnd.COLLECTED
             self._end(order.request, outcome, now_s)
+        elif is_collected:
+            self.history.note_kept(order.request, now_s)
         self._note_step(step, now_s)
 
     def _note_step(self, step: OpenStep, now_s: float) -> None:
@@ -419,6 +428,7 @@ class PoolProtocol:
         for request in [request for request in self._token_ids if request not in known]:
             del self._token_ids[request]
             self._logits.pop(request, None)
+            self.history.note_kept(request, None)
             record = self.history.running.get(request)
             if record is not None:
                 is_lost = record.owner not in self._peers
@@ -464,6 +474,8 @@ class PoolProtocol:
             core.arrivals_per_s(now_s) if core is not None else 0.0,
             tuple(history.former_members),
             self.tickets.waiting,
+            history.kept[True],
+            len(history.keeping),
         )
 
     def _others(self, name: str) -> bool:

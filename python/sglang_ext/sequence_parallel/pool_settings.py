@@ -24,6 +24,7 @@ class PoolSettings(NamedTuple):
     overlaps_rebalancing: bool = True
     collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
     max_chunk_s: float | None = None  # predicted; longer ones are cut
+    keeps_prefixes: bool = False  # of streamed prompts
 
     @property
     def stuck_s(self) -> float:
@@ -49,6 +50,7 @@ def new_coordinator(settings: PoolSettings, identity: Identity, costs: PoolCosts
         page_tokens=identity.page_tokens,
         interleaving=settings.interleaving,
         chunk_s=settings.max_chunk_s,
+        keeps_prefixes=settings.keeps_prefixes,
     )
     return Coordinator(PoolSchedule(planner_of(settings, identity, costs), settings.order), fixed)
 

@@ -34,6 +34,8 @@ class ScriptedCoordinator:
         self.name = "?"  # of the member that is named
         self.answer: Answer = self.named
         self.is_well = True
+        self.recent: list[dict[str, Any]] = []
+        self.asked = 0
 
     async def named(self, ticket: dict[str, Any]) -> web.StreamResponse:
         await self.turn.wait()
@@ -49,7 +51,13 @@ class ScriptedCoordinator:
             raise
 
     async def get_status(self, _: web.Request) -> web.Response:
-        return web.json_response(STATUS) if self.is_well else web.Response(status=500)
+        self.asked += 1
+        return web.json_response(STATUS | {"recent": self.recent}) if self.is_well else web.Response(status=500)
+
+    def ended(self, outcome: str, kept_s: float | None = None) -> None:
+        """The prompt of the latest ticket has left the pool."""
+        ended = {"room": self.tickets[-1]["ticket"], "outcome": outcome, "kept_s": kept_s, "times": {}, "steps": []}
+        self.recent = [ended]
 
 
 @asynccontextmanager
@@ -235,6 +243,8 @@ async def test_a_stream_that_waits_is_kept_alive() -> None:
 async def test_what_an_instance_has_cached_decides_as_ever() -> None:
     async with offering() as (coordinator, served):
         assert (await ask(served)).status == 200
+        coordinator.ended("collected")
+        await served.until(lambda: has_prefixes(served))
         coordinator.name = f"127.0.0.1:{served.long[0].port}"
         assert (await ask(served, {"text": LONG["text"] + "and more"})).status == 200
         assert len(coordinator.tickets) == 1
@@ -253,6 +263,38 @@ async def test_what_the_members_would_not_share_is_not_offered(body: dict[str, A
     async with offering() as (coordinator, served):
         await ask(served, body)
         assert (coordinator.tickets, outcomes(served)) == ([], {})
+
+
+async def test_a_prompt_is_cached_once_the_coordinator_says_so() -> None:
+    async with offering() as (coordinator, served):
+
+        async def is_asked() -> None:
+            asked = coordinator.asked
+            await served.until(lambda: coordinator.asked > asked + 1)
+
+        await ask(served)
+        assert not has_prefixes(served)
+        for outcome in ("streamed", "cancelled"):
+            coordinator.ended(outcome)
+            await is_asked()
+            assert not has_prefixes(served)
+        coordinator.ended("streamed", kept_s=1.0)
+        await served.until(lambda: has_prefixes(served))
+        await ask(served)
+        assert len(coordinator.tickets) == 1  # it goes where its prefix is
+
+
+@pytest.mark.parametrize("outcome", ["collected", "alone_is_best"])
+async def test_a_prompt_that_its_own_instance_has_computed_is_cached(outcome: str) -> None:
+    async with offering() as (coordinator, served):
+        await ask(served)
+        coordinator.ended(outcome)
+        await served.until(lambda: has_prefixes(served))
+
+
+def has_prefixes(served: Cluster) -> bool:
+    """Whether the router believes that any instance has a part of any prompt."""
+    return served.router.planner.index.block_count > 0
 
 
 async def test_a_retry_is_routed_as_any_other() -> None:

@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Declined, Outcome, PoolMember, Sendable
+from sglang_ext.sequence_parallel.member import Collected, Declined, Kept, Outcome, PoolMember, Sendable
 from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.cdsp.ending import sample, take_back
 from sglang_ext.sglang_plugin.cdsp.engine import build_member
@@ -71,6 +71,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         super().init_load_inquirer()
         self._shared: dict[int, _Shared] = {}
         self._ending: dict[int, _Shared] = {}  # computed, and on their way to decode, without KV here
+        self._kept: dict[int, _Shared] = {}  # at decode; their KV may still come to the prefix cache here
         self._sending: dict[int, HandshakeKVSender] = {}  # of requests that have come back, until all KV is at decode
         self._resumed: list[
             tuple[Any, Any]
@@ -227,6 +228,12 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if isinstance(outcome, Sendable):
             self._end(outcome)
             return
+        if isinstance(outcome, Kept):
+            kept = self._kept.pop(outcome.request)
+            if outcome.slots.numel():
+                self._insert(kept, outcome.slots)
+            self.tree_cache.unlock(kept.lock)
+            return
         if outcome.request in self._ending and not self._has_come_back(outcome.request):
             return
         shared = self._shared.pop(outcome.request, None)
@@ -242,19 +249,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             return
         is_taken_twice = False
         if isinstance(outcome, Collected) and outcome.slots.numel():
-            end = shared.cached_tokens + outcome.slots.numel()
-            inserted = self.tree_cache.insert(
-                InsertParams(
-                    key=RadixKey(
-                        array("q", request.origin_input_ids[:end]), request.extra_key, cache_salt=request.cache_salt
-                    ),
-                    value=torch.cat([shared.prefix_slots, outcome.slots]),
-                    prev_prefix_len=shared.cached_tokens,
-                    priority=request.priority or 0,
-                )
-            )
             # The cache frees slots of what it has already, even while members still read them.
-            is_taken_twice = inserted.prefix_len > shared.cached_tokens
+            is_taken_twice = self._insert(shared, outcome.slots) > shared.cached_tokens
         if isinstance(request.disagg_kv_sender, HandshakeKVSender):
             self._sending[outcome.request] = request.disagg_kv_sender
         _send_the_rest(request.disagg_kv_sender, shared, outcome, is_taken_twice=is_taken_twice)
@@ -267,6 +263,22 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if entry is not None and laps is not None:
             reclassify(request, entry, laps.policy, laps.now_s())
         self.waiting_queue.insert(0, request)
+
+    def _insert(self, shared: _Shared, slots: torch.Tensor) -> int:
+        """Put what lies behind the cached prefix into the prefix cache; how much of all that was there already."""
+        request, end = shared.request, shared.cached_tokens + slots.numel()
+        inserted = self.tree_cache.insert(
+            InsertParams(
+                key=RadixKey(
+                    array("q", request.origin_input_ids[:end]), request.extra_key, cache_salt=request.cache_salt
+                ),
+                value=torch.cat([shared.prefix_slots, slots]),
+                prev_prefix_len=shared.cached_tokens,
+                priority=request.priority or 0,
+            )
+        )
+        there_tokens: int = inserted.prefix_len
+        return there_tokens
 
     # ---------------------------------------------------------------- requests without KV here
 
@@ -292,12 +304,13 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         for number, shared in list(self._ending.items()):
             if id(shared.request) not in waiting:
                 del self._ending[number]
-                self.tree_cache.unlock(shared.lock)
                 sender = shared.request.disagg_kv_sender
-                if sender.conclude_state == KVPoll.Success:
-                    member.transferred(number, *(sender.transfer_times or (0.0, 0.0)))
-                else:
+                if sender.conclude_state != KVPoll.Success:
                     member.withdraw(number)
+                elif member.transferred(number, *(sender.transfer_times or (0.0, 0.0))):
+                    self._kept[number] = shared
+                    continue
+                self.tree_cache.unlock(shared.lock)
         numbers = list(self._ending)
         are_well = member.ranks.all_of([not self._ending[one].request.disagg_kv_sender.is_restarted for one in numbers])
         for number, is_well in zip(numbers, are_well, strict=True):
@@ -395,7 +408,12 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     def is_fully_idle(self, for_health_check: bool = False, *args: Any, **kwargs: Any) -> bool:
         member = self._member
-        is_ours = self._shared or self._ending or (member is not None and member.is_busy and not for_health_check)
+        is_ours = (
+            self._shared
+            or self._ending
+            or self._kept
+            or (member is not None and member.is_busy and not for_health_check)
+        )
         return not is_ours and bool(super().is_fully_idle(for_health_check, *args, **kwargs))
 
     def held_requests(self) -> list[Any]:
@@ -406,6 +424,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         for number, shared in list(self._shared.items()):
             if recv_req.abort_all or shared.request.rid.startswith(recv_req.rid):
                 self._withdraw(number)
+        if recv_req.abort_all and self._member is not None:
+            for number in self._kept:
+                self._member.withdraw(number)
         super().abort_request(recv_req)
 
     def _withdraw(self, number: int) -> None:
@@ -424,7 +445,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             self.waiting_queue = waiting
 
 
-def _send_the_rest(sender: Any, shared: _Shared, outcome: Outcome, *, is_taken_twice: bool) -> None:
+def _send_the_rest(sender: Any, shared: _Shared, outcome: Declined | Collected, *, is_taken_twice: bool) -> None:
     """What members have not sent to decode is the request's own instance's to send; all of it, where they failed."""
     if not isinstance(sender, HandshakeKVSender):
         return

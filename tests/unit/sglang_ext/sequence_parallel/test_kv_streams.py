@@ -166,14 +166,18 @@ def test_without_a_coordinator_what_was_sent_is_sent_anew(make: Make, decode: De
     torch.testing.assert_close(decode.requests[1].kv, kv_of(ids(60))[:, :, 4:], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: Decode, seed: int) -> None:
     draw = random.Random(seed)
     page = draw.choice((1, 4))
     wires = Wires(failure_rate=draw.choice((0.0, 0.0, 0.003, 0.01)), seed=seed)
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
     settings = PoolSettings(
-        draw.choice(list(Interleaving)), min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6
+        draw.choice(list(Interleaving)),
+        min_chunk_tokens=16,
+        step_timeout_s=10.0,
+        member_timeout_s=1e6,
+        keeps_prefixes=seed % 3 > 0,
     )
     members = [make(instance, wires, page) for instance in range(3)]
     protocol = PoolProtocol(settings, costs)
@@ -208,9 +212,16 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
     for one in members:
         for request, logits in one.logits.items():
             torch.testing.assert_close(logits, logits_of(one.offered[request][0]), atol=1e-4, rtol=0)
+        for request, kv in one.kept.items():
+            token_ids, prefix = one.offered[request]
+            assert kv.shape[2] == max(len(token_ids) // page * page, prefix.numel())
+            torch.testing.assert_close(kv, kv_of(token_ids)[:, :, : kv.shape[2]], atol=1e-4, rtol=0)
+    assert protocol.history.kept[True] == sum(len(one.kept) for one in members)
     assert decode.pool.free_tokens == 4096
     assert decode.endpoint.totals().unsettled_permits == 0
+    assert not protocol.history.keeping
     if protocol.history.steps_failed == 0:
+        assert settings.keeps_prefixes == (protocol.history.kept[True] > 0)
         assert all(one.attempts == 1 for one in decode.requests.values())
         assert protocol.history.collect_s == 0.0 or protocol.status(0.0).requests_declined
         assert sum(one.endpoint.totals().written_bytes > 0 for one in members) > 1

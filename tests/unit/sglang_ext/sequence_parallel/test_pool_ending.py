@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from sglang_ext.identifiers import pool_request
-from sglang_ext.policy.cdsp.orders import Decline, DeclineReason, Drop, MemberReport, RunChunk
+from sglang_ext.policy.cdsp.orders import Collect, Decline, DeclineReason, Drop, MemberReport, RunChunk
 from sglang_ext.policy.cdsp.sharding import Interleaving, lay_out
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.link_frames import PeerAddress
-from sglang_ext.sequence_parallel.member import Declined, Sendable
+from sglang_ext.sequence_parallel.member import Declined, Kept, Sendable
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
@@ -39,7 +39,7 @@ from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, 
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from support.memory_pool import MemoryMember, Wires
-from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyPool, logits_of
+from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyPool, kv_of, logits_of
 
 TIMES = StepTimes(1.0, 0.0, 0.0)
 IDS = array("i", range(400))
@@ -148,12 +148,53 @@ def test_logits_that_the_prompts_own_member_has_computed_do_not_travel() -> None
     assert isinstance(outcome, Sendable)
     torch.testing.assert_close(outcome.logits, logits_of(ids(30)), atol=1e-4, rtol=0)
     assert one.member.held_tokens == 30, "kept until it is at decode"
-    one.member.transferred(REQUEST, 2.0, 1.0)
+    assert one.member.transferred(REQUEST, 2.0, 1.0), "its cached prefix is still wanted"
     assert sent(one, Transferred) == [Transferred(REQUEST, 2.0, 1.0)]
     one.link.inbox.append(Drop(REQUEST, (0,)))
-    assert one.member.turn() == []
+    (kept,) = one.member.turn()
+    assert isinstance(kept, Kept)
+    assert kept.slots.numel() == 0
     assert one.member.turn() == []
     assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
+
+
+def at_decode() -> MemoryMember:
+    """A member whose prompt of 30 tokens is at decode."""
+    one = offered(Streamed(REQUEST, 30, True), last_chunk(REQUEST), Computed(REQUEST, None))
+    one.member.turn()
+    one.member.turn()
+    assert one.member.transferred(REQUEST, 2.0, 1.0)
+    return one
+
+
+def collect(sequence: int, *, is_last: bool) -> CollectOrder:
+    return CollectOrder(Collect(sequence, REQUEST, 0, (0,), (), 0, is_last), ((PeerAddress("nowhere", 1),),))
+
+
+def test_what_is_kept_comes_with_the_last_step() -> None:
+    one = at_decode()
+    one.link.inbox.append(collect(2, is_last=False))
+    assert one.member.turn() == []
+    one.link.inbox.append(collect(3, is_last=True))
+    (kept,) = one.member.turn()
+    assert isinstance(kept, Kept)
+    torch.testing.assert_close(one.pool.kv(kept.slots), kv_of(ids(30)), atol=1e-4, rtol=0)
+    one.link.inbox.append(Drop(REQUEST, (0,)))
+    assert one.member.turn() == []
+
+
+def test_what_is_kept_is_dropped_when_the_coordinator_goes() -> None:
+    one = at_decode()
+    one.link.welcome = None
+    (kept,) = one.member.turn()
+    assert isinstance(kept, Kept)
+    assert (kept.slots.numel(), one.pool.free_tokens) == (0, 256)
+
+
+def test_only_what_the_pool_has_is_kept() -> None:
+    one = at_decode()
+    assert not one.member.transferred(REQUEST, 2.0, 1.0)
+    assert not one.member.transferred(pool_request(7, 1), 2.0, 1.0)
 
 
 @pytest.mark.parametrize("is_last", [True, False])
