@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from support.chunk_plans import LOGIT_TOLERANCE, Plan, check, random_plan, steps_of
 from support.ring_instances import RingInstances, ring_instances
-from support.tiny_model import tiny_model
+from support.tiny_model import TinyModelShape, tiny_model
 
 pytestmark = pytest.mark.integration
 INSTANCES = 4
+SHAPE = TinyModelShape(context_tokens=8192)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 16], ids=["page1", "page16"])
@@ -27,6 +30,25 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[RingInstances, int]]:
 @pytest.mark.parametrize("seed", range(50))
 def test_random_plans(pool: tuple[RingInstances, int], seed: int) -> None:
     check(*pool, random_plan(seed, INSTANCES))
+
+
+@pytest.fixture(scope="module")
+def large_pool() -> Iterator[RingInstances]:
+    with ring_instances(tiny_model(SHAPE), INSTANCES, 16, pool_tokens=2 * SHAPE.context_tokens) as instances:
+        yield instances
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(20))
+def test_random_plans_of_up_to_8k_tokens(large_pool: RingInstances, seed: int) -> None:
+    draw = random.Random(seed)
+    members = draw.sample(range(INSTANCES), draw.choice((3, 4)))
+    tokens = draw.randrange(1000, SHAPE.context_tokens)
+    cuts = sorted(draw.sample(range(1, tokens), draw.randrange(4)))
+    sizes = sorted(draw.randrange(1, len(members) + 1) for _ in range(len(cuts) + 1))
+    lengths = [end - start for start, end in pairwise([0, *cuts, tokens])]
+    chunks = tuple((length, tuple(members[:size])) for length, size in zip(lengths, sizes, strict=True))
+    check(large_pool, 16, Plan(0, chunks, draw.choice(list(Interleaving)), draw.random() < 0.7, seed))
 
 
 @pytest.mark.parametrize("interleaving", list(Interleaving))

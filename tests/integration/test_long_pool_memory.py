@@ -18,6 +18,7 @@ PAGES = ("--page-size", "16")
 KV_TOKENS = 640  # of one member
 SMALL = (*PAGES, "--max-total-tokens", str(KV_TOKENS))
 MEMBERS = 3
+CHUNK_TOKENS = 300  # that one member computes at once
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ def coordinator() -> Iterator[Coordinator]:
 
 @pytest.fixture(scope="module")
 def pool(coordinator: Coordinator) -> Iterator[list[Pair]]:
-    specs = [long_member(coordinator, f"small{number}", SMALL, HANDSHAKE) for number in range(MEMBERS)]
+    options = (*HANDSHAKE, "--cdsp-max-chunk-tokens", str(CHUNK_TOKENS))
+    specs = [long_member(coordinator, f"small{number}", SMALL, options) for number in range(MEMBERS)]
     *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
     coordinator.wait_for(lambda status: len(status["members"]) == MEMBERS)
     with ThreadPoolExecutor(32) as threads:
@@ -46,7 +48,11 @@ def test_prompts_larger_than_any_instance(pool: list[Pair], coordinator: Coordin
         assert pool[number % MEMBERS].send(tokens, seed=100 + number).is_exact(), tokens
     several = [pool[number].send(1000 + number, seed=110 + number) for number in range(MEMBERS)]
     assert all(one.is_exact() for one in several)
-    assert coordinator.settled()["requests_streamed"] == before + len(lengths) + len(several)
+    after = coordinator.settled()
+    assert after["requests_streamed"] == before + len(lengths) + len(several)
+    steps = [step for one in after["recent"] for step in one["steps"]]
+    assert all(step["new_tokens"] <= CHUNK_TOKENS * len(step["members"]) for step in steps)
+    assert any(len(one["steps"]) > 2 for one in after["recent"])
     for pair, tokens in zip(pool, free, strict=True):
         pair.check_clean(tokens)
 

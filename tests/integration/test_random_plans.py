@@ -16,6 +16,7 @@ import pytest
 
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.sequence_parallel.pool_history import PrefillEnd, PrefillRecord
+from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineFleet, EngineSpec
 from support.laps import Pair, Prefill
@@ -64,7 +65,16 @@ def instances() -> Iterator[Instances]:
 @pytest.mark.parametrize("interleaving", list(Interleaving), ids=str)
 def test_tokens_do_not_depend_on_the_plan(instances: Instances, interleaving: Interleaving) -> None:
     draw = random.Random(str(interleaving))
-    with instances.coordinator.running(interleaving, seed=len(interleaving)) as coordinator:
+    # One half is streamed and kept, the other one collected.
+    is_streamed = interleaving is Interleaving.ZIGZAG
+    settings = PoolSettings(
+        interleaving,
+        min_chunk_tokens=1,
+        step_timeout_s=20.0,
+        collects=not is_streamed,
+        keeps_prefixes=is_streamed,
+    )
+    with instances.coordinator.running(settings, seed=len(interleaving)) as coordinator:
         coordinator.wait_for(lambda status: len(status.members) == MEMBERS)
         free = [_free_tokens(pairs[0]) for pairs in instances.pairs]
         served: list[list[Prefill]] = [[] for _ in instances.pairs]  # by owner
@@ -77,10 +87,12 @@ def test_tokens_do_not_depend_on_the_plan(instances: Instances, interleaving: In
             # A prompt of one token is not shared.
             beside = [instances.pairs[number][number % 2].send(1, seed=9000 + first + number) for number in range(2)]
             assert all(one.is_exact() for one in (*running, *beside))
+        coordinator.wait_for(lambda status: not status.requests and not status.requests_keeping)
         ended = coordinator.status().recent
+        assert (coordinator.status().requests_kept > 0) == is_streamed
         for pairs, tokens in zip(instances.pairs, free, strict=True):
             pairs[0].check_clean(tokens)
-    _check_variety(ended)
+    _check_variety(ended, PrefillEnd.STREAMED if is_streamed else PrefillEnd.COLLECTED)
 
 
 def _send(pair: Pair, earlier: list[Prefill], number: int, draw: random.Random) -> Prefill:
@@ -91,14 +103,14 @@ def _send(pair: Pair, earlier: list[Prefill], number: int, draw: random.Random) 
     return pair.send(tokens, seed=7000 + number, prefix=prefix)
 
 
-def _check_variety(ended: tuple[PrefillRecord, ...]) -> None:
-    collected = [one for one in ended if one.outcome is PrefillEnd.COLLECTED]
-    assert len(collected) > PLANS_EACH // 2
+def _check_variety(ended: tuple[PrefillRecord, ...], outcome: PrefillEnd) -> None:
+    shared = [one for one in ended if one.outcome is outcome]
+    assert len(shared) > PLANS_EACH // 2
     assert not any(step.has_failed for one in ended for step in one.steps)
-    assert {len(step.members) for one in collected for step in one.chunks} == {1, 2, 3, 4}
+    assert {len(step.members) for one in shared for step in one.chunks} == {1, 2, 3, 4}
     # A plan is made anew after each chunk: how many there are of three, of four and of more depends on the moment.
-    assert {1, 2, 3} == {min(len(one.chunks), 3) for one in collected}
-    assert any(one.cached_tokens for one in collected)
+    assert {1, 2, 3} == {min(len(one.chunks), 3) for one in shared}
+    assert any(one.cached_tokens for one in shared)
 
 
 def _free_tokens(pair: Pair) -> int:

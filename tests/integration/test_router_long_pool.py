@@ -13,6 +13,7 @@ from support.engines import FLEET, EngineSpec
 from support.long_pool import Coordinator
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
+from support.served_pool import HANDSHAKE, long_member
 
 pytestmark = pytest.mark.integration
 NEW_TOKENS = 6
@@ -82,4 +83,30 @@ def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
             assert generate(router, prompt) == greedy_reference(prompt, NEW_TOKENS)
             assert offered(router, "away") == 1
         for engine in engines[:3]:
+            engine.stop()
+
+
+def test_a_prompt_larger_than_its_instance_is_sent_again_when_a_member_is_lost() -> None:
+    """Its KV cannot come to its own instance; the router lets the pool compute it again."""
+    small = ("--page-size", "16", "--max-total-tokens", "640")
+    with Coordinator.running("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64") as coordinator:
+        specs = [long_member(coordinator, f"broken{number}", small, HANDSHAKE) for number in range(3)]
+        decode = EngineSpec(Role.DECODE, arguments=("--page-size", "16"), worker_options=HANDSHAKE)
+        engines = FLEET.get(*specs, decode)
+        coordinator.wait_for(is_complete)
+        # The router does not know the member that will be lost.
+        mortal = engines.pop(0)
+        arguments = ("--length-boundary-tokens", "256")
+        with running_router(engines, *arguments) as router, ThreadPoolExecutor(1) as threads:
+            prompt = random_prompt(1100, seed=720)
+            with mortal.frozen_scheduler():
+                reply = threads.submit(generate, router, prompt)
+                coordinator.wait_for(
+                    lambda status: any(len(step["members"]) == 3 for one in status["requests"] for step in one["steps"])
+                )
+                mortal.kill()
+            assert reply.result() == greedy_reference(prompt, NEW_TOKENS)
+        ended = coordinator.settled()["recent"]
+        assert [one["outcome"] for one in ended] == ["no_room", "streamed"]
+        for engine in (mortal, *engines):
             engine.stop()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
-from sglang_ext.policy.cdsp.sharding import Interleaving
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
@@ -53,15 +52,6 @@ class RandomPlanner(PricePlanner):
         return placements
 
 
-class _RecordingProtocol(PoolProtocol):
-    def __init__(self, settings: PoolSettings, draw: random.Random) -> None:
-        self._draw = draw
-        super().__init__(settings, PoolCosts(_CANDIDATES))
-
-    def _planner(self, identity: Identity) -> PricePlanner:
-        return RandomPlanner(identity.page_tokens, self._draw)
-
-
 class RandomCoordinator:
     """Keeps its port when it begins again with other settings."""
 
@@ -84,13 +74,19 @@ class RandomCoordinator:
             time.sleep(0.1)
 
     @contextmanager
-    def running(self, interleaving: Interleaving, seed: int) -> Iterator[RandomCoordinator]:
+    def running(self, settings: PoolSettings, seed: int) -> Iterator[RandomCoordinator]:
         """Serve in a thread of its own."""
+        draw = random.Random(seed)
+
+        def planner(settings: PoolSettings, identity: Identity, costs: PoolCosts) -> PricePlanner:
+            return RandomPlanner(identity.page_tokens, draw)
+
         loop, is_up, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
         async def serve() -> None:
-            settings = PoolSettings(interleaving, min_chunk_tokens=1, step_timeout_s=20.0)
-            server = CoordinatorServer(_RecordingProtocol(settings, random.Random(seed)), settings.member_timeout_s)
+            server = CoordinatorServer(
+                PoolProtocol(settings, PoolCosts(_CANDIDATES), planner), settings.member_timeout_s
+            )
             await server.listen("127.0.0.1", self._port)
             self._server = server
             is_up.set()

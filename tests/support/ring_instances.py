@@ -116,7 +116,12 @@ class RingInstances:
 
 @contextmanager
 def ring_instances(
-    model: Path, count: int, page_tokens: int = 1, dtype: str = "float32", ranks: int = 1
+    model: Path,
+    count: int,
+    page_tokens: int = 1,
+    dtype: str = "float32",
+    ranks: int = 1,
+    pool_tokens: int = POOL_TOKENS,
 ) -> Iterator[RingInstances]:
     """`count` instances of `ranks` tensor-parallel ranks, one thread for each."""
     context = preloaded_context()
@@ -127,7 +132,7 @@ def ring_instances(
         pipes.append([])
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            place = Place(instance, count, rank, ranks, port)
+            place = Place(instance, count, rank, ranks, port, pool_tokens)
             process = context.Process(target=_serve, args=(theirs, str(model), place, page_tokens, dtype), daemon=True)
             process.start()
             processes.append(process)
@@ -163,6 +168,7 @@ class Place(NamedTuple):
     rank: int
     ranks: int
     port: int  # where the ranks of an instance meet
+    pool_tokens: int = POOL_TOKENS
 
 
 def _serve(pipe: Connection, model: str, place: Place, page_tokens: int, dtype: str) -> None:
@@ -354,7 +360,7 @@ def model_runner(model: str, place: Place, page_tokens: int, dtype: str) -> Any:
         dtype=dtype,
         attention_backend="torch_native",
         sampling_backend="pytorch",
-        max_total_tokens=POOL_TOKENS,
+        max_total_tokens=place.pool_tokens,
         page_size=page_tokens,
         disable_cuda_graph=True,
         disable_radix_cache=True,

@@ -329,7 +329,8 @@ class PoolMember:
             if shard is not None and not shard.segments:
                 del self._shards[what.request]
             unreachable = error.instance if isinstance(error, MeshError) else None
-            self._link.send(StepFailed(what.sequence, str(error), unreachable))
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            self._link.send(StepFailed(what.sequence, str(error), unreachable, is_out_of_memory))
             return []
         self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
         return outcomes

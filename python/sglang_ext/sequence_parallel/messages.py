@@ -163,6 +163,7 @@ class StepFailed(NamedTuple):
     sequence: int
     reason: str
     unreachable: int | None = None  # the peer that could not be talked to, where it was one
+    is_out_of_memory: bool = False  # of what a chunk needs besides KV
 
 
 class StreamFailed(NamedTuple):
@@ -402,8 +403,9 @@ def _chunk(values: Sequence[Any]) -> RunChunk:
 
 
 def _report(values: Sequence[Any]) -> MemberReport:
-    backlog_s, free_kv_tokens = values
-    return MemberReport(_number(backlog_s), _count(free_kv_tokens))
+    backlog_s, free_kv_tokens, max_chunk_tokens = values
+    bound = None if max_chunk_tokens is None else _count(max_chunk_tokens, 1)
+    return MemberReport(_number(backlog_s), _count(free_kv_tokens), bound)
 
 
 def _version(value: Any) -> int:
@@ -477,7 +479,7 @@ _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     "OfferMessage": _offer,
     "CancelMessage": lambda v, _: CancelMessage(int(v[0])),
     "StepDone": lambda v, payload: StepDone(int(v[0]), StepTimes(*map(_number, v[1])), _count(v[2]), _logits(payload)),
-    "StepFailed": lambda v, _: StepFailed(int(v[0]), str(v[1]), None if v[2] is None else int(v[2])),
+    "StepFailed": lambda v, _: StepFailed(int(v[0]), str(v[1]), None if v[2] is None else int(v[2]), bool(v[3])),
     "StreamFailed": lambda v, _: StreamFailed(int(v[0])),
     "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),
     "ChunkOrder": lambda v, payload: ChunkOrder(

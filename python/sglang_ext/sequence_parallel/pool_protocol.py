@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from sglang_ext.policy.cdsp.orders import (
     PromptTicket,
     RunChunk,
 )
+from sglang_ext.policy.cdsp.price_planner import PricePlanner
 from sglang_ext.policy.cdsp.sharding import Positions, count_tokens
 from sglang_ext.sequence_parallel.messages import (
     AddressedMessage,
@@ -63,6 +64,9 @@ SILENT_S = 2.0
 # A member whose engine hangs may hold KV of others' prompts, or be waited for: so many times what it was believed to
 # do takes longer than it ever should.
 _HUNG_AFTER = 2.0
+
+
+MakePlanner = Callable[[PoolSettings, Identity, PoolCosts], PricePlanner]
 
 
 class PoolProtocolError(ValueError):
@@ -117,7 +121,9 @@ class _Pool:
 class PoolProtocol:
     """One long pool. Methods take what has happened and return what is to be sent, in order; see also `events`."""
 
-    def __init__(self, settings: PoolSettings, costs: PoolCosts) -> None:
+    def __init__(self, settings: PoolSettings, costs: PoolCosts, make_planner: MakePlanner = planner_of) -> None:
+        """`make_planner` is asked when the first member comes, and whenever costs have changed."""
+        self._make_planner = make_planner
         self._settings = settings
         self._costs = costs
         self._pool: _Pool | None = None
@@ -160,7 +166,8 @@ class PoolProtocol:
             out += self.lose(other, "has come again", now_s)
         if self._pool is None:
             identity = Identity(hello.model, hello.layers, hello.page_tokens)
-            self._pool = _Pool(identity, new_coordinator(self._settings, identity, self._costs))
+            planner = self._make_planner(self._settings, identity, self._costs)
+            self._pool = _Pool(identity, new_coordinator(self._settings, identity, planner))
         self._peers[instance] = Peer(hello, now_s)
         node = self._nodes.setdefault(hello.node, len(self._nodes))
         return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report, now_s), now_s)]
@@ -208,8 +215,10 @@ class PoolProtocol:
             case StepDone(sequence, times, free_kv_tokens, logits):
                 self._answered(sequence, instance, now_s, times, logits)
                 return core.done(instance, sequence, now_s, free_kv_tokens)
-            case StepFailed(sequence, _, unreachable):
+            case StepFailed(sequence, _, unreachable, is_out_of_memory):
                 self._answered(sequence, instance, now_s, None)
+                if is_out_of_memory:
+                    core.out_of_memory(instance, sequence)
                 return core.failed(instance, sequence, now_s, unreachable)
             case Alive(silent_s):
                 return self._note_alive(core, instance, silent_s, now_s)
@@ -420,7 +429,8 @@ class PoolProtocol:
         cached_tokens = sum(map(count_tokens, order.layout.history))
         took_s = now_s - record.ordered_s
         if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, took_s):
-            self._pool.coordinator.use_planner(planner_of(self._settings, self._pool.identity, self._costs))
+            planner = self._make_planner(self._settings, self._pool.identity, self._costs)
+            self._pool.coordinator.use_planner(planner)
 
     def _note_ends(self, declined: dict[int, Outcome], now_s: float) -> None:
         """Requests that the coordinator knows no more."""

@@ -43,7 +43,7 @@ class Identity(NamedTuple):
         return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
 
 
-def new_coordinator(settings: PoolSettings, identity: Identity, costs: PoolCosts) -> Coordinator:
+def new_coordinator(settings: PoolSettings, identity: Identity, planner: PricePlanner) -> Coordinator:
     """Return one without members."""
     fixed = CoordinationSettings(
         layers=identity.layers,
@@ -52,7 +52,7 @@ def new_coordinator(settings: PoolSettings, identity: Identity, costs: PoolCosts
         chunk_s=settings.max_chunk_s,
         keeps_prefixes=settings.keeps_prefixes,
     )
-    return Coordinator(PoolSchedule(planner_of(settings, identity, costs), settings.order), fixed)
+    return Coordinator(PoolSchedule(planner, settings.order), fixed)
 
 
 def planner_of(settings: PoolSettings, identity: Identity, costs: PoolCosts) -> PricePlanner:

@@ -137,11 +137,7 @@ class Coordinator:
                 one.is_cancelled |= one.kept_s is not None
             one.involved.discard(instance)
             if running is not None:
-                running.has_failed |= instance in running.waiting | running.done
-                running.waiting.discard(instance)
-                running.done.discard(instance)
-                running.before.pop(instance, None)
-                running.after.pop(instance, None)
+                running.lose(instance)
             if one.offer.owner == instance:
                 one.is_cancelled = True
             else:
@@ -257,6 +253,12 @@ class Coordinator:
         orders = [order for instance in instances for order in self._answer(instance, sequence, now_s, is_done=True)]
         return [*orders, *self.plan(now_s)]
 
+    def out_of_memory(self, instance: int, sequence: int) -> None:
+        """A member has none for its part of a step, besides KV; `failed` follows."""
+        one = self._steps.get(sequence)
+        if one is not None and one.running is not None and instance in one.running.waiting:
+            self._members[instance].note_out_of_memory(one.running.new_tokens(instance))
+
     def failed(self, instance: int, sequence: int, now_s: float, unreachable: int | None = None) -> list[Order]:
         """A member could not do its part, and is as before it: its KV pool is full, or a peer did not answer.
 
@@ -273,8 +275,7 @@ class Coordinator:
     def plan(self, now_s: float) -> list[Order]:
         """Order whatever can start now. Called by every event; call it also when reports have changed."""
         self._room.freed_s = min(self._room.freed_s, now_s)
-        orders = self._plan_prefills(now_s)
-        return [*orders, *self._keeping.plan(now_s)]
+        return [*self._plan_prefills(now_s), *self._keeping.plan(now_s)]
 
     def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
@@ -340,8 +341,7 @@ class Coordinator:
         """The next chunk of a request, if its turn has come and all it needs is there."""
         if not placement.group:
             return self._wait_for_room(one, now_s)
-        members = self.members
-        group = tuple(members[position] for position in placement.group)
+        group = tuple(self.members[position] for position in placement.group)
         if placement.start_s > 0:
             return []
         computed = one.offer.tokens - count_tokens(one.todo)
@@ -372,8 +372,8 @@ class Coordinator:
         self, one: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float
     ) -> list[Order]:
         settings = self._settings
-        positions = head(one.todo, tokens)
-        layout, after = lay_out(one.held, positions, group, settings.interleaving, settings.page_tokens)
+        tokens, compute_s = self._members.fit_chunk(group, tokens, compute_s, settings.page_tokens)
+        layout, after = lay_out(one.held, head(one.todo, tokens), group, settings.interleaving, settings.page_tokens)
         more = {instance: tokens_held(after, instance) - tokens_held(one.held, instance) for instance in group}
         short = [instance for instance in group if more[instance] > self._members[instance].free_tokens]
         displaced, is_free = self._keeping.displace(short)

@@ -36,6 +36,7 @@ class MemberReport(NamedTuple):
 
     backlog_s: float  # ordinary work there: queued, and what was begun as this was sent
     free_kv_tokens: int
+    max_chunk_tokens: int | None = None  # that it can compute at once by the memory besides KV, as far as it knows
 
 
 class DeclineReason(StrEnum):

@@ -10,6 +10,7 @@ from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
 
 _NOT_YET_S = 1e-6
+_LEAST_CHUNK_TOKENS = 64
 _FIRST_SHUNNED_S = 1.0
 _LONGEST_SHUNNED_S = 10.0
 _NONE_KEPT: Mapping[int, float] = {}
@@ -30,11 +31,18 @@ class LongInstance:
     claimed_tokens: int = 0  # of KV, by chunks that were ordered after its last report
     shunned_until_s: float = -math.inf  # others could not reach it
     times_unreachable: int = 0  # since it last took part in a chunk that was done
+    learned_chunk_tokens: float = math.inf  # that it can compute at once: for twice as many it had no memory
 
     @property
     def free_tokens(self) -> int:
         """KV that is free now, as far as is known."""
         return max(0, self.report.free_kv_tokens - self.claimed_tokens)
+
+    @property
+    def max_chunk_tokens(self) -> float:
+        """That it can compute at once; infinity where no bound is known."""
+        told = self.report.max_chunk_tokens
+        return min(math.inf if told is None else told, self.learned_chunk_tokens)
 
     def backlog_s(self, now_s: float) -> float:
         """Ordinary work that is left: an instance that sends no report works on what it has reported."""
@@ -53,6 +61,11 @@ class LongInstance:
         shunned_s = min(_LONGEST_SHUNNED_S, _FIRST_SHUNNED_S * 2.0**self.times_unreachable)
         self.shunned_until_s = now_s + shunned_s
         self.times_unreachable += 1
+
+    def note_out_of_memory(self, tokens: int) -> None:
+        """It had no memory for so many tokens of a chunk: it gets half as many from now on."""
+        if tokens:
+            self.learned_chunk_tokens = max(_LEAST_CHUNK_TOKENS, tokens // 2)
 
     def free_claimed(self, tokens: int) -> None:
         """So many tokens are dropped: what of them is in no report yet is not claimed any more."""
@@ -116,6 +129,21 @@ class PoolMembers:
         """When the last of these has ended its step, as it seems."""
         steps = [self._members[instance] for instance in group if self._members[instance].step is not None]
         return max((one.step_ends_s for one in steps), default=now_s)
+
+    def fit_chunk(self, group: Collection[int], tokens: int, compute_s: float, page_tokens: int) -> tuple[int, float]:
+        """Return so much of a chunk, and of its time, that each of its group has memory for its part, besides KV.
+
+        A part is two runs of positions, each of which may be a page larger than its share. Shares are whole pages
+        wherever they can be: what is left of a page is lost to others.
+        """
+        bound = min(self._members[instance].max_chunk_tokens for instance in group)
+        if tokens <= bound:
+            return tokens, compute_s
+        most = int(bound)
+        unit = page_tokens if len(group) == 1 else 2 * page_tokens
+        share = most // unit * unit if len(group) == 1 else (most - unit) // unit * unit
+        fitting = min(tokens, len(group) * (share if share >= unit else max(1, most // 2)))
+        return fitting, compute_s * fitting / tokens
 
     def begin_step(self, sequence: int, group: Iterable[int], now_s: float, compute_s: float) -> None:
         """These are in a step now, for `compute_s` as it seems."""

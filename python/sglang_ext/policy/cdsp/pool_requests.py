@@ -27,6 +27,20 @@ class RunningStep:
     has_failed: bool = False
     done: set[int] = field(default_factory=set)
 
+    def new_tokens(self, instance: int) -> int:
+        """How many it computes."""
+        if isinstance(self.order, Collect):
+            return 0
+        return count_tokens(self.order.layout.new[self.order.layout.group.index(instance)])
+
+    def lose(self, instance: int) -> None:
+        """An instance has gone, with what it held."""
+        self.has_failed |= instance in self.waiting | self.done
+        self.waiting.discard(instance)
+        self.done.discard(instance)
+        self.before.pop(instance, None)
+        self.after.pop(instance, None)
+
 
 @dataclass(slots=True)
 class SharedPrefill:

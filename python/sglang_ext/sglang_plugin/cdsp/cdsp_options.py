@@ -27,6 +27,7 @@ class CdspOptions:
     step_timeout_s: float
     host: str | None = None  # at which other members reach this one; None: from where it reaches the coordinator
     key_file: str | None = None
+    max_chunk_tokens: int | None = None  # that this instance computes at once; None: SGLang's --max-prefill-tokens
 
 
 def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,14 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_DEFAULT_MIN_TOKENS,
         help=f"uncached tokens from which on a prefill may be shared (default: {_DEFAULT_MIN_TOKENS})",
+    )
+    group.add_argument(
+        "--cdsp-max-chunk-tokens",
+        metavar="TOKENS",
+        type=int,
+        default=None,
+        help="most tokens of a chunk that this instance computes, by the memory that they need besides KV; it gets "
+        "half as many where it has none for them (default: SGLang's --max-prefill-tokens)",
     )
     group.add_argument(
         "--cdsp-node",
@@ -87,6 +96,8 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOp
         raise ValueError(f"--cdsp-coordinator: {address!r} is not of the form HOST:PORT")
     if arguments.cdsp_min_tokens < 1:
         raise ValueError(f"--cdsp-min-tokens must be at least 1, got {arguments.cdsp_min_tokens}")
+    if arguments.cdsp_max_chunk_tokens is not None and arguments.cdsp_max_chunk_tokens < 1:
+        raise ValueError(f"--cdsp-max-chunk-tokens must be at least 1, got {arguments.cdsp_max_chunk_tokens}")
     if not 0.1 <= arguments.cdsp_step_timeout_s < float("inf"):
         raise ValueError(f"--cdsp-step-timeout-s must be at least 0.1, got {arguments.cdsp_step_timeout_s}")
     key_file: Path | None = arguments.cdsp_key_file
@@ -103,6 +114,7 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOp
         arguments.cdsp_step_timeout_s,
         arguments.cdsp_host,
         None if key_file is None else str(key_file.absolute()),
+        arguments.cdsp_max_chunk_tokens,
     )
 
 

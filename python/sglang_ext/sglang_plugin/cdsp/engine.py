@@ -188,7 +188,7 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
             model,
             engine.pool.layers,
             engine.pool.page_tokens,
-            MemberReport(0.0, free_tokens),
+            MemberReport(0.0, free_tokens, max_chunk_tokens(scheduler, options)),
             options.min_tokens,
             links.rank_addresses,
         )
@@ -207,6 +207,11 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
     if ranks.size > 1 or link is None:
         link = ReplicatedLink(ranks, link)
     return PoolMember(engine, link, links, open_target, ranks)
+
+
+def max_chunk_tokens(scheduler: Any, options: CdspOptions) -> int:
+    """How many tokens this instance computes at once: as it was told, else as many as SGLang's own batches may have."""
+    return int(options.max_chunk_tokens or scheduler.max_prefill_tokens)
 
 
 def _ranks(scheduler: Any) -> Ranks:

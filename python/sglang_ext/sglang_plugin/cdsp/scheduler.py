@@ -37,7 +37,7 @@ from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.member import Collected, Declined, Kept, Outcome, PoolMember, Sendable
 from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.cdsp.ending import sample, take_back
-from sglang_ext.sglang_plugin.cdsp.engine import build_member
+from sglang_ext.sglang_plugin.cdsp.engine import build_member, max_chunk_tokens
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 from sglang_ext.sglang_plugin.laps.instance import LapsInstance
@@ -62,6 +62,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     _member: PoolMember | None = None  # None until everything that it needs has been set up
     _min_tokens = 0
+    _max_chunk_tokens: int | None = None
     _own_input_tokens: int | None = None  # prompts of so many tokens or more are the pool's; None: SGLang refuses them
     max_req_len: int
     max_req_input_len: int
@@ -82,6 +83,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if options is not None and options.cdsp is not None:
             self._member = build_member(self, options.cdsp)
             self._min_tokens = options.cdsp.min_tokens
+            self._max_chunk_tokens = max_chunk_tokens(self, options.cdsp)
             if isinstance(self.disagg_prefill_bootstrap_queue.kv_manager, HandshakeKVManager):
                 self._admit_any_length()
             if self.idle_sleeper is not None and self._member.wake_descriptor is not None:
@@ -402,7 +404,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             report = laps.policy.report(self._snapshot(laps))
             free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
             backlog_s = begun_s + report.short.backlog_s + report.long.backlog_s
-            member.report(MemberReport(backlog_s, int(free_tokens)))
+            member.report(MemberReport(backlog_s, int(free_tokens), self._max_chunk_tokens))
 
     # ---------------------------------------------------------------- shared requests, wherever SGLang counts
 

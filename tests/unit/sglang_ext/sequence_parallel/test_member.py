@@ -130,7 +130,7 @@ def test_memory_that_the_model_cannot_have_fails_the_step_alone(monkeypatch: pyt
     monkeypatch.setattr(ToyEngine, "forward", forward)
     one.link.inbox.append(chunk(REQUEST, ids(30)))
     one.turn()
-    assert sent(one.link, StepFailed) == [StepFailed(1, "1 GiB is wanted")]
+    assert sent(one.link, StepFailed) == [StepFailed(1, "1 GiB is wanted", is_out_of_memory=True)]
     assert is_idle(one)
     monkeypatch.undo()
     one.link.inbox.append(chunk(REQUEST, ids(30), sequence=2))

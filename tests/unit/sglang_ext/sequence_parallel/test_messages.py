@@ -77,7 +77,7 @@ peers = st.lists(addresses, max_size=3).map(tuple)
 logits = st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=5).map(
     lambda values: array("f", values)
 )
-reports = st.builds(MemberReport, times, counts)
+reports = st.builds(MemberReport, times, counts, st.none() | st.integers(1, 2**40))
 layouts_of_heads = st.builds(
     lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)
 )
@@ -104,11 +104,11 @@ messages = st.one_of(
     st.builds(StreamFailed, counts),
     st.builds(Transferred, counts, times, times),
     st.builds(Computed, counts, logits),
-    st.builds(StepFailed, counts, reasons, st.none() | counts),
+    st.builds(StepFailed, counts, reasons, st.none() | counts, st.booleans()),
     st.builds(ChunkOrder, chunks, token_ids, destinations, st.booleans(), peers),
     st.builds(GiveUp, counts, several),
     st.builds(Streamed, counts, counts, st.booleans()),
-    st.builds(CollectOrder, st.builds(Collect, counts, counts, counts, several, moves, counts), peers),
+    st.builds(CollectOrder, st.builds(Collect, counts, counts, counts, several, moves, counts, st.booleans()), peers),
     st.builds(RollBack, counts, counts, several),
     st.builds(Drop, counts, several),
     st.builds(Decline, counts, counts, st.sampled_from(DeclineReason)),

@@ -204,6 +204,16 @@ def test_who_is_in_a_step_hears_that_another_one_has_failed() -> None:
     assert told == (0, GiveUp(1, (0,)))
 
 
+def test_a_member_without_memory_for_its_part_gets_less() -> None:
+    pool = Pool("a", "b")
+    parts = [len(order.token_ids) for _, order in pool.offer() if isinstance(order, ChunkOrder)]
+    assert parts == [200, 200]
+    pool.say(0, StepFailed(1, "1 GiB is wanted", is_out_of_memory=True))
+    again = [order for _, order in pool.say(1, StepDone(1, TIMES, 1000)) if isinstance(order, ChunkOrder)]
+    assert len(again) == 2
+    assert all(90 <= len(order.token_ids) <= 100 for order in again)
+
+
 def test_members_get_each_others_addresses() -> None:
     addresses = [(PeerAddress("here", port), PeerAddress("there", port)) for port in (1, 2)]
     pool = Pool()

@@ -29,7 +29,7 @@ from sglang_ext.policy.cdsp.orders import (
 from sglang_ext.policy.cdsp.pool_members import PoolMembers
 from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule
 from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
-from sglang_ext.policy.cdsp.sharding import KvSegment, after_moves, compacted, positions_of
+from sglang_ext.policy.cdsp.sharding import Interleaving, KvSegment, after_moves, compacted, count_tokens, positions_of
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 
 IDLE = MemberReport(0.0, 100_000)
@@ -388,6 +388,50 @@ def test_chunks_that_take_too_long_are_cut() -> None:
 
 
 # ---- prompts that no instance has ----
+
+
+def parts_of(order: RunChunk) -> dict[int, int]:
+    return dict(zip(order.layout.group, map(count_tokens, order.layout.new), strict=True))
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+@pytest.mark.parametrize("interleaving", list(Interleaving))
+def test_no_member_gets_more_of_a_chunk_than_it_has_memory_for(page_tokens: int, interleaving: Interleaving) -> None:
+    one = Coordinator(schedule(), CoordinationSettings(layers=2, page_tokens=page_tokens, interleaving=interleaving))
+    for instance, bound in enumerate((None, 500, 700, None)):
+        one.join(instance, 0, MemberReport(0.0, 100_000, bound), 0.0)
+    orders, now_s, computed = one.offer(offer(tokens=4321), 0.0), 0.0, 0
+    while not isinstance(orders[0], Collect):
+        order = chunk_of(orders)
+        parts = parts_of(order)
+        assert max(parts.values()) <= 500
+        computed += sum(parts.values())
+        now_s += 1.0
+        for instance in order.layout.group:
+            orders = one.done(instance, order.sequence, now_s)
+    assert computed == 4321
+    assert now_s >= 3.0
+
+
+def test_a_member_without_memory_for_its_part_gets_half_as_much() -> None:
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer(), 0.0))
+    assert parts_of(order) == {0: 2000, 1: 2000}
+    one.out_of_memory(1, order.sequence)
+    one.failed(1, order.sequence, 1.0)
+    again = chunk_of(one.done(0, order.sequence, 1.0))
+    assert max(parts_of(again).values()) <= 1000
+    one.report(1, IDLE, 1.1)
+    one.out_of_memory(1, order.sequence)  # late: it says nothing of the step that runs
+    for instance in (0, 1):
+        orders = one.done(instance, again.sequence, 2.0)
+    assert 900 <= max(parts_of(chunk_of(orders)).values()) <= 1000
+
+
+def test_a_prompt_that_is_best_alone_has_no_chunks() -> None:
+    one = coordinator(1)
+    one.join(0, 0, MemberReport(0.0, 100_000, 64), 0.0)
+    assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
 def ticket(number: int = -1, tokens: int = 4000, arrival_s: float = 0.0, deadline_s: float = math.inf) -> PromptTicket:

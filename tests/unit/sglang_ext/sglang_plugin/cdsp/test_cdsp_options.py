@@ -39,9 +39,11 @@ def test_without_a_coordinator_an_instance_computes_alone() -> None:
 def test_everything_given() -> None:
     given = parse(
         *("--cdsp-coordinator", "[::1]:8990", "--cdsp-min-tokens", "1024"),
-        *("--cdsp-node", "rack-7", "--cdsp-step-timeout-s", "2.5"),
+        *("--cdsp-node", "rack-7", "--cdsp-step-timeout-s", "2.5", "--cdsp-max-chunk-tokens", "4096"),
     )
-    assert cdsp_options(given, Role.BOTH, "here:1") == CdspOptions("::1", 8990, "here:1", "rack-7", 1024, 2.5)
+    assert cdsp_options(given, Role.BOTH, "here:1") == CdspOptions(
+        "::1", 8990, "here:1", "rack-7", 1024, 2.5, max_chunk_tokens=4096
+    )
 
 
 def test_the_node_is_the_host_unless_given() -> None:
@@ -58,6 +60,7 @@ def test_the_node_is_the_host_unless_given() -> None:
         (("--cdsp-coordinator", "a:0"), "--cdsp-coordinator"),
         (("--cdsp-coordinator", "a:70000"), "--cdsp-coordinator"),
         (("--cdsp-coordinator", "a:1", "--cdsp-min-tokens", "0"), "--cdsp-min-tokens"),
+        (("--cdsp-coordinator", "a:1", "--cdsp-max-chunk-tokens", "0"), "--cdsp-max-chunk-tokens"),
         (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "0"), "--cdsp-step-timeout-s"),
         (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "nan"), "--cdsp-step-timeout-s"),
         (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "inf"), "--cdsp-step-timeout-s"),
