@@ -50,7 +50,7 @@ def member(coordinator: Coordinator, name: str) -> EngineSpec:
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[Coordinator]:
     timeout = ("--step-timeout-ms", str(1000 * STEP_TIMEOUT_S))
-    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", *timeout) as one:
+    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", "--keep-prefix", *timeout) as one:
         yield one
 
 
@@ -143,6 +143,20 @@ def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) 
     before = coordinator.shared
     assert is_exact(pool[0].send(LONG + 100, seed=8, prefix=first.prompt))
     assert coordinator.shared == before + 1
+
+
+def test_what_all_ranks_have_computed_is_kept(pool: list[Pair], coordinator: Coordinator) -> None:
+    free = [free_tokens(pair) for pair in pool]
+    kept = coordinator.status()["requests_kept"]
+    first = pool[0].send(LONG, seed=350)
+    assert is_exact(first)
+    coordinator.wait_for(lambda status: status["requests_kept"] == kept + 1)
+    again = pool[0].send(LONG + 300, seed=351, prefix=first.prompt)
+    assert is_exact(again)
+    meta = again.replies.result()[1].body["meta_info"]
+    assert meta["cached_tokens"] == LONG // PAGE_TOKENS * PAGE_TOKENS
+    coordinator.wait_for(lambda status: status["requests_kept"] == kept + 2)
+    check_clean(pool, free)
 
 
 def test_many_at_once_with_short_ones_between(pool: list[Pair]) -> None:

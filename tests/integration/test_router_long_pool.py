@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from sglang_ext.sequence_parallel.timeline import timeline_of
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
+from support.handshake_process import wait_until
 from support.long_pool import Coordinator
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
@@ -109,4 +111,30 @@ def test_a_prompt_larger_than_its_instance_is_sent_again_when_a_member_is_lost()
         ended = coordinator.settled()["recent"]
         assert [one["outcome"] for one in ended] == ["no_room", "streamed"]
         for engine in (mortal, *engines):
+            engine.stop()
+
+
+def test_the_next_turn_goes_where_the_prompt_is_kept() -> None:
+    with Coordinator.running("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64", "--keep-prefix") as coordinator:
+        specs = [long_member(coordinator, f"turns{number}", (), HANDSHAKE) for number in range(3)]
+        engines = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=HANDSHAKE))
+        coordinator.wait_for(is_complete)
+        arguments = ("--coordinator-url", coordinator.http_url, "--length-boundary-tokens", "256")
+        with running_router(engines, *arguments) as router:
+            prompt = random_prompt(LONG, seed=730)
+            assert generate(router, prompt) == greedy_reference(prompt, NEW_TOKENS)
+            assert offered(router, "named") == 1
+            coordinator.wait_for(lambda status: status["requests_kept"] == 1)
+            # The router reads the status every now and then. A prompt of which an instance has most is not offered.
+            turns = (prompt + random_prompt(300, seed=seed) for seed in itertools.count(731))
+
+            def goes_where_its_prefix_is() -> bool:
+                turn, before = next(turns), offered(router, "named")
+                assert generate(router, turn) == greedy_reference(turn, NEW_TOKENS)
+                return offered(router, "named") == before
+
+            wait_until(goes_where_its_prefix_is)
+            coordinator.settled()
+            assert coordinator.status()["recent"][-1]["cached_tokens"] >= LONG - 1
+        for engine in engines:
             engine.stop()
