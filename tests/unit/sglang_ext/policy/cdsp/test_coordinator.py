@@ -396,15 +396,18 @@ def parts_of(order: RunChunk) -> dict[int, int]:
 
 @pytest.mark.parametrize("page_tokens", [1, 16])
 @pytest.mark.parametrize("interleaving", list(Interleaving))
-def test_no_member_gets_more_of_a_chunk_than_it_has_memory_for(page_tokens: int, interleaving: Interleaving) -> None:
+@pytest.mark.parametrize("cached", [0, 7])
+def test_no_member_gets_more_of_a_chunk_than_it_has_memory_for(
+    page_tokens: int, interleaving: Interleaving, cached: int
+) -> None:
     one = Coordinator(schedule(), CoordinationSettings(layers=2, page_tokens=page_tokens, interleaving=interleaving))
-    for instance, bound in enumerate((None, 500, 700, None)):
+    for instance, bound in enumerate((None, 480, 700, None)):
         one.join(instance, 0, MemberReport(0.0, 100_000, bound), 0.0)
-    orders, now_s, computed = one.offer(offer(tokens=4321), 0.0), 0.0, 0
+    orders, now_s, computed = one.offer(offer(tokens=4321, cached=cached), 0.0), 0.0, cached
     while not isinstance(orders[0], Collect):
         order = chunk_of(orders)
         parts = parts_of(order)
-        assert max(parts.values()) <= 500
+        assert max(parts.values()) <= 480
         computed += sum(parts.values())
         now_s += 1.0
         for instance in order.layout.group:
@@ -758,6 +761,9 @@ class SimulatedCluster:
 
     def step(self, instance: int, order: RunChunk | Collect, may_fail: bool) -> None:
         key = instance, order.request
+        if isinstance(order, Collect):
+            cached_tokens = self.offers[order.request].cached_tokens
+            assert all(move.positions[-1][-1] >= cached_tokens for move in order.moves), "the owner has it in its cache"
         group = order.layout.group if isinstance(order, RunChunk) else order.members
         is_alone = any(member not in self.mail for member in group) and order.sequence not in self.arrived
         if (
@@ -800,7 +806,6 @@ class SimulatedCluster:
         one = self.offers[order.request]
         have = sorted(p for part in positions_of(self.held[one.owner, order.request]) for p in part)
         assert have == sorted(set(have)), "a position is held twice"
-        assert all(move.positions[-1][-1] >= one.cached_tokens for move in order.moves), "the owner has it in its cache"
         have = sorted({*have, *range(one.cached_tokens)})
         self.end(order.request, "whole" if have == list(range(one.tokens)) else "in part")
         del self.held[one.owner, order.request]

@@ -152,6 +152,14 @@ def test_it_ends_with_a_member_that_has_a_part_of_it(instance: int) -> None:
     assert one.requests == ()
 
 
+def test_it_ends_with_a_member_that_has_a_part_of_it_between_two_steps() -> None:
+    one = pool()
+    one.report(0, MemberReport(3.0, FREE), 1.0)
+    assert one.transferred(1, 1.0) == []
+    assert one.lose(1, 1.01) == [Drop(1, (0,))]
+    assert one.requests == ()
+
+
 def test_a_step_that_fails_ends_it() -> None:
     one = pool()
     step = step_of(one.transferred(1, 1.0))
