@@ -1,27 +1,28 @@
-"""Meshes between GPUs. One GPU is enough for a member that sends to itself; two are wanted for a pair."""
+"""Meshes between GPUs: two members in threads of one process. One GPU is enough for links, NCCL wants two."""
 
 from __future__ import annotations
 
-import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
-from sglang_ext.sequence_parallel.nccl_mesh import NcclMesh
+from sglang_ext.sequence_parallel.device_streams import CudaStreams
+from sglang_ext.sequence_parallel.mesh import Membership, Mesh, MeshError
+from sglang_ext.sequence_parallel.nccl_library import NcclLibrary
+from sglang_ext.sequence_parallel.nccl_mesh import Communicator, NcclMeshes
+from sglang_ext.sequence_parallel.peer_links import PeerLinks
+from sglang_ext.sequence_parallel.staged_mesh import StagedMeshes
 
 pytestmark = pytest.mark.gpu
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 TIMEOUT_S = 30.0
 ROWS = 100_000
-
-
-def new_store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
 
 
 def send_and_receive(mesh: Mesh, instance: int, others: list[int], device: torch.device) -> None:
@@ -39,16 +40,90 @@ def send_and_receive(mesh: Mesh, instance: int, others: list[int], device: torch
     mesh.settle()
 
 
-@needs_a_gpu
-def test_nccl_with_itself() -> None:
-    device = torch.device("cuda", 0)
-    send_and_receive(NcclMesh(new_store(), "mesh/1/rank0", (7,), 7, TIMEOUT_S, device), 7, [7], device)
+class Pair:
+    """Members 0 and 1 of a pool, by the numbers of their devices."""
+
+    def __init__(self, devices: tuple[int, int], over: str) -> None:
+        self._devices = [torch.device("cuda", number) for number in devices]
+        self.links = []
+        for instance, device in enumerate(self._devices):
+            streams = CudaStreams(device)
+            meshes = NcclMeshes(NcclLibrary(), streams) if over == "nccl" else StagedMeshes(streams)
+            self.links.append(PeerLinks("127.0.0.1", b"", TIMEOUT_S, over=meshes.over))
+            self.links[-1].enter(Membership(16 * b"p", instance))
+
+    def step(self, sequence: int, is_lost: bool = False) -> list[str]:
+        """A step of both; the name of the mesh's class, or the error."""
+        addresses = {instance: one.address for instance, one in enumerate(self.links)}
+
+        def take_part(instance: int) -> str:
+            device = self._devices[instance]
+            torch.cuda.set_device(device)
+            try:
+                with self.links[instance].step(sequence, addresses) as mesh:
+                    if is_lost and instance == 1:
+                        raise MeshError("on purpose")
+                    if is_lost:
+                        mesh.receive(torch.empty(ROWS, device=device), 1, 0).wait()
+                        mesh.settle()
+                    send_and_receive(mesh, instance, [1 - instance], device)
+                    return type(mesh).__name__
+            except MeshError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(take_part, (0, 1), timeout=4 * TIMEOUT_S))
+
+
+@contextmanager
+def pair(devices: tuple[int, int], over: str) -> Iterator[Pair]:
+    one = Pair(devices, over)
+    try:
+        yield one
+    finally:
+        for links in one.links:
+            links.close()
 
 
 @needs_a_gpu
-def test_nccl_without_the_other_member() -> None:
-    with pytest.raises(MeshError, match="mesh/1/rank0 of instances"):
-        NcclMesh(new_store(), "mesh/1/rank0", (7, 8), 7, 1.0, torch.device("cuda", 0))
+def test_over_links_between_two_on_one_gpu() -> None:
+    with pair((0, 0), "links") as both:
+        assert both.step(1) == ["StagedMesh", "StagedMesh"]
+        assert all("on purpose" in error for error in both.step(2, is_lost=True))
+        assert both.step(3) == ["StagedMesh", "StagedMesh"]
+
+
+@needs_a_gpu
+def test_nccl_leaves_two_on_one_gpu_to_links() -> None:
+    with pair((0, 0), "nccl") as both:
+        assert both.step(1) == ["StagedMesh", "StagedMesh"]
+
+
+@needs_a_gpu
+def test_nccl_connects_a_rank_with_itself_and_is_aborted_while_it_connects() -> None:
+    nccl, device = NcclLibrary(), torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    with pair((0, 0), "links") as both, both.links[0].step(1, {0: both.links[0].address}):
+        links = both.links[0]._step
+        assert links is not None
+        alone, stream = Communicator(nccl, nccl.unique_id(), 0, 1), CudaStreams(device).side_stream()
+        alone.wait_ready(links)
+        ours, theirs = torch.arange(ROWS, device=device), torch.empty(ROWS, dtype=torch.int64, device=device)
+        stream.follow()
+        alone.start(links, [(ours, 0)], [(theirs, 0)], stream)
+        stream.mark().wait()
+        assert torch.equal(ours, theirs)
+        alone.abort()
+        waiting = Communicator(nccl, nccl.unique_id(), 0, 2)
+        waiting.abort()
+
+
+@needs_two_gpus
+def test_over_nccl_between_two() -> None:
+    with pair((0, 1), "nccl") as both:
+        assert both.step(1) == ["NcclMesh", "NcclMesh"]
+        assert all("on purpose" in error for error in both.step(2, is_lost=True))
+        assert both.step(3) == ["NcclMesh", "NcclMesh"]
 
 
 @needs_a_gpu
@@ -59,46 +134,7 @@ def test_nvshmem_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_ext.sequence_parallel.nvshmem_memory import NvshmemMemory
 
     device = torch.device("cuda", 0)
-    memory = NvshmemMemory(new_store(), "mesh/1/rank0", 0, 1, TIMEOUT_S, device)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    memory = NvshmemMemory(store, "mesh/1/rank0", 0, 1, TIMEOUT_S, device)
     send_and_receive(MailboxMesh(memory, (7,), 7, TIMEOUT_S, piece_bytes=2**16), 7, [7], device)
     memory.close()
-
-
-@needs_two_gpus
-def test_nccl_between_two() -> None:
-    store = new_store()
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for instance in (3, 4):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_member, args=(theirs, store.port, instance), daemon=True))
-        pipes.append(ours)
-        processes[-1].start()
-    try:
-        for pipe in pipes:
-            assert pipe.poll(120)
-            assert pipe.recv() == "done"
-        # One goes; the other one, in the middle of a transfer, does not wait for it for ever.
-        processes[1].kill()
-        pipes[0].send("again")
-        assert pipes[0].poll(120)
-        assert pipes[0].recv().startswith("settle: ")
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _member(pipe: Connection, port: int, instance: int) -> None:
-    device = torch.device("cuda", instance - 3)
-    torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    mesh = NcclMesh(store, "mesh/1/rank0", (3, 4), instance, 5.0, device)
-    send_and_receive(mesh, instance, [7 - instance], device)
-    pipe.send("done")
-    pipe.recv()
-    mesh.receive(torch.empty(ROWS, device=device), 7 - instance, 0).wait()
-    try:
-        mesh.settle()
-    except MeshError as error:
-        pipe.send(str(error))

@@ -13,6 +13,7 @@ import torch
 from sglang_ext.policy.cdsp.sharding import Interleaving
 from support.chunk_plans import LOGIT_TOLERANCE, Plan, check, random_plan, steps_of
 from support.ring_instances import RingInstances, ring_instances
+from support.tiny_families import tiny_family
 from support.tiny_model import TinyModelShape, tiny_model
 
 pytestmark = pytest.mark.integration
@@ -87,3 +88,12 @@ def test_two_requests_that_grow_in_opposite_directions(pool: tuple[RingInstances
         torch.testing.assert_close(got, instances.stock(0, plan.token_ids), atol=LOGIT_TOLERANCE, rtol=0)
     instances.end(1)
     instances.end(2)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_other_families_over_two_instances(architecture: str, tmp_path: Path) -> None:
+    with ring_instances(tiny_family(architecture, tmp_path), 2, 16) as instances:
+        for interleaving in Interleaving:
+            chunks = ((60, (1,)), (130, (1, 0)), (97, (1, 0)))
+            plan = Plan(32, chunks, interleaving, True, 21, vocabulary=500)
+            check(instances, 16, plan)

@@ -22,12 +22,13 @@ class Plan(NamedTuple):
     interleaving: Interleaving
     is_overlapped: bool
     seed: int
+    vocabulary: int = 2000
 
     @property
     def token_ids(self) -> list[int]:
         draw = random.Random(self.seed)
         tokens = self.cached_tokens + sum(tokens for tokens, _ in self.chunks)
-        return [draw.randrange(8, 2000) for _ in range(tokens)]
+        return [draw.randrange(8, self.vocabulary) for _ in range(tokens)]
 
 
 def random_plan(seed: int, instances: int) -> Plan:

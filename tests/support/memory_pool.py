@@ -19,7 +19,7 @@ import torch
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
-from sglang_ext.sequence_parallel.mesh import Membership, MeshError, Pending
+from sglang_ext.sequence_parallel.mesh import Lane, Membership, MeshError, Pending
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
@@ -120,7 +120,7 @@ class MemoryMesh:
     def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         return _Receiving(self._wires.queue(self._sequence, instance, self._instance, tag), tensor)
 
-    def batch(self) -> AbstractContextManager[None]:
+    def batch(self, lane: Lane = Lane.RING) -> AbstractContextManager[None]:
         return nullcontext()
 
     def settle(self) -> None:

@@ -102,7 +102,7 @@ class FakeSymmetricMemory:
 
 
 class FakeMark:
-    """See `sequence_parallel.mailbox_mesh.Mark`."""
+    """See `sequence_parallel.mailbox_mesh.MemoryMark`."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
+from sglang_ext.kv_transfer.transport import GpuBuffers
 
-_HOST_MEMORY = "DRAM"
+_HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
 _MAX_PIECES = 1 << 14  # posted at a time
 _POLL_S = 0.0002
 
@@ -34,12 +35,15 @@ class NixlTransport:
     name = "nixl"
     can_fence = False
 
-    def __init__(self, io_timeout_s: float = 30.0) -> None:
-        """`io_timeout_s`: what one post of at most 16,384 pieces may take."""
+    def __init__(self, io_timeout_s: float = 30.0, device_memory: GpuBuffers | None = None) -> None:
+        """`io_timeout_s`: what one post of at most 16,384 pieces may take. `device_memory`: which buffers are a GPU's;
+        what is in one here is in one at the peer."""
         from nixl._api import nixl_agent, nixl_agent_config
 
         self._agent: Any = nixl_agent(f"sglang-ext-{uuid4().hex}", nixl_agent_config(backends=["UCX"]))
         self._io_timeout_s = io_timeout_s
+        self._device = 0 if device_memory is None else device_memory.device
+        self._on_device = () if device_memory is None else device_memory.buffers
         self._lock = threading.Lock()  # an agent belongs to one thread at a time
         self._registered: list[Any] = []
         self._peers: dict[str, str] = {}  # agents' names by address
@@ -47,10 +51,14 @@ class NixlTransport:
         self.address = self._metadata()
 
     def register(self, buffers: Sequence[ItemBuffer]) -> None:
-        """Host memory. The address is another one afterwards."""
-        regions = [(buffer.address, buffer.length_bytes, 0, "") for buffer in buffers]
+        """The address is another one afterwards."""
+        on_device = set(self._on_device)
         with self._lock:
-            self._registered.append(self._agent.register_memory(regions, _HOST_MEMORY))
+            for kind, device in ((_DEVICE_MEMORY, self._device), (_HOST_MEMORY, 0)):
+                of_kind = [one for one in buffers if (one in on_device) == (kind == _DEVICE_MEMORY)]
+                regions = [(buffer.address, buffer.length_bytes, device, "") for buffer in of_kind]
+                if regions:
+                    self._registered.append(self._agent.register_memory(regions, kind))
             self.address = self._metadata()
 
     def allow(self, permit: int) -> None:
@@ -60,9 +68,10 @@ class NixlTransport:
         """Nothing checks it."""
 
     def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
-        pieces = join_rows(copies)
-        for first in range(0, len(pieces), _MAX_PIECES):
-            self._post(to, pieces[first : first + _MAX_PIECES])
+        for kind in (_DEVICE_MEMORY, _HOST_MEMORY):
+            pieces = join_rows(copy for copy in copies if self._kind_of(copy.source_address) == kind)
+            for first in range(0, len(pieces), _MAX_PIECES):
+                self._post(to, kind, pieces[first : first + _MAX_PIECES])
         return sum(copy.total_bytes for copy in copies)
 
     def close(self) -> None:
@@ -77,17 +86,24 @@ class NixlTransport:
             del self._agent
 
     def _metadata(self) -> str:
-        return base64.b85encode(self._agent.get_agent_metadata()).decode()
+        return f"{self._device}:{base64.b85encode(self._agent.get_agent_metadata()).decode()}"
 
-    def _post(self, to: str, pieces: npt.NDArray[np.uint64]) -> None:
+    def _kind_of(self, address: int) -> str:
+        is_on_device = any(one.address <= address < one.address + one.length_bytes for one in self._on_device)
+        return _DEVICE_MEMORY if is_on_device else _HOST_MEMORY
+
+    def _post(self, to: str, kind: str, pieces: npt.NDArray[np.uint64]) -> None:
         """Return when all pieces are in the peer's memory."""
         try:
             with self._lock:
                 if self._closed:
                     raise TransferError("the transport is closed")
-                sources = self._agent.get_xfer_descs(_described(pieces[:, 0], pieces[:, 2]), _HOST_MEMORY)
-                targets = self._agent.get_xfer_descs(_described(pieces[:, 1], pieces[:, 2]), _HOST_MEMORY)
-                handle = self._agent.initialize_xfer("WRITE", sources, targets, self._peer(to))
+                here, (name, there) = self._device, self._peer(to)
+                if kind == _HOST_MEMORY:
+                    here = there = 0
+                sources = self._agent.get_xfer_descs(_described(pieces[:, 0], pieces[:, 2], here), kind)
+                targets = self._agent.get_xfer_descs(_described(pieces[:, 1], pieces[:, 2], there), kind)
+                handle = self._agent.initialize_xfer("WRITE", sources, targets, name)
                 state = self._agent.transfer(handle)
             try:
                 deadline_s = time.monotonic() + self._io_timeout_s
@@ -109,16 +125,19 @@ class NixlTransport:
         if state != "DONE":
             raise TransferError("a KV write by NIXL failed: the peer has gone, or refuses it")
 
-    def _peer(self, address: str) -> str:
+    def _peer(self, address: str) -> tuple[str, int]:
+        """The name of its agent, and the number of its device."""
+        number, _, encoded = address.partition(":")
         name = self._peers.get(address)
         if name is None:
             try:
-                metadata = base64.b85decode(address)
+                int(number)
+                metadata = base64.b85decode(encoded)
             except (ValueError, binascii.Error) as error:
                 raise TransferError(f"not an address of NIXL: {error}") from error
             told = self._agent.add_remote_agent(metadata)
             name = self._peers[address] = told.decode() if isinstance(told, bytes) else str(told)
-        return name
+        return name, int(number)
 
 
 def join_rows(copies: Iterable[RowCopy]) -> npt.NDArray[np.uint64]:
@@ -137,6 +156,8 @@ def _pieces(copy: RowCopy) -> npt.NDArray[np.uint64]:
     return np.stack([sources[starts], targets[starts], rows * length], axis=1).astype(np.uint64)
 
 
-def _described(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _described(
+    addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int
+) -> npt.NDArray[np.uint64]:
     """As NIXL takes them: address, length, device."""
-    return np.stack([addresses, lengths, np.zeros_like(lengths)], axis=1)
+    return np.stack([addresses, lengths, np.full_like(lengths, device)], axis=1)

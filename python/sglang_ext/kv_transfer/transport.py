@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
+
+
+class GpuBuffers(NamedTuple):
+    """Which of the buffers are no host memory."""
+
+    device: int  # its number in this process
+    buffers: tuple[ItemBuffer, ...]
 
 
 class Transport(Protocol):
@@ -51,11 +58,14 @@ def why_unavailable(name: str) -> str | None:
     return f"there is no handshake transport {name!r}; {choice}"
 
 
-def create_transport(name: str, host: str) -> Transport:
-    """One of TRANSPORTS, listening on `host`. Raises ValueError, in one line, for another name."""
+def create_transport(name: str, host: str, device_memory: GpuBuffers | None = None) -> Transport:
+    """One of TRANSPORTS, listening on `host`. Raises ValueError, in one line, for another name, or one that does not
+    move `device_memory`."""
     problem = why_unavailable(name)
     if problem is not None:
         raise ValueError(problem)
+    if device_memory is not None and name != "nixl":
+        raise ValueError(f"handshake transport {name} moves host memory only; choose nixl on a GPU")
     if name == "tcp":
         from sglang_ext.kv_transfer.tcp_transport import TcpTransport
 
@@ -63,7 +73,7 @@ def create_transport(name: str, host: str) -> Transport:
     if name == "nixl":
         from sglang_ext.kv_transfer.nixl_transport import NixlTransport
 
-        return NixlTransport()
+        return NixlTransport(device_memory=device_memory)
     from sglang_ext.kv_transfer.shared_memory_transport import SharedMemoryTransport
 
     return SharedMemoryTransport()

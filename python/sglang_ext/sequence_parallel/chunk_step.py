@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
+from sglang_ext.sequence_parallel.device_streams import DeviceStreams, Mark
 from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
 from sglang_ext.sequence_parallel.ring_attention import Attention, DeferredErrorAttention, Ring, as_tensor
@@ -31,7 +32,7 @@ def step_errors(ranks: Ranks) -> tuple[type[Exception], ...]:
     return STEP_ERRORS if ranks.size > 1 else (*STEP_ERRORS, torch.OutOfMemoryError)
 
 
-LayerReady = Callable[[int], None]
+LayerReady = Callable[[int, Mark | None], None]  # layer; behind what its K and V are there, None: they are
 Sending = Callable[[torch.Tensor], LayerReady]
 
 
@@ -65,6 +66,7 @@ def run_chunk(
     sending: Sending | None = None,
     ranks: Ranks = SINGLE_RANK,
     note_activity: Callable[[], None] = lambda: None,
+    streams: DeviceStreams | None = None,
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
@@ -73,7 +75,8 @@ def run_chunk(
     so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the
     computation of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the
     slots of the new rows, and what it returns is called with every layer whose K and V are there; `note_activity` is
-    called with every layer. Of several `ranks` all raise where one does.
+    called with every layer. `streams` of the device that computes; None: a call that has returned is done. Of several
+    `ranks` all raise where one does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)
@@ -94,7 +97,7 @@ def run_chunk(
                     moving.finish(layer)
             layer_ready = _no_one if sending is None else sending(slots)
         ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
-        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, note_activity)
+        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, note_activity, streams)
         deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None
         with all_ranks_or_raise(ranks, *STEP_ERRORS):
             logits = engine.forward(token_ids, as_tensor(positions), slots, deferred or attention)
@@ -132,7 +135,7 @@ def run_collect(
         raise
 
 
-def _no_one(layer: int) -> None:
+def _no_one(layer: int, computed: Mark | None) -> None:
     """KV stays among the members."""
 
 
@@ -146,7 +149,9 @@ class _ChunkAttention:
         moving: Rebalancing,
         layer_ready: LayerReady,
         note_activity: Callable[[], None],
+        streams: DeviceStreams | None,
     ) -> None:
+        self._streams = streams
         self._layer_ready = layer_ready
         self._note_activity = note_activity
         self._pool = pool
@@ -157,9 +162,8 @@ class _ChunkAttention:
 
     def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         self._note_activity()
-        self._layer_ready(layer)
+        self._layer_ready(layer, None if self._streams is None else self._streams.mark())
         self._moving.finish(layer)
         # It travels while this layer attends and passes its fully connected part.
         self._moving.start(layer + 1)
-        k, v = self._pool.read(layer, self._slots)
-        return self._ring.attend(q, self._queries, k, v, scale, layer)
+        return self._ring.attend(q, self._queries, self._pool.read(layer, self._slots), scale, layer)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
+from sglang_ext.kv_transfer.outgoing_transfer import DeviceEvent, OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.policy.cdsp.sharding import Positions
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
 from sglang_ext.sequence_parallel.chunk_step import LayerReady, StreamError
@@ -141,9 +141,9 @@ class KvStreams:
                 continue
             chunks.append(_Offered(target.handle, chunk, len(kept)))
 
-        def is_ready(layer: int) -> None:
+        def is_ready(layer: int, computed: DeviceEvent | None) -> None:
             for handle, chunk, tokens in chunks:
-                handle.part(chunk, PartRows(layer, 1, 0, tokens, False))
+                handle.part(chunk, PartRows(layer, 1, 0, tokens, False), computed=computed)
 
         return is_ready
 
@@ -201,7 +201,7 @@ class KvStreams:
         return stream
 
 
-def _nothing(layer: int) -> None:
+def _nothing(layer: int, computed: DeviceEvent | None) -> None:
     """This layer is not sent."""
 
 
@@ -225,6 +225,7 @@ class Pin(NamedTuple):
     """Pages that are being read."""
 
     pages: tuple[int, ...]
+    device: torch.device  # of the slots
 
 
 class PinnedPool:
@@ -248,7 +249,7 @@ class PinnedPool:
 
     def pin(self, slots: torch.Tensor) -> Pin:
         """Keep the pages of these slots until `unpin`."""
-        pin = Pin(tuple(torch.unique(slots // self.page_tokens).tolist()))
+        pin = Pin(tuple(torch.unique(slots // self.page_tokens).tolist()), slots.device)
         self._pins.update(pin.pages)
         return pin
 
@@ -261,7 +262,7 @@ class PinnedPool:
         freed = [page for page in released if page in self._deferred]
         if freed:
             self._deferred.difference_update(freed)
-            self._pool.free(self._slots(freed))
+            self._pool.free(self._slots(freed).to(pin.device))
 
     def allocate(self, tokens: int) -> torch.Tensor:
         return self._pool.allocate(tokens)

@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.sequence_parallel.mesh import MeshError, Pending
+from sglang_ext.sequence_parallel.mesh import Lane, MeshError, Pending
 
 _POLL_S = 0.0002
 
 
-class Mark(Protocol):
+class MemoryMark(Protocol):
     """A place in the order of a memory's operations."""
 
     def wait(self) -> None:
@@ -54,7 +54,7 @@ class SymmetricMemory(Protocol):
     def wait_signal(self, signal: int, count: int) -> None:
         """Go on when this member's counter is at least `count`."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> MemoryMark:
         """Behind everything so far."""
 
     def release(self) -> None:
@@ -87,7 +87,7 @@ class MailboxMesh:
         self._timeout_s = timeout_s
         self._piece_bytes = piece_bytes
         self._batch: list[_Call] | None = None
-        self._marks: list[Mark] = []
+        self._marks: list[MemoryMark] = []
         self._is_interrupted = False
         size = len(self.members)
         self._inbox = [[memory.allocate(piece_bytes) for _ in range(mailboxes)] for _ in range(size)]
@@ -104,7 +104,7 @@ class MailboxMesh:
         return self._start(_Call(_as_bytes(tensor), self._place[instance], is_send=False))
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self, lane: Lane = Lane.RING) -> Iterator[None]:
         calls = self._batch = []
         pending = self._pending = _MailboxCall(self)
         try:
@@ -143,7 +143,7 @@ class MailboxMesh:
         self._batch.append(call)
         return self._pending
 
-    def _run(self, calls: Sequence[_Call]) -> Mark:
+    def _run(self, calls: Sequence[_Call]) -> MemoryMark:
         self._memory.begin()
         in_turn = sorted(calls, key=lambda call: not call.is_send)
         pieces = [range(0, call.tensor.numel(), self._piece_bytes) for call in calls]
@@ -180,7 +180,7 @@ class _MailboxCall:
     def __init__(self, mesh: MailboxMesh) -> None:
         self._mesh = mesh
         self.tensors: list[torch.Tensor] = []  # until they have been waited for
-        self.mark: Mark | None = None
+        self.mark: MemoryMark | None = None
 
     def wait(self) -> None:
         if self.mark is not None:

@@ -33,6 +33,7 @@ from sglang_ext.policy.cdsp.orders import (
     RunChunk,
 )
 from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect, step_errors
+from sglang_ext.sequence_parallel.device_streams import DeviceStreams
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.sequence_parallel.mesh import Membership, Mesh, MeshError, Meshes
 from sglang_ext.sequence_parallel.messages import (
@@ -108,16 +109,19 @@ class PoolMember:
         meshes: Meshes,
         open_target: OpenTarget | None = None,
         ranks: Ranks = SINGLE_RANK,
+        streams: DeviceStreams | None = None,
     ) -> None:
         """`meshes` connect this rank with those of other members.
 
-        `open_target`: see `KvStreams`. Of several `ranks` each has a member, whose link brings all of them the same
-        sessions and orders in the same turn; all of them call the same methods in the same order.
+        `open_target`: see `KvStreams`; `streams`: see `run_chunk`. Of several `ranks` each has a member, whose link
+        brings all of them the same sessions and orders in the same turn; all of them call the same methods in the same
+        order.
         """
         self._engine = engine
         self._link = link
         self._meshes = meshes
         self.ranks = ranks
+        self._device_streams = streams
         # What is being sent goes on when the coordinator does not.
         self._streams = KvStreams(engine.pool, open_target, ranks)
         self._count = itertools.count(1)
@@ -349,6 +353,7 @@ class PoolMember:
             sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
             ranks=self.ranks,
             note_activity=self._meshes.note_activity,
+            streams=self._device_streams,
         )
         if logits is None or not chunk.is_last:
             return None

@@ -1,13 +1,14 @@
 """Point-to-point calls between the members of a step, beside the engine's own process groups.
 
 A step agrees on which members send to each other under which tags. How its calls travel is another module's:
-`peer_links` for host memory, `nccl_mesh` and `mailbox_mesh` for GPUs.
+`peer_links` for host memory, `nccl_mesh` and `staged_mesh` for GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,13 @@ class MeshError(RuntimeError):
         """`instance`: the peer that could not be talked to, where it was one."""
         super().__init__(reason)
         self.instance = instance
+
+
+class Lane(Enum):
+    """What a call belongs to: calls of one lane do not wait for those of another one."""
+
+    RING = "ring"
+    MOVES = "moves"  # of earlier KV, behind the computation
 
 
 class Pending(Protocol):
@@ -42,14 +50,14 @@ class Mesh(Protocol):
     def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
         """Start receiving into a contiguous tensor of the sender's size."""
 
-    def batch(self) -> AbstractContextManager[None]:
+    def batch(self, lane: Lane = Lane.RING) -> AbstractContextManager[None]:
         """What is started inside need not wait for each other, in whichever order it is started.
 
-        Of two members that talk to each other both start their calls, or batches, in the same order.
+        Of two members that talk to each other both start their calls, or batches, of a lane in the same order.
         """
 
     def settle(self) -> None:
-        """Block until everything that was waited for is done. Raises MeshError."""
+        """Block until everything that was waited for is done, and what was computed with it. Raises MeshError."""
 
 
 class Membership(NamedTuple):

@@ -140,7 +140,7 @@ def _bytes_of(unique_id: Any) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
 
 
 class StreamMark:
-    """See `mailbox_mesh.Mark`."""
+    """See `mailbox_mesh.MemoryMark`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()

@@ -44,11 +44,20 @@ class LinkOwner(Protocol):
     def take_word(self, peer: PeerId, frame: Frame) -> None: ...
 
 
+class Readiness(Protocol):
+    """When a message is in its memory; `device_streams.Mark` is such."""
+
+    def synchronize(self) -> None:
+        """Return once it is."""
+
+
 class LinkCall:
     """A message under way. Its tensor belongs to it until it has ended, or for good where it has failed."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, ready: Readiness | None = None) -> None:
+        """`ready` is waited for before it is sent; None: it is in its memory."""
         self.frame = frame
+        self.ready = ready
         self.error: str | None = None
         self._lock = threading.Lock()
         self._is_over = False
@@ -161,12 +170,14 @@ class PeerLink:
             while (call := self._next()) is not None and self._socket is not None:
                 if not call.is_over:
                     try:
+                        if call.ready is not None:
+                            call.ready.synchronize()
                         send_frame(self._socket, call.frame)
-                    except OSError as error:
+                    except (OSError, RuntimeError) as error:
                         call.end(reason_of(error))
                         raise
                     call.end()
-        except (LinkError, OSError) as error:
+        except (LinkError, OSError, RuntimeError) as error:  # of devices
             self.end(reason_of(error))
 
     def _next(self) -> LinkCall | None:

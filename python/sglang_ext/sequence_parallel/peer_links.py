@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -34,8 +34,8 @@ from sglang_ext.sequence_parallel.link_frames import (
     reason_of,
     send_greeting,
 )
-from sglang_ext.sequence_parallel.mesh import Membership, MeshError, Pending
-from sglang_ext.sequence_parallel.peer_link import LinkCall, PeerLink
+from sglang_ext.sequence_parallel.mesh import Lane, Membership, Mesh, MeshError, Pending
+from sglang_ext.sequence_parallel.peer_link import LinkCall, PeerLink, Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,21 @@ class LinkMesh:
         self._open: list[LinkCall] = []
         self._why_over: str | None = None
         self._is_told = False
+        self._on_failure: Callable[[], None] | None = None
 
-    def send(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
-        call = LinkCall(Frame(FrameKind.DATA, self.sequence, tag, as_bytes(tensor)))
+    @property
+    def own(self) -> Membership:
+        """This instance, and the pool. Raises MeshError where it has left it."""
+        return self._links.membership
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait for a message."""
+        return self._links.step_timeout_s
+
+    def send(self, tensor: torch.Tensor, instance: int, tag: int, ready: Readiness | None = None) -> Pending:
+        """See `mesh.Mesh`; `ready` is waited for before the tensor is read."""
+        call = LinkCall(Frame(FrameKind.DATA, self.sequence, tag, as_bytes(tensor)), ready)
         self._add(call)
         self._link(instance).put(call)
         return _WaitedCall(self, call, instance)
@@ -71,7 +83,7 @@ class LinkMesh:
         return _WaitedCall(self, call, instance)
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self, lane: Lane = Lane.RING) -> Iterator[None]:
         yield
 
     def settle(self) -> None:
@@ -82,8 +94,32 @@ class LinkMesh:
         with self._lock:
             self._why_over = self._why_over or reason
             calls, self._open = self._open, []
+            on_failure, self._on_failure = self._on_failure, None
         for call in calls:
             call.end(reason)
+        if on_failure is not None:
+            on_failure()
+
+    def when_failed(self, call: Callable[[], None] | None) -> None:
+        """Have this called when the step fails, from any thread and at once where it has; None: not any more."""
+        with self._lock:
+            has_failed = self._why_over is not None
+            self._on_failure = None if has_failed else call
+        if has_failed and call is not None:
+            call()
+
+    def check(self) -> None:
+        """Raises MeshError where the step has been given up."""
+        if self._why_over is not None:
+            raise self.broken(self._why_over)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Inside, the thread that computes waits for a peer."""
+        return self._links.waiting()
+
+    def note_activity(self) -> None:
+        """The thread that computes goes on."""
+        self._links.note_activity()
 
     def wait(self, call: LinkCall, instance: int) -> None:
         """Raises MeshError."""
@@ -122,6 +158,10 @@ class _WaitedCall:
         self._mesh.wait(self._call, self._instance)
 
 
+MeshOver = Callable[[LinkMesh], AbstractContextManager[Mesh]]
+"""What moves the tensors of a step, given its links."""
+
+
 class PeerLinks:
     """All links of one rank. `step` belongs to the thread that computes; everything else may be called from any."""
 
@@ -132,15 +172,18 @@ class PeerLinks:
         step_timeout_s: float,
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        over: MeshOver = nullcontext,
     ) -> None:
         """Listens at `host`, an address of this machine that the others reach. Raises OSError.
 
-        `step_timeout_s` bounds every wait for a message.
+        `step_timeout_s` bounds every wait for a message. `over`: what moves tensors, which are in host memory
+        otherwise.
         """
         self.step_timeout_s = step_timeout_s
         self.rank = rank
         self._key = key
         self._clock = clock
+        self._over = over
         self._lock = threading.Lock()
         self._membership: Membership | None = None
         self._links: dict[PeerId, PeerLink] = {}
@@ -165,6 +208,14 @@ class PeerLinks:
         close_connection(self._listener)
 
     # ---- membership
+
+    @property
+    def membership(self) -> Membership:
+        """The present one. Raises MeshError without one."""
+        membership = self._membership
+        if membership is None:
+            raise MeshError("this instance has left the pool")
+        return membership
 
     def enter(self, membership: Membership | None) -> None:
         """The pool that this instance belongs to from now on, or none: links of another one end."""
@@ -198,7 +249,7 @@ class PeerLinks:
     # ---- steps
 
     @contextmanager
-    def step(self, sequence: int, addresses: Mapping[int, PeerAddress]) -> Iterator[LinkMesh]:
+    def step(self, sequence: int, addresses: Mapping[int, PeerAddress]) -> Iterator[Mesh]:
         """Take part in a step with these instances, this one among them. Steps of a member rise. Raises MeshError.
 
         Where it fails inside, the others are told.
@@ -211,7 +262,8 @@ class PeerLinks:
         try:
             if reason is not None:
                 raise MeshError(reason)
-            yield mesh
+            with self._over(mesh) as carrier:
+                yield carrier
         except BaseException as error:
             mesh.broken(reason_of(error) if isinstance(error, Exception) else "interrupted")
             raise

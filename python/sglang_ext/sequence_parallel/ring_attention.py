@@ -167,17 +167,15 @@ class Ring:
     def size(self) -> int:
         return len(self._held)
 
-    def attend(
-        self, q: torch.Tensor, queries: Positions, k: torch.Tensor, v: torch.Tensor, scale: float, layer: int
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, queries: Positions, kv: torch.Tensor, scale: float, layer: int) -> torch.Tensor:
         """Attention of `q` [Tq, H, D] at `queries` over what all members hold.
 
-        `k` and `v` [Tk, Hkv, D] are what this member holds. Every member must call this for every layer, also one
-        without queries. Returns [Tq, H, D] in float32. Raises MeshError.
+        `kv` [2, Tk, Hkv, D] is what this member holds, and is sent as it is. Every member must call this for every
+        layer, also one without queries. Returns [Tq, H, D] in float32. Raises MeshError.
         """
-        out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32, device=q.device)
+        out = torch.zeros(*q.shape[:2], kv.shape[-1], dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
-        block = torch.stack([k, v])
+        block = kv
         for hop in range(self.size):
             keys = self._held[(self._place - hop) % self.size]
             following, calls = self._pass_on(block, hop, layer)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sglang_ext.policy.cdsp.sharding import KvMove, KvSegment, Positions, count_tokens, head, positions_of, tail
-from sglang_ext.sequence_parallel.mesh import Mesh, Pending
+from sglang_ext.sequence_parallel.mesh import Lane, Mesh, Pending
 from sglang_ext.sequence_parallel.ring_attention import as_tensor
 from sglang_ext.sequence_parallel.step_clock import StepClock
 
@@ -242,7 +242,7 @@ class Rebalancing:
             return
         began_s = self._clock.now_s()
         calls = self._under_way[layer] = []
-        with self._mesh.batch():
+        with self._mesh.batch(Lane.MOVES):
             for incoming in self._incoming:
                 block = self._pool.empty_block(incoming.slots.numel())
                 calls.append((self._mesh.receive(block, incoming.source, incoming.tag + layer), block, incoming))

@@ -114,6 +114,9 @@ def build_launch(
     by_device = StartMethod.FORK if machine.device is Device.CPU else StartMethod.SPAWN
     environment[START_METHOD_VARIABLE] = worker.start_method or by_device
     defaults = _common_environment(worker)
+    if machine.device is not Device.CPU and worker.cdsp is not None:
+        # A chunk comes behind the batch before it, in the same stream.
+        argv.append("--disable-overlap-schedule")
     if machine.device is Device.CPU:
         argv += _cpu_flags(worker, model, sglang)
         environment |= {"SGLANG_USE_CPU_ENGINE": "1"}

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext.policy.laps.options import Batching, LapsOptions
 from sglang_ext.policy.laps.round_plan import Composition, LapsMode
-from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions, MeshKind
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
 from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions
@@ -62,7 +62,7 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
             Role(fields["role"]),
             Device(fields["device"]),
             _laps_options(fields["laps"]),
-            None if cdsp is None else CdspOptions(**cdsp),
+            None if cdsp is None else CdspOptions(**{**cdsp, "mesh": MeshKind(cdsp["mesh"])}),
             None if transfer is None else TransferOptions(**transfer),
             _graph_options(fields["graphs"]),
             str(fields["revision"]),

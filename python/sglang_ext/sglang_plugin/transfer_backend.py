@@ -36,7 +36,7 @@ BACKENDS = {
             HANDSHAKE,
             None,
             {},
-            frozenset({Device.CPU}),
+            frozenset(Device),
             since=SglangVersion(0, 5, 23),
             why_since="a decode instance releases the slots of a failed request while they may be written to",
         ),
@@ -68,7 +68,7 @@ def why_unavailable(name: str, device: Device) -> str | None:
     """One line that says why `name` cannot be used here and how to get it, or None when it can."""
     facts = BACKENDS[name]
     if device not in facts.devices:
-        return f"transfer backend {name} moves host memory only; choose mooncake or nixl on a {device} machine"
+        return f"transfer backend {name} moves host memory only; choose another one on a {device} machine"
     installed = installed_sglang()
     if facts.since is not None and installed is not None and installed < facts.since:
         return f"transfer backend {name} needs SGLang {facts.since}; in {installed} {facts.why_since}"

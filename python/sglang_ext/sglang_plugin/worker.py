@@ -9,7 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_ext.sglang_plugin.cdsp.cdsp_options import add_cdsp_arguments, architecture_conflict, cdsp_options
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import (
+    MeshKind,
+    add_cdsp_arguments,
+    architecture_conflict,
+    cdsp_options,
+)
 from sglang_ext.sglang_plugin.device import Device, MachineFacts, inspect_machine
 from sglang_ext.sglang_plugin.graphs.graph_options import add_graph_arguments, graph_options
 from sglang_ext.sglang_plugin.handshake.transfer_options import add_transfer_arguments, transfer_options
@@ -105,7 +110,7 @@ def run(
     """
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
-        options = _worker_options(arguments)
+        options = _worker_options(arguments, machine.device)
     except ValueError as error:
         return _refuse(str(error))
     problem = None if arguments.dry_run else _problem(options, machine)
@@ -123,7 +128,7 @@ def run(
     return become(command)
 
 
-def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
+def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOptions:
     backend = arguments.transfer_backend
     graphs, engine_arguments = graph_options(arguments.role, arguments, arguments.engine_arguments)
     laps, engine_arguments = laps_options(arguments.role, arguments, engine_arguments)
@@ -145,7 +150,7 @@ def _worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         start_method=None if arguments.start_method == "auto" else StartMethod(arguments.start_method),
         laps=laps,
         cdsp=cdsp,
-        transfer=transfer_options(arguments, arguments.role),
+        transfer=transfer_options(arguments, arguments.role, device),
         graphs=graphs,
         revision=arguments.revision,
         engine_arguments=engine_arguments,
@@ -160,8 +165,8 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
         return f"--model-path {options.model_path}: there is no such folder"
     if options.start_method is StartMethod.FORK and machine.device is not Device.CPU:
         return f"--start-method fork: not on {machine.device}, where importing SGLang initialises the device"
-    if options.cdsp is not None and machine.device is not Device.CPU:
-        return f"--cdsp-coordinator: chunks are computed and sent by CPU engines only so far, not on {machine.device}"
+    if options.cdsp is not None and options.cdsp.mesh is MeshKind.NCCL and machine.device is Device.CPU:
+        return "--cdsp-mesh nccl: NCCL moves memory of GPUs, and this engine has none"
     if options.cdsp is not None and options.model_is_local:
         problem = architecture_conflict(read_architecture(options.model_path))
         if problem is not None:

@@ -97,4 +97,4 @@ def test_a_worker_that_refuses_is_told_in_its_words(arrangement: str, monkeypatc
     found: dict[str, Any] = {}
     two_engines.measure(arrangement, True, time.perf_counter() + 60, found.update)
     assert list(found) == ["not_possible"]
-    assert ("host memory only" if arrangement == "handshake" else "CPU engines only so far") in found["not_possible"]
+    assert "--transfer-transport: handshake transport nixl needs NIXL" in found["not_possible"]

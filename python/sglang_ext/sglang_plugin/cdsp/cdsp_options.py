@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from sglang_ext.types import Role
 
 _DEFAULT_MIN_TOKENS = 2048
 _DEFAULT_STEP_TIMEOUT_S = 30.0
+
+
+class MeshKind(StrEnum):
+    """What moves keys and values between members."""
+
+    AUTO = "auto"  # on a CPU links, on GPUs NCCL where it connects a group, else links
+    LINKS = "links"  # TCP; of GPUs through host memory
+    NCCL = "nccl"  # and nothing else
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class CdspOptions:
     host: str | None = None  # at which other members reach this one; None: from where it reaches the coordinator
     key_file: str | None = None
     max_chunk_tokens: int | None = None  # that this instance computes at once; None: SGLang's --max-prefill-tokens
+    mesh: MeshKind = MeshKind.AUTO
 
 
 def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +92,14 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="the pool's key, at least 16 bytes: the coordinator's --key-file (default: none)",
     )
+    group.add_argument(
+        "--cdsp-mesh",
+        type=MeshKind,
+        choices=list(MeshKind),
+        default=MeshKind.AUTO,
+        help="what moves keys and values between members, the same in all of them: links (TCP) or, between GPUs, NCCL; "
+        "auto: links on a CPU, on GPUs NCCL where it connects the members of a group, else links (default: auto)",
+    )
 
 
 def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOptions | None:
@@ -115,13 +133,27 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOp
         arguments.cdsp_host,
         None if key_file is None else str(key_file.absolute()),
         arguments.cdsp_max_chunk_tokens,
+        arguments.cdsp_mesh,
     )
 
 
-# Dense decoders whose every layer attends to everything before a token.
+# Decoders whose every layer attends to everything before a token, with keys and values per head.
 SUPPORTED_ARCHITECTURES = frozenset(
-    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"},
+    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"},
 )
+_LATENT = "its KV is one latent row for all heads (MLA), not keys and values"
+_WINDOWS = "layers with a sliding window attend to a part of their KV, and its attention has sinks"
+_STATE = "layers with a recurrent state have no KV that could be divided"
+_WHY_REFUSED = {
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekV32ForCausalLM": _LATENT,
+    "GptOssForCausalLM": _WINDOWS,
+    "MambaForCausalLM": _STATE,
+    "NemotronHForCausalLM": _STATE,
+    "FalconH1ForCausalLM": _STATE,
+    "Qwen3NextForCausalLM": _STATE,
+}
 
 
 def conflict(server_args: Any) -> str | None:
@@ -132,6 +164,11 @@ def conflict(server_args: Any) -> str | None:
         (server_args.disable_radix_cache, "--disable-radix-cache", "what others have computed is found in it"),
         (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft model has KV of its own"),
         (server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16"}, "--kv-cache-dtype", "KV travels unscaled"),
+        (
+            server_args.device != "cpu" and not server_args.disable_overlap_schedule,
+            "the overlap schedule",
+            "a chunk would not come behind the batch before it; give --disable-overlap-schedule",
+        ),
     ):
         if is_conflicting:
             return f"{argument} does not go with --cdsp-coordinator ({reason})"
@@ -142,8 +179,8 @@ def architecture_conflict(name: str | None) -> str | None:
     """Why a model of this architecture cannot be computed by several instances; None when it can."""
     if name in SUPPORTED_ARCHITECTURES:
         return None
-    known = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
-    return f"{name or 'a model without a name'} does not go with --cdsp-coordinator (these do: {known})"
+    why = _WHY_REFUSED.get(name or "", f"these do: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}")
+    return f"{name or 'a model without a name'} does not go with --cdsp-coordinator ({why})"
 
 
 def model_conflict(model_config: Any) -> str | None:

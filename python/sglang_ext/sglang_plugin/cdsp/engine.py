@@ -7,7 +7,9 @@ one "sequence" is this member's rows, and with an attention backend that asks th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,25 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_ext.policy.cdsp.orders import MemberReport
+from sglang_ext.sequence_parallel.device_streams import DeviceStreams, streams_of
 from sglang_ext.sequence_parallel.kv_streams import OpenTarget, Target
 from sglang_ext.sequence_parallel.member import PoolMember
 from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Destination, Hello
-from sglang_ext.sequence_parallel.peer_links import PeerLinks, route_to
+from sglang_ext.sequence_parallel.nccl_library import NcclError, NcclLibrary
+from sglang_ext.sequence_parallel.nccl_mesh import NcclMeshes
+from sglang_ext.sequence_parallel.peer_links import MeshOver, PeerLinks, route_to
 from sglang_ext.sequence_parallel.pool_link import PoolLink, ReplicatedLink, TcpLink
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks, Ranks
 from sglang_ext.sequence_parallel.ring_attention import Attention
 from sglang_ext.sequence_parallel.shard import KvPoolFullError
-from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions, model_conflict
+from sglang_ext.sequence_parallel.staged_mesh import StagedMeshes
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions, MeshKind, model_conflict
 from sglang_ext.sglang_plugin.handshake.layout import shares_of
 from sglang_ext.sglang_plugin.handshake.manager import HandshakeKVManager
 from sglang_ext.shared_key import read_key_file
 from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
+
+logger = logging.getLogger(__name__)
 
 # SGLang's padding slot: written by rows that mean nothing, never read.
 _PADDING_SLOT = 0
@@ -50,11 +58,19 @@ class SchedulerKvPool:
         pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         if type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache:
             raise UnsupportedModelError(f"KV memory of the kind {type(pool).__name__} cannot be divided over instances")
+        if pool.kv_cache_layout != "nhd":
+            raise UnsupportedModelError(f"KV memory as {pool.kv_cache_layout} cannot be divided over instances")
         self._pool = pool
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._tree = scheduler.tree_cache
         self.layers: int = pool.layer_num
         self.page_tokens: int = scheduler.page_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where its memory is."""
+        device: torch.device = self._pool.get_key_buffer(0).device
+        return device
 
     @property
     def free_tokens(self) -> int:
@@ -119,8 +135,13 @@ class SchedulerEngine:
         runner = self._runner
         batch = _batch(torch.from_numpy(np.array(token_ids, np.int64)), positions, slots, runner.device)
         backend = _ChunkBackend(runner, attention)
-        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
-            output = runner.forward(batch)
+        # A graph that was captured has SGLang's attention.
+        graphs, runner.prefill_cuda_graph_runner = runner.prefill_cuda_graph_runner, None
+        try:
+            with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+                output = runner.forward(batch)
+        finally:
+            runner.prefill_cuda_graph_runner = graphs
         logits: torch.Tensor = output.logits_output.next_token_logits[-1]
         return logits.float()
 
@@ -177,7 +198,9 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
     ranks = _ranks(scheduler)
     engine = SchedulerEngine(scheduler, ranks)
     open_target, how = _opener(scheduler)
-    model = engine.description + how
+    streams = streams_of(engine.pool.device)
+    over, kind = _carrier(streams, options.mesh)
+    model = engine.description + how + (f", between members by {kind}" if streams is not None else "")
 
     def hello() -> Hello:
         free_tokens = int(scheduler.token_to_kv_pool_allocator.available_size())
@@ -195,7 +218,7 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
 
     host = options.host or route_to(options.coordinator_host, options.coordinator_port)
     key = read_key_file(None if options.key_file is None else Path(options.key_file))
-    links = PeerLinks(host, key, options.step_timeout_s, ranks.rank)
+    links = PeerLinks(host, key, options.step_timeout_s, ranks.rank, over=over)
     links.rank_addresses = tuple(ranks.gather(links.address))
     link: PoolLink | None = None
     if ranks.rank == 0:
@@ -206,7 +229,24 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
         )
     if ranks.size > 1 or link is None:
         link = ReplicatedLink(ranks, link)
-    return PoolMember(engine, link, links, open_target, ranks)
+    return PoolMember(engine, link, links, open_target, ranks, streams)
+
+
+def _carrier(streams: DeviceStreams | None, mesh: MeshKind) -> tuple[MeshOver, str]:
+    """What moves tensors between members, and in words: it must be the same in all of them. Raises
+    UnsupportedModelError where NCCL is wanted and cannot be had."""
+    if streams is None:
+        return nullcontext, "links"
+    if mesh is not MeshKind.LINKS:
+        try:
+            meshes = NcclMeshes(NcclLibrary(), streams, may_fall_back=mesh is MeshKind.AUTO)
+        except NcclError as error:
+            if mesh is MeshKind.NCCL:
+                raise UnsupportedModelError(f"--cdsp-mesh nccl: {error}") from None
+            logger.warning("cdsp: tensors go over links: %s", error)
+        else:
+            return meshes.over, "NCCL" if mesh is MeshKind.NCCL else "NCCL or links"
+    return StagedMeshes(streams).over, "links"
 
 
 def max_chunk_tokens(scheduler: Any, options: CdspOptions) -> int:

@@ -72,6 +72,11 @@ def cpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
     return HeadLayout(kv_heads, tp_size, -(-kv_heads // tp_size) * tp_size)
 
 
+def gpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
+    """How SGLang spreads them over GPUs: with more ranks than heads, consecutive ranks hold the same one."""
+    return HeadLayout(kv_heads, tp_size, kv_heads)
+
+
 @lru_cache(maxsize=64)
 def shares_of(prefill_rank: int, prefill: HeadLayout, decode: HeadLayout) -> tuple[Share, ...]:
     """What a prefill rank sends, by decode rank. Raises ValueError when the layouts are of different models."""

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -23,10 +24,10 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_ext.identifiers import TransferAttempt, TransferId
 from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
 from sglang_ext.kv_transfer.invitations import DecodeRank
-from sglang_ext.kv_transfer.transport import create_transport
+from sglang_ext.kv_transfer.transport import GpuBuffers, create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.shards import HeadLayout
-from sglang_ext.sglang_plugin.handshake.layout import cpu_head_layout, pool_layout
+from sglang_ext.sglang_plugin.handshake.layout import cpu_head_layout, gpu_head_layout, pool_layout
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
 from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions, model_conflict
 from sglang_ext.sglang_plugin.options import options_from_environment
@@ -54,6 +55,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         if problem is not None:
             raise ValueError(problem)
         self._kv_heads = _kv_heads(server_args)
+        self._is_on_cpu = server_args.device == "cpu"
         self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received anew
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -74,7 +76,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
 
     def head_layout(self, tp_size: int) -> HeadLayout:
         """How an instance of this model with so many ranks spreads its heads."""
-        return cpu_head_layout(self._kv_heads, tp_size)
+        return (cpu_head_layout if self._is_on_cpu else gpu_head_layout)(self._kv_heads, tp_size)
 
     def register_to_bootstrap(self) -> None:
         """Called by the common constructor of a prefill rank, once it knows its own place."""
@@ -120,13 +122,19 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         self.transport_name = transfer.transport
         self.stream_layer_bytes = transfer.stream_layer_bytes
         layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank)
+        device_memory = None
+        if not self._is_on_cpu:
+            buffers = tuple(buffer for layer in layout.layers for buffer in layer)
+            device_memory = GpuBuffers(int(self.kv_args.gpu_id), buffers)
+            # Both sides must be devices.
+            layout = replace(layout, kv_dtype=f"{layout.kv_dtype} on a GPU")
         timings = HandshakeOptions(
             receive_backends=transfer.receive_backends,
             stall_timeout_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         )
         self.endpoint = HandshakeEndpoint(
             self.local_ip,
-            create_transport(transfer.transport, self.local_ip),
+            create_transport(transfer.transport, self.local_ip, device_memory),
             layout,
             timings,
             decode_rank=DecodeRank(self.attn_tp_rank, self.heads),

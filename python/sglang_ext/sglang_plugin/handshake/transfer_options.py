@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.kv_transfer.transport import TRANSPORTS, why_unavailable
+from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE
 from sglang_ext.types import Role
 
 _DEFAULT_TRANSPORT = "tcp"
+_DEVICE_TRANSPORT = "nixl"  # the one that moves memory of GPUs
 # A part costs some tenths of a millisecond in Python, at either end and beside the engine: as long as this moves.
 _STREAM_LAYER_BYTES = 1 << 20
 _NEVER = "never"
@@ -36,7 +38,7 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="what moves the bytes; the same on prefill and decode. shared_memory: between instances on one machine; "
         "nixl: NIXL, where it is installed "
-        f"(default: {_DEFAULT_TRANSPORT})",
+        f"(default: {_DEFAULT_TRANSPORT}; on GPUs {_DEVICE_TRANSPORT}, which alone moves their memory)",
     )
     group.add_argument(
         "--transfer-receive-backends",
@@ -56,8 +58,9 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def transfer_options(arguments: argparse.Namespace, role: Role) -> TransferOptions | None:
+def transfer_options(arguments: argparse.Namespace, role: Role, device: Device = Device.CPU) -> TransferOptions | None:
     """The options, None with another backend. Raises ValueError, in one line that names the option."""
+    default = _DEFAULT_TRANSPORT if device is Device.CPU else _DEVICE_TRANSPORT
     transport, receive_backends = arguments.transfer_transport, arguments.transfer_receive_backends
     stream_kib: str | None = arguments.transfer_stream_layer_kib
     if arguments.transfer_backend != HANDSHAKE:
@@ -74,12 +77,14 @@ def transfer_options(arguments: argparse.Namespace, role: Role) -> TransferOptio
             raise ValueError(f"--transfer-receive-backends must be at least 1, got {receive_backends}")
         if role.is_prefill:
             raise ValueError("--transfer-receive-backends: prefill instances receive no KV")
-    problem = why_unavailable(transport or _DEFAULT_TRANSPORT)
+    problem = why_unavailable(transport or default)
     if problem is not None:
         raise ValueError(f"--transfer-transport: {problem}")
+    if device is not Device.CPU and (transport or default) != _DEVICE_TRANSPORT:
+        raise ValueError(f"--transfer-transport {transport} moves host memory only; on {device} choose nixl")
     if stream_kib is not None and not role.is_prefill:
         raise ValueError("--transfer-stream-layer-kib: decode instances send no KV")
-    return TransferOptions(transport or _DEFAULT_TRANSPORT, receive_backends, _stream_layer_bytes(stream_kib))
+    return TransferOptions(transport or default, receive_backends, _stream_layer_bytes(stream_kib))
 
 
 def _stream_layer_bytes(kib: str | None) -> int | None:

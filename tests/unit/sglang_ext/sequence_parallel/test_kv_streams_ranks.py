@@ -60,7 +60,7 @@ class Rank:
         slots = self.streams.pool.allocate(tokens)
         try:
             ready = self.streams.begin(reading, request, TO, (range(tokens),), slots)
-            ready(0)
+            ready(0, None)
         except StreamError as error:
             return str(error)
         finally:

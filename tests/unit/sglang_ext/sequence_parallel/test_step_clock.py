@@ -9,7 +9,7 @@ import torch
 
 from sglang_ext.policy.cdsp.sharding import Interleaving, Positions, lay_out
 from sglang_ext.sequence_parallel.chunk_step import run_chunk, run_collect
-from sglang_ext.sequence_parallel.mesh import Pending
+from sglang_ext.sequence_parallel.mesh import Lane, Pending
 from sglang_ext.sequence_parallel.shard import Shard
 from sglang_ext.sequence_parallel.step_clock import StepClock, StepTimes
 from support.toy_engine import LAYERS, ToyEngine, ToyPool
@@ -35,7 +35,7 @@ class SlowMesh:
     def __init__(self, clock: HandClock, ring_tags: range, ring_s: float, move_s: float) -> None:
         self._clock, self._ring_tags, self._ring_s, self._move_s = clock, ring_tags, ring_s, move_s
 
-    def batch(self) -> AbstractContextManager[None]:
+    def batch(self, lane: Lane = Lane.RING) -> AbstractContextManager[None]:
         return nullcontext()
 
     def step(self, sequence: int) -> AbstractContextManager[None]:

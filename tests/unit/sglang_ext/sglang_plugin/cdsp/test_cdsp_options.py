@@ -77,7 +77,6 @@ def test_what_makes_no_sense_is_named(argv: tuple[str, ...], names: str) -> None
     [
         ("--role", "decode", "--cdsp-coordinator", "a:1"),
         ("--role", "long", "--cdsp-coordinator", "a:1", "--laps-mode", "off"),
-        ("--role", "long", "--cdsp-coordinator", "a:1", "--device", "cuda"),
     ],
 )
 def test_a_worker_that_cannot_be_a_member_is_refused(
@@ -91,14 +90,46 @@ def test_a_worker_that_cannot_be_a_member_is_refused(
     assert error.count("\n") == 1
 
 
-def test_a_model_that_cannot_be_divided_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["MixtralForCausalLM"]}')
+def test_nccl_is_refused_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    options = ("--role", "long", "--cdsp-coordinator", "a:1", "--cdsp-mesh", "nccl", "--model-path", str(tmp_path))
+    assert worker.run(parser.parse_args([*options, "--device", "cpu"])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sglang-ext worker: --cdsp-mesh nccl: ")
+    assert error.count("\n") == 1
+
+
+def test_a_member_on_a_gpu_computes_in_one_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    options = ("--role", "long", "--model-path", str(tmp_path), "--device", "cuda", "--dry-run")
+    for more, is_there in (((), False), (("--cdsp-coordinator", "a:1"), True)):
+        assert worker.run(parser.parse_args([*options, *more])) == 0
+        assert ("--disable-overlap-schedule" in capsys.readouterr().out) is is_there
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("MixtralForCausalLM", "these do: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
+        ("DeepseekV2ForCausalLM", "its KV is one latent row for all heads"),
+        ("DeepseekV3ForCausalLM", "its KV is one latent row for all heads"),
+        ("GptOssForCausalLM", "layers with a sliding window"),
+        ("Qwen3NextForCausalLM", "layers with a recurrent state"),
+        ("NemotronHForCausalLM", "layers with a recurrent state"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_by_name(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
     parser = argparse.ArgumentParser()
     worker.add_arguments(parser)
     options = ("--role", "long", "--cdsp-coordinator", "a:1", "--model-path", str(tmp_path), "--device", "cpu")
     assert worker.run(parser.parse_args(options)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("sglang-ext worker: MixtralForCausalLM does not go with --cdsp-coordinator (")
+    assert error.startswith(f"sglang-ext worker: {name} does not go with --cdsp-coordinator ({why}")
     assert error.count("\n") == 1
 
 
@@ -126,6 +157,8 @@ FITTING = {
     "disable_radix_cache": False,
     "speculative_algorithm": None,
     "kv_cache_dtype": "auto",
+    "device": "cpu",
+    "disable_overlap_schedule": False,
 }
 
 
@@ -141,6 +174,9 @@ def test_the_arguments_of_a_worker_fit() -> None:
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype"),
+        ({"device": "cuda"}, "the overlap schedule"),
     ],
 )
 def test_each_conflict_is_named(changes: dict[str, object], names: str) -> None:
@@ -155,7 +191,8 @@ def model(name: str, sliding_window_size: int | None = None) -> SimpleNamespace:
 
 
 def test_models_are_refused_by_name() -> None:
-    assert model_conflict(model("Qwen2ForCausalLM")) is None
+    for name in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
+        assert model_conflict(model(name)) is None
     for refused, name in (
         (model("DeepseekV3ForCausalLM"), "DeepseekV3ForCausalLM"),
         (model("MistralForCausalLM", 4096), "MistralForCausalLM with a sliding window"),

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers
 from sglang_ext.policy.handshake.shards import HeadLayout
-from sglang_ext.sglang_plugin.handshake.layout import Share, cpu_head_layout, pool_layout, shares_of, token_slots
+from sglang_ext.sglang_plugin.handshake.layout import (
+    Share,
+    cpu_head_layout,
+    gpu_head_layout,
+    pool_layout,
+    shares_of,
+    token_slots,
+)
 
 
 def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
@@ -103,3 +110,31 @@ def test_a_prefill_rank_of_padding_sends_nothing() -> None:
 def test_different_models_are_refused() -> None:
     with pytest.raises(ValueError, match="prefill has 3 KV heads, decode 4"):
         shares_of(0, cpu_head_layout(3, 1), cpu_head_layout(4, 1))
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]))
+def test_on_gpus_every_decode_rank_gets_each_of_its_heads_once_also_of_replicas(
+    kv_heads: int, prefill_ranks: int, decode_ranks: int
+) -> None:
+    prefill, decode = gpu_head_layout(kv_heads, prefill_ranks), gpu_head_layout(kv_heads, decode_ranks)
+
+    def held(ranks: int, rank: int) -> set[int]:
+        """As `QKVParallelLinear` has it."""
+        if ranks <= kv_heads:
+            return {head for head in range(kv_heads) if head // (kv_heads // ranks) == rank}
+        return {rank // (ranks // kv_heads)}
+
+    got: Counter[tuple[int, int]] = Counter()
+    for rank in range(prefill_ranks):
+        for share in shares_of(rank, prefill, decode):
+            heads = range(share.first_head, share.first_head + share.head_count)
+            assert set(heads) <= held(prefill_ranks, rank)
+            got.update((share.decode_rank, head) for head in heads)
+    assert got == Counter((rank, head) for rank in range(decode_ranks) for head in held(decode_ranks, rank))
+    metadata = Counter(
+        share.decode_rank
+        for rank in range(prefill_ranks)
+        for share in shares_of(rank, prefill, decode)
+        if share.has_metadata
+    )
+    assert metadata == Counter(range(decode_ranks))

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_ext.sglang_plugin import worker
 from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.handshake import transfer_options as options_module
 from sglang_ext.sglang_plugin.handshake.transfer_options import (
     TransferOptions,
     conflict,
@@ -140,3 +141,13 @@ def test_models_that_it_does_not_transfer_are_named(
 ) -> None:
     problem = model_conflict(SimpleNamespace(state_types=states, num_draft_entries=drafts), is_mla)
     assert (problem is None) if what is None else (problem is not None and what in problem)
+
+
+def test_on_a_gpu_nixl_alone_moves_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module, "why_unavailable", lambda name: None)
+    assert transfer_options(parse(*HANDSHAKE), Role.DECODE, Device.CUDA) == TransferOptions("nixl")
+    for transport in ("tcp", "shared_memory"):
+        arguments = parse(*HANDSHAKE, "--transfer-transport", transport)
+        assert transfer_options(arguments, Role.DECODE) == TransferOptions(transport)
+        with pytest.raises(ValueError, match=f"^--transfer-transport {transport} moves host memory only; on cuda"):
+            transfer_options(arguments, Role.DECODE, Device.CUDA)
