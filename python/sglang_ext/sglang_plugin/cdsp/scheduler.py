@@ -203,7 +203,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         destinations: tuple[Destination, ...] = ()
         targets: tuple[Target, ...] = ()
         if isinstance(sender, HandshakeKVSender) and ranks.all(sender.can_be_shared):
-            of_rank, targets = sender.share(cached_tokens, prefix_slots)
+            of_rank, targets = sender.share(cached_tokens, prefix_slots.cpu())
             # Several ranks may send to the same one of decode.
             destinations = tuple(dict.fromkeys(itertools.chain.from_iterable(ranks.gather(of_rank))))
         if destinations:

@@ -153,7 +153,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         """
         outgoing = [one for one in self._outgoing or () if one.share.head_count and one.invitation.whole.tokens]
         self._shared_s = time.perf_counter()
-        slots = np.asarray(prefix_slots[:cached_tokens].cpu(), np.uint32)
+        slots = np.asarray(prefix_slots[:cached_tokens], np.uint32)
         for one in outgoing:
             first = one.invitation.first_token
             one.transfer.offer_now(first, slots[first:])
