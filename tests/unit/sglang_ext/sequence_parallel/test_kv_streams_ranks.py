@@ -159,7 +159,7 @@ def test_slots_without_readers_are_free_at_once() -> None:
     streams = KvStreams(pool)
     reading = streams.announce()
     slots = streams.pool.allocate(8)
-    streams.begin(reading, 1, (), (range(8),), slots)(0)
+    streams.begin(reading, 1, (), (range(8),), slots)(0, None)
     streams.pool.free(slots)
     assert pool.free_tokens == TOKENS
     streams.settle()
