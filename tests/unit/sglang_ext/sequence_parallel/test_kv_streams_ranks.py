@@ -36,7 +36,7 @@ class Handle:
         self.offers += 1
         return self.offers - 1
 
-    def part(self, chunk: int, rows: object) -> None:
+    def part(self, chunk: int, rows: object, computed: object = None) -> None:
         pass
 
     def close(self) -> None:
