@@ -22,6 +22,7 @@ from sglang_ext.policy.cdsp.orders import (
     Decline,
     DeclineReason,
     Drop,
+    Finish,
     MemberReport,
     Offer,
     Order,
@@ -115,6 +116,9 @@ class LongPool:
             self._join(instance)
 
     def arrive(self, request: SimRequest) -> None:
+        if request.prompt_tokens > max(self._costs) * self._spec.kv_tokens:
+            self._listener.on_refused(request)  # no group can ever hold it
+            return
         ideal_s = fastest_s(self._candidates, request.cached_tokens, request.new_tokens)
         objective_s = max(self._options.slo_s, self._options.slo_stretch * ideal_s)
         self._announce(_Progress(request, request.arrival_s + objective_s))
@@ -154,12 +158,20 @@ class LongPool:
                 progress.owner = owner
                 request = progress.request
                 tokens, cached = request.prompt_tokens, request.cached_tokens
-                offer = Offer(request.key, owner, tokens, cached, request.arrival_s, progress.deadline_s)
+                offer = Offer(
+                    *(request.key, owner, tokens, cached, request.arrival_s, progress.deadline_s),
+                    is_streamed=True,
+                    fits_owner=tokens <= self._spec.kv_tokens,
+                )
                 return self.coordinator.claim(ticket, offer, now_s)
             case RunChunk():
                 self._run_chunk(order)
             case Collect():
                 return self._end_collect(order)
+            case Finish(key):
+                # Decode gets the KV from where it was computed, while it is.
+                self._end(self._progress.pop(key))
+                return self.coordinator.transferred(key, now_s)
             case Decline(key, owner, reason):
                 self._compute_alone(self._progress[key], owner, reason)
             case Drop(key):
@@ -188,7 +200,7 @@ class LongPool:
         self._carry_out(self.coordinator.done_together(running.group, order.sequence, now_s))
 
     def _end_collect(self, order: Collect) -> Sequence[Order]:
-        """Its time is not simulated: decode gets the KV from where it was computed, while it is."""
+        """Only what is not computed to its end comes to an owner; the time for that is not simulated."""
         progress = self._progress[order.request]
         computed = sum(self._holds[order.request].values())
         if computed < progress.request.prompt_tokens:
@@ -200,7 +212,8 @@ class LongPool:
     def _compute_alone(self, progress: _Progress, owner: int, reason: DeclineReason) -> None:
         request = progress.request
         alone_s = self._costs[1].predict_s(request.cached_tokens, request.new_tokens) if 1 in self._costs else math.inf
-        if reason is DeclineReason.NO_PLAN and (alone_s == math.inf or request.prompt_tokens > self._spec.kv_tokens):
+        cannot = alone_s == math.inf or request.prompt_tokens > self._spec.kv_tokens
+        if cannot and reason in (DeclineReason.NO_PLAN, DeclineReason.NO_ROOM):
             del self._progress[request.key]
             self._listener.on_refused(request)
             return
