@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.sglang_plugin.cdsp.cdsp_options import CdspOptions
 from sglang_ext.sglang_plugin.device import Device, MachineFacts
 from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
+from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions
 from sglang_ext.sglang_plugin.launch_plan import WorkerOptions, build_launch
 from sglang_ext.types import Role
 
@@ -35,6 +37,11 @@ TWO_ENGINES = {
     "two engines, decode": (Role.DECODE, two_engines.engine_arguments(True)),
     "two engines, one instance": (Role.BOTH, (*two_engines.engine_arguments(True), *PLAIN_SERVER.arguments)),
 }
+# By the handshake, and as members of a long pool.
+POOLS = {
+    "two engines, member": (Role.LONG, CdspOptions("coordinator", 8990, "here:30000", "node", 200, 30.0)),
+    "two engines, decode of members": (Role.DECODE, None),
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +59,18 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, system in figure6.SYSTEMS.items():
         command_lines[f"figure 6, {name}"] = figure6.launch_command(model, system, (30000, 30001), True)[0][3:]
     command_lines["refused"] = ["--model-path", str(model), "--disaggregation-transfer-backend", "pigeon"]
+    return view(model, environment, command_lines, ["grid", "breakable", "full"])
+
+
+def view(
+    model: Path, environment: dict[str, str], command_lines: dict[str, tuple[str, ...]], buckets: list[str]
+) -> dict[str, Any]:
+    """What SGLang makes of command lines where these options of ours are set."""
     request = {
         "model": str(model),
         "environment": environment,
         "command_lines": list(command_lines.values()),
-        "buckets": ["grid", "breakable", "full"],
+        "buckets": buckets,
     }
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/support/cuda_arguments.py")],
@@ -71,6 +85,25 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     found["command_lines"] = dict(zip(command_lines, found["command_lines"], strict=True))
     return found
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_sglang_accepts_what_a_pool_on_gpus_starts_with(name: str, tmp_path: Path) -> None:
+    """With the hooks of the handshake, and of a member, in force."""
+    role, cdsp = POOLS[name]
+    worker = WorkerOptions(
+        *(role, str(tmp_path / "qwen"), True),
+        transfer_backend="handshake",
+        transfer=TransferOptions("nixl"),
+        cdsp=cdsp,
+        laps=LapsOptions() if role.is_prefill else None,
+        engine_arguments=two_engines.engine_arguments(True),
+    )
+    launch = build_launch(worker, CUDA)
+    found = view(tmp_path / "qwen", dict(launch.environment), {name: launch.argv[3:]}, [])["command_lines"][name]
+    assert "error" not in found, found
+    assert found["disaggregation_transfer_backend"] == "handshake"
+    assert found["disable_overlap_schedule"] is (cdsp is not None)
 
 
 def test_sglang_accepts_what_workers_start_with(answer: dict[str, Any]) -> None:
