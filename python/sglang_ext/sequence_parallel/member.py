@@ -334,7 +334,8 @@ class PoolMember:
                 del self._shards[what.request]
             unreachable = error.instance if isinstance(error, MeshError) else None
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            self._link.send(StepFailed(what.sequence, str(error), unreachable, is_out_of_memory))
+            free_tokens = self._engine.pool.free_tokens
+            self._link.send(StepFailed(what.sequence, str(error), unreachable, is_out_of_memory, free_tokens))
             return []
         self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
         return outcomes

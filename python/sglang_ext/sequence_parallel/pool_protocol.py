@@ -215,11 +215,11 @@ class PoolProtocol:
             case StepDone(sequence, times, free_kv_tokens, logits):
                 self._answered(sequence, instance, now_s, times, logits)
                 return core.done(instance, sequence, now_s, free_kv_tokens)
-            case StepFailed(sequence, _, unreachable, is_out_of_memory):
+            case StepFailed(sequence, _, unreachable, is_out_of_memory, free_kv_tokens):
                 self._answered(sequence, instance, now_s, None)
                 if is_out_of_memory:
                     core.out_of_memory(instance, sequence)
-                return core.failed(instance, sequence, now_s, unreachable)
+                return core.failed(instance, sequence, now_s, unreachable, free_kv_tokens)
             case Alive(silent_s):
                 return self._note_alive(core, instance, silent_s, now_s)
             case Transferred(request, transfer_s, exposed_s):

@@ -244,8 +244,7 @@ class Coordinator:
 
     def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
         """A member has done its part of a step, and has so much free KV now."""
-        if free_kv_tokens is not None and instance in self._members:
-            self._members[instance].note_free(sequence, free_kv_tokens)
+        self._members.note_free(instance, sequence, free_kv_tokens)
         return self.done_together((instance,), sequence, now_s)
 
     def done_together(self, instances: Sequence[int], sequence: int, now_s: float) -> list[Order]:
@@ -259,11 +258,16 @@ class Coordinator:
         if one is not None and one.running is not None and instance in one.running.waiting:
             self._members[instance].note_out_of_memory(one.running.new_tokens(instance))
 
-    def failed(self, instance: int, sequence: int, now_s: float, unreachable: int | None = None) -> list[Order]:
-        """A member could not do its part, and is as before it: its KV pool is full, or a peer did not answer.
-
-        `unreachable`: the peer that it could not talk to, where it was one.
-        """
+    def failed(
+        self,
+        instance: int,
+        sequence: int,
+        now_s: float,
+        unreachable: int | None = None,
+        free_kv_tokens: int | None = None,
+    ) -> list[Order]:
+        """A member is as before a step: its KV pool is full, or a peer, `unreachable` where it could not talk to it."""
+        self._members.note_free(instance, sequence, free_kv_tokens)
         one = self._steps.get(sequence)
         running = None if one is None else one.running
         is_first = running is not None and not running.has_failed and instance in running.waiting

@@ -51,11 +51,6 @@ class LongInstance:
             return max(0.0, backlog_s)
         return max(0.0, backlog_s - now_s + self.reported_s)
 
-    def note_free(self, sequence: int, free_kv_tokens: int) -> None:
-        """What is free there at the end of a step: what that has claimed is in it."""
-        if self.step == sequence:
-            self.report, self.claimed_tokens = self.report._replace(free_kv_tokens=free_kv_tokens), 0
-
     def note_unreachable(self, now_s: float) -> None:
         """Another member could not talk to it: it is left out of groups, the longer the more often that happens."""
         shunned_s = min(_LONGEST_SHUNNED_S, _FIRST_SHUNNED_S * 2.0**self.times_unreachable)
@@ -113,6 +108,12 @@ class PoolMembers:
     def _number(self) -> None:
         self._order = tuple(sorted(self._members))
         self.positions = {instance: position for position, instance in enumerate(self._order)}
+
+    def note_free(self, instance: int, sequence: int, free_kv_tokens: int | None) -> None:
+        """What is free at a member at the end of its step, done or failed; None where that is not known."""
+        one = self._members.get(instance)
+        if one is not None and one.step == sequence and free_kv_tokens is not None:
+            one.report, one.claimed_tokens = one.report._replace(free_kv_tokens=free_kv_tokens), 0
 
     def report(self, instance: int, report: MemberReport, now_s: float) -> None:
         """Its newest report."""

@@ -192,7 +192,9 @@ def test_a_full_pool_of_one_member_is_known_to_the_others_at_once(coordinator: C
         roomy, full = (MemberSpec(name, step_timeout_s=step_timeout_s) for name in "ab")
         members = start(processes, coordinator, roomy, full._replace(pool_tokens=64))
         began_s = time.monotonic()
-        assert members[0].outcome(members[0].offer(prompt(9))).kind == "failures"
+        # It says what is free there: nothing is tried with it again.
+        assert members[0].outcome(members[0].offer(prompt(9))).kind == "alone_is_best"
+        assert [step["has_failed"] for step in coordinator.status()["recent"][-1]["steps"]] == [True]
         assert time.monotonic() - began_s < step_timeout_s / 2
         check_clean(members[:1])
         check_clean(members[1:], free_tokens=64)

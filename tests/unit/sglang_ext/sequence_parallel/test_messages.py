@@ -104,7 +104,7 @@ messages = st.one_of(
     st.builds(StreamFailed, counts),
     st.builds(Transferred, counts, times, times),
     st.builds(Computed, counts, logits),
-    st.builds(StepFailed, counts, reasons, st.none() | counts, st.booleans()),
+    st.builds(StepFailed, counts, reasons, st.none() | counts, st.booleans(), st.none() | counts),
     st.builds(ChunkOrder, chunks, token_ids, destinations, st.booleans(), peers),
     st.builds(GiveUp, counts, several),
     st.builds(Streamed, counts, counts, st.booleans()),

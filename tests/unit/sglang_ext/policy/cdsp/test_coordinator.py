@@ -184,6 +184,16 @@ def test_the_others_need_not_wait_for_who_has_failed() -> None:
     assert sorted(chunk_of(orders).layout.group) == [0, 1, 2, 3]
 
 
+def test_a_member_whose_pool_was_full_gets_no_more_than_it_has_room_for() -> None:
+    one = coordinator(4)
+    order = chunk_of(one.offer(offer(), 0.0))
+    assert {*order.layout.group} == {0, 1, 2, 3}
+    for instance, free_tokens in ((0, 100_000), (1, 100_000), (2, 100)):
+        one.failed(instance, order.sequence, 1.0, free_kv_tokens=free_tokens)
+    again = chunk_of(one.failed(3, order.sequence, 1.0, free_kv_tokens=100_000))
+    assert 2 not in again.layout.group
+
+
 def test_a_failure_concerns_its_own_group() -> None:
     one = coordinator(4)
     one.report(2, MemberReport(50.0, 100_000), 0.0)
