@@ -157,10 +157,10 @@ def make_plan(
     transfer_options: tuple[str, ...] = ()
     member_options: tuple[str, ...] = ()
     if config.coordinator.enabled:
-        if device == "cuda":
-            raise ConfigError("coordinator.enabled", "long instances share prompts on CPU engines only so far")
         # Its members send what they compute straight to decode, each its own part.
         transfer_options = ("--transfer-backend", "handshake")
+        if device == "cuda":
+            transfer_options += ("--transfer-transport", "nixl")  # the one that moves a GPU's memory
         settings = config.coordinator
         port, http_port = settings.port or next(ports), settings.http_port or next(ports)
         if _last_value("--key-file", settings.args) is None:

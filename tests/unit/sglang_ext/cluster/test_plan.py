@@ -309,8 +309,10 @@ def test_a_coordinator_that_listens_everywhere_is_reached_by_loopback() -> None:
     assert option(plan.instances[0], "--cdsp-coordinator") == "127.0.0.1:20000"
 
 
-def test_a_coordinator_needs_cpu_engines() -> None:
+def test_on_gpus_the_members_send_to_decode_over_nixl() -> None:
     pools = PoolsConfig(long=PoolConfig(count=2), decode=PoolConfig())
     config = ClusterConfig(model="m", pools=pools, coordinator=CoordinatorConfig(enabled=True))
-    with pytest.raises(ConfigError, match=r"coordinator\.enabled: .* CPU engines only"):
-        plan_of(config, Host(core_ids=frozenset(range(8)), gpu_count=4))
+    plan = plan_of(config, Host(core_ids=frozenset(range(8)), gpu_count=4))
+    assert {option(program, "--transfer-transport") for program in plan.instances} == {"nixl"}
+    assert {option(program, "--device") for program in plan.instances} == {"cuda"}
+    assert not any("--transfer-transport" in program.command for program in plan_of(config).instances)
