@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from sglang_ext.identifiers import BootstrapRoom
 from sglang_ext.policy.cdsp.orders import Collect, DeclineReason, RunChunk
+from sglang_ext.policy.cdsp.pool_requests import NextChunk
 from sglang_ext.policy.cdsp.sharding import count_tokens
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 from sglang_ext.sequence_parallel.tickets import TicketTimes
@@ -100,6 +101,7 @@ class PrefillRecord:
     offered_s: float
     room: BootstrapRoom | None = None  # under which its router knows it
     steps: list[StepRecord] = field(default_factory=list)
+    planned: tuple[NextChunk, ...] = ()  # and not begun; in a status alone
     is_cancelled: bool = False
     computed_s: float | None = None  # when its own instance was told that all is computed, and on its way to decode
     ended_s: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_ticket, room_of
@@ -474,7 +474,10 @@ class PoolProtocol:
             now_s,
             str(self._pool.identity) if self._pool is not None else None,
             members,
-            tuple(history.running.values()),
+            tuple(
+                record if core is None else replace(record, planned=core.planned(record.request))
+                for record in history.running.values()
+            ),
             tuple(history.ended),
             history.outcomes[PrefillEnd.COLLECTED],
             history.outcomes[PrefillEnd.STREAMED],

@@ -40,6 +40,7 @@ from sglang_ext.policy.cdsp.orders import (
 from sglang_ext.policy.cdsp.pool_members import PoolMembers
 from sglang_ext.policy.cdsp.pool_requests import (
     AnnouncedPrompt,
+    NextChunk,
     RunningStep,
     SharedPrefill,
     StepNumbers,
@@ -114,6 +115,11 @@ class Coordinator:
     def held_by(self, instance: int) -> int:
         """Tokens that requests hold there, as far as is known."""
         return sum(count_tokens(positions_of(one.held.get(instance, ()))) for one in self._requests.values())
+
+    def planned(self, request: int) -> tuple[NextChunk, ...]:
+        """Chunks of a request that are planned and not begun."""
+        one = self._requests.get(request)
+        return () if one is None or one.planned is None else (one.planned,)
 
     # -- membership --------------------------------------------------------------------------------------------------
 
@@ -346,6 +352,7 @@ class Coordinator:
         if not placement.group:
             return self._wait_for_room(one, now_s)
         group = tuple(self.members[position] for position in placement.group)
+        one.planned = NextChunk(placement.tokens, group)
         if placement.start_s > 0:
             return []
         computed = one.offer.tokens - count_tokens(one.todo)
@@ -385,6 +392,8 @@ class Coordinator:
             return displaced
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         is_last = one.is_streamed and tokens == count_tokens(one.todo)
+        left = 0 if one.planned is None else one.planned.new_tokens - tokens  # of a chunk that was cut
+        one.planned = NextChunk(left, group) if left > 0 else None
         step = self._numbers
         order = RunChunk(step.sequence(), one.offer.request, layout, step.tags(tags), is_last)
         one.group = group

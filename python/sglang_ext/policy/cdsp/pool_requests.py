@@ -42,6 +42,14 @@ class RunningStep:
         self.after.pop(instance, None)
 
 
+@dataclass(frozen=True, slots=True)
+class NextChunk:
+    """What a prompt's next chunk is to be, as it was decided last: decided anew whenever something ends."""
+
+    new_tokens: int
+    members: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class SharedPrefill:
     """A long prefill that an instance has offered: who holds what of it, and what is left."""
@@ -60,6 +68,7 @@ class SharedPrefill:
     attempts: int = 0
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
+    planned: NextChunk | None = None
     kept_s: float | None = None  # it has ended, and comes to its owner's prefix cache: since its last step of that
 
     @classmethod

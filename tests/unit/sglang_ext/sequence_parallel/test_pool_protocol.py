@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from sglang_ext.identifiers import pool_request
 from sglang_ext.policy.cdsp.orders import Decline, Drop, GiveUp, MemberReport, RollBack
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
+from sglang_ext.sequence_parallel.coordinator_server import describe_status
 from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
@@ -33,6 +35,7 @@ from sglang_ext.sequence_parallel.pool_history import FormerMember, PrefillEnd, 
 from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
+from sglang_ext_router.long_pool import pool_prompts
 
 SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, member_timeout_s=1.0)
 TIMES = StepTimes(1.0, 0.2, 0.1)
@@ -47,9 +50,9 @@ def hello(name: str = "a", **changes: object) -> Hello:
 class Pool:
     """A pool protocol and its clock."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, settings: PoolSettings = SETTINGS) -> None:
         costs = PoolCosts([SpCandidate(size, SpCost(0.05 * (size - 1), 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
-        self.protocol = PoolProtocol(SETTINGS, costs)
+        self.protocol = PoolProtocol(settings, costs)
         self.now_s = 100.0
         for name in names:
             self.join(hello(name))
@@ -98,6 +101,23 @@ def test_a_prompt_from_offer_to_end() -> None:
     assert record.outcome is PrefillEnd.COLLECTED
     assert [chunk.new_tokens for chunk in record.chunks] == [400]
     assert pool.protocol.status(pool.now_s).requests_collected == 1
+
+
+def test_the_rest_of_a_chunk_that_is_cut_is_shown_as_planned() -> None:
+    pool = Pool("a", "b", settings=SETTINGS._replace(max_chunk_s=1.0))
+    pool.offer(1, owner=0)
+    status = json.loads(json.dumps(describe_status(pool.protocol.status(pool.now_s))))
+    (one,) = status["requests"]
+    (step,), (chunk,) = one["steps"], one["planned"]
+    assert 0 < step["new_tokens"] < 400
+    assert chunk == {"new_tokens": 400 - step["new_tokens"], "members": step["members"]}
+    (row,) = pool_prompts(status, 0.0)
+    assert row.planned == [(chunk["new_tokens"], ["a", "b"])]
+    for sequence in range(1, 20):  # chunks, and what is collected in the end
+        for instance in (0, 1):
+            pool.say(instance, StepDone(sequence, TIMES, 1000))
+    (record,) = pool.protocol.status(pool.now_s).recent
+    assert (record.planned, sum(chunk.new_tokens for chunk in record.chunks)) == ((), 400)
 
 
 def test_where_the_time_of_a_prompt_went() -> None:
