@@ -61,7 +61,8 @@ async def test_connections_are_reused(event_loop: str) -> None:
 
 async def test_no_connection_serves_two_requests_at_once() -> None:
     async with cluster() as served:
-        served.decode[0].script = reply(delay_s=0.02)
+        # Long enough for all twenty to be on their way before the first one has its answer.
+        served.decode[0].script = reply(delay_s=0.5)
         await asyncio.gather(*(ask(served, 3) for _ in range(20)))
         assert len(served.decode[0].requests) == 60
         assert len(set(connections_used(served))) == 20
