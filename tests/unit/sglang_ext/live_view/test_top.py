@@ -170,7 +170,7 @@ def test_in_a_terminal_it_draws_again_connects_again_and_leaves_the_screen_as_it
         assert len(router.asked) >= 2
         process.send_signal(signal.SIGINT)
         end_s = time.monotonic() + START_S
-        # A terminal that is not read from fills, and whoever writes to it waits.
+        # A terminal that is not read from fills, and the program that writes to it waits.
         while process.poll() is None or "\x1b[?1049l" not in seen:
             assert time.monotonic() < end_s, seen[-500:]
             try:
