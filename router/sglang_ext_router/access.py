@@ -17,6 +17,7 @@ PROBE_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/r
 PAGE_PATH = b"/ui"  # holds nothing but itself: what it shows comes from STREAM_PATH
 STREAM_PATH = b"/ui/stream"
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
+PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
 _PROMPT_PATHS = GENERATION_PATHS | TOKENISE_PATHS
 _WITHOUT_BODY = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
@@ -142,4 +143,18 @@ class ReportGate:
 
     def refuse_body(self, request: Request) -> RequestRefusal:
         """413: reports are only read."""
+        return NO_BODY
+
+
+class PageGate:
+    """The gate of the live page's port: no body; who may have the stream is decided where it is opened."""
+
+    def check_head(self, request: Request) -> RequestRefusal | None:
+        """Let in what the page is made of."""
+        if request.path in PAGE_PATHS or request.path in PROBE_PATHS:
+            return None
+        return RequestRefusal(404, "only the live page is served at this port")
+
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """413: the page is only read."""
         return NO_BODY

@@ -1,13 +1,11 @@
-"""Options of `sglang-ext router`, resolved once into a frozen record; field metadata is the help text."""
+"""Options of the router, resolved once into a frozen record; field metadata is the help text (`command_line.py`)."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -210,6 +208,10 @@ class RouterConfig:
     )
     metrics_host: str = _option("127.0.0.1", "address for --metrics-port")
     disable_ui: bool = _option(False, "no live page: neither /ui nor /ui/stream")
+    ui_port: int = _option(
+        0, "port of their own for /ui and /ui/stream, with the same keys and over TLS where --port is; 0: at --port"
+    )
+    ui_host: str = _option("127.0.0.1", "address for --ui-port")
     access_log: str = _option(
         "", "file that gets a line of JSON per request, - is standard output; opened again when renamed, and on SIGHUP"
     )
@@ -240,26 +242,26 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             if not getattr(self, name) >= 1:  # NaN included
-                raise RouterConfigError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
+                raise RouterConfigError(f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
-                raise RouterConfigError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
+                raise RouterConfigError(f"{flag_of(name)} must not be negative, not {getattr(self, name)}")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name in _MAY_BE_OFF:
                 if not 0 <= value < math.inf:
-                    raise RouterConfigError(f"{_flag(entry.name)} must be a number of at least 0, not {value}")
+                    raise RouterConfigError(f"{flag_of(entry.name)} must be a number of at least 0, not {value}")
             elif entry.name.endswith("_secs") and not value > 0:
-                raise RouterConfigError(f"{_flag(entry.name)} must be greater than 0, not {value}")
+                raise RouterConfigError(f"{flag_of(entry.name)} must be greater than 0, not {value}")
             choices = entry.metadata.get("choices")
             if choices and value not in choices:
-                raise RouterConfigError(f"{_flag(entry.name)}: {value!r} is not one of {', '.join(choices)}")
-        for name in _KEYS:
+                raise RouterConfigError(f"{flag_of(entry.name)}: {value!r} is not one of {', '.join(choices)}")
+        for name in KEYS:
             if any(not character.isprintable() for character in getattr(self, name)):
-                raise RouterConfigError(f"{_flag(name)} holds a character that cannot be in a header")
-        for name in ("port", "metrics_port"):
+                raise RouterConfigError(f"{flag_of(name)} holds a character that cannot be in a header")
+        for name in ("port", "metrics_port", "ui_port"):
             if getattr(self, name) > 65535:
-                raise RouterConfigError(f"{_flag(name)} must be at most 65535, not {getattr(self, name)}")
+                raise RouterConfigError(f"{flag_of(name)} must be at most 65535, not {getattr(self, name)}")
         self._check_access()
         self._check_peers()
         if self.tokenizer_path and not (Path(self.tokenizer_path) / "tokenizer.json").is_file():
@@ -294,6 +296,10 @@ class RouterConfig:
     def _check_access(self) -> None:
         if self.metrics_port == self.port:
             raise RouterConfigError(f"--metrics-port must not be --port, {self.port}")
+        if self.ui_port and self.ui_port in {self.port, self.metrics_port}:
+            raise RouterConfigError(f"--ui-port must be a port of its own, not {self.ui_port}")
+        if self.ui_port and self.disable_ui:
+            raise RouterConfigError("--ui-port is for the page that --disable-ui turns off")
         if self.api_keys_file:
             try:
                 read_api_keys(self.api_keys_file)
@@ -309,11 +315,11 @@ class RouterConfig:
         if not self.peer_port:
             for name in ("peer", "peer_service"):
                 if getattr(self, name):
-                    raise RouterConfigError(f"{_flag(name)} needs --peer-port")
+                    raise RouterConfigError(f"{flag_of(name)} needs --peer-port")
             return
         if not self.peer_key:
             raise RouterConfigError("--peer-port needs --peer-key, or SGLANG_EXT_PEER_KEY")
-        if self.peer_port in {self.port, self.metrics_port}:
+        if self.peer_port in {self.port, self.metrics_port, self.ui_port}:
             raise RouterConfigError(f"--peer-port must be a port of its own, not {self.peer_port}")
         if self.processes > 1:
             raise RouterConfigError(
@@ -348,7 +354,7 @@ class RouterConfig:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name.startswith("controller_") and not isinstance(value, str) and not math.isfinite(value):
-                raise RouterConfigError(f"{_flag(entry.name)} must be a finite number, not {value}")
+                raise RouterConfigError(f"{flag_of(entry.name)} must be a finite number, not {value}")
         if not self.controller_hysteresis > 0:
             raise RouterConfigError(f"--controller-hysteresis must be greater than 0, not {self.controller_hysteresis}")
         weights = (self.controller_backlog_weight, self.controller_sla_weight, self.controller_utilisation_weight)
@@ -389,7 +395,7 @@ _POSITIVE = (
     *("liveness_failure_threshold", "max_sequences_per_request"),
     "controller_confirm_rounds",
 )
-_KEYS = ("api_key", "admin_api_key", "worker_api_key", "peer_key")
+KEYS = ("api_key", "admin_api_key", "worker_api_key", "peer_key")
 _MAY_BE_OFF = (
     "sse_keep_alive_secs",
     "first_byte_timeout_secs",
@@ -398,10 +404,9 @@ _MAY_BE_OFF = (
     "drain_delay_secs",
     "pool_overflow_share",
 )  # by 0
-_POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _NOT_NEGATIVE = (
     *("length_boundary_tokens", "image_tokens", "audio_tokens"),
-    *("metrics_port", "peer_port", "service_discovery_port"),
+    *("metrics_port", "ui_port", "peer_port", "service_discovery_port"),
     *("otlp_sample_ratio", "retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
@@ -409,7 +414,8 @@ _NOT_NEGATIVE = (
 )
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The option of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -432,85 +438,3 @@ def parse_worker_url(text: str, option: str, schemes: Sequence[str] = ("http", "
         raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port}"
-
-
-_PREFILL_OPTIONS = (
-    ("--prefill-short", Role.SHORT, "prefill instance for short prompts"),
-    ("--prefill-long", Role.LONG, "prefill instance for long prompts"),
-    ("--prefill", Role.BOTH, "prefill instance for both"),
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one option per field of RouterConfig, and the workers' options."""
-    parser.add_argument(
-        "--pd-disaggregation",
-        action="store_true",
-        help="accepted for compatibility with sglang_router; this router always serves prefill and decode apart",
-    )
-    parser.add_argument(
-        "--policy",
-        choices=PREFILL_POLICIES,
-        help="policy for prefill and, where it has one of that name, for decode; the two options below win over it",
-    )
-    for option, role, what in _PREFILL_OPTIONS:
-        parser.add_argument(
-            option,
-            nargs="+",
-            action="append",
-            default=[],
-            dest=f"prefill_{role}",
-            metavar=("URL", "BOOTSTRAP_PORT"),
-            help=f"{what}; repeat for more. The bootstrap port is read from the instance if not given",
-        )
-    parser.add_argument("--decode", action="append", default=[], metavar="URL", help="decode instance; repeat for more")
-    for entry in fields(RouterConfig):
-        if entry.name == "workers":
-            continue
-        default = entry.default
-        assert default is not MISSING
-        options: dict[str, Any] = {"default": default, "help": entry.metadata["help"]}
-        if isinstance(default, bool):
-            options["action"] = argparse.BooleanOptionalAction if default else "store_true"
-        elif isinstance(default, tuple):
-            options |= {"action": "append", "default": [], "metavar": entry.metadata["metavar"]}
-        else:
-            options["type"] = type(default)
-            options["choices"] = entry.metadata.get("choices")
-            if options["choices"] is None:
-                options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[type(default).__name__]
-        if entry.name in _POLICIES:  # None tells whether it was given, beside --policy
-            options["default"] = None
-            options["help"] += f" (default: --policy, or {default})"
-        parser.add_argument(_flag(entry.name), **options)
-
-
-def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
-    """Resolve parsed arguments; RouterConfigError when they contradict each other."""
-    workers: list[WorkerAddress] = []
-    for option, role, _ in _PREFILL_OPTIONS:
-        for values in getattr(arguments, f"prefill_{role}"):
-            if len(values) > 2:
-                raise RouterConfigError(f"{option} takes a URL and at most one port, not {' '.join(values)!r}")
-            url = parse_worker_url(values[0], option)
-            workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
-    workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
-    for name, known in _POLICIES.items():
-        if getattr(arguments, name) is None:
-            default = RouterConfig.__dataclass_fields__[name].default
-            setattr(arguments, name, arguments.policy if arguments.policy in known else default)
-    for name in _KEYS:
-        # Other users of the machine can read a command line.
-        if not getattr(arguments, name):
-            setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())
-    values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
-    values["model_alias"], values["peer"] = tuple(values["model_alias"]), tuple(values["peer"])
-    return RouterConfig(workers=tuple(workers), **values)
-
-
-def _bootstrap_port(text: str, option: str) -> int | None:
-    if text.lower() == "none":  # as sglang_router spells it
-        return None
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise RouterConfigError(f"{option}: {text!r} is not a port")
-    return int(text)

@@ -14,14 +14,15 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 import uvloop
 
 from sglang_ext_router.access_log import AccessLog
+from sglang_ext_router.command_line import add_arguments, config_from_arguments
 from sglang_ext_router.compiled import describe_compiled
-from sglang_ext_router.config import RouterConfig, RouterConfigError, add_arguments, config_from_arguments
+from sglang_ext_router.config import RouterConfig, RouterConfigError
 from sglang_ext_router.discovery import role_rules
 from sglang_ext_router.kubernetes_api import connect_kubernetes
 from sglang_ext_router.peers import PeerRouters
@@ -41,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = config_from_arguments(arguments)
         if config.processes > 1 and not is_child():
-            for one in listen(config):  # say now, and once, that an address cannot be had
-                one.close()
+            listen(config).close()  # say now, and once, that an address cannot be had
         else:
             sockets = listen(config, reuse_port=is_child())
         tls = client_context(config)
@@ -81,16 +81,33 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
     return status
 
 
-def listen(config: RouterConfig, reuse_port: bool = False) -> list[socket.socket]:
-    """Listening sockets, for clients and, if it has a port, for reports; RouterConfigError if one cannot be had."""
-    sockets = [_listen(config.host, config.port, "", reuse_port)]
-    if config.metrics_port:
-        try:
-            sockets.append(_listen(config.metrics_host, config.metrics_port, "metrics-", reuse_port))
-        except RouterConfigError:
-            sockets[0].close()
-            raise
-    return sockets
+class Listening(NamedTuple):
+    """The bound sockets of a router: for clients and, where they have a port of their own, reports and the page."""
+
+    clients: socket.socket
+    reports: socket.socket | None = None
+    page: socket.socket | None = None
+
+    def close(self) -> None:
+        """Close them all."""
+        for one in self:
+            if one is not None:
+                one.close()
+
+
+def listen(config: RouterConfig, reuse_port: bool = False) -> Listening:
+    """The sockets; RouterConfigError if one cannot be had."""
+    listening = Listening(_listen(config.host, config.port, "", reuse_port))
+    try:
+        if config.metrics_port:
+            reports = _listen(config.metrics_host, config.metrics_port, "metrics-", reuse_port)
+            listening = listening._replace(reports=reports)
+        if config.ui_port:
+            listening = listening._replace(page=_listen(config.ui_host, config.ui_port, "ui-", reuse_port))
+    except RouterConfigError:
+        listening.close()
+        raise
+    return listening
 
 
 def _listen(host: str, port: int, prefix: str, reuse_port: bool) -> socket.socket:
@@ -125,6 +142,8 @@ def _warn_of_open_ports(config: RouterConfig) -> None:
         logger.warning("anyone who reaches %s may send requests: set --api-key or --api-keys-file", config.host)
     if config.metrics_port and not _is_loopback(config.metrics_host):
         logger.warning("anyone who reaches %s may read the metrics: no key is asked for there", config.metrics_host)
+    if config.ui_port and not config.admin_api_key and not config.needs_client_key and not _is_loopback(config.ui_host):
+        logger.warning("anyone who reaches %s may look at the live page: set --admin-api-key", config.ui_host)
 
 
 def _is_loopback(host: str) -> bool:
@@ -148,7 +167,7 @@ def _raise_descriptor_limit(connections: int) -> None:
 
 async def serve(
     config: RouterConfig,
-    sockets: Sequence[socket.socket],
+    sockets: Listening,
     tls: ssl.SSLContext | None = None,
     process_index: int = 0,
     siblings: SiblingLink | None = None,
@@ -165,14 +184,16 @@ async def serve(
     if ends_with_stdin:
         loop.add_reader(sys.stdin.fileno(), stop.set)
     await router.start()
-    server = await router.listen(sockets[0], LISTEN_BACKLOG, tls)
-    for sock in sockets[1:]:
-        await loop.create_server(router.report_connection, sock=sock, backlog=LISTEN_BACKLOG)
+    server = await router.ports.listen(router.connection, sockets.clients, LISTEN_BACKLOG, tls)
+    if sockets.reports is not None:
+        await router.ports.listen(router.report_connection, sockets.reports, LISTEN_BACKLOG)
+    if sockets.page is not None:
+        await router.ports.listen(router.page_connection, sockets.page, LISTEN_BACKLOG, tls)
     # What lives until the end is not looked at again by the collector, and it runs less often.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    host, port = sockets[0].getsockname()[:2]
+    host, port = sockets.clients.getsockname()[:2]
     scheme = "http" if tls is None else "https"
     logger.info("listening on %s://%s:%d with %d workers", scheme, host, port, len(router.registry))
     await stop.wait()

@@ -7,8 +7,6 @@ import logging
 import math
 import random
 import secrets
-import socket
-import ssl
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +19,12 @@ from sglang_ext.policy.routing.pd_protocol import RetryPolicy
 from sglang_ext.policy.routing.retry_budget import RetryBudget
 from sglang_ext.types import LengthClass
 from sglang_ext_router.aborting import Aborter
-from sglang_ext_router.access import GENERATION_PATHS, REPORT_PATHS, STREAM_PATH, Access, ReportGate
+from sglang_ext_router.access import GENERATION_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
 from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.asgi_bridge import AsgiCall
 from sglang_ext_router.body_reader import BodyReader
-from sglang_ext_router.client_requests import Clients, ConnectionLimits, Request
+from sglang_ext_router.client_ports import ClientPorts
+from sglang_ext_router.client_requests import Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
 from sglang_ext_router.control import build_app, methods_of
 from sglang_ext_router.controller import PoolController
@@ -58,7 +57,6 @@ from sglang_ext_router.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.tls import worker_context
 from sglang_ext_router.tokenising import Tokenisers
 from sglang_ext_router.traces import Tracer
-from sglang_ext_router.unread_replies import SHUTDOWN_TIMEOUT_S
 from sglang_ext_router.upstream import UpstreamPools
 from sglang_ext_router.waiting_request import WaitingRequest
 from sglang_ext_router.workers import Worker, WorkerRegistry
@@ -155,20 +153,9 @@ class Router:
         self._admitted: deque[Admissible] = deque()
         self._refused_before = 0  # requests that found the queue full, when the limit was divided last
         self._is_starting = False
-        limits = ConnectionLimits(
-            max_header_bytes=config.max_header_size,
-            max_pipelined_bytes=config.max_pipelined_size,
-            max_buffered_bytes=config.max_buffered_size,
-            max_connections=config.max_connections,
-            header_timeout_s=config.header_timeout_secs,
-            body_timeout_s=config.body_timeout_secs,
-            keep_alive_timeout_s=config.keep_alive_timeout_secs,
-            write_timeout_s=config.client_write_timeout_secs,
-        )
-        self.clients = Clients(self.access, limits, self.access_log)
-        self._connections = self.clients.open
+        self.ports = ClientPorts(config, loop, self.access, self.access_log)
+        self.clients = self.ports.clients
         self.metrics.refusals = self.clients.refusals
-        self.reports = Clients(ReportGate(), limits, self.access_log)
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = math.inf
         limits_s = (
@@ -196,24 +183,17 @@ class Router:
             self.lease.start()
         self._sweep()
 
-    async def listen(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
-        """Serve the clients of a bound socket, over TLS if there is a context."""
-        return await self.loop.create_server(
-            self.connection,
-            sock=sock,
-            backlog=backlog,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else self.config.header_timeout_secs,
-            ssl_shutdown_timeout=None if tls is None else SHUTDOWN_TIMEOUT_S,
-        )
-
     def connection(self) -> ClientConnection:
         """Protocol for a client that connects."""
-        return ClientConnection(self.dispatch, self.clients, self.loop)
+        return self.ports.connection(self.dispatch, self.ports.clients)
 
     def report_connection(self) -> ClientConnection:
         """Protocol for a client that connects to the port for reports."""
-        return ClientConnection(self._dispatch_report, self.reports, self.loop)
+        return self.ports.connection(self._dispatch_report, self.ports.reports)
+
+    def page_connection(self) -> ClientConnection:
+        """Protocol for a browser that connects to the live page's port."""
+        return self.ports.connection(self._dispatch_page, self.ports.pages)
 
     def announce_end(self) -> None:
         """Answer `/readyz` with 503, and close each connection behind its next reply; everything else goes on.
@@ -228,8 +208,7 @@ class Router:
         self.is_draining = True
         if self.live_page is not None:
             self.live_page.stop()
-        for connection in (*self._connections, *self.reports.open):
-            connection.drain()
+        self.ports.drain()
         await self._wait_drained(grace_s)
         if self.running:
             logger.warning("%d requests were still running after %g s", len(self.running), grace_s)
@@ -243,8 +222,7 @@ class Router:
             self._sweeper.cancel()
         if self.live_page is not None:
             self.live_page.stop()
-        for connection in (*self._connections, *self.reports.open):
-            connection.close()
+        self.ports.close()
         if self.discovery is not None:
             await self.discovery.stop()
         await self.siblings.stop()
@@ -282,10 +260,16 @@ class Router:
             connection.respond(200, b"", b"text/plain", self.access.preflight_headers(request))
         elif self.config.metrics_port and request.path in REPORT_PATHS:
             connection.respond_error(404, "reports are served at a port of their own")
-        elif request.path == STREAM_PATH and self.live_page is not None:
+        elif self.config.ui_port and request.path in PAGE_PATHS:
+            connection.respond_error(404, "the live page is served at a port of its own")
+        else:
+            self._dispatch_page(connection, request)
+
+    def _dispatch_page(self, connection: ClientConnection, request: Request) -> None:
+        if request.path == STREAM_PATH and self.live_page is not None:
             self.live_page.open_stream(connection, request)
         else:
-            connection.call = AsgiCall(self.app, connection, request, self.access_log)
+            self._dispatch_report(connection, request)
 
     def _methods_of(self, path: bytes) -> list[str]:
         return ["POST"] if path in GENERATION_PATHS else methods_of(self.app, path.decode("latin-1"))
@@ -323,7 +307,7 @@ class Router:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._connections or self.running or self.services.aborter.is_busy)
+        return bool(self.clients.open or self.running or self.services.aborter.is_busy)
 
     async def _wait_drained(self, limit_s: float) -> None:
         """Until every connection has closed, which it does behind its last reply, and every abort is sent."""
@@ -363,8 +347,7 @@ class Router:
             if self.config.sse_keep_alive_secs:
                 for waiting in tuple(self.admission.queue):
                     waiting.keep_alive(now_s)
-        for connection in (*self._connections, *self.reports.open):
-            connection.sweep(now_s)
+        self.ports.sweep(now_s)
         self.access.reload_keys(now_s)
 
     # -- reports ---------------------------------------------------------------------------------------
@@ -411,9 +394,9 @@ class Router:
         return {
             "requests_in_flight": self.requests_in_flight,
             "requests_queued": self.requests_queued,
-            "client_connections": len(self.clients.open) + len(self.reports.open),
+            "client_connections": self.ports.open_connections,
             "instance_connections": self.services.pools.open_connections,
-            "buffered_bytes": self.clients.buffered_bytes + self.reports.buffered_bytes,
+            "buffered_bytes": self.ports.buffered_bytes,
         }
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:

@@ -14,9 +14,10 @@ from sglang_ext.policy.routing.endpoint_slices import RoleRules, read_slice
 from sglang_ext.sequence_parallel import coordinator_command
 from sglang_ext.sglang_plugin import worker
 from sglang_ext.types import Role
-from sglang_ext_router import config as router_config
+from sglang_ext_router import command_line as router_command_line
 from sglang_ext_router.access import PROBE_PATHS
-from sglang_ext_router.config import RouterConfig, config_from_arguments
+from sglang_ext_router.command_line import config_from_arguments
+from sglang_ext_router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COORDINATOR_PATHS = frozenset({"/health"})
@@ -260,7 +261,7 @@ def check_group(pods: Pods, engine_arguments: list[str]) -> None:
 def router_configuration(pods: Pods) -> RouterConfig:
     """What the router makes of its command line, with keys in its environment; an error for what it refuses."""
     parser = argparse.ArgumentParser(exit_on_error=False)
-    router_config.add_arguments(parser)
+    router_command_line.add_arguments(parser)
     options = parser.parse_args(words_of(pods)[2:])
     for entry in pods.container["env"]:
         if entry["name"] == "SGLANG_EXT_PEER_KEY":

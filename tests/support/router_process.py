@@ -154,7 +154,7 @@ async def running_router(
     sock.setblocking(False)
     router = Router(config, loop, process_index, siblings)
     await router.start()
-    server = await router.listen(sock, 4096, client_context(config))
+    server = await router.ports.listen(router.connection, sock, 4096, client_context(config))
     running = RunningRouter(router, server, sock.getsockname()[1])
     try:
         yield running

@@ -14,15 +14,10 @@ from hypothesis import strategies as st
 from sglang_ext.cli import main
 from sglang_ext.types import Role
 from sglang_ext_router import main as main_module
-from sglang_ext_router.config import (
-    RouterConfig,
-    RouterConfigError,
-    WorkerAddress,
-    add_arguments,
-    config_from_arguments,
-    parse_worker_url,
-)
+from sglang_ext_router.command_line import add_arguments, config_from_arguments
+from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
 from sglang_ext_router.workers import Worker
+from support.engines import free_port
 
 
 def parse(*arguments: str) -> RouterConfig:
@@ -93,6 +88,12 @@ BAD: list[tuple[str, ...]] = [
         *("--controller-backlog-weight", "0", "--controller-sla-weight", "0"),
         *("--controller-utilisation-weight", "0"),
     ),
+    ("--ui-port", "-1"),
+    ("--ui-port", "65536"),
+    ("--ui-port", "30000"),  # the default of --port
+    ("--ui-port", "30001", "--metrics-port", "30001"),
+    ("--ui-port", "30001", "--disable-ui"),
+    ("--ui-port", "30001", "--ui-host", "no.such.host.invalid"),
     ("--log-level", "loud"),
     ("--policy", "best"),
     ("--api-key", "a\r\nX-Evil: 1"),
@@ -154,6 +155,19 @@ def test_an_address_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["router", "--port", str(port)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--port {port}" in line
+
+
+@pytest.mark.parametrize("option", ["metrics", "ui"])
+def test_an_address_in_use_of_a_further_port_is_told_and_the_first_is_free_again(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["router", "--port", str(own), f"--{option}-port", str(port)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--{option}-port {port}" in line
+    socket.create_server(("127.0.0.1", own)).close()
     assert "in use" in line
 
 

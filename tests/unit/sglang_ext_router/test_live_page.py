@@ -23,6 +23,7 @@ from sglang_ext_router import live_page
 from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.controller import MoveRecord
 from sglang_ext_router.long_pool import pool_prompts, pool_spans
+from support.raw_client import RawClient
 from support.router_process import RunningRouter, cluster
 from support.running_time import running_s
 from support.scripted_engine import DONE, chunk, event, hang, raw, reply, status, stream, stream_head
@@ -269,6 +270,34 @@ async def test_the_page_is_off_by_option() -> None:
     async with cluster(disable_ui=True) as served:
         assert (await served.ask("GET", "/ui")).status == 404
         assert (await served.ask("GET", "/ui/stream")).status == 404
+
+
+async def test_the_page_has_a_port_of_its_own_by_option_with_the_same_keys() -> None:
+    async with cluster(api_key="client", admin_api_key="admin", ui_port=1) as served:
+        ports = served.router.ports
+        server = await served.router.loop.create_server(served.router.page_connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        for path, status_code in (
+            *(("/ui", 200), ("/readyz", 200), ("/ui/stream", 401)),
+            *(("/generate", 404), ("/metrics", 404), ("/workers", 404), ("/docs", 404)),
+        ):
+            async with await RawClient.connect(port) as client:
+                assert (await client.ask("GET", path)).status == status_code, path
+        for key, status_code in (("client", 401), ("admin", 200)):
+            async with (
+                aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as session,
+                session.get(f"http://127.0.0.1:{port}/ui/stream") as opened,
+            ):
+                assert opened.status == status_code
+                if status_code == 200:
+                    assert (await opened.content.readline()).startswith(b"data: {")
+                    assert len(ports.pages.open) == 1
+        for path in ("/ui", "/ui/stream"):
+            answered = await served.ask("GET", path, headers={"authorization": "Bearer admin"})
+            assert answered.status == 404
+            assert "a port of its own" in answered.json["error"]["message"]
+        server.close()
+        await served.until(lambda: not ports.pages.open)
 
 
 async def test_only_get_over_http_1_1_and_a_bounded_number_of_viewers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,9 +327,10 @@ def test_a_bad_file_of_certificates_is_named(folder: Path, name: str) -> None:
 
 
 async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) -> None:
-    port, reports = free_port(), free_port()
+    port, reports, page = free_port(), free_port(), free_port()
     command = [sys.executable, "-m", "sglang_ext.cli", "router", "--host", "0.0.0.0", "--port", str(port)]
     command += ["--ssl-certfile", str(folder / "both.pem"), "--metrics-port", str(reports)]
+    command += ["--ui-port", str(page), "--ui-host", "0.0.0.0"]
     few = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "bash", *command]  # more are asked for by the router itself
     process = subprocess.Popen(few, stderr=subprocess.PIPE)
     try:
@@ -346,6 +347,9 @@ async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) ->
             assert (await client.ask("GET", "/metrics")).status == 404
         async with await RawClient.connect(reports) as client:
             assert (await client.ask("GET", "/metrics")).status == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", page, ssl=trusting)
+        async with RawClient(reader, writer) as client:
+            assert (await client.ask("GET", "/ui")).status == 200
         (line,) = [row for row in Path(f"/proc/{process.pid}/limits").read_text().splitlines() if "open files" in row]
         assert int(line.split()[3]) > 8192 or line.split()[3] == line.split()[4]
         process.terminate()
@@ -355,6 +359,7 @@ async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) ->
         assert "--api-key" in log
         assert f"https://0.0.0.0:{port}" in log
         assert "may read the metrics" not in log
+        assert "may look at the live page" in log
     finally:
         process.kill()
         process.communicate()

@@ -1,0 +1,95 @@
+"""The command line of `sglang-ext router`: an option for every field of its configuration, and the instances."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import MISSING, fields
+from typing import Any
+
+from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
+from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
+from sglang_ext.types import Role
+from sglang_ext_router.config import KEYS, RouterConfig, RouterConfigError, WorkerAddress, flag_of, parse_worker_url
+
+_POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
+_PREFILL_OPTIONS = (
+    ("--prefill-short", Role.SHORT, "prefill instance for short prompts"),
+    ("--prefill-long", Role.LONG, "prefill instance for long prompts"),
+    ("--prefill", Role.BOTH, "prefill instance for both"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one option per field of RouterConfig, and the workers' options."""
+    parser.add_argument(
+        "--pd-disaggregation",
+        action="store_true",
+        help="accepted for compatibility with sglang_router; this router always serves prefill and decode apart",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=PREFILL_POLICIES,
+        help="policy for prefill and, where it has one of that name, for decode; the two options below win over it",
+    )
+    for option, role, what in _PREFILL_OPTIONS:
+        parser.add_argument(
+            option,
+            nargs="+",
+            action="append",
+            default=[],
+            dest=f"prefill_{role}",
+            metavar=("URL", "BOOTSTRAP_PORT"),
+            help=f"{what}; repeat for more. The bootstrap port is read from the instance if not given",
+        )
+    parser.add_argument("--decode", action="append", default=[], metavar="URL", help="decode instance; repeat for more")
+    for entry in fields(RouterConfig):
+        if entry.name == "workers":
+            continue
+        default = entry.default
+        assert default is not MISSING
+        options: dict[str, Any] = {"default": default, "help": entry.metadata["help"]}
+        if isinstance(default, bool):
+            options["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        elif isinstance(default, tuple):
+            options |= {"action": "append", "default": [], "metavar": entry.metadata["metavar"]}
+        else:
+            options["type"] = type(default)
+            options["choices"] = entry.metadata.get("choices")
+            if options["choices"] is None:
+                options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[type(default).__name__]
+        if entry.name in _POLICIES:  # None tells whether it was given, beside --policy
+            options["default"] = None
+            options["help"] += f" (default: --policy, or {default})"
+        parser.add_argument(flag_of(entry.name), **options)
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
+    """Resolve parsed arguments; RouterConfigError when they contradict each other."""
+    workers: list[WorkerAddress] = []
+    for option, role, _ in _PREFILL_OPTIONS:
+        for values in getattr(arguments, f"prefill_{role}"):
+            if len(values) > 2:
+                raise RouterConfigError(f"{option} takes a URL and at most one port, not {' '.join(values)!r}")
+            url = parse_worker_url(values[0], option)
+            workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
+    workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
+    for name, known in _POLICIES.items():
+        if getattr(arguments, name) is None:
+            default = RouterConfig.__dataclass_fields__[name].default
+            setattr(arguments, name, arguments.policy if arguments.policy in known else default)
+    for name in KEYS:
+        # Other users of the machine can read a command line.
+        if not getattr(arguments, name):
+            setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())
+    values = {entry.name: getattr(arguments, entry.name) for entry in fields(RouterConfig) if entry.name != "workers"}
+    values["model_alias"], values["peer"] = tuple(values["model_alias"]), tuple(values["peer"])
+    return RouterConfig(workers=tuple(workers), **values)
+
+
+def _bootstrap_port(text: str, option: str) -> int | None:
+    if text.lower() == "none":  # as sglang_router spells it
+        return None
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+        raise RouterConfigError(f"{option}: {text!r} is not a port")
+    return int(text)
