@@ -40,6 +40,8 @@ RAY := $(VENV)/ray/.installed-$(shell cksum < requirements/ray.lock | cut -d' ' 
 JUDGES := $(VENV)/judges/.installed-$(shell cksum < requirements/judges.lock | cut -d' ' -f1)
 # A transport of the handshake.
 NIXL := $(VENV)/nixl/.installed-$(shell cksum < requirements/nixl.lock | cut -d' ' -f1)
+# What instances need to send spans, and the protocol by which tests read them.
+TRACES := $(VENV)/traces/.installed-$(shell cksum < requirements/traces.lock | cut -d' ' -f1)
 # What renders and checks the Helm chart.
 CHARTS := $(VENV)/charts/.installed-$(shell cksum < requirements/charts.lock | cut -d' ' -f1)
 PYTEST_ARGS ?=
@@ -48,7 +50,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env cuda-lock kernels-env ray-env judges-env nixl-env charts-env demo test test-all test-k8s unit lint format clean
+.PHONY: env cuda-lock kernels-env ray-env judges-env nixl-env charts-env traces-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -95,11 +97,14 @@ nixl-env: $(NIXL)
 
 charts-env: $(CHARTS)
 
+traces-env: $(TRACES)
+
 $(RAY): FOLDER := ray
 $(JUDGES): FOLDER := judges
 $(NIXL): FOLDER := nixl
 $(CHARTS): FOLDER := charts
-$(RAY) $(JUDGES) $(NIXL) $(CHARTS): | $(STAMP)
+$(TRACES): FOLDER := traces
+$(RAY) $(JUDGES) $(NIXL) $(CHARTS) $(TRACES): | $(STAMP)
 	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
 	@rm -rf $(VENV)/$(FOLDER)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
@@ -115,10 +120,10 @@ lint: env
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
 
-test: lint $(KERNELS)
+test: lint $(KERNELS) $(TRACES)
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(CHARTS)
+test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(CHARTS) $(TRACES)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 test-k8s: env $(CHARTS)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from sglang_ext import __version__
 from sglang_ext.policy.live_view.messages import MIN_INTERVAL_S, InstanceRow, LoadRow, hello
-from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance
+from sglang_ext.policy.live_view.view import Counts, Elsewhere, LiveView, SeenInstance
 from sglang_ext.policy.pools.instance_pressure import pressure
 from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext_router import replies
@@ -229,13 +229,15 @@ class LivePage:
         ]
         if config.processes > 1:
             notes.append(
-                f"This is process {self._process_index + 1} of {config.processes} of the router: requests and latency "
-                "are those that it serves, loads of instances are those of all processes."
+                f"This is process {self._process_index + 1} of {config.processes} of the router: requests on their "
+                "way, phases and latency are of those that it serves. How many are in flight and have ended, and loads "
+                "of instances, are of all processes; of the others as of a second ago."
             )
         if peers is not None:
             notes.append(
-                f"This router is one of a group of {1 + peers.found}: requests and latency are those that it serves, "
-                "loads of instances are those of all routers."
+                f"This router is one of a group of {1 + peers.found}: requests on their way, phases, latency and what "
+                "has ended are of those that it serves. How many are in flight, and loads of instances, are of all "
+                "routers."
             )
         if self._router.long_pool is None:
             notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not told.")
@@ -251,6 +253,7 @@ class LivePage:
         now_s = loop.time()
         if self._ticks % INSTANCES_EVERY == 0:
             view.take_instances(self._instances(now_s), now_s)
+            view.take_elsewhere(self._elsewhere())
             self._tell_moves(view, now_s)
             self._tell_long_pool(view)
         self._ticks += 1
@@ -271,6 +274,18 @@ class LivePage:
         for (_, length_class, _, outcome), count in self._router.services.metrics.requests.items():
             ended[length_class][outcome != "ok"] += count
         return {"unknown" if name == "none" else name: (answered, failed) for name, (answered, failed) in ended.items()}
+
+    def _elsewhere(self) -> Elsewhere:
+        """What the others have told: processes of one router also what they have counted."""
+        siblings = self._router.siblings
+        ended: dict[int, tuple[int, int]] = {}
+        for number, snapshot in siblings.metric_snapshots():
+            counts = [0, 0]
+            for (_, _, _, outcome), count in snapshot.counters.get("requests", ()):
+                counts[outcome != "ok"] += int(count)
+            ended[number] = (counts[0], counts[1])
+        in_flight = {number: demand.running + demand.waiting for number, demand in siblings.demands().items()}
+        return Elsewhere(in_flight, ended if siblings.peer_counts() is None else None)
 
     def _instances(self, now_s: float) -> Iterator[SeenInstance]:
         return (self._instance(worker) for worker in self._router.registry)

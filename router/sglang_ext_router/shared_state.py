@@ -353,6 +353,9 @@ class SharedState:
         """None: processes of one router are no group."""
         return None
 
+    def demands(self) -> Mapping[int, Demand]:
+        return {index: state.demand for index, state in self._states.items()}
+
     def online_loads(self) -> Sequence[SiblingLoad]:
         return [state.online for state in self._states.values()]
 

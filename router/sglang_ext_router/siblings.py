@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
+from sglang_ext.policy.routing.admission import Demand
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.metrics import MetricsSnapshot, read_snapshot
 from sglang_ext_router.online_load import SiblingLoad
@@ -57,6 +58,10 @@ class SiblingLink(Protocol):
 
     def online_loads(self) -> Sequence[SiblingLoad]: ...
 
+    def demands(self) -> Mapping[int, Demand]:
+        """What each of the other processes or routers has to serve, by its number, as it told last."""
+        ...
+
     def peer_counts(self) -> PeerCounts | None:
         """The other routers of the group; None without one."""
         ...
@@ -93,6 +98,9 @@ class NoSiblings:
 
     def online_loads(self) -> Sequence[SiblingLoad]:
         return ()
+
+    def demands(self) -> Mapping[int, Demand]:
+        return {}
 
     def peer_counts(self) -> PeerCounts | None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_ext.policy.live_view.view import SeenRequest
-from sglang_ext_router.trace_keys import Key, SpanName
+from sglang_ext.trace_keys import Key, SpanName
 
 Span = dict[str, Any]
 Value = str | bool | int | float | Sequence[str] | None
@@ -81,6 +81,7 @@ def add_request(maker: SpanMaker, context: TraceContext, seen: SeenRequest, ende
             Key.QUEUE_S: None if sent_s is None else sent_s - seen.received_s,
             Key.TTFT_S: None if token_s is None else token_s - seen.received_s,
             Key.E2E_S: ended_s - seen.received_s,
+            **_time_in_model(seen, ended_s),
             Key.LENGTH_CLASS: seen.length_class,
             Key.PREFILL: seen.prefill,
             Key.DECODE: seen.decode,
@@ -102,6 +103,18 @@ def add_request(maker: SpanMaker, context: TraceContext, seen: SeenRequest, ende
             maker.add(SpanName.FIRST_TOKEN, prefill_end_s, token_s, context.span_id, {Key.DECODE: seen.decode})
         maker.add(SpanName.DECODE, token_s, ended_s, context.span_id, {Key.DECODE: seen.decode})
     return prefill_id
+
+
+def _time_in_model(seen: SeenRequest, ended_s: float) -> dict[Key, float]:
+    """As SGLang measures them in an instance, from when it has passed the request on: here to both instances."""
+    sent_s, token_s = seen.sent_s, seen.first_token_s
+    if sent_s is None or token_s is None:
+        return {}
+    return {
+        Key.MODEL_PREFILL_S: token_s - sent_s,
+        Key.MODEL_DECODE_S: ended_s - token_s,
+        Key.MODEL_INFERENCE_S: ended_s - sent_s,
+    }
 
 
 def add_pool(

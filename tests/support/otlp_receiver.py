@@ -1,16 +1,40 @@
-"""A collector of traces: takes OTLP/HTTP in JSON, refuses what the protocol does not allow, and keeps the spans."""
+"""A collector of traces: takes OTLP/HTTP, refuses what the protocol does not allow, and keeps the spans.
+
+JSON, which the router sends, is checked by hand and, where the messages of the protocol are there (`make traces-env`),
+made into these; binary ones, which instances send, need them.
+"""
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
+import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+FOLDER = Path(__file__).parents[2] / ".venv/traces"
+if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))
+ENVIRONMENT = (
+    ("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(FOLDER))))),
+    ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf"),
+    ("SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS", "200"),
+    ("NO_PROXY", "127.0.0.1"),
+)
+"""Of instances that send their spans."""
+HAS_PROTOCOL = importlib.util.find_spec("opentelemetry") is not None and (FOLDER / "opentelemetry/proto").is_dir()
+needs_protocol = pytest.mark.skipif(not HAS_PROTOCOL, reason="OTLP's messages are not there: `make traces-env`")
+_IDS = frozenset({"traceId", "spanId", "parentSpanId"})
 _KINDS = {"stringValue": str, "boolValue": bool, "intValue": str, "doubleValue": float, "arrayValue": dict}
 
 
@@ -25,6 +49,7 @@ class ReceivedSpan:
     start_s: float
     end_s: float
     attributes: dict[str, Any]
+    service: str = ""
 
     @property
     def took_s(self) -> float:
@@ -41,18 +66,26 @@ class OtlpReceiver:
 
     def take(self, path: str, kind: str, body: bytes) -> None:
         assert path == "/v1/traces", path
+        if kind == "application/x-protobuf":
+            self.spans += read_binary(body)
+            return
         assert kind == "application/json", kind
-        for resource in json.loads(body)["resourceSpans"]:
+        message = json.loads(body)
+        spans = []
+        for resource in message["resourceSpans"]:
             names = [one["value"]["stringValue"] for one in resource["resource"]["attributes"]]
             assert names == ["sglang-ext-router"], names
             for scope in resource["scopeSpans"]:
-                self.spans += [read_span(span) for span in scope["spans"]]
+                spans += [read_span(span, names[0]) for span in scope["spans"]]
+        if HAS_PROTOCOL:
+            assert read_binary(as_binary(message)) == spans
+        self.spans += spans
 
     def of(self, trace_id: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.trace_id == trace_id]
 
 
-def read_span(span: dict[str, Any]) -> ReceivedSpan:
+def read_span(span: dict[str, Any], service: str) -> ReceivedSpan:
     """Check a span against the protocol's JSON mapping."""
     parent_id = span.get("parentSpanId", "")
     assert re.fullmatch(r"[0-9a-f]{32}", span["traceId"]), span
@@ -62,7 +95,7 @@ def read_span(span: dict[str, Any]) -> ReceivedSpan:
     attributes = {one["key"]: read_value(one["value"]) for one in span["attributes"]}
     start_s, end_s = (int(span[f"{edge}TimeUnixNano"]) / 1e9 for edge in ("start", "end"))
     assert start_s <= end_s, span
-    return ReceivedSpan(span["traceId"], span["spanId"], parent_id, span["name"], start_s, end_s, attributes)
+    return ReceivedSpan(span["traceId"], span["spanId"], parent_id, span["name"], start_s, end_s, attributes, service)
 
 
 def read_value(value: dict[str, Any]) -> Any:
@@ -71,6 +104,56 @@ def read_value(value: dict[str, Any]) -> Any:
     if kind == "arrayValue":
         return [read_value(one) for one in held["values"]]
     return int(held) if kind == "intValue" else held
+
+
+def as_binary(message: dict[str, Any]) -> bytes:
+    """A message in JSON as the protocol's own; an error of its parser for fields that it has not.
+
+    Ids are hexadecimal in OTLP's JSON, and in base64 in that of protocol buffers.
+    """
+    from google.protobuf.json_format import Parse
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    def with_ids(value: Any) -> Any:
+        if isinstance(value, list):
+            return [with_ids(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: base64.b64encode(bytes.fromhex(one)).decode() if name in _IDS else with_ids(one)
+            for name, one in value.items()
+        }
+
+    parsed: bytes = Parse(json.dumps(with_ids(message)), ExportTraceServiceRequest()).SerializeToString()
+    return parsed
+
+
+def read_binary(body: bytes) -> list[ReceivedSpan]:
+    """The spans of a message."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    spans = []
+    for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+        services = {one.key: plain(one.value) for one in resource.resource.attributes}
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                assert (len(span.trace_id), len(span.span_id)) == (16, 8), span
+                assert span.start_time_unix_nano <= span.end_time_unix_nano, span
+                spans.append(
+                    ReceivedSpan(
+                        *(span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.name),
+                        *(span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9),
+                        {one.key: plain(one.value) for one in span.attributes},
+                        services["service.name"],
+                    )
+                )
+    return spans
+
+
+def plain(value: Any) -> Any:
+    """What an AnyValue holds."""
+    kind = value.WhichOneof("value")
+    return [plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
 
 
 @contextmanager

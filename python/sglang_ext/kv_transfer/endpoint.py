@@ -466,7 +466,7 @@ class HandshakeEndpoint:
             if problem is None:
                 self._writes += 1
                 self._written_bytes += written_bytes
-                outgoing.written_bytes += written_bytes
+                outgoing.note_written(todo.chunk, todo.part, written_bytes, now_s)
                 actions = machine.on_written(todo.chunk, todo.part, now_s)
             else:
                 self._failed_writes += 1

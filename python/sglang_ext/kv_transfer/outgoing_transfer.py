@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from sglang_ext.kv_transfer.part_times import PartTime
 from sglang_ext.kv_transfer.pool_layout import PoolLayout, RowCopy, Slots, plan_items, plan_rows
 from sglang_ext.kv_transfer.transfer_status import SendResult, Stage, TransferStatus
 from sglang_ext.policy.handshake.protocol import Grant, SenderActions, SendRecord, TransferOutcome
@@ -54,7 +55,7 @@ class _PartSource(NamedTuple):
 class OutgoingTransfer:
     """One request towards one receiver, as the prefill side holds it. Made by `HandshakeEndpoint.open_sender`.
 
-    Thread-safe. Its endpoint calls `use_grant` and `rows`, with the lock held.
+    Thread-safe. Its endpoint calls `use_grant`, `note_written` and `rows`, with the lock held.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class OutgoingTransfer:
         self._chunks: list[SourceChunk] = []
         self._parts: list[list[_PartSource]] = []
         self._grants: dict[int, Grant] = {}
+        self._ready_s: dict[tuple[int, int], float] | None = None  # of parts by chunk and number, where times are kept
+        self._part_times: list[PartTime] = []
 
     @property
     def status(self) -> TransferStatus:
@@ -98,6 +101,16 @@ class OutgoingTransfer:
     def result(self) -> SendResult | None:
         """Its record, once it has ended."""
         return self._result
+
+    @property
+    def part_times(self) -> list[PartTime]:
+        """Of the parts that have been written, since `keep_times`."""
+        with self._lock:
+            return list(self._part_times)
+
+    def keep_times(self) -> None:
+        """From now on remember when parts are there, and when they have been written."""
+        self._ready_s = {}
 
     def offer(self, chunk: SourceChunk, *, is_last: bool = False) -> int:
         """A chunk will be computed; returns its index. Raises ValueError when it makes no sense."""
@@ -131,7 +144,10 @@ class OutgoingTransfer:
             if self.machine.outcome is None:
                 source = self._part_source(chunk, rows, slots, state_slots, computed)
                 cells = rows.token_count * rows.layer_count * self._chunks[chunk].shard.head_count
-                actions = self.machine.part_ready(chunk, Part(cells, rows.has_aux), self._clock())
+                now_s = self._clock()
+                actions = self.machine.part_ready(chunk, Part(cells, rows.has_aux), now_s)
+                if self._ready_s is not None:
+                    self._ready_s[chunk, len(self._parts[chunk])] = now_s
                 self._parts[chunk].append(source)
                 self._carry_out(self, actions)
 
@@ -158,6 +174,15 @@ class OutgoingTransfer:
     def use_grant(self, grant: Grant) -> None:
         """Remember where a chunk goes."""
         self._grants[grant.chunk] = grant
+
+    def note_written(self, chunk: int, part: int, written_bytes: int, now_s: float) -> None:
+        """A part has been written."""
+        self.written_bytes += written_bytes
+        if self._ready_s is not None:
+            rows = self._parts[chunk][part].rows
+            ready_s = self._ready_s.pop((chunk, part), now_s)
+            place = (rows.first_token, rows.token_count, rows.first_layer, rows.layer_count)
+            self._part_times.append(PartTime(chunk, *place, ready_s, now_s))
 
     def computed(self, chunk: int, part: int) -> DeviceEvent | None:
         """What must be waited for before a part is read."""

@@ -150,7 +150,7 @@ class TerminalView:
         """All of it in one line."""
         parts = [
             f"{self._head['at_s']:.0f} s",
-            f"in flight {self._head['in_flight']}",
+            f"in flight {self._head['in_flight']}{self._elsewhere()}",
             f"{self._rate():.1f} requests/s",
         ]
         for name in ("short", "long"):
@@ -162,6 +162,11 @@ class TerminalView:
         parts.append(f"ready {self._ready()} of {len(self._instances)}")
         return "; ".join(parts)
 
+    def _elsewhere(self) -> str:
+        """Beside what is in flight in the process that answers: what the others report of theirs."""
+        told = self._head.get("elsewhere")
+        return f" here, {told['in_flight']:,} elsewhere" if told else ""
+
     def screen(self, columns: int, rows: int, has_colours: bool) -> list[str]:
         """At most `rows` lines of at most `columns` characters; instances that do not fit are counted."""
         paint = _Paint(columns, has_colours)
@@ -170,7 +175,8 @@ class TerminalView:
         lines = [
             paint.line(("sglang-ext top", "bold"), (f"  {self._hello['name']}", ""), ("   Ctrl-C ends", "muted")),
             paint.line(
-                (f"in flight {self._head.get('in_flight', 0):,}   {self._rate():.1f} requests/s   ", ""),
+                (f"in flight {self._head.get('in_flight', 0):,}{self._elsewhere()}   ", ""),
+                (f"{self._rate():.1f} requests/s   ", ""),
                 (f"{self._ready()} of {len(self._instances)} instances ready", ""),
             ),
             "",

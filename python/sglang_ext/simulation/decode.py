@@ -49,6 +49,7 @@ class FinishedRequest(NamedTuple):
     first_token_s: float
     transferred_s: float  # its KV is in the decode instance
     finished_s: float
+    instance: int | None = None  # that decoded it; None: its only token came from prefill
 
     @property
     def time_per_token_s(self) -> float:
@@ -189,6 +190,10 @@ class DecodePool:
             member = heapq.heappop(decoder.batch)[2]
             decoder.free_kv_tokens += member.kv_tokens
             served = member.served
-            self._finish(FinishedRequest(served.request, served.first_token_s, member.transferred_s, self._loop.now_s))
+            self._finish(
+                FinishedRequest(
+                    *(served.request, served.first_token_s, member.transferred_s, self._loop.now_s), decoder.number
+                )
+            )
         self._start_transfers(decoder)
         self._schedule_end(decoder)

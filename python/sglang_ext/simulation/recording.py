@@ -28,6 +28,8 @@ class RecordedRun(NamedTuple):
     short_instances: int  # of these, at the beginning; 0: no pools
     boundary_tokens: int
     slo_s: float
+    decode_instances: int = 0  # 0: prefill alone was simulated
+    decode_kv_tokens: int = 0  # that one of them holds
 
 
 class _Life(NamedTuple):
@@ -41,6 +43,7 @@ class _Life(NamedTuple):
     transferred_s: float | None
     end_s: float
     instance: str | None
+    decode: str | None  # known of those that have ended
 
 
 def write_recording(outcome: Outcome, run: RecordedRun, path: Path) -> int:
@@ -67,13 +70,16 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
         interval_s=interval_s,
         boundary_tokens=run.boundary_tokens,
         notes=[
-            "A simulated run: instances are those that prefill, and which decode instance took a request is not told."
+            "A simulated run. Decode was simulated, too; a request that has not ended at the end of the run has no "
+            "decode instance here."
+            if run.decode_instances
+            else "A simulated run of prefill alone (--decode): a request ends with its first token."
         ],
     )
     lives = _lives(outcome, run)
     spans = sorted(outcome.timeline, key=lambda busy: busy.end_s)
     classes = {life.key: life.length_class for life in lives}
-    watched = _Watched(outcome, run, classes)
+    watched, decoding = _Watched(outcome, run, classes), _Decoding(lives, run)
     running: dict[int, _Life] = {}
     arrived = ended = told = 0
     by_end = sorted(lives, key=lambda life: life.end_s)
@@ -81,7 +87,7 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
     frames = int(outcome.end_s / interval_s) + 2
     for number in range(frames):
         now_s = number * interval_s
-        view.take_instances(watched.at(now_s), now_s)
+        view.take_instances(chain(watched.at(now_s), decoding.at(now_s)), now_s)
         while arrived < len(lives) and lives[arrived].request.arrival_s <= now_s:
             running[lives[arrived].key] = lives[arrived]
             arrived += 1
@@ -113,6 +119,10 @@ def _name(instance: int) -> str:
     return f"prefill {instance}"
 
 
+def _decode_name(instance: int) -> str:
+    return f"decode {instance}"
+
+
 def _span(busy: BusyInterval, classes: dict[int, str]) -> SeenSpan:
     label = f"request {busy.key}" + (f" and {len(busy.others)} more" if busy.others else "")
     return SeenSpan(
@@ -140,6 +150,7 @@ def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
         first_token_s: float | None,
         end_s: float,
         transferred_s: float | None,
+        decode: int | None = None,
     ) -> _Life:
         is_short = request.new_tokens <= run.boundary_tokens
         instance = instances.get(request.key)
@@ -152,6 +163,7 @@ def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
             transferred_s,
             end_s,
             None if instance is None else _name(instance),
+            None if decode is None else _decode_name(decode),
         )
 
     lives = []
@@ -159,7 +171,8 @@ def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
         end = finished.get(served.request.key)
         end_s = served.first_token_s if end is None else end.finished_s
         transferred_s = served.first_token_s if end is None else end.transferred_s
-        lives.append(life(served.request, served.start_s, served.first_token_s, end_s, transferred_s))
+        decode = None if end is None else end.instance
+        lives.append(life(served.request, served.start_s, served.first_token_s, end_s, transferred_s, decode))
     lives += [life(request, None, None, request.arrival_s, None) for request in outcome.refused]
     lives += [life(request, None, None, float("inf"), None) for request in outcome.unfinished]
     return sorted(lives, key=lambda one: (one.request.arrival_s, one.key))
@@ -179,7 +192,7 @@ def _seen(life: _Life, now_s: float) -> SeenRequest:
         request.cached_tokens,
         request.output_tokens if life.end_s <= now_s else None,
         life.instance,
-        None,
+        life.decode if known(life.first_token_s) is not None else None,
         request.arrival_s,
         request.arrival_s,
         known(life.start_s),
@@ -189,6 +202,38 @@ def _seen(life: _Life, now_s: float) -> SeenRequest:
         None,
         1,
     )
+
+
+class _Decoding:
+    """Decode instances at a time that only grows."""
+
+    def __init__(self, lives: Sequence[_Life], run: RecordedRun) -> None:
+        self._run = run
+        decoded = [life for life in lives if life.decode is not None and life.first_token_s is not None]
+        self._lives = sorted(decoded, key=lambda life: life.first_token_s or 0.0)
+        self._first = 0
+        self._open: list[_Life] = []
+
+    def at(self, now_s: float) -> Iterable[SeenInstance]:
+        while self._first < len(self._lives) and (self._lives[self._first].first_token_s or 0.0) <= now_s:
+            self._open.append(self._lives[self._first])
+            self._first += 1
+        self._open = [life for life in self._open if life.end_s > now_s]
+        held: dict[str | None, list[_Life]] = {}
+        for life in self._open:
+            held.setdefault(life.decode, []).append(life)
+        names = map(_decode_name, range(self._run.decode_instances))
+        return [self._instance(name, held.get(name, []), now_s) for name in names]
+
+    def _instance(self, name: str, lives: Sequence[_Life], now_s: float) -> SeenInstance:
+        here = [life.request for life in lives if life.transferred_s is not None and life.transferred_s <= now_s]
+        used_tokens = sum(request.prompt_tokens + request.output_tokens for request in here)
+        coming_tokens = sum(life.request.prompt_tokens for life in lives) - sum(one.prompt_tokens for one in here)
+        kv_used = round(min(1.0, used_tokens / self._run.decode_kv_tokens), 4) if self._run.decode_kv_tokens else None
+        return SeenInstance(
+            InstanceRow(0, name, Role.DECODE.value, self._run.engine, "ready", None, ""),
+            LoadRow(0, len(lives), coming_tokens, None, None, None, None, None, None, kv_used, len(here)),
+        )
 
 
 class _Watched:

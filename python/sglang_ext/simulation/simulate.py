@@ -208,7 +208,8 @@ def _run(args: argparse.Namespace) -> int:
         _clear_progress(requests, time.monotonic() - started_s)
         if args.record is not None:
             run = RecordedRun(
-                engine.name, args.policy, args.prefill, args.short_instances, args.boundary_tokens, args.slo
+                *(engine.name, args.policy, args.prefill, args.short_instances, args.boundary_tokens, args.slo),
+                *(args.decode, args.decode_kv_tokens),
             )
             write_recording(outcome, run, args.record)
         runs.append((make_report(outcome, rate, args.slo, args.boundary_tokens), outcome.served))

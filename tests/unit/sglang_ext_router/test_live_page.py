@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,10 +24,11 @@ from sglang_ext_router import live_page
 from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.controller import MoveRecord
 from sglang_ext_router.long_pool import pool_prompts, pool_spans
+from support.linked_routers import processes
 from support.raw_client import RawClient
 from support.router_process import RunningRouter, cluster
 from support.running_time import running_s
-from support.scripted_engine import DONE, chunk, event, hang, raw, reply, status, stream, stream_head
+from support.scripted_engine import DONE, ScriptedEngine, chunk, event, hang, raw, reply, status, stream, stream_head
 
 LONG_TEXT = "word " * 4000
 ADMIN = {"admin_api_key": "the-administrator"}
@@ -329,6 +331,30 @@ async def test_the_page_is_one_small_file_that_loads_nothing_else() -> None:
 async def test_several_processes_are_named_on_the_page() -> None:
     async with cluster(processes=3) as served, following(served) as page:
         assert any("process 1 of 3" in note for note in page.hello["notes"])
+        assert page.frame["elsewhere"] is None, "none of them has told anything"
+
+
+async def test_counts_of_other_processes_are_added_as_they_tell_them(tmp_path: Path) -> None:
+    """Two processes of one router: the page of one tells what is in flight and has ended in the other."""
+    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
+    async with processes(tmp_path, engines) as (viewed, other):
+        await other.ask("POST", "/generate", {"text": "before the page"})
+        told = viewed.router.siblings.metric_snapshots
+
+        def counted() -> float:
+            return sum(count for _, one in told() for _, count in one.counters.get("requests", ()))
+
+        await viewed.until(lambda: counted() == 1)
+        async with following(viewed, "admin") as page:
+            await viewed.until(lambda: (page.frame["elsewhere"] or {}).get("ended") == 0)
+            engines[1].plan(stream(event({"text": "a"}), DONE, delay_s=3.0))
+            asked = asyncio.create_task(other.ask("POST", "/generate", {"text": "hi", "stream": True}))
+            await viewed.until(lambda: page.frame["elsewhere"]["in_flight"] == 1)
+            assert page.frame["in_flight"] == 0
+            assert (await asked).status == 200
+            ended = {"routers": 1, "in_flight": 0, "ended": 1, "failed": 0}
+            await viewed.until(lambda: page.frame["elsewhere"] == ended, 20.0)
+            assert sum(row["ended"] for row in page.rows["classes"].values()) == 0
 
 
 STATUS = {

@@ -8,9 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +19,14 @@ from sglang_ext.types import Role
 from sglang_ext_router import siblings as siblings_module
 from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.shared_state import MembershipTable
-from sglang_ext_router.siblings import DatagramSiblings
 from support.engines import free_port
+from support.linked_routers import processes
 from support.raw_client import RawClient
-from support.router_process import FAST, RunningRouter, running_router, until
+from support.router_process import RunningRouter, until
 from support.scripted_engine import ScriptedEngine, hang, reply
 
 PROMPT = {"text": "x"}
 ADMIN = {"Authorization": "Bearer admin"}
-
-
-@asynccontextmanager
-async def processes(
-    folder: Path, engines: list[ScriptedEngine], count: int = 2, **options: object
-) -> AsyncIterator[list[RunningRouter]]:
-    """Routers linked as processes are, over the same engines."""
-    async with AsyncExitStack() as stack:
-        for engine in engines:
-            await engine.start()
-            stack.push_async_callback(engine.stop)
-        workers = tuple(WorkerAddress(engine.url, engine.role) for engine in engines)
-        config = replace(FAST, workers=workers, processes=count, admin_api_key="admin", **options)  # type: ignore[arg-type]
-        running = []
-        for index in range(count):
-            link = DatagramSiblings(folder, index, config)
-            running.append(await stack.enter_async_context(running_router(config, index, link)))
-        for one in running:
-            await one.until_ready()
-        yield running
-        for one in running:
-            await one.until_idle()
 
 
 def pair() -> list[ScriptedEngine]:

@@ -150,6 +150,9 @@ FRAME_FIELDS = {
     "instances_known": "how many there are",
     "deferred": "rows that did not fit and come with the next frames",
     "dropped": "rows that were left out since the stream began, as too many came",
+    "elsewhere": "of the router's other processes, or the other routers of its group, as of a second ago: `routers`, "
+    "how many; `in_flight`, sent or waiting there; `ended` and `failed` since the stream began, null where they do not "
+    "tell; null without any",
 }
 HELLO_FIELDS = {
     "kind": "hello",

@@ -90,6 +90,15 @@ class Counts(NamedTuple):
     ended: Mapping[str, tuple[int, int]]
 
 
+class Elsewhere(NamedTuple):
+    """Requests of other processes of the router, or of other routers, by what each has told last."""
+
+    in_flight: Mapping[int, int]  # sent or waiting, by the number of each
+    ended: (
+        Mapping[int, tuple[int, int]] | None
+    )  # answered whole and otherwise, since any moment; None: they do not tell
+
+
 class _Pending(dict[K, Sequence[Any]]):
     """Rows that wait for a frame, the oldest first; a newer one of the same key takes its place."""
 
@@ -185,6 +194,8 @@ class LiveView:
         self._ended_before: Mapping[str, tuple[int, int]] | None = None
         self._ended: dict[str, tuple[int, int]] = dict.fromkeys(CLASSES, (0, 0))
         self._in_flight = 0
+        self._elsewhere: dict[str, int | None] | None = None
+        self._ended_elsewhere: dict[int, tuple[int, int]] = {}  # when each was seen first
         self._ttfts = {name: _Ttfts() for name in CLASSES}
 
     # -- instances --------------------------------------------------------------------------------------
@@ -263,6 +274,31 @@ class LiveView:
             answered, failed = counts.ended.get(name, (0, 0))
             answered_before, failed_before = self._ended_before.get(name, (0, 0))
             self._ended[name] = (answered - answered_before, failed - failed_before)
+
+    def take_elsewhere(self, seen: Elsewhere) -> None:
+        """What others report of requests that this stream does not follow.
+
+        What one had counted before it was seen first is not of this stream. Counts never fall, also when one has gone.
+        """
+        if not seen.in_flight:
+            self._elsewhere = None
+            return
+        answered = failed = None
+        if seen.ended is not None:
+            before = self._elsewhere or {}
+            for number, counts in seen.ended.items():
+                self._ended_elsewhere.setdefault(number, counts)
+            totals = [
+                sum(max(0, counts[at] - self._ended_elsewhere[number][at]) for number, counts in seen.ended.items())
+                for at in (0, 1)
+            ]
+            answered, failed = max(totals[0], before.get("ended") or 0), max(totals[1], before.get("failed") or 0)
+        self._elsewhere = {
+            "routers": len(seen.in_flight),
+            "in_flight": sum(seen.in_flight.values()),
+            "ended": answered,
+            "failed": failed,
+        }
 
     @property
     def followed(self) -> tuple[Hashable, ...]:
@@ -439,6 +475,7 @@ class LiveView:
             "instances_known": len(self._instances),
             "deferred": sum(map(len, pending.values())),
             "dropped": self._skipped_ends + sum(rows.dropped for rows in pending.values()),
+            "elsewhere": self._elsewhere,
         }
         self._stride = max(1, -(-self._untracked_ends // MAX_ENDED))
         self._untracked_ends = 0

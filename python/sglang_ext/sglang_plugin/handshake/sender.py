@@ -23,11 +23,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang_ext.identifiers import attempts_of, next_attempt
 from sglang_ext.kv_transfer.invitations import Invitation
 from sglang_ext.kv_transfer.owner_transfer import LayerStream, OwnerTransfer, Source
+from sglang_ext.kv_transfer.part_times import layer_ranges
 from sglang_ext.kv_transfer.pool_layout import Slots
 from sglang_ext.kv_transfer.transfer_status import Stage
 from sglang_ext.sequence_parallel.kv_streams import Target
 from sglang_ext.sequence_parallel.messages import Destination
 from sglang_ext.sglang_plugin.handshake.layout import Share, shares_of, token_slots
+from sglang_ext.sglang_plugin.request_traces import RequestTrace
+from sglang_ext.trace_keys import Key, SpanName
 
 _GIVEN_UP = "the request was given up on the prefill instance"
 _ABORTED = "the request was aborted on the prefill instance"
@@ -53,10 +56,14 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     transfer_times: tuple[float, float] | None = None
     """Of a request that was shared and is at decode: seconds from then on, and from the end of its computation on."""
 
+    trace: RequestTrace | None = None
+    """Of a request that is traced."""
+
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
         self._outgoing: tuple[_RankTransfer, ...] | None = None  # None: no handshake yet
         for room in attempts_of(bootstrap_room):
             mgr.refused_rooms.forget(room)
+        self._made_s = time.perf_counter()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     def pop_decode_prefix_len(self) -> int:
@@ -77,6 +84,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         except ValueError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
             return
+        if self.trace is not None:
+            self.trace.add(SpanName.HANDSHAKE, self._made_s, time.perf_counter(), {})
         if not self._may_be_shared:
             self.go_on_alone(())
 
@@ -249,6 +258,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             share.sender_count if tokens else 1,
             may_have_helpers=self._may_be_shared,
         )
+        if self.trace is not None:
+            transfer.handle.keep_times()
         self._outgoing = (*(self._outgoing or ()), _RankTransfer(transfer, share, invitation))
 
     def _advance(self) -> None:
@@ -272,11 +283,42 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self.kv_mgr.fail(room, f"decode has given the request up: {withdrawn[0]}")
         elif statuses and all(status.stage is Stage.COMPLETE for status in statuses):
             self.kv_mgr.update_status(room, KVPoll.Success)
+            if self.trace is not None:
+                self._trace_transfer(self.trace)
             if self._shared_s is not None and self._computed_s is not None:
                 now_s = time.perf_counter()
                 self.transfer_times = (now_s - self._shared_s, now_s - self._computed_s)
         elif any(status.stage in (Stage.TRANSFERRING, Stage.COMPLETE) for status in statuses):
             self.kv_mgr.update_status(room, KVPoll.Transferring)
+
+    def _trace_transfer(self, trace: RequestTrace) -> None:
+        """Everything that this rank sends is at decode. Of a later attempt, and of what others have sent, no ranges of
+        layers are known."""
+        now_s = time.perf_counter()
+        offset_s = now_s - time.monotonic()  # from the endpoint's clock
+        ranges = layer_ranges(part for one in self._outgoing or () for part in one.transfer.handle.part_times)
+        starts_s = [one.ready_s + offset_s for one in ranges]
+        if self._transfer_start_time is not None:
+            starts_s.append(self._transfer_start_time)
+        trace.add(
+            SpanName.TRANSFER,
+            min(starts_s, default=now_s),
+            now_s,
+            {Key.TRANSFER_TOKENS: self.num_kv_indices * self._page_size},
+            [
+                (
+                    SpanName.LAYERS,
+                    one.ready_s + offset_s,
+                    one.written_s + offset_s,
+                    {
+                        Key.TRANSFER_TOKENS: one.token_count,
+                        Key.FIRST_LAYER: one.first_layer,
+                        Key.LAYER_COUNT: one.layer_count,
+                    },
+                )
+                for one in ranges
+            ],
+        )
 
     def _stop(self, reason: str) -> None:
         """Nothing more is sent; every decode rank is told, also those that have not invited yet."""

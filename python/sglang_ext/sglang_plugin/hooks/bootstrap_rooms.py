@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 
 from sglang_ext.sglang_plugin.hooks.request_hints import check_hints
 from sglang_ext.sglang_plugin.hooks.scoring import excess_top_logprobs, note_wanted_tokens
+from sglang_ext.sglang_plugin.request_traces import begin_trace
 
 
 def normalize_batch_and_arguments(stock: Callable[[Any], None], request: Any) -> None:
@@ -82,6 +83,7 @@ def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: An
     if message is None:
         note_wanted_tokens(request)
         stock(scheduler, request, is_retracted)
+        begin_trace(request)
         return
     logger.warning("%s (request %s)", message, request.rid)
     prepare_abort(request, message, status_code=HTTPStatus.BAD_REQUEST)

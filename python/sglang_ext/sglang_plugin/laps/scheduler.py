@@ -53,6 +53,7 @@ from sglang_ext.sglang_plugin.laps.queued_request import (
 from sglang_ext.sglang_plugin.laps.rank_agreement import Step
 from sglang_ext.sglang_plugin.laps.status import MODE_PARAMETER, MODES, STATUS_KEY, status_of
 from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
+from sglang_ext.sglang_plugin.request_traces import note_launch, trace_of
 from sglang_ext.types import LengthClass
 
 # Of the first so many requests that wait, those with more new tokens than this are matched with the prefix cache
@@ -330,19 +331,25 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             )
             length_class = LengthClass.LONG if 2 * long_tokens > sum(batch.extend_lens) else LengthClass.SHORT
             laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
+            traces = note_launch(batch.reqs, batch.extend_lens, batch.prefix_lens)
             result = super().run_batch(batch, *args, **kwargs)
             shape = replayed_shape(self.tp_worker.model_runner)
             if shape is not None:
                 laps.clock.note_replay(shape)
+                for trace in traces:
+                    trace.note_shape(f"{shape.length_tokens}x{shape.requests}")
             return result
         return super().run_batch(batch, *args, **kwargs)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
+        traces = [trace for request in batch.reqs if (trace := trace_of(request)) is not None]
         ending = [request for request in batch.reqs if request.inflight_middle_chunks <= 0]
         super().process_batch_result(batch, result)
         laps = self._laps
         if laps is None or not batch.forward_mode.is_extend():
             return
+        for trace in traces:
+            trace.note_result()
         now_s = laps.now_s()
         laps.policy.note_iteration(laps.clock.note_result(now_s))
         for request in ending:

@@ -54,7 +54,43 @@ def test_a_simulated_run_is_recorded_whole(recording: Path) -> None:
         assert one.ended_s is not None
         assert one.received_s <= one.started_s < one.first_token_s <= one.ended_s
         assert one.prefilled_s >= one.first_token_s, "its KV arrives after the last layer"
-        assert one.prefill in recorded.instances
+        assert recorded.instances[one.prefill or 0].pool in {"short", "long"}
+        assert recorded.instances[one.decode or 0].pool == "decode"
+
+
+def test_decode_instances_hold_what_they_decode(recording: Path) -> None:
+    """Load and KV use of both are, at every frame, those of the requests that the simulator gave them."""
+    recorded = read_recording(recording)
+    decoded = [one for one in recorded.requests.values() if one.decode is not None]
+    names = {number for number, row in recorded.instances.items() if row.pool == "decode"}
+    assert {one.decode for one in decoded} == names
+    assert len(names) == 2
+    hello, *frames = [json.loads(line) for line in recording.read_bytes().splitlines()]
+    loads: dict[int, dict[str, float]] = {}
+    most_used = 0.0
+    for frame in frames:
+        for values in frame.get("loads", ()):
+            load = dict(zip(hello["fields"]["loads"], values, strict=True))
+            loads[load["instance"]] = load
+        at_s = frame["at_s"]
+        for name in names:
+            there = [one for one in decoded if one.decode == name and one.first_token_s <= at_s < one.ended_s]
+            running = [one for one in there if one.prefilled_s <= at_s]
+            assert abs(loads[name]["in_flight"] - len(there)) <= 1, "the times in the file are rounded"
+            assert abs(loads[name]["running"] - len(running)) <= 1
+            used = sum(one.prompt_tokens + one.output_tokens for one in running) / 1_000_000
+            assert loads[name]["kv_used"] == pytest.approx(used, abs=0.04)
+            most_used = max(most_used, used)
+    assert most_used > 0
+
+
+def test_a_run_without_decode_says_so(recording: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    workload = str(recording.parent / "workload.csv")
+    assert main(["simulate", "--workload", workload, "--prefill", "8", "--record", str(out)]) == 0
+    recorded = read_recording(out)
+    assert all(one.decode is None for one in recorded.requests.values())
+    assert "prefill alone" in recorded.hello["notes"][0]
 
 
 def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_path: Path) -> None:

@@ -47,12 +47,20 @@ def view_of(messages: list[bytes]) -> TerminalView:
     return view
 
 
+def test_requests_of_other_processes_are_told_beside_its_own(messages: list[bytes]) -> None:
+    last = json.loads(messages[-1])
+    last["elsewhere"] = {"routers": 2, "in_flight": 1234, "ended": 5, "failed": 0}
+    view = view_of([*messages, json.dumps(last).encode()])
+    assert f"in flight {last['in_flight']} here, 1,234 elsewhere" in "\n".join(view.screen(140, 40, has_colours=False))
+    assert f"in flight {last['in_flight']} here, 1,234 elsewhere;" in view.line()
+
+
 def test_it_says_what_the_stream_says(messages: list[bytes]) -> None:
     last: dict[str, Any] = json.loads(messages[-1])
     lines = view_of(messages).screen(140, 40, has_colours=False)
     text = "\n".join(lines)
     assert f"in flight {last['in_flight']}" in text
-    assert "8 of 8 instances ready" in text
+    assert "10 of 10 instances ready" in text
     for name, *values in last["classes"][:2]:
         (row,) = [line.split() for line in lines if line.startswith(name)]
         assert [int(cell.replace(",", "")) for cell in row[1:7]] == values[:6]
@@ -90,7 +98,7 @@ def test_instances_that_do_not_fit_are_counted_and_those_that_are_out_come_first
     assert any(line.startswith("host:250") and "it is away" in line for line in lines)
     (more,) = [line for line in lines if line.startswith("and ")]
     shown = sum(line.startswith(("host:", "prefill ")) and " has " not in line for line in lines)
-    assert more == f"and {208 - shown} more"
+    assert more == f"and {210 - shown} more"
 
 
 def test_what_a_stream_brings_cannot_move_the_cursor(messages: list[bytes]) -> None:
@@ -118,7 +126,7 @@ def test_plain_lines_without_a_terminal(router: StreamingRouter, capsys: pytest.
     for line in lines:
         assert re.fullmatch(
             r"\d+ s; in flight \d+; [\d.]+ requests/s; short TTFT P50 .* answered \d+ failed 0; "
-            r"long TTFT .*; ready 8 of 8",
+            r"long TTFT .*; ready 10 of 10",
             line,
         )
 
@@ -161,12 +169,12 @@ def test_in_a_terminal_it_draws_again_connects_again_and_leaves_the_screen_as_it
 
     try:
         read_until("\x1b[?1049h")
-        read_until("8 of 8 instances ready")
+        read_until("10 of 10 instances ready")
         read_until("\x1b[34m")
         read_until("the router has ended the stream; trying again")
         router.waits = True
         seen = ""
-        read_until("8 of 8 instances ready")
+        read_until("10 of 10 instances ready")
         assert len(router.asked) >= 2
         process.send_signal(signal.SIGINT)
         end_s = time.monotonic() + START_S

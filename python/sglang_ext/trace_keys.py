@@ -17,6 +17,10 @@ class SpanName(StrEnum):
     POOL_CHUNK = "sglang_ext.pool.chunk"
     POOL_COLLECT = "sglang_ext.pool.collect"
     POOL_TRANSFER = "sglang_ext.pool.transfer"
+    HANDSHAKE = "sglang_ext.handshake"
+    BATCH = "sglang_ext.batch"
+    TRANSFER = "sglang_ext.transfer"
+    LAYERS = "sglang_ext.transfer.layers"
 
 
 class Key(StrEnum):
@@ -29,6 +33,9 @@ class Key(StrEnum):
     QUEUE_S = "gen_ai.latency.time_in_queue"
     TTFT_S = "gen_ai.latency.time_to_first_token"
     E2E_S = "gen_ai.latency.e2e"
+    MODEL_PREFILL_S = "gen_ai.latency.time_in_model_prefill"
+    MODEL_DECODE_S = "gen_ai.latency.time_in_model_decode"
+    MODEL_INFERENCE_S = "gen_ai.latency.time_in_model_inference"
     LENGTH_CLASS = "sglang_ext.length_class"
     PREFILL = "sglang_ext.prefill.instance"
     DECODE = "sglang_ext.decode.instance"
@@ -39,6 +46,14 @@ class Key(StrEnum):
     STEP_MEMBERS = "sglang_ext.step.members"
     STEP_FAILED = "sglang_ext.step.has_failed"
     EXPOSED_S = "sglang_ext.transfer.exposed"
+    BATCH_REQUESTS = "sglang_ext.batch.requests"
+    BATCH_TOKENS = "sglang_ext.batch.new_tokens"
+    BATCH_SHAPE = "sglang_ext.batch.graph_shape"
+    NEW_TOKENS = "sglang_ext.new_tokens"
+    PREFIX_TOKENS = "sglang_ext.prefix_tokens"
+    TRANSFER_TOKENS = "sglang_ext.transfer.tokens"
+    FIRST_LAYER = "sglang_ext.transfer.first_layer"
+    LAYER_COUNT = "sglang_ext.transfer.layer_count"
 
 
 SPAN_TEXTS = {
@@ -51,6 +66,11 @@ SPAN_TEXTS = {
     SpanName.POOL_CHUNK: "a chunk, on all its members",
     SpanName.POOL_COLLECT: "its KV moves to its own instance",
     SpanName.POOL_TRANSFER: "KV on its way to decode, where that is reported",
+    SpanName.HANDSHAKE: "told by a prefill instance, under SGLang's span of its scheduler, as the next three: "
+    "from the request's arrival there until decode has its KV slots for it",
+    SpanName.BATCH: "one batch, or one chunk, that computed some of the prompt, from its launch to its result",
+    SpanName.TRANSFER: "from the first part that could leave until decode had everything",
+    SpanName.LAYERS: "a range of layers of some tokens, under the transfer: from when they were computed until written",
 }
 KEY_TEXTS = {
     Key.REQUEST_ID: "the id in the reply's `x-request-id`",
@@ -60,6 +80,9 @@ KEY_TEXTS = {
     Key.QUEUE_S: "from arrival until it was sent",
     Key.TTFT_S: "from arrival to the first token; of a reply that is not streamed, to the end of prefill",
     Key.E2E_S: "from arrival to the end",
+    Key.MODEL_PREFILL_S: "from when it was sent to the first token",
+    Key.MODEL_DECODE_S: "from the first token to the end",
+    Key.MODEL_INFERENCE_S: "both of these together",
     Key.LENGTH_CLASS: "short or long",
     Key.PREFILL: "HOST:PORT of the last attempt's prefill instance",
     Key.DECODE: "the same of its decode instance",
@@ -70,6 +93,14 @@ KEY_TEXTS = {
     Key.STEP_MEMBERS: "names of the instances of the step",
     Key.STEP_FAILED: "true where the step came to nothing",
     Key.EXPOSED_S: "the part of the transfer after the last token had been computed",
+    Key.BATCH_REQUESTS: "requests in the batch",
+    Key.BATCH_TOKENS: "new tokens of all of them",
+    Key.BATCH_SHAPE: "LENGTHxREQUESTS of the graph that was replayed for it; missing where none was",
+    Key.NEW_TOKENS: "of these, the traced request's own",
+    Key.PREFIX_TOKENS: "tokens before them whose KV was there",
+    Key.TRANSFER_TOKENS: "tokens whose KV was sent",
+    Key.FIRST_LAYER: "first layer of the range",
+    Key.LAYER_COUNT: "layers in it",
 }
 
 
