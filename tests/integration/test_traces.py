@@ -117,6 +117,7 @@ def ancestors(span: ReceivedSpan, by_id: dict[str, ReceivedSpan]) -> list[str]:
     return names
 
 
+@pytest.mark.full
 @needs_protocol
 def test_spans_of_both_instances_lie_in_the_routers() -> None:
     with otlp_receiver() as receiver:
@@ -154,8 +155,10 @@ def test_spans_of_both_instances_lie_in_the_routers() -> None:
     named = {name: [span for span in spans if span.name == name] for name in expected | {"sglang_ext.transfer.layers"}}
     chunks = sorted(named["sglang_ext.batch"], key=lambda span: span.start_s)
     new_tokens = [span.attributes["sglang_ext.new_tokens"] for span in chunks]
-    assert new_tokens == [256, 256, 256, LONG - 768]
-    assert [span.attributes["sglang_ext.prefix_tokens"] for span in chunks] == [0, 256, 512, 768]
+    assert sum(new_tokens) == LONG
+    assert len(new_tokens) > 1
+    prefixes = [span.attributes["sglang_ext.prefix_tokens"] for span in chunks]
+    assert prefixes == [sum(new_tokens[:number]) for number in range(len(chunks))]
     assert all(span.attributes["sglang_ext.batch.requests"] == 1 for span in chunks)
     (handshake,), (transfer,) = named["sglang_ext.handshake"], named["sglang_ext.transfer"]
     assert handshake.end_s <= chunks[0].start_s + 0.01
