@@ -140,7 +140,7 @@ async def settled(served: Cluster) -> None:
     quiet = 0
     while quiet < 4:
         await asyncio.sleep(0.001)
-        busy = any(one.request is not None or one._pending for one in served.router._connections)
+        busy = any(one.request is not None or one._pending for one in served.router.ports.clients.open)
         quiet = 0 if busy else quiet + 1
 
 

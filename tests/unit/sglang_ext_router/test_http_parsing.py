@@ -352,7 +352,7 @@ async def test_a_client_that_sends_on_while_it_is_served() -> None:
         sending = asyncio.create_task(client.send(large * 40))
         await served.decode[0].received(1)
         await asyncio.sleep(0.1)
-        (connection,) = served.router._connections
+        (connection,) = served.router.ports.clients.open
         assert len(connection._pending) <= 32
         assert connection._pending_bytes <= 2 * 100_000 + (1 << 18)
         served.decode[0].turns[0].cut()

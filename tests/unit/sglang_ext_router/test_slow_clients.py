@@ -102,7 +102,7 @@ async def test_two_thousand_idle_connections_slow_no_request_down() -> None:
         assert sorted(times)[25] < 0.2
         for client in idle:
             client.reset()
-        await served.until(lambda: len(served.router._connections) <= 1)
+        await served.until(lambda: len(served.router.ports.clients.open) <= 1)
 
 
 async def test_a_client_that_does_not_read_stalls_its_own_stream_only() -> None:
@@ -129,7 +129,7 @@ async def test_a_client_that_does_not_read_stalls_its_own_stream_only() -> None:
                 before = written
                 await asyncio.sleep(0.1)
             assert written < 20_000_000  # of 60,000,000: in socket buffers and two high-water marks
-            (connection,) = (one for one in served.router._connections if one.request is not None)
+            (connection,) = (one for one in served.router.ports.clients.open if one.request is not None)
             assert connection.transport.get_write_buffer_size() < 2_000_000
             assert (await served.ask("POST", "/generate", BODY)).status == 200
             client.resume_reading()
@@ -151,7 +151,7 @@ async def test_a_client_that_does_not_read_its_pipelined_replies_is_not_served_o
                 before = len(served.decode[0].requests)
                 await asyncio.sleep(0.15)
             assert before < 60
-            (connection,) = served.router._connections
+            (connection,) = served.router.ports.clients.open
             assert connection.transport.get_write_buffer_size() < 2_000_000
             client.resume_reading()
             for _ in range(200):
