@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -82,6 +82,14 @@ def wait_for_chunk(coordinator: Coordinator, ended: int) -> None:
         if any(step["ended_s"] is None and len(step["members"]) == 2 for step in steps):
             return
         if ended_requests(status) > ended:
+            return
+
+
+def wait_for_transfer(coordinator: Coordinator, ended: int) -> None:
+    """Until all of a request is on its way to decode, or has been: until more than `ended` requests have ended."""
+    while True:
+        status = coordinator.status()
+        if any(request["computed_s"] is not None for request in status["requests"]) or ended_requests(status) > ended:
             return
 
 
@@ -181,12 +189,15 @@ def test_aborted_while_others_compute_it(pool: list[Pair], coordinator: Coordina
     check_clean(pool, free)
 
 
+@pytest.mark.parametrize("wait", [wait_for_chunk, wait_for_transfer])
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_rank_that_stops_costs_time_only(pool: list[Pair], coordinator: Coordinator, rank: int) -> None:
+def test_a_rank_that_stops_costs_time_only(
+    pool: list[Pair], coordinator: Coordinator, rank: int, wait: Callable[[Coordinator, int], None]
+) -> None:
     free = [free_tokens(pair) for pair in pool]
     ended = ended_requests(coordinator.status())
     running = [pool[0].send(1900, seed=500 + 10 * rank + number) for number in range(2)]
-    wait_for_chunk(coordinator, ended)
+    wait(coordinator, ended)
     stopped = sorted(pool[1].prefill.process_ids("sglang::scheduler"))[rank]
     os.kill(stopped, signal.SIGSTOP)
     try:

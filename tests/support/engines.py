@@ -229,6 +229,10 @@ class Engine:
         except urllib.error.HTTPError as error:
             with error:
                 return Reply(error.code, _decode(error.read()))
+        except OSError:
+            if not self.is_alive:
+                raise self._error(f"has ended with status {self.process.returncode}") from None
+            raise
 
     def _error(self, problem: str) -> EngineError:
         self.has_failed = True

@@ -237,6 +237,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             self.tree_cache.unlock(kept.lock)
             return
         if outcome.request in self._ending and not self._has_come_back(outcome.request):
+            if isinstance(outcome, Collected) and outcome.slots.numel():
+                # Decode has got all of it after all; what has been collected of it is a prefix of the next turn.
+                self._insert(self._ending[outcome.request], outcome.slots)
             return
         shared = self._shared.pop(outcome.request, None)
         if shared is None:
