@@ -33,3 +33,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """With several workers, whose controller prints dots alone."""
+    if config.pluginmanager.hasplugin("dsession"):
+        config.pluginmanager.register(_FailuresAtOnce(config))
+
+
+class _FailuresAtOnce:
+    """Name each failure when it is known: a run that is cut off has told of those before."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = "" if crash is None else str(crash.message).split("\n", 1)[0][:300]
+            terminal.write_line(f"\nFAILED in {report.when}: {report.nodeid} {message}")
