@@ -483,6 +483,7 @@ class Coordinator:
         if not running.has_failed:
             assert isinstance(order, RunChunk)
             self._members.note_reached(order.layout.group)
+            one.attempts = 0
             one.held = running.after
             one.todo = without_head(one.todo, sum(count_tokens(part) for part in order.layout.new))
             return self._settle(one)

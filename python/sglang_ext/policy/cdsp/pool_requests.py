@@ -65,7 +65,7 @@ class SharedPrefill:
     is_streamed: bool  # nothing of it has failed that is on its way to where it is wanted
     is_finishing: bool = False  # its owner has been told that all is computed
     running: RunningStep | None = None
-    attempts: int = 0
+    attempts: int = 0  # that have failed since its last chunk that was done
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
     planned: NextChunk | None = None

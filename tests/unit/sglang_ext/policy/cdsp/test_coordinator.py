@@ -131,6 +131,23 @@ def test_a_request_that_keeps_failing_goes_home() -> None:
     assert one.requests == ()
 
 
+def test_only_failures_in_a_row_send_a_request_home() -> None:
+    one = coordinator(2, chunk_s=0.2, max_attempts=3)
+    orders = one.offer(offer(), 0.0)
+    failures = chunks = 0
+    while not any(isinstance(order, Collect | Decline) for order in orders):
+        order = chunk_of(orders)
+        if chunks % 2 and failures < chunks:
+            failures += 1
+            one.done(0, order.sequence, 1.0)
+            orders = one.failed(1, order.sequence, 1.0)
+        else:
+            chunks += 1
+            orders = one.done_together((0, 1), order.sequence, 1.0)
+    assert failures > 3
+    assert any(isinstance(order, Collect) for order in orders)
+
+
 def test_answers_that_come_late_or_twice_change_nothing() -> None:
     one = coordinator(2)
     order = chunk_of(one.offer(offer(), 0.0))
