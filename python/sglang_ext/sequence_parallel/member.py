@@ -138,6 +138,7 @@ class PoolMember:
         self._kept: dict[int, int] = {}  # cached tokens of such requests that are at decode, until the pool drops them
         self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
         self._last_chunk: int | None = None  # its number; later steps moved KV alone
+        self._begun_step = 0  # the last one
         self._steps: deque[ChunkOrder | CollectOrder] = deque()
         self._meshes.enter(None if session is None else Membership(bytes.fromhex(session.pool_id), session.instance))
 
@@ -233,7 +234,7 @@ class PoolMember:
 
     def report(self, report: MemberReport) -> None:
         """Tell the coordinator of this instance's load."""
-        self._link.send(ReportMessage(report))
+        self._link.send(ReportMessage(report, self._begun_step))
 
     def turn(self) -> list[Outcome]:
         """Carry out what has been ordered, at most one computation; what has become of offered requests.
@@ -312,6 +313,7 @@ class PoolMember:
 
     def _run(self, step: ChunkOrder | CollectOrder) -> list[Outcome]:
         what = _of(step)
+        self._begun_step = what.sequence
         members = what.layout.group if isinstance(what, RunChunk) else what.members
         addresses = {member: peer[self.ranks.rank] for member, peer in zip(members, step.peers, strict=True)}
         clock = StepClock()

@@ -3,13 +3,12 @@
 A member sends a hello, reports, offers requests and answers orders. The coordinator sends the orders of
 `policy.cdsp.orders`; what a member has to compute comes with its token ids.
 
-    ["ReportMessage",[[0.0,4096]]]⏎
+    ["ReportMessage",[[0.0,4096,null],7]]⏎
     ["ChunkOrder",[[…],null,[],true],2048]⏎ and 2048 bytes: 512 token ids
 
 A message is one line of JSON. Where it has token ids or logits they follow it as little-endian int32 or float32, and
 the line ends with the number of their bytes: as JSON a prompt of a million tokens would hold up an event loop for a
-tenth
-of a second.
+tenth of a second.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_LINE_BYTES = 2**24
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
 
@@ -124,9 +123,10 @@ class Heartbeat(NamedTuple):
 
 
 class ReportMessage(NamedTuple):
-    """State of a member."""
+    """State of a member, and the last step that it has begun: later ones, on their way to it, are not in it."""
 
     report: MemberReport
+    begun_step: int = 0
 
 
 class Alive(NamedTuple):
@@ -475,7 +475,7 @@ _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     "Welcome": lambda v, _: Welcome(int(v[0]), _text(v[1]), _number(v[2])),
     "Refusal": lambda v, _: Refusal(str(v[0])),
     "Heartbeat": lambda v, _: Heartbeat(),
-    "ReportMessage": lambda v, _: ReportMessage(_report(v[0])),
+    "ReportMessage": lambda v, _: ReportMessage(_report(v[0]), _count(v[1])),
     "Alive": lambda v, _: Alive(_number(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v, _: CancelMessage(int(v[0])),

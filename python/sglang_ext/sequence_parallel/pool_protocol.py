@@ -201,9 +201,9 @@ class PoolProtocol:
 
     def _event(self, core: Coordinator, instance: int, message: Message, now_s: float) -> list[Order]:
         match message:
-            case ReportMessage(report):
+            case ReportMessage(report, begun_step):
                 self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
-                core.report(instance, report, now_s)
+                core.report(instance, report, now_s, begun_step)
                 return []
             case OfferMessage():
                 return self._offer(core, instance, message, now_s)

@@ -157,9 +157,10 @@ class Coordinator:
                 orders += self._give_up(running)
         return [*orders, *self.plan(now_s)]
 
-    def report(self, instance: int, report: MemberReport, now_s: float) -> None:
-        """An instance's newest report. `plan` follows when it matters."""
-        self._members.report(instance, report, now_s)
+    def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None = None) -> None:
+        """An instance's newest report, and the last step that it had begun when it sent it; None: all that were
+        ordered. `plan` follows when it matters."""
+        self._members.report(instance, report, now_s, begun_step)
 
     def shun(self, instance: int, until_s: float) -> None:
         """Something is wrong with it: it is in no new group until then."""
@@ -398,7 +399,7 @@ class Coordinator:
         order = RunChunk(step.sequence(), one.offer.request, layout, step.tags(tags), is_last)
         one.group = group
         for instance in group:
-            self._members[instance].claimed_tokens += max(0, more[instance])
+            self._members[instance].claim(order.sequence, order.request, max(0, more[instance]))
         self._run(one, order, group, after, now_s, compute_s)
         return [*displaced, order]
 
@@ -516,9 +517,9 @@ class Coordinator:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
         self._room.freed_s = math.inf
-        for instance in one.held:
+        for instance in one.involved:
             if instance in self._members:
-                self._members[instance].free_claimed(tokens_held(one.held, instance))
+                self._members[instance].free_claimed(one.offer.request)
         members = tuple(instance for instance in self._members if instance in one.involved)
         return [Drop(one.offer.request, members)] if members else []
 

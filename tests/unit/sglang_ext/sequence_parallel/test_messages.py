@@ -93,7 +93,7 @@ messages = st.one_of(
     st.builds(Welcome, counts, texts, times),
     st.builds(Refusal, reasons),
     st.just(Heartbeat()),
-    st.builds(ReportMessage, reports),
+    st.builds(ReportMessage, reports, counts),
     st.builds(Alive, times),
     st.builds(
         *(OfferMessage, counts, token_ids, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),

@@ -601,6 +601,18 @@ def test_what_is_free_at_the_end_of_a_step_is_known_before_the_next_report() -> 
     assert chunk_of(one.plan(1.2)).request == 2
 
 
+def test_a_report_that_crosses_a_chunk_on_the_wire_does_not_free_what_that_takes() -> None:
+    one = coordinator(1)
+    one.report(0, MemberReport(0.0, 3000), 0.0, 0)
+    order = chunk_of(one.offer(offer(1, tokens=1000)._replace(is_streamed=True, fits_owner=False), 0.1))
+    one.report(0, MemberReport(0.0, 3000), 0.2, order.sequence - 1)
+    assert one.done(0, order.sequence, 1.0) == [Finish(1, 0)]
+    large = offer(2, tokens=2500)._replace(is_streamed=True, fits_owner=False)
+    assert one.offer(large, 1.1) == [], "2000 are free"
+    one.report(0, MemberReport(0.0, 2500), 1.2, order.sequence)
+    assert chunk_of(one.plan(1.2)).request == 2
+
+
 def test_what_does_not_fit_its_owner_is_not_given_back_because_the_owner_is_fastest() -> None:
     one = coordinator(1)
     order = chunk_of(one.offer(offer(1)._replace(is_streamed=True, fits_owner=False), 0.0))
