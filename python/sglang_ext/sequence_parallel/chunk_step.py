@@ -73,10 +73,11 @@ def run_chunk(
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises KvPoolFullError
     and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and
     so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the
-    computation of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the
-    slots of the new rows, and what it returns is called with every layer whose K and V are there; `note_activity` is
-    called with every layer. `streams` of the device that computes; None: a call that has returned is done. Of several
-    `ranks` all raise where one does.
+    computation of earlier layers; otherwise all of it first. `clock` counts where the time goes. `sending` gets the
+    slots of the new rows once every member of the step has its own, so that a step which fails before has sent nothing;
+    what it returns is called with every layer whose K and V are there. `note_activity` is called with every layer.
+    `streams` of the device that computes; None: a call that has returned is done. Of several `ranks` all raise where
+    one does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)
@@ -95,7 +96,13 @@ def run_chunk(
             if not is_overlapped:
                 for layer in range(pool.layers):
                     moving.finish(layer)
-            layer_ready = _no_one if sending is None else sending(slots)
+        layer_ready: LayerReady = _no_one
+        if sending is not None:
+            # What fails at any member before all are ready, as most that fails does, has sent nothing anywhere.
+            with all_ranks_or_raise(ranks, MeshError):
+                mesh.meet()
+            with all_ranks_or_raise(ranks, *STEP_ERRORS):
+                layer_ready = sending(slots)
         ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
         attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, note_activity, streams)
         deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None

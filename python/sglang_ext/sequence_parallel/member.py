@@ -329,7 +329,7 @@ class PoolMember:
                     logits, outcomes = None, self._collect(step.collect, mesh, clock)
         except step_errors(self.ranks) as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
-            if isinstance(step, ChunkOrder):
+            if isinstance(step, ChunkOrder) and reading.has_begun:
                 self._streams.restart(what.request, f"a chunk has failed: {error}")
             shard = self._shards.get(what.request)
             if shard is not None and not shard.segments:
@@ -337,7 +337,8 @@ class PoolMember:
             unreachable = error.instance if isinstance(error, MeshError) else None
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             free_tokens = self._engine.pool.free_tokens
-            self._link.send(StepFailed(what.sequence, str(error), unreachable, is_out_of_memory, free_tokens))
+            failed = StepFailed(what.sequence, str(error), unreachable, is_out_of_memory, free_tokens)
+            self._link.send(failed._replace(is_unsent=not reading.has_begun))
             return []
         self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
         return outcomes
@@ -353,7 +354,9 @@ class PoolMember:
             *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
             is_overlapped=step.is_overlapped,
             clock=clock,
-            sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
+            sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions)
+            if step.destinations
+            else None,
             ranks=self.ranks,
             note_activity=self._meshes.note_activity,
             streams=self._device_streams,

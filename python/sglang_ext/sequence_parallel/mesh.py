@@ -56,6 +56,9 @@ class Mesh(Protocol):
         Of two members that talk to each other both start their calls, or batches, of a lane in the same order.
         """
 
+    def meet(self) -> None:
+        """Block until every other member of the step has called it, too. Raises MeshError."""
+
     def settle(self) -> None:
         """Block until everything that was waited for is done, and what was computed with it. Raises MeshError."""
 

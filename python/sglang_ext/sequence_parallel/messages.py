@@ -165,6 +165,7 @@ class StepFailed(NamedTuple):
     unreachable: int | None = None  # the peer that could not be talked to, where it was one
     is_out_of_memory: bool = False  # of what a chunk needs besides KV
     free_kv_tokens: int | None = None  # as it is after the step; None where that is not known
+    is_unsent: bool = False  # nothing of it has been sent to decode from here
 
 
 class StreamFailed(NamedTuple):
@@ -481,7 +482,12 @@ _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     "CancelMessage": lambda v, _: CancelMessage(int(v[0])),
     "StepDone": lambda v, payload: StepDone(int(v[0]), StepTimes(*map(_number, v[1])), _count(v[2]), _logits(payload)),
     "StepFailed": lambda v, _: StepFailed(
-        int(v[0]), str(v[1]), None if v[2] is None else int(v[2]), bool(v[3]), None if v[4] is None else _count(v[4])
+        int(v[0]),
+        str(v[1]),
+        None if v[2] is None else int(v[2]),
+        bool(v[3]),
+        None if v[4] is None else _count(v[4]),
+        bool(v[5]),
     ),
     "StreamFailed": lambda v, _: StreamFailed(int(v[0])),
     "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),

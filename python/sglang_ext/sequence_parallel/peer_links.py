@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.05
 _MOST_REMEMBERED = 64
 _BEAT_S = 0.5
+_MEETING_TAG = 2**31  # orders have smaller ones
 _LAST_BEATS = 4  # a rank from which none of so many has come does not count
 
 
@@ -85,6 +86,14 @@ class LinkMesh:
     @contextmanager
     def batch(self, lane: Lane = Lane.RING) -> Iterator[None]:
         yield
+
+    def meet(self) -> None:
+        """See `mesh.Mesh`."""
+        others = [member for member in self.members if member != self.own.instance]
+        word = torch.zeros(1, dtype=torch.uint8)
+        calls = [self.receive(torch.empty_like(word), member, _MEETING_TAG) for member in others]
+        for call in [*calls, *(self.send(word, member, _MEETING_TAG) for member in others)]:
+            call.wait()
 
     def settle(self) -> None:
         pass

@@ -272,8 +272,13 @@ class Coordinator:
         now_s: float,
         unreachable: int | None = None,
         free_kv_tokens: int | None = None,
+        *,
+        is_unsent: bool = False,
     ) -> list[Order]:
-        """A member is as before a step: its KV pool is full, or a peer, `unreachable` where it could not talk to it."""
+        """A member is as before a step: its KV pool is full, or a peer, `unreachable` where it could not talk to it.
+
+        `is_unsent`: it has sent nothing of it to where it is wanted.
+        """
         self._members.note_free(instance, sequence, free_kv_tokens)
         one = self._steps.get(sequence)
         running = None if one is None else one.running
@@ -281,6 +286,8 @@ class Coordinator:
         # The peer may say the same of this one: the first word counts.
         if is_first and unreachable is not None and unreachable != instance and unreachable in self._members:
             self._members[unreachable].note_unreachable(now_s)
+        if running is not None and instance in running.waiting:
+            running.is_unsent &= is_unsent
         return [*self._answer(instance, sequence, now_s, is_done=False), *self.plan(now_s)]
 
     def plan(self, now_s: float) -> list[Order]:
@@ -456,6 +463,7 @@ class Coordinator:
             one.is_cancelled = False
         if is_done:
             running.done.add(instance)
+            running.is_unsent = False
         else:
             running.has_failed = True
         if not running.waiting:
@@ -494,7 +502,8 @@ class Coordinator:
             orders.append(RollBack(order.sequence, order.request, back))
         one.held = running.before
         one.attempts += 1
-        one.stop_streaming()
+        if isinstance(order, Collect) or not running.is_unsent:
+            one.stop_streaming()
         return [*orders, *self._settle(one)]
 
     def _settle(self, one: SharedPrefill) -> list[Order]:

@@ -25,6 +25,7 @@ class RunningStep:
     after: dict[int, tuple[KvSegment, ...]]
     waiting: set[int]
     has_failed: bool = False
+    is_unsent: bool = True  # nothing of it has gone to where it is wanted, as far as has been answered
     done: set[int] = field(default_factory=set)
 
     def new_tokens(self, instance: int) -> int:
@@ -35,7 +36,8 @@ class RunningStep:
 
     def lose(self, instance: int) -> None:
         """An instance has gone, with what it held."""
-        self.has_failed |= instance in self.waiting | self.done
+        if instance in self.waiting | self.done:
+            self.has_failed, self.is_unsent = True, False
         self.waiting.discard(instance)
         self.done.discard(instance)
         self.before.pop(instance, None)

@@ -131,7 +131,7 @@ def test_memory_that_the_model_cannot_have_fails_the_step_alone(monkeypatch: pyt
     one.link.inbox.append(chunk(REQUEST, ids(30)))
     one.turn()
     assert sent(one.link, StepFailed) == [
-        StepFailed(1, "1 GiB is wanted", None, is_out_of_memory=True, free_kv_tokens=POOL_TOKENS)
+        StepFailed(1, "1 GiB is wanted", None, is_out_of_memory=True, free_kv_tokens=POOL_TOKENS, is_unsent=True)
     ]
     assert is_idle(one)
     monkeypatch.undo()
@@ -156,7 +156,7 @@ def test_a_peer_that_does_not_answer() -> None:
     one = member()
     one.link.inbox.append(chunk(REQUEST, ids(30), group=(0, 1)))
     one.turn()
-    assert sent(one.link, StepFailed) == [StepFailed(1, "nothing has come", free_kv_tokens=POOL_TOKENS)]
+    assert sent(one.link, StepFailed) == [StepFailed(1, "nothing has come", free_kv_tokens=POOL_TOKENS, is_unsent=True)]
     assert one.pool.free_tokens == POOL_TOKENS
     one.link.inbox.append(Drop(REQUEST, (0,)))
     one.turn()

@@ -670,6 +670,25 @@ def test_a_chunk_that_fails_ends_the_streaming() -> None:
     assert [type(more) for more in one.done_together(again.layout.group, again.sequence, 2.0)] == [Collect]
 
 
+def test_a_chunk_that_fails_before_anything_is_sent_is_streamed_again() -> None:
+    one = coordinator(3)
+    order = chunk_of(one.offer(offer()._replace(is_streamed=True, fits_owner=False), 0.0))
+    one.failed(1, order.sequence, 1.0, is_unsent=True)
+    one.failed(2, order.sequence, 1.0, is_unsent=True)
+    again = chunk_of(one.failed(0, order.sequence, 1.0, is_unsent=True))
+    assert again.is_last
+    assert one.done_together(again.layout.group, again.sequence, 2.0) == [Finish(1, 0)]
+
+
+@pytest.mark.parametrize("sender_fails", [True, False])
+def test_a_chunk_of_which_one_member_has_sent_something_ends_the_streaming(sender_fails: bool) -> None:
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer()._replace(is_streamed=True), 0.0))
+    one.failed(1, order.sequence, 1.0, is_unsent=True)
+    last = one.failed(0, order.sequence, 1.0) if sender_fails else one.done(0, order.sequence, 1.0)
+    assert not chunk_of(last).is_last
+
+
 class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
@@ -818,7 +837,11 @@ class SimulatedCluster:
         if order.sequence in self.broken or is_alone or (may_fail and self.random.random() < 0.1):
             self.broken.add(order.sequence)
             unreachable = self.random.choice((None, *group))
-            self.deliver(self.coordinator.failed(instance, order.sequence, self.now_s, unreachable))
+            self.deliver(
+                self.coordinator.failed(
+                    instance, order.sequence, self.now_s, unreachable, is_unsent=self.random.random() < 0.7
+                )
+            )
             return
         self.before[key] = self.held.get(key, ())
         moves = order.layout.moves if isinstance(order, RunChunk) else order.moves
