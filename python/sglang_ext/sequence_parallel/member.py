@@ -32,7 +32,7 @@ from sglang_ext.policy.cdsp.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect, step_errors
+from sglang_ext.sequence_parallel.chunk_step import Engine, WorkspaceError, run_chunk, run_collect, step_errors
 from sglang_ext.sequence_parallel.device_streams import DeviceStreams
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.sequence_parallel.mesh import Membership, Mesh, MeshError, Meshes
@@ -335,7 +335,7 @@ class PoolMember:
             if shard is not None and not shard.segments:
                 del self._shards[what.request]
             unreachable = error.instance if isinstance(error, MeshError) else None
-            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError | WorkspaceError)
             free_tokens = self._engine.pool.free_tokens
             failed = StepFailed(what.sequence, str(error), unreachable, is_out_of_memory, free_tokens)
             self._link.send(failed._replace(is_unsent=not reading.has_begun))

@@ -140,6 +140,27 @@ def test_memory_that_the_model_cannot_have_fails_the_step_alone(monkeypatch: pyt
     assert done(one.link) == [2]
 
 
+def test_memory_that_a_trial_cannot_have_fails_the_step_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = member()
+    tried = []
+
+    def try_workspace(engine: ToyEngine, rows: int, held_tokens: int) -> None:
+        tried.append((rows, held_tokens))
+        if rows > 20:
+            raise torch.OutOfMemoryError("1 GiB is wanted\nhere is a long text")
+
+    monkeypatch.setattr(ToyEngine, "try_workspace", try_workspace)
+    one.link.inbox.append(chunk(REQUEST, ids(30)))
+    one.turn()
+    assert sent(one.link, StepFailed) == [
+        StepFailed(1, "1 GiB is wanted", None, is_out_of_memory=True, free_kv_tokens=POOL_TOKENS, is_unsent=True)
+    ]
+    assert is_idle(one)
+    one.link.inbox.append(chunk(REQUEST, ids(20), sequence=2))
+    one.turn()
+    assert (done(one.link), tried) == ([2], [(30, 30), (20, 20)])
+
+
 def test_taken_back() -> None:
     one = member()
     one.link.inbox.append(chunk(REQUEST, ids(30)))
