@@ -104,6 +104,9 @@ class MemoryMeshes:
     def note_activity(self) -> None:
         pass
 
+    def note_computed(self) -> None:
+        pass
+
 
 class MemoryMesh:
     """See `sequence_parallel.mesh.Mesh`."""

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from sglang_ext.policy.cdsp.orders import DeclineReason
 from sglang_ext.sequence_parallel.link_frames import POOL_ID_BYTES, reason_of
 from sglang_ext.sequence_parallel.messages import (
-    MAX_LINE_BYTES,
+    FIRST_LINE_BYTES,
     AddressedMessage,
     Challenge,
     Hello,
@@ -89,7 +89,7 @@ class CoordinatorServer:
     async def listen(self, host: str, port: int) -> int:
         """Accept members; the port. ListenError."""
         try:
-            self._server = await asyncio.start_server(self._accept, host, port, limit=MAX_LINE_BYTES)
+            self._server = await asyncio.start_server(self._accept, host, port, limit=FIRST_LINE_BYTES)
         except (OSError, UnicodeError) as error:
             raise ListenError(f"--host {host} --port {port}", error) from None
         return int(self._server.sockets[0].getsockname()[1])
@@ -162,12 +162,12 @@ class CoordinatorServer:
 
     async def _is_proven(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the caller knows the pool's key, which it is shown that we know."""
-        call = await receive_message(reader, max_payload_bytes=0)
+        call = await receive_message(reader, 0, FIRST_LINE_BYTES)
         if not isinstance(call, KeyRequest):
             raise PoolProtocolError(f"{type(call).__name__} instead of a request for the key's proof")
         theirs, ours = bytes.fromhex(call.nonce), make_nonce()
         writer.write(encode(Challenge(ours.hex(), prove(self._key, "coordinator", theirs, ours).hex())))
-        proof = await receive_message(reader, max_payload_bytes=0)
+        proof = await receive_message(reader, 0, FIRST_LINE_BYTES)
         if not isinstance(proof, Proof):
             raise PoolProtocolError(f"{type(proof).__name__} instead of a proof")
         return is_proof(bytes.fromhex(proof.code), self._key, "member", theirs, ours)

@@ -361,6 +361,7 @@ class PoolMember:
             note_activity=self._meshes.note_activity,
             streams=self._device_streams,
         )
+        self._meshes.note_computed()
         if logits is None or not chunk.is_last:
             return None
         if instance_of(chunk.request) != instance:

@@ -85,6 +85,9 @@ class Meshes(Protocol):
     def note_activity(self) -> None:
         """The thread that computes goes on: it does not hang."""
 
+    def note_computed(self) -> None:
+        """A chunk has been computed here: what its first one makes, as compiled kernels, is there."""
+
     def give_up(self, sequence: int, reason: str) -> None:
         """A step has come to nothing: whatever waits for it, now or later, fails; from any thread."""
 

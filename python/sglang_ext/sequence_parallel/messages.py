@@ -40,6 +40,7 @@ from sglang_ext.sequence_parallel.step_clock import StepTimes
 
 PROTOCOL_VERSION = 10
 MAX_LINE_BYTES = 2**24
+FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
 
 Peers = tuple[tuple[PeerAddress, ...], ...]  # of each member of a step the addresses of its ranks
@@ -301,12 +302,14 @@ def read_message(stream: BufferedReader) -> Message | None:
     return decode(head, stream.read(head.payload_bytes) if head.payload_bytes else b"")
 
 
-async def receive_message(stream: asyncio.StreamReader, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Message | None:
-    """The next message; None at the stream's end. Raises MessageError, and what the stream raises."""
-    try:
-        line = await stream.readline()
-    except ValueError:
-        raise MessageError("a line that is too long") from None
+async def receive_message(
+    stream: asyncio.StreamReader, max_payload_bytes: int = MAX_PAYLOAD_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+) -> Message | None:
+    """The next message; None at the stream's end. Raises MessageError, and what the stream raises.
+
+    The stream's own limit bounds what it holds beside: a line may be longer.
+    """
+    line = await _receive_line(stream, max_line_bytes)
     if not line:
         return None
     head = read_head(line)
@@ -318,6 +321,21 @@ async def receive_message(stream: asyncio.StreamReader, max_payload_bytes: int =
         return decode(head, await stream.readexactly(head.payload_bytes))
     except asyncio.IncompleteReadError as error:
         raise MessageError(f"{len(error.partial)} of {head.payload_bytes} bytes of payload") from None
+
+
+async def _receive_line(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
+    line, is_whole = b"", False
+    while not is_whole:
+        try:
+            part, is_whole = await stream.readuntil(b"\n"), True
+        except asyncio.IncompleteReadError as error:
+            part, is_whole = error.partial, True
+        except asyncio.LimitOverrunError as error:
+            part = await stream.readexactly(error.consumed)
+        if len(line) + len(part) > max_bytes:
+            raise MessageError(f"a line of more than {max_bytes} bytes")
+        line += part
+    return line
 
 
 _SHOWN_BYTES = 80

@@ -20,6 +20,7 @@ from sglang_ext.sequence_parallel.link_frames import (
     PeerAddress,
     PeerId,
     close_connection,
+    keep_alive,
     read_exactly,
     read_head,
     reason_of,
@@ -139,6 +140,7 @@ class PeerLink:
         with self._condition:
             if self._socket is not None or self._reason is not None:
                 return False
+            keep_alive(connection, 2 * self._owner.step_timeout_s)
             self._socket = connection
             self._condition.notify_all()
         threading.Thread(target=self._read, args=(connection,), name="cdsp-link-reader", daemon=True).start()

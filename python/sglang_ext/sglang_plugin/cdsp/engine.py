@@ -147,9 +147,9 @@ class SchedulerEngine:
 
     def try_workspace(self, rows: int, held_tokens: int) -> None:
         """See `sequence_parallel.chunk_step.Engine`. On a CPU nothing is tried: memory is there once it is written."""
-        device = self.pool.device
+        size_bytes, device = self.workspace_bytes(rows, held_tokens), self.pool.device
         if device.type != "cpu":
-            torch.empty(self.workspace_bytes(rows, held_tokens), dtype=torch.uint8, device=device)
+            torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def workspace_bytes(self, rows: int, held_tokens: int) -> int:
         """About what a chunk needs at its fullest moment: a layer's activations, attention's sums in float32, the keys

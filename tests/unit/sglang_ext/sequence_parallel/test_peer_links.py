@@ -420,6 +420,38 @@ def test_how_long_the_engine_has_been_silent(make: Callable[..., list[PeerLinks]
     one.close()
 
 
+def test_an_engine_that_compiles_in_its_first_chunk_does_not_hang_before_its_peers_give_up() -> None:
+    now_s = [100.0]
+    one = PeerLinks("127.0.0.1", KEY, 30.0, clock=lambda: now_s[0])
+    one.enter(Membership(POOL, 0))
+    with one.step(1, {0: one.address}):
+        now_s[0] += 29.0
+        assert one.silent_s == 0.0
+        now_s[0] += 3.0
+        assert one.silent_s == 2.0
+    with one.step(2, {0: one.address}):
+        one.note_computed()
+    with one.step(3, {0: one.address}):
+        now_s[0] += 4.0
+        assert one.silent_s == 4.0
+    one.close()
+
+
+def test_a_connection_to_a_host_that_has_vanished_ends(
+    make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
+) -> None:
+    links = make(2, timeout_s=SOON_S)
+    swap_all(threads, links, 1)
+    for one in links:
+        (link,) = one._links.values()
+        connection = link._socket
+        assert connection is not None
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000 * SOON_S
+        idle_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        assert idle_s < 60
+
+
 def test_ranks_of_one_instance(make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor) -> None:
     """The second rank waits for another instance: the first one, which waits for it elsewhere, does not hang."""
     (first,) = make(1)
