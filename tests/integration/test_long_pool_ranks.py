@@ -211,7 +211,7 @@ def test_a_rank_that_stops_costs_time_only(
 
 
 def test_a_rank_that_stops_while_its_instance_is_idle_is_noticed(pool: list[Pair], coordinator: Coordinator) -> None:
-    """Nobody waits for it, and its first rank goes on sending heartbeats."""
+    """No step waits for it, and its first rank goes on sending heartbeats."""
     free = [free_tokens(pair) for pair in pool]
     coordinator.settled()
     name = pool[1].prefill.url.partition("://")[2]
