@@ -130,6 +130,26 @@ def test_tensors_go_to_where_they_were_posted(
     assert all(torch.equal(sent[tag], got[tag]) for tag in sent)
 
 
+def test_members_that_meet_wait_for_all_others(
+    make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
+) -> None:
+    links = make(3)
+    order: list[str] = []
+
+    def meet(instance: int) -> None:
+        with links[instance].step(1, addresses(links)) as mesh:
+            mesh.meet()
+            order.append("met")
+
+    early = [threads.submit(meet, instance) for instance in (0, 2)]
+    time.sleep(0.2)
+    order.append("the last one comes")
+    last = threads.submit(meet, 1)
+    for future in (*early, last):
+        future.result(SOON_S)
+    assert order == ["the last one comes", "met", "met", "met"]
+
+
 def test_connections_are_made_when_they_are_used_and_kept(
     make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
 ) -> None:
