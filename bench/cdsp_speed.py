@@ -8,10 +8,10 @@ Interleaved, round by round, medians:
 
 - the prompt on one stock instance (all of it in one chunk, its fastest way), and one on each of two at the same time,
   which is what two processes gain on this machine at all;
-- the prompt on the pool, whose two instances compute it together; the same without transfer (SGLang's stand-in for
-  decode), which tells what the handshake costs;
+- the prompt on the pool, whose two instances compute it together;
 - the prompt on the pool, whose owner samples the first token without the KV (`--ending streamed`), or collects it all
-  before (`--ending collected`);
+  before (`--ending collected`); the latter also without transfer (SGLang's stand-in for decode, whose KV is always
+  collected), which tells what the handshake costs: both sides have the same ending;
 - one of the two instances is busy with a shorter prompt: the pool begins on one instance and goes on on two (1 → 2),
   with KV rebalanced behind the computation or before it, or may only use both and waits.
 
@@ -21,8 +21,8 @@ The last line is `RESULT {json}`: `sp2_speedup` = stock / pool; `independent_gai
 over that of one; `sp2_efficiency` = the former over the latter; `streamed_over_collected` = time to first token without
 a collection over that with one; `grow_over_wait` = time to first token of 1 → 2 over waiting for two;
 `rebalance_overhead` = share of 1 → 2 in which a member waits for rebalanced KV, also `…_first`, not overlapped;
-`handshake_overhead` = what the transfer adds to a prefill, as a share of it; `handshake_overhead_half` =
-what two instead of four backends add.
+`handshake_overhead` = what the transfer adds to a prefill that is collected, as a share of it;
+`handshake_overhead_half` = what two instead of four backends add.
 """
 
 from __future__ import annotations
@@ -65,8 +65,15 @@ class Round(NamedTuple):
     stock_s: float
     two_stock_s: float  # until both of two independent prompts have their first token
     pool_s: float
-    pool_prefill_s: float  # of the same prompt: until prefill has answered
-    untransferred_s: float  # another prompt, to SGLang's stand-in for decode
+
+
+class Ended(NamedTuple):
+    """Seconds of prompts of one length, each with an ending and a coordinator of its own."""
+
+    streamed_s: float  # to the first token
+    collected_s: float  # the same
+    collected_prefill_s: float  # of the same prompt: until prefill has answered
+    untransferred_prefill_s: float  # of another one, which is collected, too, and goes to SGLang's stand-in for decode
 
 
 class Grown(NamedTuple):
@@ -148,16 +155,10 @@ def _measure_two(
             rounds.append(_round(engines, tokens))
             progress(f"round {number + 1} of {count}: " + ", ".join(f"{n} {v:.2f}" for n, v in _named(rounds[-1])))
         sizes = _last_sizes(coordinator)
-        endings: dict[str, list[float]] = {"streamed": [], "collected": []}
+        endings = []
         for number in range(count):
-            for ending, times_s in endings.items():
-                coordinator.start((1, 2), costs.profile((1, 2), EFFICIENCY), "--ending", ending)
-                coordinator.wait_connected(2)
-                times_s.append(Sent(engines["pool-0"], engines["decode"], tokens, VOCABULARY).wait().ttft_s)
-            progress(
-                f"endings, {number + 1} of {count}: "
-                + ", ".join(f"{ending} {times_s[-1]:.2f} s" for ending, times_s in endings.items())
-            )
+            endings.append(_ended(engines, coordinator, costs, tokens, is_transferred_first=number % 2 == 0))
+            progress(f"endings, {number + 1} of {count}: " + ", ".join(f"{n} {v:.2f}" for n, v in _named(endings[-1])))
         grown: dict[str, list[Grown]] = {"grow": [], "first": [], "wait": []}
         ways = {"grow": (1, 2), "first": (1, 2), "wait": (2,)}
         for number in range(count):
@@ -181,9 +182,34 @@ def _round(engines: dict[str, BenchEngine], tokens: int) -> Round:
     stock = Sent(engines["stock-0"], decode, tokens, VOCABULARY).wait().ttft_s
     both = [Sent(engines[f"stock-{number}"], decode, tokens, VOCABULARY) for number in range(2)]
     two_stock = max(one.wait().ttft_s for one in both)
-    pool = Sent(engines["pool-0"], decode, tokens, VOCABULARY).wait()
-    untransferred = Sent(engines["pool-0"], None, tokens, VOCABULARY).wait()
-    return Round(stock, two_stock, pool.ttft_s, pool.prefill_s, untransferred.prefill_s)
+    pool = Sent(engines["pool-0"], decode, tokens, VOCABULARY).wait().ttft_s
+    return Round(stock, two_stock, pool)
+
+
+def _ended(
+    engines: dict[str, BenchEngine],
+    coordinator: PoolCoordinator,
+    costs: Costs,
+    tokens: int,
+    *,
+    is_transferred_first: bool,
+) -> Ended:
+    def send(decode: BenchEngine | None) -> Sent:
+        return Sent(engines["pool-0"], decode, tokens, VOCABULARY).wait()
+
+    def start(ending: str) -> None:
+        coordinator.start((1, 2), costs.profile((1, 2), EFFICIENCY), "--ending", ending)
+        coordinator.wait_connected(2)
+
+    start("streamed")
+    streamed = send(engines["decode"])
+    start("collected")
+    # The first prompt of a pool connects its members.
+    if is_transferred_first:
+        collected, untransferred = send(engines["decode"]), send(None)
+    else:
+        untransferred, collected = send(None), send(engines["decode"])
+    return Ended(streamed.ttft_s, collected.ttft_s, collected.prefill_s, untransferred.prefill_s)
 
 
 def _grown(engines: dict[str, BenchEngine], coordinator: PoolCoordinator, tokens: int) -> Grown:
@@ -209,9 +235,7 @@ def _measured_costs(engines: dict[str, BenchEngine], tokens: int) -> Costs:
 
 
 def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tuple[int, ...]) -> dict[str, object]:
-    stock_s, two_stock_s, pool_s, pool_prefill_s, untransferred_s = (
-        median(column) for column in zip(*rounds, strict=True)
-    )
+    stock_s, two_stock_s, pool_s = (median(column) for column in zip(*rounds, strict=True))
     speedup, gain = stock_s / pool_s, 2 * stock_s / two_stock_s
     ttft_s = {way: median(one.ttft_s for one in ones) for way, ones in grown.items()}
     rebalance = {way: median(one.rebalance_s / one.ttft_s for one in ones) for way, ones in grown.items()}
@@ -223,13 +247,10 @@ def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tupl
         "rebalance_overhead": round(rebalance["grow"], 4),
         "rebalance_overhead_first": round(rebalance["first"], 4),
         "first_over_overlapped": round(ttft_s["first"] / ttft_s["grow"], 3),
-        "handshake_overhead": round((pool_prefill_s - untransferred_s) / pool_s, 4),
         "seconds": {
             "stock": round(stock_s, 3),
             "two_stock": round(two_stock_s, 3),
             "pool": round(pool_s, 3),
-            "pool_prefill": round(pool_prefill_s, 3),
-            "pool_untransferred": round(untransferred_s, 3),
             **{way: round(value, 3) for way, value in ttft_s.items()},
         },
         "pool_sizes": list(sizes),
@@ -241,11 +262,13 @@ def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tupl
     }
 
 
-def _endings(times_s: dict[str, list[float]]) -> dict[str, object]:
-    pairs = list(zip(times_s["streamed"], times_s["collected"], strict=True))
+def _endings(endings: Sequence[Ended]) -> dict[str, object]:
     return {
-        "streamed_over_collected": round(median(streamed / collected for streamed, collected in pairs), 3),
-        "endings_ttft_s": [[round(one, 3) for one in pair] for pair in pairs],
+        "streamed_over_collected": round(median(one.streamed_s / one.collected_s for one in endings), 3),
+        "handshake_overhead": round(
+            median(one.collected_prefill_s / one.untransferred_prefill_s - 1 for one in endings), 4
+        ),
+        "endings": [[round(value, 3) for value in one] for one in endings],
     }
 
 
@@ -325,7 +348,7 @@ def _up(engines: dict[str, BenchEngine], stack: ExitStack) -> dict[str, BenchEng
     return engines
 
 
-def _named(one: Round) -> list[tuple[str, float]]:
+def _named(one: Round | Ended) -> list[tuple[str, float]]:
     return [(name.removesuffix("_s").replace("_", " "), value) for name, value in one._asdict().items()]
 
 

@@ -25,6 +25,7 @@ STATUS_PATH = "/status"
 MAX_STATUS_BYTES = 4 << 20
 CLOCK_JITTER_S = 0.25  # less is how long an answer was under way
 SHOWN_REQUESTS = 20  # that have ended
+ASKED_REQUESTS = 50  # the same, for spans of traced requests, too
 _TIMES = ("wait_s", "compute_s", "ring_s", "rebalance_s", "collect_s", "failed_s", "transfer_s", "exposed_transfer_s")
 
 
@@ -83,7 +84,7 @@ class LongPoolMonitor:
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         try:
-            async with session.get(self.url + STATUS_PATH) as reply:
+            async with session.get(self.url + STATUS_PATH, params={"recent": ASKED_REQUESTS}) as reply:
                 reply.raise_for_status()
                 body = await reply.content.read(MAX_STATUS_BYTES + 1)
                 while not reply.content.at_eof() and len(body) <= MAX_STATUS_BYTES:
@@ -150,7 +151,7 @@ def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
     A prompt that went straight to decode may be there later. Of one that could not be shared nothing is known but that
     its own instance computes it, as any other.
     """
-    for one in _list(answer, "recent"):
+    for one in _list(answer, "ended_rooms" if "ended_rooms" in answer else "recent"):
         prompt = _object(one, "a request")
         room, outcome = prompt.get("room"), prompt.get("outcome")
         if isinstance(room, int):

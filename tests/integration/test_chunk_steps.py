@@ -90,7 +90,9 @@ def test_two_requests_that_grow_in_opposite_directions(pool: tuple[RingInstances
     instances.end(2)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"]
+)
 def test_other_families_over_two_instances(architecture: str, tmp_path: Path) -> None:
     with ring_instances(tiny_family(architecture, tmp_path), 2, 16) as instances:
         for interleaving in Interleaving:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,7 @@ KV_TOKENS = 640  # of one member
 SMALL = (*PAGES, "--max-total-tokens", str(KV_TOKENS))
 MEMBERS = 3
 CHUNK_TOKENS = 300  # that one member computes at once
+FULL_ONCE = Path(__file__).parents[1] / "support" / "kv_pool_full"
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +101,26 @@ def test_without_its_pool_a_member_refuses_what_it_cannot_hold(pool: list[Pair],
         coordinator.start_again()
     coordinator.wait_for(lambda status: len(status["members"]) == MEMBERS)
     assert pool[0].send(1500, seed=132).is_exact()
+
+
+def test_a_step_that_finds_a_kv_pool_full_is_computed_again_and_still_streamed() -> None:
+    """No member could hold the prompt: without streaming it would have to be refused."""
+    with Coordinator.running("--sp-sizes", "2", "--min-chunk-tokens", "64") as coordinator:
+        specs = [long_member(coordinator, f"once{number}", SMALL, HANDSHAKE) for number in range(2)]
+        path = f"{FULL_ONCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        specs[1] = replace(specs[1], environment=(("PYTHONPATH", path),), has_own_imports=True)
+        *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
+        coordinator.wait_for(lambda status: len(status["members"]) == 2)
+        with ThreadPoolExecutor(8) as threads:
+            pairs = [Pair(engine, decode, threads) for engine in members]
+            free = [free_tokens(pair) for pair in pairs]
+            assert pairs[0].send(KV_TOKENS + 360, seed=140).is_exact()
+            status = coordinator.settled()
+            assert (status["requests_streamed"], status["requests_declined"]) == (1, 0)
+            (one,) = status["recent"]
+            assert [step["has_failed"] for step in one["steps"]].count(True) == 1
+            assert pairs[1].send(KV_TOKENS + 361, seed=141).is_exact()
+            for pair, tokens in zip(pairs, free, strict=True):
+                pair.check_clean(tokens)
+        for engine in (*members, decode):
+            engine.stop()

@@ -210,6 +210,32 @@ def test_a_rank_that_stops_costs_time_only(
     check_clean(pool, free)
 
 
+def test_a_rank_that_stops_while_its_instance_is_idle_is_noticed(pool: list[Pair], coordinator: Coordinator) -> None:
+    """No step waits for it, and its first rank goes on sending heartbeats."""
+    free = [free_tokens(pair) for pair in pool]
+    coordinator.settled()
+    name = pool[1].prefill.url.partition("://")[2]
+
+    def is_ready(status: dict[str, Any]) -> bool:
+        return any(member["name"] == name and member["is_ready"] for member in status["members"])
+
+    coordinator.wait_for(is_ready)
+    stopped = sorted(pool[1].prefill.process_ids("sglang::scheduler"))[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        coordinator.wait_for(lambda status: not is_ready(status))
+        ended = ended_requests(coordinator.status())
+        assert is_exact(pool[0].send(LONG, seed=580)), "alone: no step waits for it"
+        status = coordinator.settled()
+        assert ended_requests(status) == ended + 1
+        assert not any(step["has_failed"] for step in status["recent"][-1]["steps"])
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    coordinator.wait_for(is_ready)
+    assert all(is_exact(pair.send(LONG, seed=590 + number)) for number, pair in enumerate(pool))
+    check_clean(pool, free)
+
+
 def test_a_rank_is_killed_and_takes_its_instance_along(pool: list[Pair], coordinator: Coordinator) -> None:
     free = free_tokens(pool[0])
     ended = ended_requests(coordinator.status())

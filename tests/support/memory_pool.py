@@ -37,6 +37,7 @@ RECEIVE_TIMEOUT_S = 0.3
 
 
 POOL_ID = 16 * "ab"
+_MEETING_TAG = -1
 
 
 class FakeLink:
@@ -103,6 +104,9 @@ class MemoryMeshes:
     def note_activity(self) -> None:
         pass
 
+    def note_computed(self) -> None:
+        pass
+
 
 class MemoryMesh:
     """See `sequence_parallel.mesh.Mesh`."""
@@ -122,6 +126,13 @@ class MemoryMesh:
 
     def batch(self, lane: Lane = Lane.RING) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def meet(self) -> None:
+        others = [one for one in self.members if one != self._instance]
+        for other in others:
+            self.send(torch.zeros(1), other, _MEETING_TAG)
+        for other in others:
+            self.receive(torch.empty(1), other, _MEETING_TAG).wait()
 
     def settle(self) -> None:
         pass

@@ -81,6 +81,9 @@ class ToyEngine:
         self._kv = weights(LAYERS, 2, KV_HEADS * HEAD_SIZE, WIDTH)
         self._head = weights(VOCABULARY, WIDTH)
 
+    def try_workspace(self, rows: int, held_tokens: int) -> None:
+        pass
+
     def forward(
         self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention
     ) -> torch.Tensor:

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions
+from sglang_ext.policy.cdsp.sharding import ChunkLayout, KvMove, Positions, count_tokens
 from sglang_ext.sequence_parallel.device_streams import DeviceStreams, Mark
-from sglang_ext.sequence_parallel.mesh import Mesh, MeshError
+from sglang_ext.sequence_parallel.mesh import Mesh, MeshError, first_line
 from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
 from sglang_ext.sequence_parallel.ring_attention import Attention, DeferredErrorAttention, Ring, as_tensor
 from sglang_ext.sequence_parallel.shard import KvPool, KvPoolFullError, LayoutMismatchError, Rebalancing, Shard
@@ -20,12 +20,16 @@ class StreamError(RuntimeError):
     """This member cannot send to a decode rank that waits for its rows."""
 
 
+class WorkspaceError(RuntimeError):
+    """This instance has no memory for what a chunk needs besides KV, as a trial before it shows."""
+
+
 # What fails a step for the time being; the shard is as it was before.
-STEP_ERRORS = (MeshError, KvPoolFullError, LayoutMismatchError, StreamError)
+STEP_ERRORS = (MeshError, KvPoolFullError, LayoutMismatchError, StreamError, WorkspaceError)
 
 
 def step_errors(ranks: Ranks) -> tuple[type[Exception], ...]:
-    """The same, and memory that the model could not have.
+    """The same, and memory that the model could not have although it could before.
 
     Of several ranks one alone would leave the others waiting in the model's collectives: there it ends the process.
     """
@@ -51,6 +55,10 @@ class Engine(Protocol):
         row, float32 [vocabulary].
         """
 
+    def try_workspace(self, rows: int, held_tokens: int) -> None:
+        """Allocate, and free at once, about what `forward` needs for so many rows of a prompt, of which so many tokens
+        are held here. Raises torch.OutOfMemoryError."""
+
 
 def run_chunk(
     engine: Engine,
@@ -70,13 +78,14 @@ def run_chunk(
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
-    Returns the logits of the chunk's last position on the member that computes it, else None. Raises KvPoolFullError
-    and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then as before, and
-    so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind the
-    computation of earlier layers; otherwise all of it first. `clock` counts where the time goes; `sending` gets the
-    slots of the new rows, and what it returns is called with every layer whose K and V are there; `note_activity` is
-    called with every layer. `streams` of the device that computes; None: a call that has returned is done. Of several
-    `ranks` all raise where one does.
+    Returns the logits of the chunk's last position on the member that computes it, else None. Raises KvPoolFullError,
+    WorkspaceError and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then
+    as before, and so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind
+    the computation of earlier layers; otherwise all of it first. `clock` counts where the time goes. `sending` gets the
+    slots of the new rows once every member of the step has its own, so that a step which fails before has sent nothing;
+    what it returns is called with every layer whose K and V are there. `note_activity` is called with every layer.
+    `streams` of the device that computes; None: a call that has returned is done. Of several `ranks` all raise where
+    one does.
     """
     clock = clock or StepClock()
     place = layout.group.index(instance)
@@ -95,7 +104,14 @@ def run_chunk(
             if not is_overlapped:
                 for layer in range(pool.layers):
                     moving.finish(layer)
-            layer_ready = _no_one if sending is None else sending(slots)
+        _check_workspace(engine, count_tokens(positions), count_tokens(shard.positions), ranks)
+        layer_ready: LayerReady = _no_one
+        if sending is not None:
+            # What fails at any member before all are ready, as most that fails does, has sent nothing anywhere.
+            with all_ranks_or_raise(ranks, MeshError):
+                mesh.meet()
+            with all_ranks_or_raise(ranks, *STEP_ERRORS):
+                layer_ready = sending(slots)
         ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
         attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, note_activity, streams)
         deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None
@@ -108,6 +124,17 @@ def run_chunk(
         shard.roll_back()
         raise
     return logits if layout.last_token_owner == instance else None
+
+
+def _check_workspace(engine: Engine, rows: int, held_tokens: int, ranks: Ranks) -> None:
+    """In the middle of the model no rank can give up without leaving the others in a collective; here all can."""
+    reason = ""
+    try:
+        engine.try_workspace(rows, held_tokens)
+    except torch.OutOfMemoryError as error:
+        reason = first_line(error) or "out of memory"
+    if not ranks.all(not reason):
+        raise WorkspaceError(reason or "another rank of this instance has no memory for this chunk")
 
 
 def run_collect(

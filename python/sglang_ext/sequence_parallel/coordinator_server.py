@@ -6,13 +6,14 @@ Over HTTP it shows the pool's status and metrics, and takes prompts that routers
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+import orjson
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -22,7 +23,7 @@ from prometheus_client.registry import Collector
 from sglang_ext.policy.cdsp.orders import DeclineReason
 from sglang_ext.sequence_parallel.link_frames import POOL_ID_BYTES, reason_of
 from sglang_ext.sequence_parallel.messages import (
-    MAX_LINE_BYTES,
+    FIRST_LINE_BYTES,
     AddressedMessage,
     Challenge,
     Hello,
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 HELLO_TIMEOUT_S = 10.0
 _LINGER_S = 1.0
+# What a caller that bounds its number gets of requests that have ended.
+RECENT_BYTES = 2**20
+SHOWN_STEPS = 100  # of each request
 
 
 class ListenError(RuntimeError):
@@ -85,7 +89,7 @@ class CoordinatorServer:
     async def listen(self, host: str, port: int) -> int:
         """Accept members; the port. ListenError."""
         try:
-            self._server = await asyncio.start_server(self._accept, host, port, limit=MAX_LINE_BYTES)
+            self._server = await asyncio.start_server(self._accept, host, port, limit=FIRST_LINE_BYTES)
         except (OSError, UnicodeError) as error:
             raise ListenError(f"--host {host} --port {port}", error) from None
         return int(self._server.sockets[0].getsockname()[1])
@@ -158,12 +162,12 @@ class CoordinatorServer:
 
     async def _is_proven(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the caller knows the pool's key, which it is shown that we know."""
-        call = await receive_message(reader, max_payload_bytes=0)
+        call = await receive_message(reader, 0, FIRST_LINE_BYTES)
         if not isinstance(call, KeyRequest):
             raise PoolProtocolError(f"{type(call).__name__} instead of a request for the key's proof")
         theirs, ours = bytes.fromhex(call.nonce), make_nonce()
         writer.write(encode(Challenge(ours.hex(), prove(self._key, "coordinator", theirs, ours).hex())))
-        proof = await receive_message(reader, max_payload_bytes=0)
+        proof = await receive_message(reader, 0, FIRST_LINE_BYTES)
         if not isinstance(proof, Proof):
             raise PoolProtocolError(f"{type(proof).__name__} instead of a proof")
         return is_proof(bytes.fromhex(proof.code), self._key, "member", theirs, ours)
@@ -228,8 +232,14 @@ def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus], desk: Tic
     registry = CollectorRegistry()
     registry.register(_PoolCollector(protocol, status))
 
+    encoder = StatusEncoder()
+
     async def get_status(request: web.Request) -> web.Response:
-        return web.json_response(describe_status(status()))
+        recent = request.query.get("recent")
+        if recent is not None and not (recent.isdecimal() and len(recent) < 10):
+            raise web.HTTPBadRequest(text=f"recent: {recent[:40]!r} is no number of prompts")
+        body = encoder.encode(status(), None if recent is None else int(recent))
+        return web.Response(body=body, content_type="application/json")
 
     async def get_metrics(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -245,14 +255,67 @@ def make_app(protocol: PoolProtocol, status: Callable[[], PoolStatus], desk: Tic
     return app
 
 
+class StatusEncoder:
+    """The pool as JSON; every request with `times`, where its time went. What has ended is encoded once."""
+
+    def __init__(self) -> None:
+        self._ended: dict[int, tuple[object, bytes]] = {}  # by request, and of which state
+
+    def encode(self, status: PoolStatus, recent: int | None = None) -> bytes:
+        """`recent`: so many requests that have ended, the latest, as far as `RECENT_BYTES` hold them; None: all that
+        are remembered."""
+        parts = {
+            one.name: orjson.dumps(getattr(status, one.name))
+            for one in fields(status)
+            if one.name not in ("requests", "recent")
+        }
+        parts["requests"] = _array([_encode(record) for record in status.requests])
+        parts["recent"] = _array(self._latest(status.recent, recent))
+        parts["ended_rooms"] = orjson.dumps(
+            [
+                {"room": record.room, "outcome": record.outcome, "kept_s": record.kept_s}
+                for record in status.recent
+                if record.room is not None
+            ]
+        )
+        return b"{" + b",".join(b'"%b":%b' % (name.encode(), value) for name, value in parts.items()) + b"}"
+
+    def _latest(self, records: Sequence[PrefillRecord], count: int | None) -> list[bytes]:
+        known, self._ended = self._ended, {}
+        latest: list[bytes] = []
+        left_bytes = RECENT_BYTES
+        for record in reversed(records):
+            # All that changes afterwards.
+            last = record.steps[-1] if record.steps else None
+            state = record.transfer_s, record.kept_s, len(record.steps), last and (last.ended_s, last.moved_tokens)
+            before = known.get(record.request)
+            text = before[1] if before is not None and before[0] == state else None
+            if count is None or (len(latest) < count and left_bytes > 0):
+                text = text or _encode(record)
+                left_bytes -= len(text)
+                if count is None or left_bytes >= 0:
+                    latest.append(text)
+            if text is not None:
+                self._ended[record.request] = state, text
+        return latest[::-1]
+
+
 def describe_status(status: PoolStatus) -> dict[str, Any]:
-    """The pool as JSON; every request with `times`, where its time went."""
-    described = dataclasses.asdict(status)
-    for name in ("requests", "recent"):
-        records: tuple[PrefillRecord, ...] = getattr(status, name)
-        for one, record in zip(described[name], records, strict=True):
-            one["times"] = dataclasses.asdict(record.times)
+    """The same for who reads it here."""
+    described: dict[str, Any] = orjson.loads(StatusEncoder().encode(status))
     return described
+
+
+def _encode(record: PrefillRecord) -> bytes:
+    """Of a request with very many steps the latest; its times are of all."""
+    times, left_out = record.times, max(0, len(record.steps) - SHOWN_STEPS)
+    if left_out:
+        record = replace(record, steps=record.steps[left_out:])
+    return orjson.dumps(record)[:-1] + b',"steps_left_out":%d,"times":%b}' % (left_out, orjson.dumps(times))
+
+
+def _array(parts: Sequence[bytes]) -> bytes:
+    return b"[" + b",".join(parts) + b"]"
 
 
 class _PoolCollector(Collector):

@@ -57,6 +57,7 @@ class Reading:
 
     pin: Pin | None = None  # None where it ended before it had slots
     offered: list[_Offered] = field(default_factory=list)
+    has_begun: bool = False  # something of it may have been sent
 
     @property
     def is_over(self) -> bool:
@@ -127,6 +128,7 @@ class KvStreams:
         """
         if not destinations or not positions:
             return _nothing
+        reading.has_begun = True
         reading.pin, chunks = self.pool.pin(slots), reading.offered
         stream = self._streams.get(request) or self._open(request, destinations)
         for target in stream.targets:

@@ -20,6 +20,7 @@ _HEAD = struct.Struct("<BQIQ")  # kind, step, tag, bytes that follow
 _MOST_WORD_BYTES = 2**20
 _BUFFER_BYTES = 2**22
 _WELCOME = b"ok"
+_KEEPALIVE_S = 10
 
 
 class LinkError(Exception):
@@ -133,6 +134,17 @@ def read_exactly(connection: socket.socket, into: memoryview) -> None:
         if not count:
             raise LinkError("it has closed the connection")
         done += count
+
+
+def keep_alive(connection: socket.socket, timeout_s: float) -> None:
+    """Have it end by itself where the peer's host has vanished: idle or not, after `timeout_s` without an answer.
+
+    A peer that only does not read for so long is the same: it must be longer than what any peer may do meanwhile.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(1000 * timeout_s), 2**31 - 1))
 
 
 def close_connection(connection: socket.socket) -> None:

@@ -114,6 +114,15 @@ class MailboxMesh:
         pending.tensors = [call.tensor for call in calls]
         pending.mark = self._run(calls) if calls else None
 
+    def meet(self) -> None:
+        word = torch.zeros(1, dtype=torch.uint8, device=self._outbox.device)
+        with self.batch():
+            for member in self.members:
+                if self._place[member] != self._own:
+                    self.receive(torch.empty_like(word), member, 0)
+                    self.send(word, member, 0)
+        self.settle()
+
     def settle(self) -> None:
         deadline_s = time.monotonic() + self._timeout_s
         marks, self._marks = self._marks, []

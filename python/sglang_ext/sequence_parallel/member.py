@@ -32,7 +32,7 @@ from sglang_ext.policy.cdsp.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.sequence_parallel.chunk_step import Engine, run_chunk, run_collect, step_errors
+from sglang_ext.sequence_parallel.chunk_step import Engine, WorkspaceError, run_chunk, run_collect, step_errors
 from sglang_ext.sequence_parallel.device_streams import DeviceStreams
 from sglang_ext.sequence_parallel.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.sequence_parallel.mesh import Membership, Mesh, MeshError, Meshes
@@ -138,6 +138,7 @@ class PoolMember:
         self._kept: dict[int, int] = {}  # cached tokens of such requests that are at decode, until the pool drops them
         self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
         self._last_chunk: int | None = None  # its number; later steps moved KV alone
+        self._begun_step = 0  # the last one
         self._steps: deque[ChunkOrder | CollectOrder] = deque()
         self._meshes.enter(None if session is None else Membership(bytes.fromhex(session.pool_id), session.instance))
 
@@ -233,7 +234,7 @@ class PoolMember:
 
     def report(self, report: MemberReport) -> None:
         """Tell the coordinator of this instance's load."""
-        self._link.send(ReportMessage(report))
+        self._link.send(ReportMessage(report, self._begun_step))
 
     def turn(self) -> list[Outcome]:
         """Carry out what has been ordered, at most one computation; what has become of offered requests.
@@ -312,6 +313,7 @@ class PoolMember:
 
     def _run(self, step: ChunkOrder | CollectOrder) -> list[Outcome]:
         what = _of(step)
+        self._begun_step = what.sequence
         members = what.layout.group if isinstance(what, RunChunk) else what.members
         addresses = {member: peer[self.ranks.rank] for member, peer in zip(members, step.peers, strict=True)}
         clock = StepClock()
@@ -327,15 +329,16 @@ class PoolMember:
                     logits, outcomes = None, self._collect(step.collect, mesh, clock)
         except step_errors(self.ranks) as error:
             logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
-            if isinstance(step, ChunkOrder):
+            if isinstance(step, ChunkOrder) and reading.has_begun:
                 self._streams.restart(what.request, f"a chunk has failed: {error}")
             shard = self._shards.get(what.request)
             if shard is not None and not shard.segments:
                 del self._shards[what.request]
             unreachable = error.instance if isinstance(error, MeshError) else None
-            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError | WorkspaceError)
             free_tokens = self._engine.pool.free_tokens
-            self._link.send(StepFailed(what.sequence, str(error), unreachable, is_out_of_memory, free_tokens))
+            failed = StepFailed(what.sequence, str(error), unreachable, is_out_of_memory, free_tokens)
+            self._link.send(failed._replace(is_unsent=not reading.has_begun))
             return []
         self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
         return outcomes
@@ -351,11 +354,14 @@ class PoolMember:
             *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
             is_overlapped=step.is_overlapped,
             clock=clock,
-            sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions),
+            sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions)
+            if step.destinations
+            else None,
             ranks=self.ranks,
             note_activity=self._meshes.note_activity,
             streams=self._device_streams,
         )
+        self._meshes.note_computed()
         if logits is None or not chunk.is_last:
             return None
         if instance_of(chunk.request) != instance:

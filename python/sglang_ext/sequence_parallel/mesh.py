@@ -56,6 +56,9 @@ class Mesh(Protocol):
         Of two members that talk to each other both start their calls, or batches, of a lane in the same order.
         """
 
+    def meet(self) -> None:
+        """Block until every other member of the step has called it, too. Raises MeshError."""
+
     def settle(self) -> None:
         """Block until everything that was waited for is done, and what was computed with it. Raises MeshError."""
 
@@ -81,6 +84,9 @@ class Meshes(Protocol):
 
     def note_activity(self) -> None:
         """The thread that computes goes on: it does not hang."""
+
+    def note_computed(self) -> None:
+        """A chunk has been computed here: what its first one makes, as compiled kernels, is there."""
 
     def give_up(self, sequence: int, reason: str) -> None:
         """A step has come to nothing: whatever waits for it, now or later, fails; from any thread."""

@@ -3,13 +3,12 @@
 A member sends a hello, reports, offers requests and answers orders. The coordinator sends the orders of
 `policy.cdsp.orders`; what a member has to compute comes with its token ids.
 
-    ["ReportMessage",[[0.0,4096]]]⏎
+    ["ReportMessage",[[0.0,4096,null],7]]⏎
     ["ChunkOrder",[[…],null,[],true],2048]⏎ and 2048 bytes: 512 token ids
 
 A message is one line of JSON. Where it has token ids or logits they follow it as little-endian int32 or float32, and
 the line ends with the number of their bytes: as JSON a prompt of a million tokens would hold up an event loop for a
-tenth
-of a second.
+tenth of a second.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ from sglang_ext.policy.handshake.shards import HeadLayout
 from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.step_clock import StepTimes
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_LINE_BYTES = 2**24
+FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
 
 Peers = tuple[tuple[PeerAddress, ...], ...]  # of each member of a step the addresses of its ranks
@@ -124,9 +124,10 @@ class Heartbeat(NamedTuple):
 
 
 class ReportMessage(NamedTuple):
-    """State of a member."""
+    """State of a member, and the last step that it has begun: later ones, on their way to it, are not in it."""
 
     report: MemberReport
+    begun_step: int = 0
 
 
 class Alive(NamedTuple):
@@ -165,6 +166,7 @@ class StepFailed(NamedTuple):
     unreachable: int | None = None  # the peer that could not be talked to, where it was one
     is_out_of_memory: bool = False  # of what a chunk needs besides KV
     free_kv_tokens: int | None = None  # as it is after the step; None where that is not known
+    is_unsent: bool = False  # nothing of it has been sent to decode from here
 
 
 class StreamFailed(NamedTuple):
@@ -300,12 +302,14 @@ def read_message(stream: BufferedReader) -> Message | None:
     return decode(head, stream.read(head.payload_bytes) if head.payload_bytes else b"")
 
 
-async def receive_message(stream: asyncio.StreamReader, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Message | None:
-    """The next message; None at the stream's end. Raises MessageError, and what the stream raises."""
-    try:
-        line = await stream.readline()
-    except ValueError:
-        raise MessageError("a line that is too long") from None
+async def receive_message(
+    stream: asyncio.StreamReader, max_payload_bytes: int = MAX_PAYLOAD_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+) -> Message | None:
+    """The next message; None at the stream's end. Raises MessageError, and what the stream raises.
+
+    The stream's own limit bounds what it holds beside: a line may be longer.
+    """
+    line = await _receive_line(stream, max_line_bytes)
     if not line:
         return None
     head = read_head(line)
@@ -317,6 +321,21 @@ async def receive_message(stream: asyncio.StreamReader, max_payload_bytes: int =
         return decode(head, await stream.readexactly(head.payload_bytes))
     except asyncio.IncompleteReadError as error:
         raise MessageError(f"{len(error.partial)} of {head.payload_bytes} bytes of payload") from None
+
+
+async def _receive_line(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
+    line, is_whole = b"", False
+    while not is_whole:
+        try:
+            part, is_whole = await stream.readuntil(b"\n"), True
+        except asyncio.IncompleteReadError as error:
+            part, is_whole = error.partial, True
+        except asyncio.LimitOverrunError as error:
+            part = await stream.readexactly(error.consumed)
+        if len(line) + len(part) > max_bytes:
+            raise MessageError(f"a line of more than {max_bytes} bytes")
+        line += part
+    return line
 
 
 _SHOWN_BYTES = 80
@@ -475,13 +494,18 @@ _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     "Welcome": lambda v, _: Welcome(int(v[0]), _text(v[1]), _number(v[2])),
     "Refusal": lambda v, _: Refusal(str(v[0])),
     "Heartbeat": lambda v, _: Heartbeat(),
-    "ReportMessage": lambda v, _: ReportMessage(_report(v[0])),
+    "ReportMessage": lambda v, _: ReportMessage(_report(v[0]), _count(v[1])),
     "Alive": lambda v, _: Alive(_number(v[0])),
     "OfferMessage": _offer,
     "CancelMessage": lambda v, _: CancelMessage(int(v[0])),
     "StepDone": lambda v, payload: StepDone(int(v[0]), StepTimes(*map(_number, v[1])), _count(v[2]), _logits(payload)),
     "StepFailed": lambda v, _: StepFailed(
-        int(v[0]), str(v[1]), None if v[2] is None else int(v[2]), bool(v[3]), None if v[4] is None else _count(v[4])
+        int(v[0]),
+        str(v[1]),
+        None if v[2] is None else int(v[2]),
+        bool(v[3]),
+        None if v[4] is None else _count(v[4]),
+        bool(v[5]),
     ),
     "StreamFailed": lambda v, _: StreamFailed(int(v[0])),
     "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),

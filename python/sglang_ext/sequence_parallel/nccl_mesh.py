@@ -329,6 +329,9 @@ class NcclMesh:
         while len(self._marks) > _MOST_AHEAD:
             self._wait_for(self._marks.popleft())
 
+    def meet(self) -> None:
+        self._links.meet()
+
     def settle(self) -> None:
         self._marks.append(self._streams.mark())
         while self._marks:

@@ -20,18 +20,21 @@ from sglang_ext.sequence_parallel.link_frames import (
     PeerAddress,
     PeerId,
     close_connection,
+    keep_alive,
     read_exactly,
     read_head,
     reason_of,
     send_frame,
 )
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0  # for who connects; who is connected to waits as long as a step does
 _SCRAP_BYTES = 2**20
 
 
 class LinkOwner(Protocol):
     """Whose link it is; see `peer_links.PeerLinks`. Called from the link's threads."""
+
+    step_timeout_s: float
 
     def connect(
         self, peer: PeerId, address: PeerAddress, deadline_s: float, is_wanted: Callable[[], bool]
@@ -96,6 +99,7 @@ class PeerLink:
         self._posted: dict[tuple[int, int], LinkCall] = {}  # by step and tag
         self._socket: socket.socket | None = None
         self._reason: str | None = None
+        self._connects_until_s = time.monotonic() + owner.step_timeout_s  # the peer, which may have other work first
         threading.Thread(target=self._run, args=(address,), name="cdsp-link-writer", daemon=True).start()
 
     @property
@@ -106,6 +110,7 @@ class PeerLink:
         """Send it behind everything that waits, or before."""
         with self._condition:
             if self._reason is None:
+                self._connects_until_s = time.monotonic() + self._owner.step_timeout_s
                 if is_urgent:
                     self._outbox.appendleft(call)
                 else:
@@ -118,6 +123,7 @@ class PeerLink:
         """Receive into it what comes under its step and tag."""
         with self._condition:
             if self._reason is None:
+                self._connects_until_s = time.monotonic() + self._owner.step_timeout_s
                 self._posted[call.frame.sequence, call.frame.tag] = call
                 self._condition.notify_all()
                 return
@@ -134,6 +140,7 @@ class PeerLink:
         with self._condition:
             if self._socket is not None or self._reason is not None:
                 return False
+            keep_alive(connection, 2 * self._owner.step_timeout_s)
             self._socket = connection
             self._condition.notify_all()
         threading.Thread(target=self._read, args=(connection,), name="cdsp-link-reader", daemon=True).start()
@@ -157,16 +164,13 @@ class PeerLink:
 
     def _run(self, address: PeerAddress | None) -> None:
         """The writing thread."""
-        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         try:
             if address is not None:
+                deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
                 connection = self._owner.connect(self.peer, address, deadline_s, lambda: self._reason is None)
                 if not self.take(connection):
                     close_connection(connection)
-            with self._condition:
-                while self._socket is None and self._reason is None:
-                    if not self._condition.wait(deadline_s - time.monotonic()) and self._socket is None:
-                        raise LinkError("it has not connected")
+            self._wait_until_connected()
             while (call := self._next()) is not None and self._socket is not None:
                 if not call.is_over:
                     try:
@@ -179,6 +183,15 @@ class PeerLink:
                     call.end()
         except (LinkError, OSError, RuntimeError) as error:  # of devices
             self.end(reason_of(error))
+
+    def _wait_until_connected(self) -> None:
+        """Or until it has ended. Raises LinkError where the peer has not connected as long as a step waits for it."""
+        with self._condition:
+            while self._socket is None and self._reason is None:
+                left_s = self._connects_until_s - time.monotonic()
+                if left_s <= 0:
+                    raise LinkError(f"it has not connected within {self._owner.step_timeout_s:g} s")
+                self._condition.wait(left_s)
 
     def _next(self) -> LinkCall | None:
         with self._condition:

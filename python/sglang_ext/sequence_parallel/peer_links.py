@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.05
 _MOST_REMEMBERED = 64
 _BEAT_S = 0.5
+_MEETING_TAG = 2**31  # orders have smaller ones
 _LAST_BEATS = 4  # a rank from which none of so many has come does not count
 
 
@@ -85,6 +86,14 @@ class LinkMesh:
     @contextmanager
     def batch(self, lane: Lane = Lane.RING) -> Iterator[None]:
         yield
+
+    def meet(self) -> None:
+        """See `mesh.Mesh`."""
+        others = [member for member in self.members if member != self.own.instance]
+        word = torch.zeros(1, dtype=torch.uint8)
+        calls = [self.receive(torch.empty_like(word), member, _MEETING_TAG) for member in others]
+        for call in [*calls, *(self.send(word, member, _MEETING_TAG) for member in others)]:
+            call.wait()
 
     def settle(self) -> None:
         pass
@@ -193,6 +202,7 @@ class PeerLinks:
         self._beats: dict[int, tuple[float, bool]] = {}  # by rank: when it last sent one, whether it was waiting
         self._active_s = clock()
         self._is_waiting = False
+        self._has_computed = False
         self._is_closed = threading.Event()
         self._listener = socket.create_server((host, 0), family=_family_of(host), backlog=128)
         self.address = PeerAddress(host, int(self._listener.getsockname()[1]))
@@ -333,6 +343,10 @@ class PeerLinks:
         """The thread that computes goes on."""
         self._active_s = self._clock()
 
+    def note_computed(self) -> None:
+        """A chunk has been computed here."""
+        self._has_computed = True
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, the thread that computes waits for a peer."""
@@ -345,11 +359,18 @@ class PeerLinks:
 
     @property
     def silent_s(self) -> float:
-        """How long the thread that computes has done nothing; 0 while it, or another rank's, waits for a peer."""
+        """How long the thread that computes has done nothing; 0 while it, or another rank's, waits for a peer.
+
+        In steps before its first chunk is done that may be compiling: what its peers wait for counts only beyond.
+        """
         now_s = self._clock()
         since_s = now_s - _LAST_BEATS * _BEAT_S
         beats = [is_waiting for beaten_s, is_waiting in list(self._beats.values()) if beaten_s >= since_s]
-        return 0.0 if self._is_waiting or any(beats) else now_s - self._active_s
+        if self._is_waiting or any(beats):
+            return 0.0
+        silent_s = now_s - self._active_s
+        is_first = self._step is not None and not self._has_computed
+        return max(0.0, silent_s - self.step_timeout_s) if is_first else silent_s
 
     def _beat(self) -> None:
         while not self._is_closed.wait(_BEAT_S):

@@ -48,10 +48,22 @@ class MemberTimes:
     ring_s: float
     rebalance_s: float
 
+    def and_later(self, later: MemberTimes) -> MemberTimes:
+        """Both as one."""
+        return MemberTimes(
+            self.instance,
+            self.began_s,
+            later.ended_s,
+            self.compute_s + later.compute_s,
+            self.ring_s + later.ring_s,
+            self.rebalance_s + later.rebalance_s,
+        )
+
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step of a request; times are seconds on the coordinator's clock."""
+    """A step of a request, or all steps that bring it to a prefix cache; times are seconds on the coordinator's
+    clock."""
 
     kind: StepKind
     members: tuple[int, ...]
@@ -68,6 +80,16 @@ class StepRecord:
         self.member_times.append(
             MemberTimes(instance, began_s, now_s, times.compute_s, times.ring_s, times.rebalance_s)
         )
+
+    def absorb(self, later: StepRecord) -> None:
+        """Take in a later one of the same kind, which has ended."""
+        self.members = tuple(dict.fromkeys((*self.members, *later.members)))
+        self.moved_tokens += later.moved_tokens
+        self.ended_s, self.has_failed = later.ended_s, self.has_failed or later.has_failed
+        times = {one.instance: one for one in self.member_times}
+        for one in later.member_times:
+            times[one.instance] = times[one.instance].and_later(one) if one.instance in times else one
+        self.member_times = list(times.values())
 
     @property
     def took_s(self) -> float:
@@ -117,6 +139,11 @@ class PrefillRecord:
         return [step for step in self.steps if step.kind is StepKind.CHUNK and not step.has_failed]
 
     @property
+    def keep_steps(self) -> StepRecord | None:
+        """Those that bring it to a prefix cache, as one; None before the first."""
+        return self.steps[-1] if self.steps and self.steps[-1].kind is StepKind.KEEP else None
+
+    @property
     def times(self) -> PrefillTimes:
         """Of the steps so far."""
         done = [step for step in self.steps if step.ended_s is not None and not step.has_failed]
@@ -127,7 +154,7 @@ class PrefillRecord:
             sum(_mean([one.ring_s for one in step.member_times]) for step in chunks),
             sum(_mean([one.rebalance_s for one in step.member_times]) for step in chunks),
             sum(step.took_s for step in done if step.kind is StepKind.COLLECT),
-            sum(step.took_s for step in self.steps if step.has_failed),
+            sum(step.took_s for step in self.steps if step.has_failed and step.kind is not StepKind.KEEP),
             self.transfer_s,
             self.exposed_transfer_s,
         )
@@ -197,6 +224,7 @@ class PoolHistory:
         self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
         self.keeping: dict[int, PrefillRecord] = {}  # at decode, and perhaps in a prefix cache before long
         self.kept: Counter[bool] = Counter()  # of these, those that are there now, and those that were dropped
+        self._parts: dict[int, StepRecord] = {}  # by the identity of a step under way: the one that it is a part of
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
 
@@ -210,18 +238,25 @@ class PoolHistory:
         if isinstance(order, RunChunk):
             layout = order.layout
             moved = sum(move.tokens for move in layout.moves)
-            step = StepRecord(StepKind.CHUNK, layout.group, sum(map(count_tokens, layout.new)), moved, now_s)
+            kind = StepKind.CHUNK
+            step = StepRecord(kind, layout.group, sum(map(count_tokens, layout.new)), moved, now_s)
         else:
             moved = sum(move.tokens for move in order.moves)
             kind = StepKind.KEEP if order.request in self.keeping else StepKind.COLLECT
             step = StepRecord(kind, order.members, 0, moved, now_s)
         record = self.running.get(order.request) or self.keeping.get(order.request)
-        if record is not None:
+        if record is not None and record.keep_steps is not None:
+            # There are hundreds of them, and each is short: they are shown as one.
+            self._parts[id(step)] = record.keep_steps
+        elif record is not None:
             record.steps.append(step)
         return step
 
     def note_step_end(self, step: StepRecord) -> None:
         """All members have answered for a step."""
+        whole = self._parts.pop(id(step), None)
+        if whole is not None:
+            whole.absorb(step)
         if step.has_failed:
             self.steps_failed += 1
         elif step.kind is StepKind.CHUNK:

@@ -17,6 +17,7 @@ class OpenStep:
     record: StepRecord
     waiting: set[int]  # members that have not answered
     failed_s: float | None = None  # when the first one has failed
+    is_unsent: bool = True  # nothing of it has gone to decode, as far as has been answered
 
 
 class OpenSteps:
@@ -72,6 +73,7 @@ class _Entry:
     owner: int
     destinations: tuple[Destination, ...]
     end_tokens: int
+    end_before_tokens: int  # the last chunk
     is_intact: bool = True
     members: set[int] = field(default_factory=set)  # those that were ordered to send
 
@@ -80,8 +82,8 @@ class StreamLedger:
     """Of all requests in the pool: where members send their KV straight to decode, and what they have sent.
 
     As long as nothing fails, members send each chunk as they compute it, and the request's own instance the rest. With
-    the first chunk that fails, or member that is lost, nothing more of this request is sent in this way: its own
-    instance sends everything.
+    the first chunk that fails once something of it may have been sent, or member that is lost, nothing more of this
+    request is sent in this way: its own instance sends everything.
     """
 
     def __init__(self) -> None:
@@ -91,7 +93,7 @@ class StreamLedger:
     def offered(self, owner: int, message: OfferMessage) -> None:
         """A request has come into the pool."""
         if message.destinations:
-            self._entries[message.request] = _Entry(owner, message.destinations, message.cached_tokens)
+            self._entries[message.request] = _Entry(owner, message.destinations, *2 * (message.cached_tokens,))
 
     def ordered(self, order: RunChunk) -> tuple[Destination, ...]:
         """A chunk is ordered; where its members send it. Its owner is notified first (`take_messages`)."""
@@ -99,12 +101,20 @@ class StreamLedger:
         if entry is None or not entry.is_intact:
             return ()
         entry.members.update(order.layout.group)
+        entry.end_before_tokens = entry.end_tokens
         entry.end_tokens = 1 + max(part[-1] for positions in order.layout.new for part in positions)
         self._notify_owner(order.request, entry)
         return entry.destinations
 
+    def taken_back(self, request: int) -> None:
+        """The last chunk has failed before anything of it was sent: all is as before it."""
+        entry = self._entries.get(request)
+        if entry is not None and entry.is_intact:
+            entry.end_tokens = entry.end_before_tokens
+            self._notify_owner(request, entry)
+
     def broken(self, request: int) -> None:
-        """A chunk has failed."""
+        """A chunk has failed of which something may have been sent."""
         entry = self._entries.get(request)
         if entry is not None and entry.is_intact:
             entry.is_intact = False

@@ -201,9 +201,9 @@ class PoolProtocol:
 
     def _event(self, core: Coordinator, instance: int, message: Message, now_s: float) -> list[Order]:
         match message:
-            case ReportMessage(report):
+            case ReportMessage(report, begun_step):
                 self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
-                core.report(instance, report, now_s)
+                core.report(instance, report, now_s, begun_step)
                 return []
             case OfferMessage():
                 return self._offer(core, instance, message, now_s)
@@ -215,11 +215,11 @@ class PoolProtocol:
             case StepDone(sequence, times, free_kv_tokens, logits):
                 self._answered(sequence, instance, now_s, times, logits)
                 return core.done(instance, sequence, now_s, free_kv_tokens)
-            case StepFailed(sequence, _, unreachable, is_out_of_memory, free_kv_tokens):
-                self._answered(sequence, instance, now_s, None)
+            case StepFailed(sequence, _, unreachable, is_out_of_memory, free_kv_tokens, is_unsent):
+                self._answered(sequence, instance, now_s, None, is_unsent=is_unsent)
                 if is_out_of_memory:
                     core.out_of_memory(instance, sequence)
-                return core.failed(instance, sequence, now_s, unreachable, free_kv_tokens)
+                return core.failed(instance, sequence, now_s, unreachable, free_kv_tokens, is_unsent=is_unsent)
             case Alive(silent_s):
                 return self._note_alive(core, instance, silent_s, now_s)
             case Transferred(request, transfer_s, exposed_s):
@@ -397,8 +397,10 @@ class PoolProtocol:
         now_s: float,
         times: StepTimes | None,
         logits: array[float] | None = None,
+        *,
+        is_unsent: bool = False,
     ) -> None:
-        """A member has answered for a step; without times it has failed."""
+        """A member has answered for a step; without times it has failed, and has possibly sent nothing of it."""
         is_done = times is not None
         step = self._steps.answer(sequence, instance, now_s, is_done=is_done)
         if step is None:
@@ -408,8 +410,12 @@ class PoolProtocol:
         order = step.order
         if logits is not None:
             self._logits[order.request] = logits
-        if times is None and isinstance(order, RunChunk):
-            self._streams.broken(order.request)
+        step.is_unsent &= is_unsent
+        if step.record.has_failed and isinstance(order, RunChunk):
+            if not step.is_unsent:
+                self._streams.broken(order.request)
+            elif step.record.ended_s is not None:
+                self._streams.taken_back(order.request)
         is_collected = isinstance(order, Collect) and order.owner == instance and order.is_last and is_done
         record = self.history.running.get(order.request)
         if is_collected and record is not None:

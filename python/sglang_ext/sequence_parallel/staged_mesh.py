@@ -74,6 +74,9 @@ class StagedMesh:
         finally:
             self._lane = before
 
+    def meet(self) -> None:
+        self._links.meet()
+
     def settle(self) -> None:
         self._links.settle()
         self._streams.mark().synchronize()

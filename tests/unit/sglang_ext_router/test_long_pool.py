@@ -70,9 +70,11 @@ class FakeCoordinator:
     def __init__(self) -> None:
         self.answer: object = status()
         self.asked = 0
+        self.asked_recent: set[str | None] = set()
 
-    async def get_status(self, _: web.Request) -> web.Response:
+    async def get_status(self, request: web.Request) -> web.Response:
         self.asked += 1
+        self.asked_recent.add(request.query.get("recent"))
         if isinstance(self.answer, bytes):
             return web.Response(body=self.answer)
         return web.json_response(self.answer)
@@ -112,6 +114,12 @@ async def test_members_and_prompts_are_shown_by_name() -> None:
             (1000, ["host:1"]),
             (2000, ["host:1", "host:2", "7"]),
         ]
+
+
+async def test_no_more_is_asked_for_than_is_shown_and_traced() -> None:
+    async with watched() as (coordinator, _, served):
+        await until_shown(served, "arrivals_per_s", RATE)
+        assert coordinator.asked_recent == {str(long_pool.ASKED_REQUESTS)}
 
 
 async def test_a_coordinator_that_goes_is_shown_as_away_with_its_last_word() -> None:

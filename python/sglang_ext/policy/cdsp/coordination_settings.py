@@ -13,7 +13,7 @@ class CoordinationSettings(NamedTuple):
     layers: int  # of the model: every layer of a transfer has a tag
     page_tokens: int = 1
     interleaving: Interleaving = Interleaving.ZIGZAG
-    max_attempts: int = 3  # failed chunks of a request before its own instance computes it alone
+    max_attempts: int = 3  # failed chunks of a request, one after the other, before its own instance computes it alone
     room_timeout_s: float = 30.0  # so long it waits for a group that can hold it, while others are computed
     report_timeout_s: float = 1.0  # reports of what is free may be so late: to refuse a prompt they must be newer
     bind_ahead_s: float = 0.05  # a prompt is given to an instance so long before its turn, and

@@ -157,9 +157,10 @@ class Coordinator:
                 orders += self._give_up(running)
         return [*orders, *self.plan(now_s)]
 
-    def report(self, instance: int, report: MemberReport, now_s: float) -> None:
-        """An instance's newest report. `plan` follows when it matters."""
-        self._members.report(instance, report, now_s)
+    def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None = None) -> None:
+        """An instance's newest report, and the last step that it had begun when it sent it; None: all that were
+        ordered. `plan` follows when it matters."""
+        self._members.report(instance, report, now_s, begun_step)
 
     def shun(self, instance: int, until_s: float) -> None:
         """Something is wrong with it: it is in no new group until then."""
@@ -271,8 +272,13 @@ class Coordinator:
         now_s: float,
         unreachable: int | None = None,
         free_kv_tokens: int | None = None,
+        *,
+        is_unsent: bool = False,
     ) -> list[Order]:
-        """A member is as before a step: its KV pool is full, or a peer, `unreachable` where it could not talk to it."""
+        """A member is as before a step: its KV pool is full, or a peer, `unreachable` where it could not talk to it.
+
+        `is_unsent`: it has sent nothing of it to where it is wanted.
+        """
         self._members.note_free(instance, sequence, free_kv_tokens)
         one = self._steps.get(sequence)
         running = None if one is None else one.running
@@ -280,6 +286,8 @@ class Coordinator:
         # The peer may say the same of this one: the first word counts.
         if is_first and unreachable is not None and unreachable != instance and unreachable in self._members:
             self._members[unreachable].note_unreachable(now_s)
+        if running is not None and instance in running.waiting:
+            running.is_unsent &= is_unsent
         return [*self._answer(instance, sequence, now_s, is_done=False), *self.plan(now_s)]
 
     def plan(self, now_s: float) -> list[Order]:
@@ -398,7 +406,7 @@ class Coordinator:
         order = RunChunk(step.sequence(), one.offer.request, layout, step.tags(tags), is_last)
         one.group = group
         for instance in group:
-            self._members[instance].claimed_tokens += max(0, more[instance])
+            self._members[instance].claim(order.sequence, order.request, max(0, more[instance]))
         self._run(one, order, group, after, now_s, compute_s)
         return [*displaced, order]
 
@@ -455,6 +463,7 @@ class Coordinator:
             one.is_cancelled = False
         if is_done:
             running.done.add(instance)
+            running.is_unsent = False
         else:
             running.has_failed = True
         if not running.waiting:
@@ -483,6 +492,7 @@ class Coordinator:
         if not running.has_failed:
             assert isinstance(order, RunChunk)
             self._members.note_reached(order.layout.group)
+            one.attempts = 0
             one.held = running.after
             one.todo = without_head(one.todo, sum(count_tokens(part) for part in order.layout.new))
             return self._settle(one)
@@ -492,7 +502,8 @@ class Coordinator:
             orders.append(RollBack(order.sequence, order.request, back))
         one.held = running.before
         one.attempts += 1
-        one.stop_streaming()
+        if isinstance(order, Collect) or not running.is_unsent:
+            one.stop_streaming()
         return [*orders, *self._settle(one)]
 
     def _settle(self, one: SharedPrefill) -> list[Order]:
@@ -515,9 +526,9 @@ class Coordinator:
         # Also those that hold nothing any more: they may still be sending of it.
         del self._requests[one.offer.request]
         self._room.freed_s = math.inf
-        for instance in one.held:
+        for instance in one.involved:
             if instance in self._members:
-                self._members[instance].free_claimed(tokens_held(one.held, instance))
+                self._members[instance].free_claimed(one.offer.request)
         members = tuple(instance for instance in self._members if instance in one.involved)
         return [Drop(one.offer.request, members)] if members else []
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
@@ -15,6 +16,13 @@ _FIRST_SHUNNED_S = 1.0
 _LONGEST_SHUNNED_S = 10.0
 _NONE_KEPT: Mapping[int, float] = {}
 _NONE_PROMISED: Mapping[int, int] = {}
+
+
+class _Claim(NamedTuple):
+    """KV that a step takes on one instance, as it was ordered."""
+
+    request: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -28,7 +36,7 @@ class LongInstance:
     step_ends_s: float = 0.0  # predicted
     reported_s: float | None = None
     most_free_tokens: int = 0  # of KV, in any report
-    claimed_tokens: int = 0  # of KV, by chunks that were ordered after its last report
+    claims: dict[int, _Claim] = field(default_factory=dict)  # by step, of those that its last report does not know of
     shunned_until_s: float = -math.inf  # others could not reach it
     times_unreachable: int = 0  # since it last took part in a chunk that was done
     learned_chunk_tokens: float = math.inf  # that it can compute at once: for twice as many it had no memory
@@ -36,7 +44,7 @@ class LongInstance:
     @property
     def free_tokens(self) -> int:
         """KV that is free now, as far as is known."""
-        return max(0, self.report.free_kv_tokens - self.claimed_tokens)
+        return max(0, self.report.free_kv_tokens - sum(claim.tokens for claim in self.claims.values()))
 
     @property
     def max_chunk_tokens(self) -> float:
@@ -62,9 +70,17 @@ class LongInstance:
         if tokens:
             self.learned_chunk_tokens = max(_LEAST_CHUNK_TOKENS, tokens // 2)
 
-    def free_claimed(self, tokens: int) -> None:
-        """So many tokens are dropped: what of them is in no report yet is not claimed any more."""
-        self.claimed_tokens = max(0, self.claimed_tokens - tokens)
+    def claim(self, sequence: int, request: int, tokens: int) -> None:
+        """A step is ordered that takes so many tokens of KV there."""
+        self.claims[sequence] = _Claim(request, tokens)
+
+    def free_claimed(self, request: int) -> None:
+        """A request is dropped: what of it is in no report yet is not claimed any more."""
+        self.claims = {sequence: claim for sequence, claim in self.claims.items() if claim.request != request}
+
+    def note_begun(self, sequence: int | None) -> None:
+        """What is known to be free is without what this step, and those before it, have taken; None: all."""
+        self.claims = {one: claim for one, claim in self.claims.items() if sequence is not None and one > sequence}
 
     def add_backlog(self, work_s: float, now_s: float) -> None:
         """It has been given ordinary work that its report does not know of."""
@@ -113,13 +129,15 @@ class PoolMembers:
         """What is free at a member at the end of its step, done or failed; None where that is not known."""
         one = self._members.get(instance)
         if one is not None and one.step == sequence and free_kv_tokens is not None:
-            one.report, one.claimed_tokens = one.report._replace(free_kv_tokens=free_kv_tokens), 0
+            one.report = one.report._replace(free_kv_tokens=free_kv_tokens)
+            one.note_begun(sequence)
 
-    def report(self, instance: int, report: MemberReport, now_s: float) -> None:
-        """Its newest report."""
+    def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None) -> None:
+        """Its newest report, and the last step that it had begun then; None: all that were ordered."""
         member = self._members.get(instance)
         if member is not None:
-            member.report, member.reported_s, member.claimed_tokens = report, now_s, 0
+            member.report, member.reported_s = report, now_s
+            member.note_begun(begun_step)
             member.most_free_tokens = max(member.most_free_tokens, report.free_kv_tokens)
 
     def most_tokens(self) -> int:

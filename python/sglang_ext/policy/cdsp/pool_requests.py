@@ -25,6 +25,7 @@ class RunningStep:
     after: dict[int, tuple[KvSegment, ...]]
     waiting: set[int]
     has_failed: bool = False
+    is_unsent: bool = True  # nothing of it has gone to where it is wanted, as far as has been answered
     done: set[int] = field(default_factory=set)
 
     def new_tokens(self, instance: int) -> int:
@@ -35,7 +36,8 @@ class RunningStep:
 
     def lose(self, instance: int) -> None:
         """An instance has gone, with what it held."""
-        self.has_failed |= instance in self.waiting | self.done
+        if instance in self.waiting | self.done:
+            self.has_failed, self.is_unsent = True, False
         self.waiting.discard(instance)
         self.done.discard(instance)
         self.before.pop(instance, None)
@@ -65,7 +67,7 @@ class SharedPrefill:
     is_streamed: bool  # nothing of it has failed that is on its way to where it is wanted
     is_finishing: bool = False  # its owner has been told that all is computed
     running: RunningStep | None = None
-    attempts: int = 0
+    attempts: int = 0  # that have failed since its last chunk that was done
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
     planned: NextChunk | None = None

@@ -164,7 +164,7 @@ class PrefixKeeping:
         tag = self._numbers.tags(self._settings.layers * len(parts))
         request, is_last = one.offer.request, len(parts) == len(moves) and [*parts] == moves
         order = Collect(self._numbers.sequence(), request, owner, members, parts, tag, is_last)
-        self._members[owner].claimed_tokens += sum(move.tokens for move in parts)
+        self._members[owner].claim(order.sequence, request, sum(move.tokens for move in parts))
         one.kept_s = now_s
         self._run(one, order, compacted(after_moves(one.held, parts)), now_s)
         return [order]

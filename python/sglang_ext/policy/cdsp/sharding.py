@@ -9,9 +9,10 @@ Tetris, sections 3.2 and 4.2 (cache balancing); zigzag as in context-parallel tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 Positions = tuple[range, ...]  # disjoint, each with a positive step; in the order in which the slots were filled
@@ -78,34 +79,116 @@ def split_chunk(
     """
     if start < 0 or tokens < 1 or members < 1 or page_tokens < 1:
         raise ValueError(f"cannot deal {tokens} tokens from {start} out to {members} in pages of {page_tokens}")
-    end = start + tokens
-    if members == 1:
-        return ((range(start, end),),)
-    if interleaving is Interleaving.STRIPED:
-        return tuple(_non_empty(range(start + place, end, members)) for place in range(members))
-    pieces = 2 * members
-    cuts = [start + tokens * number // pieces for number in range(pieces + 1)]
-    if tokens >= pieces * page_tokens:
-        cuts[1:-1] = [max(start, cut - cut % page_tokens) for cut in cuts[1:-1]]
-    parts = [range(cuts[number], cuts[number + 1]) for number in range(pieces)]
-    return tuple(_joined(parts[place], parts[pieces - 1 - place]) for place in range(members))
+    return split_positions((range(start, start + tokens),), members, interleaving, page_tokens)
 
 
 def split_positions(
     positions: Positions, members: int, interleaving: Interleaving, page_tokens: int = 1
 ) -> tuple[Positions, ...]:
-    """Deal ascending ranges out, each like a chunk: what has been lost is not always in one piece."""
-    parts: list[Positions] = [()] * members
+    """Deal ascending ranges out as if they were one chunk: what has been lost is not always in one piece.
+
+    Takes time in proportion to the ranges, times the members where they are long.
+    """
+    dealt = [_Runs() for _ in range(members)]
+    pieces = 2 * members
+    cuts = [] if interleaving is Interleaving.STRIPED else _cuts(positions, pieces, page_tokens)
+    piece = offset = 0
     for part in positions:
-        dealt = split_chunk(part.start, len(part), members, interleaving, page_tokens)
-        parts = [(*before, *more) for before, more in zip(parts, dealt, strict=True)]
-    return tuple(parts)
+        if interleaving is Interleaving.STRIPED:
+            for first in range(min(members, len(part))):
+                dealt[(offset + first) % members].append(part[first::members])
+        else:
+            at = 0
+            while at < len(part):
+                while cuts[piece + 1] <= offset + at:
+                    piece += 1
+                stop = min(len(part), cuts[piece + 1] - offset)
+                dealt[min(piece, pieces - 1 - piece)].append(part[at:stop])
+                at = stop
+        offset += len(part)
+    return tuple(tuple(one.ranges) for one in dealt)
+
+
+def _cuts(positions: Positions, pieces: int, page_tokens: int) -> list[int]:
+    """Where the pieces of so many tokens begin and end, as counts of tokens."""
+    tokens = count_tokens(positions)
+    cuts = [tokens * number // pieces for number in range(pieces + 1)]
+    if tokens >= pieces * page_tokens:
+        ends = list(accumulate(map(len, positions)))
+        for number, cut in enumerate(cuts[1:-1], start=1):
+            place = bisect_right(ends, cut)
+            part, within = positions[place], cut - ends[place] + len(positions[place])
+            if part.step == 1:
+                cuts[number] -= min(within, part[within] % page_tokens)
+    return cuts
+
+
+class _Runs:
+    """Ascending positions as ranges, joined wherever two that follow each other are one."""
+
+    __slots__ = ("ranges",)
+
+    def __init__(self) -> None:
+        self.ranges: list[range] = []
+
+    def append(self, part: range) -> None:
+        if not part:
+            return
+        if self.ranges:
+            last = self.ranges[-1]
+            step = part.start - last[-1]
+            if step > 0 and (len(last) == 1 or last.step == step) and (len(part) == 1 or part.step == step):
+                self.ranges[-1] = range(last.start, part[-1] + 1, step)
+                return
+        self.ranges.append(part)
 
 
 def without(positions: Positions, taken: Positions) -> Positions:
-    """Ascending runs of the positions that are not in `taken`."""
-    left = sorted(set(_every(positions)) - set(_every(taken)))
-    return _runs(left)
+    """Ascending runs, possibly with a stride, of the positions that are not in `taken`."""
+    end = max((part[-1] + 1 for part in positions if part), default=0)
+    left = bytearray(end)
+    for part in positions:
+        left[part.start : part.stop : part.step] = b"\1" * len(part)
+    for part in taken:
+        inside = part[: max(0, -(-(end - part.start) // part.step))]
+        left[inside.start : inside.stop : inside.step] = bytes(len(inside))
+    runs = _Runs()
+    start = left.find(1)
+    while start >= 0:
+        stop = left.find(0, start)
+        run = range(start, end if stop < 0 else stop)
+        if len(run) == 1:
+            run = _strided_run(left, start)
+        runs.append(run)
+        start = left.find(1, run[-1] + 1)
+    return tuple(runs.ranges)
+
+
+def _strided_run(marks: bytearray, start: int) -> range:
+    """The longest run of marks from `start` on that are equally far from each other; galloping."""
+    second = marks.find(1, start + 1)
+    if second < 0:
+        return range(start, start + 1)
+    step = second - start
+
+    def is_run(count: int) -> bool:
+        stop = start + step * (count - 1) + 1
+        return marks.count(1, start, stop) == count == marks[start:stop:step].count(1)
+
+    known, most = 2, (len(marks) - 1 - start) // step + 1
+    too_many = most + 1
+    while 2 * known <= most:
+        if not is_run(2 * known):
+            too_many = 2 * known
+            break
+        known *= 2
+    while too_many - known > 1:
+        middle = (known + too_many) // 2
+        if is_run(middle):
+            known = middle
+        else:
+            too_many = middle
+    return range(start, start + step * (known - 1) + 1, step)
 
 
 def rebalance(holdings: Holdings, group: Sequence[int], page_tokens: int = 1) -> tuple[KvMove, ...]:
@@ -232,23 +315,3 @@ def _whole_pages(tokens: int, wanted: int, page_tokens: int) -> int:
         return tokens
     pages = max(0, round((wanted - last_page) / page_tokens))
     return min(tokens, last_page + pages * page_tokens)
-
-
-def _every(positions: Positions) -> Iterator[int]:
-    return (position for part in positions for position in part)
-
-
-def _runs(ascending: Sequence[int]) -> Positions:
-    cuts = [0, *(i for i in range(1, len(ascending)) if ascending[i] != ascending[i - 1] + 1), len(ascending)]
-    return tuple(range(ascending[a], ascending[b - 1] + 1) for a, b in pairwise(cuts) if a < b)
-
-
-def _non_empty(part: range) -> Positions:
-    return (part,) if part else ()
-
-
-def _joined(first: range, second: range) -> Positions:
-    """Two ascending pieces; one where they touch."""
-    if first and second and first.stop == second.start:
-        return (range(first.start, second.stop),)
-    return (*_non_empty(first), *_non_empty(second))

@@ -145,6 +145,25 @@ class SchedulerEngine:
         logits: torch.Tensor = output.logits_output.next_token_logits[-1]
         return logits.float()
 
+    def try_workspace(self, rows: int, held_tokens: int) -> None:
+        """See `sequence_parallel.chunk_step.Engine`. On a CPU nothing is tried: memory is there once it is written."""
+        size_bytes, device = self.workspace_bytes(rows, held_tokens), self.pool.device
+        if device.type != "cpu":
+            torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+    def workspace_bytes(self, rows: int, held_tokens: int) -> int:
+        """About what a chunk needs at its fullest moment: a layer's activations, attention's sums in float32, the keys
+        and values that are held here and two blocks of others, and a row of logits."""
+        config, kv = self._runner.model_config, self.pool.empty_block(1)
+        text, ranks = config.hf_text_config, self._ranks.size
+        experts = int(getattr(text, "num_experts_per_tok", 0) or 0)
+        width = max(int(text.intermediate_size), experts * int(getattr(text, "moe_intermediate_size", 0) or 0))
+        heads = -(-config.num_attention_heads // ranks)
+        of_row = (4 * config.hidden_size + 3 * (width // ranks) + 3 * heads * config.head_dim) * kv.element_size()
+        sums = 2 * heads * (config.head_dim + 1) * torch.float32.itemsize
+        logits = config.vocab_size * torch.float32.itemsize
+        return int(rows * (of_row + sums) + 3 * held_tokens * kv.nbytes + logits)
+
 
 class _ChunkBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type information here
     """Stores K and V of the chunk's rows, then asks the ring. SGLang's own backend is not touched."""

@@ -84,6 +84,8 @@ def test_status_and_metrics() -> None:
         app = make_app(protocol, lambda: protocol.status(0.0), TicketDesk(protocol, lambda _: None))
         async with TestClient(TestServer(app)) as client:
             status = await (await client.get("/status")).json()
+            assert await (await client.get("/status?recent=5")).json() == status
+            assert (await client.get("/status?recent=-1")).status == 400
             assert (await client.get("/health")).status == 200
             return status, await (await client.get("/metrics")).text()
 

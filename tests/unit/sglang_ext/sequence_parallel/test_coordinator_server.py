@@ -14,6 +14,7 @@ import pytest
 
 from sglang_ext.policy.cdsp.orders import MemberReport
 from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer, ListenError
+from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -187,6 +188,35 @@ def test_a_connection_without_a_hello_is_no_member(line: bytes) -> None:
         client = await served.connect(line)
         assert await client.is_ended()
         assert served.names() == []
+
+    serve(test)
+
+
+def test_who_has_not_proved_anything_may_not_send_much() -> None:
+    async def test(served: Served) -> None:
+        sent = 0
+        client = await served.connect(b"[")
+        try:
+            while sent < 2**23:
+                client.writer.write(b" " * 2**14)
+                await asyncio.wait_for(client.writer.drain(), 10)
+                await asyncio.sleep(0)  # the server's turn
+                sent += 2**14
+        except (ConnectionError, TimeoutError):
+            pass
+        assert await client.is_ended()
+        assert sent < 2**22, "what lies between, and no more"
+
+    serve(test)
+
+
+def test_a_member_may_send_lines_that_are_longer_than_the_first() -> None:
+    async def test(served: Served) -> None:
+        client = await served.prove()
+        where = tuple(PeerAddress("a" * 200, port) for port in range(2000))
+        client.writer.write(encode(hello("a")._replace(addresses=where)))
+        assert isinstance(await client.read(), Welcome)
+        assert served.names() == ["a"]
 
     serve(test)
 

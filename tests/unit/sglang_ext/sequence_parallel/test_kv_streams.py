@@ -227,6 +227,43 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
         assert sum(one.endpoint.totals().written_bytes > 0 for one in members) > 1
 
 
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_step_that_fails_before_it_sends_costs_the_streaming_nothing(
+    make: Make, decode: Decode, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    wires, failures = Wires(), []
+
+    def on_layer(layer: int) -> None:
+        if when == "behind" and not failures:
+            failures.append(layer)
+            raise KvPoolFullError("drawn")
+
+    members = [make(instance, wires, 1, on_layer if instance else lambda layer: None) for instance in range(2)]
+    allocate = ToyPool.allocate
+
+    def allocate_or_fail(pool: ToyPool, tokens: int) -> torch.Tensor:
+        if when == "before" and pool is members[1].pool and not failures:
+            failures.append(tokens)
+            raise KvPoolFullError("drawn")
+        return allocate(pool, tokens)
+
+    costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
+    protocol = PoolProtocol(PoolSettings(min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6), costs)
+    pool = MemoryPool(protocol, members, 1)
+    members[0].offer_streamed(1, ids(200), 0, 0)
+    monkeypatch.setattr(ToyPool, "allocate", allocate_or_fail)
+
+    def is_done() -> bool:
+        decode.turn()
+        return decode.requests[1].outcome is not None and bool(members[0].ended)
+
+    pool.run(is_done, timeout_s=60)
+    assert len(failures) == protocol.history.steps_failed == 1
+    assert decode.requests[1].attempts == (1 if when == "before" else 2)
+    assert (1 in members[0].logits) == (when == "before"), "without a collect"
+    torch.testing.assert_close(decode.requests[1].kv, kv_of(ids(200)), atol=1e-4, rtol=0)
+
+
 TOKENS = 48
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -30,6 +32,18 @@ def meshes(group: SymmetricGroup, timeout_s: float = 30.0) -> dict[int, MailboxM
         name: MailboxMesh(memory, NAMES, name, timeout_s, PIECE_BYTES)
         for name, memory in zip(NAMES, group.members, strict=True)
     }
+
+
+def test_members_that_meet_wait_for_all_others(group: SymmetricGroup) -> None:
+    members = meshes(group)
+    with ThreadPoolExecutor(len(NAMES)) as threads:
+        first, second = (threads.submit(members[name].meet) for name in NAMES[:2])
+        time.sleep(0.1)
+        assert not first.done()
+        assert not second.done()
+        members[NAMES[2]].meet()
+        first.result(30)
+        second.result(30)
 
 
 @pytest.mark.parametrize("seed", range(20))

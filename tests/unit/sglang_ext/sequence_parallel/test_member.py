@@ -131,13 +131,34 @@ def test_memory_that_the_model_cannot_have_fails_the_step_alone(monkeypatch: pyt
     one.link.inbox.append(chunk(REQUEST, ids(30)))
     one.turn()
     assert sent(one.link, StepFailed) == [
-        StepFailed(1, "1 GiB is wanted", None, is_out_of_memory=True, free_kv_tokens=POOL_TOKENS)
+        StepFailed(1, "1 GiB is wanted", None, is_out_of_memory=True, free_kv_tokens=POOL_TOKENS, is_unsent=True)
     ]
     assert is_idle(one)
     monkeypatch.undo()
     one.link.inbox.append(chunk(REQUEST, ids(30), sequence=2))
     one.turn()
     assert done(one.link) == [2]
+
+
+def test_memory_that_a_trial_cannot_have_fails_the_step_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = member()
+    tried = []
+
+    def try_workspace(engine: ToyEngine, rows: int, held_tokens: int) -> None:
+        tried.append((rows, held_tokens))
+        if rows > 20:
+            raise torch.OutOfMemoryError("1 GiB is wanted\nhere is a long text")
+
+    monkeypatch.setattr(ToyEngine, "try_workspace", try_workspace)
+    one.link.inbox.append(chunk(REQUEST, ids(30)))
+    one.turn()
+    assert sent(one.link, StepFailed) == [
+        StepFailed(1, "1 GiB is wanted", None, is_out_of_memory=True, free_kv_tokens=POOL_TOKENS, is_unsent=True)
+    ]
+    assert is_idle(one)
+    one.link.inbox.append(chunk(REQUEST, ids(20), sequence=2))
+    one.turn()
+    assert (done(one.link), tried) == ([2], [(30, 30), (20, 20)])
 
 
 def test_taken_back() -> None:
@@ -156,7 +177,7 @@ def test_a_peer_that_does_not_answer() -> None:
     one = member()
     one.link.inbox.append(chunk(REQUEST, ids(30), group=(0, 1)))
     one.turn()
-    assert sent(one.link, StepFailed) == [StepFailed(1, "nothing has come", free_kv_tokens=POOL_TOKENS)]
+    assert sent(one.link, StepFailed) == [StepFailed(1, "nothing has come", free_kv_tokens=POOL_TOKENS, is_unsent=True)]
     assert one.pool.free_tokens == POOL_TOKENS
     one.link.inbox.append(Drop(REQUEST, (0,)))
     one.turn()

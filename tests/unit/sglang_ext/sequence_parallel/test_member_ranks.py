@@ -20,7 +20,7 @@ from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from support.memory_pool import FakeLink, MemoryPool, Wires
 from support.memory_ranks import Meeting, MemoryRanks, RankedMember
-from support.toy_engine import kv_of
+from support.toy_engine import ToyEngine, kv_of
 
 POOL_TOKENS = 640
 
@@ -76,6 +76,32 @@ def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
         one.close()
     if not any(one.failure_rate for one in wires):
         assert collected
+
+
+def test_a_rank_without_memory_for_a_chunk_fails_the_step_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+    wires = [Wires(), Wires()]
+    members = [RankedMember(instance, wires, POOL_TOKENS, 1) for instance in range(2)]
+
+    def try_workspace(engine: ToyEngine, rows: int, held_tokens: int) -> None:
+        if engine.pool is members[1].ranks[1].pool and not failures:
+            failures.append(rows)
+            raise torch.OutOfMemoryError("1 GiB is wanted")
+
+    monkeypatch.setattr(ToyEngine, "try_workspace", try_workspace)
+    costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
+    protocol = PoolProtocol(PoolSettings(min_chunk_tokens=16, step_timeout_s=10.0, member_timeout_s=1e6), costs)
+    pool = MemoryPool(protocol, members, 1)
+    token_ids = ids(200, 1)
+    members[0].offer(token_ids, kv_of(token_ids)[:, :, :0])
+    pool.run(lambda: bool(members[0].ranks[0].ended), timeout_s=60)
+    (record,) = protocol.status(0.0).recent
+    assert [(step.kind, step.has_failed) for step in record.steps[:2]] == [("chunk", True), ("chunk", False)]
+    assert record.outcome == "collected"
+    shares = [one.new_tokens for one in record.steps[:2]]
+    assert (failures, shares) == ([100], [200, 124]), "a part of about 64 tokens, not of 100"
+    for one in members:
+        one.close()
 
 
 def test_what_the_first_rank_hears_all_hear_in_the_same_turn() -> None:

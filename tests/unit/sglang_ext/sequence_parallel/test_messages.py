@@ -93,7 +93,7 @@ messages = st.one_of(
     st.builds(Welcome, counts, texts, times),
     st.builds(Refusal, reasons),
     st.just(Heartbeat()),
-    st.builds(ReportMessage, reports),
+    st.builds(ReportMessage, reports, counts),
     st.builds(Alive, times),
     st.builds(
         *(OfferMessage, counts, token_ids, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
@@ -125,7 +125,7 @@ def read_all(stream: bytes) -> list[Message]:
 
 async def receive_all(stream: bytes) -> list[Message]:
     """As the coordinator's event loop reads it."""
-    reader, received = asyncio.StreamReader(limit=MAX_LINE_BYTES), []
+    reader, received = asyncio.StreamReader(limit=100), []  # most lines are longer
     reader.feed_data(stream)
     reader.feed_eof()
     while (message := await receive_message(reader)) is not None:

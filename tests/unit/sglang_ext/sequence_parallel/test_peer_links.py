@@ -130,6 +130,26 @@ def test_tensors_go_to_where_they_were_posted(
     assert all(torch.equal(sent[tag], got[tag]) for tag in sent)
 
 
+def test_members_that_meet_wait_for_all_others(
+    make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
+) -> None:
+    links = make(3)
+    order: list[str] = []
+
+    def meet(instance: int) -> None:
+        with links[instance].step(1, addresses(links)) as mesh:
+            mesh.meet()
+            order.append("met")
+
+    early = [threads.submit(meet, instance) for instance in (0, 2)]
+    time.sleep(0.2)
+    order.append("the last one comes")
+    last = threads.submit(meet, 1)
+    for future in (*early, last):
+        future.result(SOON_S)
+    assert order == ["the last one comes", "met", "met", "met"]
+
+
 def test_connections_are_made_when_they_are_used_and_kept(
     make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
 ) -> None:
@@ -249,14 +269,26 @@ def test_a_peer_that_is_not_there(make: Callable[..., list[PeerLinks]], monkeypa
     assert failed.value.instance == 1
 
 
-def test_a_peer_that_does_not_connect(make: Callable[..., list[PeerLinks]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.sequence_parallel.peer_link.CONNECT_TIMEOUT_S", 0.3)
-    _, second = links = make(2)
+def test_a_peer_that_does_not_connect(make: Callable[..., list[PeerLinks]]) -> None:
+    _, second = links = make(2, timeout_s=0.3)
     with (
-        pytest.raises(MeshError, match="instance 0: it has not connected"),
+        pytest.raises(MeshError, match=r"instance 0: (it has not connected within|nothing has come for) 0\.3 s"),
         second.step(1, addresses(links)) as mesh,
     ):
         mesh.receive(torch.empty(1), 0, 0).wait()
+
+
+def test_who_is_connected_to_waits_as_long_as_a_step_does(
+    make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.sequence_parallel.peer_link.CONNECT_TIMEOUT_S", 0.1)
+    links = make(2)
+    waits = threads.submit(swap, links, 1, 1)
+    time.sleep(0.5)  # the first one has other work
+    monkeypatch.undo()
+    comes = threads.submit(swap, links, 0, 1)
+    assert waits.result(SOON_S) == [100.0]
+    assert comes.result(SOON_S) == [101.0]
 
 
 def test_a_peer_that_dies_is_noticed_and_another_one_connects(
@@ -406,6 +438,38 @@ def test_how_long_the_engine_has_been_silent(make: Callable[..., list[PeerLinks]
     now_s[0] += 2.0
     assert one.silent_s == 2.0
     one.close()
+
+
+def test_an_engine_that_compiles_in_its_first_chunk_does_not_hang_before_its_peers_give_up() -> None:
+    now_s = [100.0]
+    one = PeerLinks("127.0.0.1", KEY, 30.0, clock=lambda: now_s[0])
+    one.enter(Membership(POOL, 0))
+    with one.step(1, {0: one.address}):
+        now_s[0] += 29.0
+        assert one.silent_s == 0.0
+        now_s[0] += 3.0
+        assert one.silent_s == 2.0
+    with one.step(2, {0: one.address}):
+        one.note_computed()
+    with one.step(3, {0: one.address}):
+        now_s[0] += 4.0
+        assert one.silent_s == 4.0
+    one.close()
+
+
+def test_a_connection_to_a_host_that_has_vanished_ends(
+    make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor
+) -> None:
+    links = make(2, timeout_s=SOON_S)
+    swap_all(threads, links, 1)
+    for one in links:
+        (link,) = one._links.values()
+        connection = link._socket
+        assert connection is not None
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000 * SOON_S
+        idle_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        assert idle_s < 60
 
 
 def test_ranks_of_one_instance(make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor) -> None:

@@ -35,6 +35,22 @@ def test_chunks_are_sent_as_long_as_nothing_fails() -> None:
     assert ledger.take_messages() == []
 
 
+def test_a_chunk_that_is_taken_back_before_it_was_sent_changes_nothing() -> None:
+    ledger = StreamLedger()
+    ledger.offered(3, OFFER)
+    ledger.ordered(chunk(10, 40, (3,)))
+    ledger.ordered(chunk(40, 99, (3, 1)))
+    ledger.take_messages()
+    ledger.taken_back(5)
+    assert ledger.take_messages() == [AddressedMessage(3, Streamed(5, 40, True))]
+    assert ledger.ordered(chunk(40, 70, (3, 1))) == WHERE
+    assert ledger.take_messages() == [AddressedMessage(3, Streamed(5, 70, True))]
+    ledger.broken(5)
+    ledger.take_messages()
+    ledger.taken_back(5)
+    assert ledger.take_messages() == []
+
+
 def test_a_member_that_sends_is_lost() -> None:
     ledger = StreamLedger()
     ledger.offered(3, OFFER)

@@ -8,9 +8,11 @@ from array import array
 import pytest
 
 from sglang_ext.identifiers import pool_request
-from sglang_ext.policy.cdsp.orders import Decline, Drop, GiveUp, MemberReport, RollBack
+from sglang_ext.policy.cdsp.orders import Collect, Decline, Drop, GiveUp, MemberReport, RollBack, RunChunk
+from sglang_ext.policy.cdsp.sharding import Interleaving, KvMove, lay_out
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.sequence_parallel.coordinator_server import describe_status
+from sglang_ext.sequence_parallel import coordinator_server
+from sglang_ext.sequence_parallel.coordinator_server import StatusEncoder, describe_status
 from sglang_ext.sequence_parallel.link_frames import PeerAddress
 from sglang_ext.sequence_parallel.messages import (
     PROTOCOL_VERSION,
@@ -31,11 +33,19 @@ from sglang_ext.sequence_parallel.messages import (
     Welcome,
 )
 from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_history import FormerMember, PrefillEnd, PrefillTimes
+from sglang_ext.sequence_parallel.pool_history import (
+    FormerMember,
+    PoolHistory,
+    PoolStatus,
+    PrefillEnd,
+    PrefillRecord,
+    PrefillTimes,
+    StepKind,
+)
 from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
 from sglang_ext.sequence_parallel.pool_settings import PoolSettings
 from sglang_ext.sequence_parallel.step_clock import StepTimes
-from sglang_ext_router.long_pool import pool_prompts
+from sglang_ext_router.long_pool import MAX_STATUS_BYTES, cached_rooms, pool_prompts
 
 SETTINGS = PoolSettings(min_chunk_tokens=16, step_timeout_s=2.0, member_timeout_s=1.0)
 TIMES = StepTimes(1.0, 0.2, 0.1)
@@ -157,6 +167,76 @@ def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
     pool.say(1, StepFailed(1, "the KV pool is full"))
     first = pool.protocol.status(pool.now_s).requests[0]
     assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
+
+
+def busy_history(prompts: int, members: int, keep_steps: int) -> PoolHistory:
+    """Prompts that were streamed in two chunks, and kept in many steps."""
+    history, group = PoolHistory(), tuple(range(members))
+    for request in range(prompts):
+        history.running[request] = PrefillRecord(request, 0, 10_000, 0, 100.0, room=2**62 + request)
+        (where, _), now_s = lay_out({}, (range(5000),), group, Interleaving.ZIGZAG), 100.0
+        orders: list[RunChunk | Collect] = [RunChunk(sequence, request, where, 0) for sequence in (1, 2)]
+        for number in range(keep_steps):
+            source = 1 + number % (members - 1)
+            moves = (KvMove(source, 0, 0, 64, (range(64),)),)
+            orders.append(Collect(3 + number, request, 0, (0, source), moves, 0, is_last=number == keep_steps - 1))
+        for number, order in enumerate(orders):
+            if number == 2:
+                history.note_keeping(request, now_s)
+            step, now_s = history.note_order(order, now_s), now_s + 0.05
+            for instance in step.members:
+                step.note_times(instance, StepTimes(0.05, 0.01, 0.01), now_s)
+            step.ended_s = now_s
+            history.note_step_end(step)
+        history.note_kept(request, now_s)
+    return history
+
+
+def status_of(history: PoolHistory, requests: tuple[PrefillRecord, ...] = ()) -> PoolStatus:
+    return PoolStatus(200.0, "model", (), requests, tuple(history.ended), 0, 0, 0, 0, 1.0, 0.0, ())
+
+
+def test_hundreds_of_steps_into_a_prefix_cache_are_shown_as_one() -> None:
+    history = busy_history(1, 8, 128)
+    (one,) = history.ended
+    assert [step.kind for step in one.steps] == [StepKind.CHUNK, StepKind.CHUNK, StepKind.KEEP]
+    kept = one.steps[-1]
+    assert (kept.members, kept.moved_tokens) == (tuple(range(8)), 128 * 64)
+    assert kept.ended_s == pytest.approx(100.0 + 130 * 0.05)
+    owner = kept.member_times[0]
+    assert (owner.instance, owner.began_s, owner.ended_s) == (0, pytest.approx(100.1), kept.ended_s)
+    assert owner.ring_s == pytest.approx(128 * 0.01)
+    assert one.kept_s == kept.ended_s
+
+
+def test_a_status_is_of_bounded_size_and_what_has_ended_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, encoder = busy_history(100, 8, 128), StatusEncoder()
+    whole = encoder.encode(status_of(history))
+    assert len(whole) < 2**20
+    encoded = []
+    monkeypatch.setattr(coordinator_server, "_encode", lambda record: encoded.append(record) or b"{}")
+    assert encoder.encode(status_of(history)) == whole
+    assert not encoded
+    history.note_transferred(97, 3.0, 0.5)
+    assert encoder.encode(status_of(history)) != whole
+    assert [one.request for one in encoded] == [97]
+
+
+def test_a_router_gets_the_latest_prompts_as_far_as_they_fit_and_all_rooms() -> None:
+    history = busy_history(100, 8, 2)
+    answer = json.loads(StatusEncoder().encode(status_of(history), 50))
+    assert [one["request"] for one in answer["recent"]] == list(range(50, 100))
+    assert [one["room"] for one in answer["ended_rooms"]] == [2**62 + number for number in range(100)]
+    assert dict(cached_rooms(answer)) == {2**62 + number: True for number in range(100)}
+    for record in history.ended:
+        record.steps = record.steps[:1] * 1000
+    body = StatusEncoder().encode(status_of(history, tuple(history.ended)[:5]), 50)
+    assert len(body) < MAX_STATUS_BYTES / 2
+    answer = json.loads(body)
+    assert 1 < len(answer["recent"]) < 50
+    assert answer["recent"][-1]["request"] == 99
+    assert {(len(one["steps"]), one["steps_left_out"]) for one in answer["recent"]} == {(100, 900)}
+    assert len(answer["requests"]) == 5
 
 
 def test_who_has_gone_is_still_known_by_name() -> None:

@@ -131,6 +131,23 @@ def test_a_request_that_keeps_failing_goes_home() -> None:
     assert one.requests == ()
 
 
+def test_only_failures_in_a_row_send_a_request_home() -> None:
+    one = coordinator(2, chunk_s=0.2, max_attempts=3)
+    orders = one.offer(offer(), 0.0)
+    failures = chunks = 0
+    while not any(isinstance(order, Collect | Decline) for order in orders):
+        order = chunk_of(orders)
+        if chunks % 2 and failures < chunks:
+            failures += 1
+            one.done(0, order.sequence, 1.0)
+            orders = one.failed(1, order.sequence, 1.0)
+        else:
+            chunks += 1
+            orders = one.done_together((0, 1), order.sequence, 1.0)
+    assert failures > 3
+    assert any(isinstance(order, Collect) for order in orders)
+
+
 def test_answers_that_come_late_or_twice_change_nothing() -> None:
     one = coordinator(2)
     order = chunk_of(one.offer(offer(), 0.0))
@@ -584,6 +601,18 @@ def test_what_is_free_at_the_end_of_a_step_is_known_before_the_next_report() -> 
     assert chunk_of(one.plan(1.2)).request == 2
 
 
+def test_a_report_that_crosses_a_chunk_on_the_wire_does_not_free_what_that_takes() -> None:
+    one = coordinator(1)
+    one.report(0, MemberReport(0.0, 3000), 0.0, 0)
+    order = chunk_of(one.offer(offer(1, tokens=1000)._replace(is_streamed=True, fits_owner=False), 0.1))
+    one.report(0, MemberReport(0.0, 3000), 0.2, order.sequence - 1)
+    assert one.done(0, order.sequence, 1.0) == [Finish(1, 0)]
+    large = offer(2, tokens=2500)._replace(is_streamed=True, fits_owner=False)
+    assert one.offer(large, 1.1) == [], "2000 are free"
+    one.report(0, MemberReport(0.0, 2500), 1.2, order.sequence)
+    assert chunk_of(one.plan(1.2)).request == 2
+
+
 def test_what_does_not_fit_its_owner_is_not_given_back_because_the_owner_is_fastest() -> None:
     one = coordinator(1)
     order = chunk_of(one.offer(offer(1)._replace(is_streamed=True, fits_owner=False), 0.0))
@@ -639,6 +668,25 @@ def test_a_chunk_that_fails_ends_the_streaming() -> None:
     again = chunk_of(one.done(0, order.sequence, 1.0))
     assert not again.is_last
     assert [type(more) for more in one.done_together(again.layout.group, again.sequence, 2.0)] == [Collect]
+
+
+def test_a_chunk_that_fails_before_anything_is_sent_is_streamed_again() -> None:
+    one = coordinator(3)
+    order = chunk_of(one.offer(offer()._replace(is_streamed=True, fits_owner=False), 0.0))
+    one.failed(1, order.sequence, 1.0, is_unsent=True)
+    one.failed(2, order.sequence, 1.0, is_unsent=True)
+    again = chunk_of(one.failed(0, order.sequence, 1.0, is_unsent=True))
+    assert again.is_last
+    assert one.done_together(again.layout.group, again.sequence, 2.0) == [Finish(1, 0)]
+
+
+@pytest.mark.parametrize("sender_fails", [True, False])
+def test_a_chunk_of_which_one_member_has_sent_something_ends_the_streaming(sender_fails: bool) -> None:
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer()._replace(is_streamed=True), 0.0))
+    one.failed(1, order.sequence, 1.0, is_unsent=True)
+    last = one.failed(0, order.sequence, 1.0) if sender_fails else one.done(0, order.sequence, 1.0)
+    assert not chunk_of(last).is_last
 
 
 class SimulatedCluster:
@@ -789,7 +837,11 @@ class SimulatedCluster:
         if order.sequence in self.broken or is_alone or (may_fail and self.random.random() < 0.1):
             self.broken.add(order.sequence)
             unreachable = self.random.choice((None, *group))
-            self.deliver(self.coordinator.failed(instance, order.sequence, self.now_s, unreachable))
+            self.deliver(
+                self.coordinator.failed(
+                    instance, order.sequence, self.now_s, unreachable, is_unsent=self.random.random() < 0.7
+                )
+            )
             return
         self.before[key] = self.held.get(key, ())
         moves = order.layout.moves if isinstance(order, RunChunk) else order.moves

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from math import ceil
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.policy.cdsp import sharding
 from sglang_ext.policy.cdsp.sharding import (
     Interleaving,
     KvSegment,
@@ -21,6 +25,7 @@ from sglang_ext.policy.cdsp.sharding import (
     positions_of,
     rebalance,
     split_chunk,
+    split_positions,
     tail,
     without,
 )
@@ -158,6 +163,82 @@ def test_what_was_lost_is_dealt_out_again() -> None:
     assert sorted(every(layout.new[0]) + every(layout.new[1])) == every(lost)
     assert all(every(part) == sorted(every(part)) for part in layout.new)
     assert sorted(p for segments in after.values() for p in every(positions_of(segments))) == list(range(100))
+
+
+@st.composite
+def some_ranges(draw: st.DrawFn) -> Positions:
+    parts = draw(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30), st.integers(1, 7)), max_size=6))
+    return tuple(range(start, start + count * step, step) for start, count, step in parts)
+
+
+@given(positions=some_ranges(), taken=some_ranges())
+def test_without_some(positions: Positions, taken: Positions) -> None:
+    left = without(positions, taken)
+    assert every(left) == sorted({*every(positions)} - {*every(taken)})
+
+
+@given(
+    tokens=st.integers(1, 2000),
+    members=st.integers(2, 8),
+    data=st.data(),
+    first=st.sampled_from(Interleaving),
+    then=st.sampled_from(Interleaving),
+    page_tokens=st.sampled_from([1, 16]),
+)
+def test_what_was_lost_is_dealt_out_evenly(
+    tokens: int, members: int, data: st.DataObject, first: Interleaving, then: Interleaving, page_tokens: int
+) -> None:
+    dealt = split_chunk(0, tokens, members, first, page_tokens)
+    lost_members = data.draw(st.sets(st.integers(0, members - 1), min_size=1))
+    kept = tuple(part for member, parts in enumerate(dealt) if member not in lost_members for part in parts)
+    lost = without((range(tokens),), kept)
+    others = data.draw(st.integers(1, 8))
+    again = split_positions(lost, others, then, page_tokens)
+    assert sorted(position for parts in again for position in every(parts)) == every(lost)
+    assert all(every(parts) == sorted(every(parts)) for parts in again)
+    counts = [count_tokens(parts) for parts in again]
+    assert max(counts) - min(counts) <= (1 if then is Interleaving.STRIPED else 2 * page_tokens + 2)
+
+
+@pytest.mark.parametrize("then", list(Interleaving))
+def test_a_lost_stripe_is_one_range_and_dealt_out_in_few(then: Interleaving) -> None:
+    dealt = split_chunk(0, 65_536, 4, Interleaving.STRIPED)
+    lost = without((range(65_536),), (*dealt[0], *dealt[1], *dealt[3]))
+    assert lost == (range(2, 65_536, 4),)
+    assert max(map(len, split_positions(lost, 3, then))) <= 2
+
+
+class CountedRuns(sharding._Runs):
+    calls = 0
+
+    def append(self, part: range) -> None:
+        CountedRuns.calls += 1
+        super().append(part)
+
+
+@pytest.mark.parametrize("then", list(Interleaving))
+def test_dealing_out_costs_in_proportion_to_the_ranges(then: Interleaving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two neighbouring stripes of five are lost: no strides, a range for every two tokens."""
+    monkeypatch.setattr(sharding, "_Runs", CountedRuns)
+    dealt = split_chunk(0, 10_000, 5, Interleaving.STRIPED)
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename == sharding.__file__ else None
+
+    CountedRuns.calls = 0
+    sys.settrace(count)
+    try:
+        lost = without((range(10_000),), (*dealt[0], *dealt[3], *dealt[4]))
+        again = split_positions(lost, 3, then)
+    finally:
+        sys.settrace(None)
+    assert len(lost) == 2000
+    assert sum(map(len, again)) <= 4000
+    assert CountedRuns.calls <= 3 * len(lost)
+    assert lines <= 60 * len(lost)
 
 
 def test_gathered() -> None:
