@@ -1,4 +1,4 @@
-"""The long pool in simulation: overload that ends, KV that decode has no room for yet, noise, offers without tickets."""
+"""The long pool in simulation: overload that ends, KV that waits for decode, noise, offers without tickets."""
 
 from __future__ import annotations
 
