@@ -41,9 +41,9 @@ class OnTimeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.put_back_share <= 1:
             raise ValueError(f"put_back_share: {self.put_back_share} is not from 0 to 1")
-        for name in ("put_back_burst", "most_hurrying", "arrivals_per_aged"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 0")
+        for name, least in (("put_back_burst", 0), ("most_hurrying", 0), ("arrivals_per_aged", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than {least}")
         for name in ("planned_share", "work_factor", "due_share", "put_back_due_share", "promoted_after", "age_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number above 0")
@@ -136,11 +136,13 @@ class OnTimeOrder:
     def _note_aged(self, now_s: float, by_deadline: Sequence[PendingPrefill]) -> None:
         """The oldest of those without a deadline comes first, where it has waited so long and it is its turn."""
         options = self._options
-        for one in by_deadline:
-            has_aged = one.deadline_s == math.inf and now_s - one.arrival_s > options.age_s
-            if has_aged and one.key not in self._aged and self._arrivals >= options.arrivals_per_aged:
-                self._arrivals = 0
-                self._aged.add(one.key)
+        if self._arrivals >= options.arrivals_per_aged:
+            for one in by_deadline:
+                has_aged = one.deadline_s == math.inf and now_s - one.arrival_s > options.age_s
+                if has_aged and one.key not in self._aged:
+                    self._arrivals = 0
+                    self._aged.add(one.key)
+                    return
 
     def _choose(self, now_s: float, timely: Sequence[PendingPrefill], ahead_s: float, per_work: float) -> set[int]:
         """Who of these is put back so that the others are on time."""

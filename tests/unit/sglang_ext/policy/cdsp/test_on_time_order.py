@@ -167,7 +167,7 @@ def test_the_allowance_comes_back_with_arrivals_and_with_those_that_did_not_need
         ("put_back_share", 1.5),
         ("put_back_burst", -1),
         ("most_hurrying", -1),
-        ("arrivals_per_aged", -1),
+        ("arrivals_per_aged", 0),
         ("planned_share", 0.0),
         ("promoted_after", math.inf),
         ("age_s", 0.0),
