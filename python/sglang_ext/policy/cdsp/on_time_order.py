@@ -3,7 +3,7 @@
 Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far would be on time; where one would not,
 the longest so far is put back. So that no prefill pays for that without bound, the number of those that are put back
 is a share of the arrivals, and one that has waited for two deadlines comes first. One without a deadline comes last,
-until it has waited for a minute: then it comes first in its turn among its like, one of them for every ten arrivals.
+until it has waited for a minute: then it comes first in its turn among its like, one of them for every fifty arrivals.
 
 What is late on any group is placed by the price alone, as if it had no deadline: if each of several such took its
 fastest group, which takes the most instance-seconds, the queue would grow by that, and more would be late. A lone one
@@ -36,7 +36,7 @@ class OnTimeOptions:
     promoted_after: float = 2.0  # deadlines: then it comes first
     most_hurrying: int = 1  # late on any group, of which each still takes its fastest one
     age_s: float = 60.0  # after which one without a deadline comes first,
-    arrivals_per_aged: int = 10  # one for so many arrivals
+    arrivals_per_aged: int = 50  # one for so many arrivals
 
     def __post_init__(self) -> None:
         if not 0 <= self.put_back_share <= 1:

@@ -119,7 +119,7 @@ def test_one_that_is_late_on_any_group_hurries_alone_and_several_go_by_the_price
     assert dues_s(more, 26.0, lost, other, timely) == pytest.approx({0: 28.5, 1: 29.07, 9: 57.0})
 
 
-def test_those_without_a_deadline_come_first_after_a_minute_one_for_ten_arrivals() -> None:
+def test_those_without_a_deadline_come_first_after_a_minute_one_for_fifty_arrivals() -> None:
     order = OnTimeOrder(OnTimeOptions())
     waiting = [prefill(key, 1.0, math.inf, 0.1 * key) for key in range(3)]
     timely = prefill(9, 1.0, 300.0, 50.0)
@@ -127,7 +127,7 @@ def test_those_without_a_deadline_come_first_after_a_minute_one_for_ten_arrivals
     assert keys(order, 60.5, timely, *waiting) == [0, 9, 1, 2]
     assert keys(order, 61.0, timely, *waiting) == [0, 9, 1, 2]
     assert dues_s(order, 61.0, timely, *waiting)[0] == math.inf
-    for _ in range(9):
+    for _ in range(49):
         order.note_arrival()
     assert keys(order, 61.0, timely, *waiting[1:]) == [9, 1, 2]
     order.note_arrival()
