@@ -16,9 +16,11 @@ arrivals, with it among 15 on 20,000; nothing else is reduced.
 `fluid` is one first-come first-served machine that serves min_s s T_s(0, L) / 16 per request; the bound is the rate at
 which all 16 instances would compute all the time, each prompt on the size that takes the least of them. Ours is `pool`,
 the coordinator that serves, with deadlines at the limit; `pool-noise-5` and `-10` with chunks that take longer or
-shorter than predicted (standard deviation 5% and 10%). The best baseline is the best of the paper's (fixed SP 8 and 16,
+shorter than predicted (standard deviation 5% and 10%); `pool-round-robin` with prompts that an instance has, each in
+turn, before anybody has planned, and offers. The best baseline is the best of the paper's (fixed SP 8 and 16,
 LoongServe as the paper describes it); `critical_over_best_of_all` is against the stronger ones too that the paper does
-not have (fixed SP 2 and 4, LoongServe on idle instances) and against Tetris.
+not have (fixed SP 2 and 4, LoongServe on idle instances) and against Tetris. Times are at the critical rate of the best
+baseline, and again at that of the best of all others (`…_at_best_of_all`).
 
 transfer: see support/papers_transfer.py. laps: see support/papers_laps.py. medha: see support/papers_medha.py.
 

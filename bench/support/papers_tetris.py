@@ -247,6 +247,7 @@ _SYSTEMS: dict[str, SystemOptions | None] = {
     "tetris": SystemOptions(ClusterSystem.TETRIS),
     "pool": SystemOptions(ClusterSystem.POOL),
     "pool-fcfs": SystemOptions(ClusterSystem.POOL_FCFS),
+    "pool-round-robin": SystemOptions(ClusterSystem.POOL, is_announced=False),
     "pool-noise-5": SystemOptions(ClusterSystem.POOL, noise=0.05),
     "pool-noise-10": SystemOptions(ClusterSystem.POOL, noise=0.1),
 }

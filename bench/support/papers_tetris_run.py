@@ -19,6 +19,7 @@ PAPER_BASELINES = ("fixed-sp16", "fixed-sp8", "loongserve")
 OTHER_BASELINES = ("fixed-sp2", "fixed-sp4", "loongserve-idle")
 UNTUNED_SEEDS = (200, 201)  # nothing was ever chosen by them
 PAPER_SYSTEMS = ("tetris-single", "tetris")
+ALL_OTHERS = (*PAPER_BASELINES, *OTHER_BASELINES, *PAPER_SYSTEMS)
 SEEDS = (0, 1, 2, *UNTUNED_SEEDS)
 SMALL = Scale(20_000, SEEDS, 4_000, (0.1, 0.2, 0.35, 0.5, 0.65))
 FULL = Scale(20_000, SEEDS, 20_000, tuple(round(0.05 * step, 2) for step in range(1, 16)))
@@ -31,7 +32,9 @@ class _Task(NamedTuple):
     rate_per_s: float | None  # None: find the critical rate
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
+    """Of a task: a critical rate, or times at a load and the improvement rate that they are with."""
+
     task: _Task
     measured: Measured | None
     ttft: Ttft | None
@@ -67,17 +70,23 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             assert done.measured is not None
             critical[done.task.trace.name][done.task.name] = done.measured
             _tell_critical(done.task.trace, done.measured)
-        rates = {
-            name: found[best_of(found, _known(found, PAPER_BASELINES))].mean_critical_per_s
-            for name, found in critical.items()
-        }
-        tasks = [
-            _Task(name, trace, scale, rates[trace.name]) for name in names if name != FLUID for trace in traces.values()
+        rates = {name: _rate_of_best(found, PAPER_BASELINES) for name, found in critical.items()}
+        rates_of_all = {name: _rate_of_best(found, ALL_OTHERS) for name, found in critical.items()}
+        measured = [name for name in names if name != FLUID]
+        tasks = [_Task(name, trace, scale, rates[trace.name]) for name in measured for trace in traces.values()]
+        tasks += [
+            _Task(name, trace, scale, rates_of_all[trace.name])
+            for name in measured
+            if name in (OURS, *ALL_OTHERS)
+            for trace in traces.values()
         ]
-        ttfts: dict[str, dict[str, _Outcome]] = {name: {} for name in traces}
+        ttfts: dict[str, dict[str, Ttft]] = {name: {} for name in traces}
+        ttfts_of_all: dict[str, dict[str, Ttft]] = {name: {} for name in traces}
         for done in pool.imap_unordered(_carry_out, tasks):
-            ttfts[done.task.trace.name][done.task.name] = done
             assert done.ttft is not None
+            trace_name = done.task.trace.name
+            found = ttfts if done.task.rate_per_s == rates[trace_name] else ttfts_of_all
+            found[trace_name][done.task.name] = done.ttft
             progress(
                 f"{done.task.trace.name:7} {done.task.name:16} at {done.task.rate_per_s:.3f}/s: "
                 f"P50 {done.ttft.p50_s:.3f} s, P99 {done.ttft.p99_s:.3f} s"
@@ -88,17 +97,25 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         "seeds": list(scale.seeds),
         "improvement_rates": list(scale.improvement_rates),
         "calibration_requests": scale.calibration_requests,
-        **{name: figures(trace, critical[name], rates[name], ttfts[name]) for name, trace in traces.items()},
+        **{
+            name: figures(trace, critical[name], rates[name], ttfts[name])
+            | figures_at_best_of_all(rates_of_all[name], ttfts_of_all[name] or ttfts[name])
+            for name, trace in traces.items()
+        },
     }
 
 
-def _carry_out(task: _Task) -> _Outcome:
+def _rate_of_best(critical: Mapping[str, Measured], names: Sequence[str]) -> float:
+    return critical[best_of(critical, _known(critical, names))].mean_critical_per_s
+
+
+def _carry_out(task: _Task) -> Outcome:
     options = systems(load_engine(task.scale.engine))[task.name]
     if task.rate_per_s is None:
-        return _Outcome(task, measure(task.name, options, task.trace, task.scale), None, None)
+        return Outcome(task, measure(task.name, options, task.trace, task.scale), None, None)
     assert options is not None
     ttft, rate = measure_ttft(options, task.trace, task.rate_per_s, task.scale)
-    return _Outcome(task, None, ttft, rate)
+    return Outcome(task, None, ttft, rate)
 
 
 def _tell_critical(trace: Trace, one: Measured) -> None:
@@ -115,19 +132,19 @@ def best_of(critical: Mapping[str, Measured], names: Sequence[str]) -> str:
 
 
 def figures(
-    trace: Trace, critical: Mapping[str, Measured], rate_per_s: float, ttfts: Mapping[str, _Outcome]
+    trace: Trace, critical: Mapping[str, Measured], rate_per_s: float, times: Mapping[str, Ttft]
 ) -> dict[str, object]:
     """The figures of one trace. Ratios of rates are means over seeds of the ratio of one seed."""
     ours = critical[OURS]
     best = best_of(critical, _known(critical, PAPER_BASELINES))
-    best_of_all = best_of(critical, _known(critical, PAPER_BASELINES + OTHER_BASELINES + PAPER_SYSTEMS))
-    times = {name: outcome.ttft for name, outcome in ttfts.items() if outcome.ttft is not None}
+    best_of_all = best_of(critical, _known(critical, ALL_OTHERS))
     return {
         "light_load_mean_s": trace.light_s,
         "limit_s": trace.limit_s,
         "bound_per_s": trace.bound_per_s,
         "critical_over_fluid": _ratio(ours, critical[FLUID]),
         "critical_over_fluid_by_seed": _ratios(ours, critical[FLUID]),
+        "critical_over_fluid_round_robin": _ratio(critical["pool-round-robin"], critical[FLUID]),
         "critical_over_fluid_noise_5": _ratio(critical["pool-noise-5"], critical[FLUID]),
         "critical_over_fluid_noise_10": _ratio(critical["pool-noise-10"], critical[FLUID]),
         "critical_over_bound": ours.mean_critical_per_s / trace.bound_per_s,
@@ -136,8 +153,7 @@ def figures(
         "best_of_all": best_of_all,
         "critical_over_best_of_all": _ratio(ours, critical[best_of_all]),
         "at_rate_per_s": rate_per_s,
-        "p99_over_lowest_baseline": times[OURS].p99_s
-        / min(times[name].p99_s for name in _known(times, PAPER_BASELINES + OTHER_BASELINES + PAPER_SYSTEMS)),
+        "p99_over_lowest_baseline": _p99_over_lowest(times),
         "p50_gain": times[best].p50_s / times[OURS].p50_s,
         "p99_gain": times[best].p99_s / times[OURS].p99_s,
         "chunking_p50_gain": times["tetris-single"].p50_s / times["tetris"].p50_s,
@@ -153,6 +169,21 @@ def figures(
             for name, one in sorted(critical.items())
         },
     }
+
+
+def figures_at_best_of_all(rate_per_s: float, times: Mapping[str, Ttft]) -> dict[str, object]:
+    """Times at the critical rate of the best other system, where the best of the paper's would not keep up."""
+    return {
+        "at_best_of_all_per_s": rate_per_s,
+        "p99_over_lowest_at_best_of_all": _p99_over_lowest(times),
+        "systems_at_best_of_all": {
+            name: {"p50_s": one.p50_s, "p99_s": one.p99_s} for name, one in sorted(times.items())
+        },
+    }
+
+
+def _p99_over_lowest(times: Mapping[str, Ttft]) -> float:
+    return times[OURS].p99_s / min(times[name].p99_s for name in _known(times, ALL_OTHERS))
 
 
 def _known(found: Mapping[str, object], names: Sequence[str]) -> list[str]:

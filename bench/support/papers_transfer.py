@@ -1,7 +1,8 @@
 """Tetris's traces up to decode: from the arrival of a prompt to the moment in which a decode instance has its KV.
 
 16 prefill instances as in Tetris's experiment, and two decode instances (LLaMA3-8B, 128 KiB of KV a token, 25 GB/s a
-transfer, four transfers at a time into one, 12 ms a step and 0.2 ms for each request in it). `plenty`: KV for 4,000,000
+transfer, four transfers at a time into one, 12 ms a step and 0.2 ms for each request in it). Prefill instances hold
+400,000 tokens each (80 GB less the weights), and the KV of a prompt until decode has it. `plenty`: KV for 4,000,000
 tokens each. `scarce`: for 250,000, so that prompts wait for requests to end (decode's back-pressure). 0.6 of the rate
 at which all prefill instances would compute all the time, seeds 0 and 200, 10,000 arrivals, the first 10% dropped. The
 whole KV is sent after the last chunk, whatever the system: what streaming by layer hides is not simulated.
@@ -29,6 +30,7 @@ OURS = "pool"
 BASELINES = ("fixed-sp2", "fixed-sp4", "fixed-sp8", "loongserve-idle", "tetris")
 LOAD = 0.6
 REQUESTS = 10_000
+PREFILL_KV_TOKENS = 400_000
 SEEDS = (0, 200)
 DECODE = {"plenty": DecodeSpec(2, kv_tokens=4_000_000), "scarce": DecodeSpec(2, kv_tokens=250_000)}
 
@@ -62,7 +64,9 @@ def measure(task: _Task) -> Delivered:
     options = judged_by(options, task.trace)
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
-        return build_cluster(options, loop, ClusterSpec(INSTANCES), engine.candidates, listener)
+        return build_cluster(
+            options, loop, ClusterSpec(INSTANCES, kv_tokens=PREFILL_KV_TOKENS), engine.candidates, listener
+        )
 
     ttfts_s: list[float] = []
     delivered_s: list[float] = []

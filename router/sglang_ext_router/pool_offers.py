@@ -100,12 +100,15 @@ class PoolOffers:
         The task can be cancelled: the prompt is withdrawn then, and `on_answer` not called.
         """
         room = self._rooms.take(1)
-        ticket = {
+        ticket: dict[str, Any] = {
             "ticket": room,
             "tokens": request.prompt_tokens,
             "waited_s": waited_s,
-            "slack_s": self._slack_s(request, waited_s),
+            "online": request.is_online,
         }
+        # Else the coordinator sets it, which knows what a prompt of this length takes.
+        if request.headers.ttft_slo_s is not None:
+            ticket["slack_s"] = request.headers.ttft_slo_s - waited_s
         limit_s = min(self._config.coordinator_offer_timeout_secs, self._config.queue_timeout_secs - waited_s)
         task = asyncio.get_running_loop().create_task(self._name(ticket, limit_s))
         self._asking.add(task)
@@ -147,12 +150,6 @@ class PoolOffers:
             task.cancel()
         if self._session is not None:
             await self._session.close()
-
-    def _slack_s(self, request: PreparedRequest, waited_s: float) -> float | None:
-        slo_s = request.headers.ttft_slo_s
-        if slo_s is None and request.is_online:
-            slo_s = self._config.controller_long_slo_secs
-        return None if slo_s is None else slo_s - waited_s
 
     def _place(self, request: PreparedRequest, name: str, room: int) -> PoolPlace | None:
         for worker in request.model.ready_prefill:

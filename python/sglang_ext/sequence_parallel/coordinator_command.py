@@ -97,6 +97,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "time; fcfs, lars (relative slack), edf and srpt for comparison",
     )
     add(
+        "--ttft-slo-ms",
+        type=float,
+        metavar="MS",
+        default=1e3 * default.ttft_slo_s,
+        help="TTFT objective of a prompt that a router announces without one of its own (default: %(default)g), or",
+    )
+    add(
+        "--slo-stretch",
+        type=float,
+        metavar="F",
+        default=default.slo_stretch,
+        help="this many times its time on an idle pool if that is more (default: %(default)g)",
+    )
+    add(
         "--cross-node-factor",
         type=float,
         metavar="F",
@@ -144,6 +158,8 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         raise OptionError(f"--cross-node-factor must be at least 1, got {arguments.cross_node_factor}")
     if arguments.min_chunk_tokens < 1:
         raise OptionError(f"--min-chunk-tokens must be at least 1, got {arguments.min_chunk_tokens}")
+    if not 1 <= arguments.slo_stretch < math.inf:
+        raise OptionError(f"--slo-stretch must be a number of at least 1, got {arguments.slo_stretch}")
     settings = PoolSettings(
         Interleaving(arguments.interleaving),
         PrefillOrder(arguments.order),
@@ -155,6 +171,8 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         arguments.ending == _COLLECTED,
         None if arguments.max_chunk_ms is None else _seconds("--max-chunk-ms", arguments.max_chunk_ms, 1.0),
         arguments.keep_prefix,
+        _seconds("--ttft-slo-ms", arguments.ttft_slo_ms, 1.0),
+        arguments.slo_stretch,
     )
     return CoordinatorOptions(
         arguments.host,

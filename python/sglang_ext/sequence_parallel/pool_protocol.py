@@ -287,7 +287,9 @@ class PoolProtocol:
         if new_tokens < least:
             raise TicketError(TicketProblem.TOO_SHORT, f"{new_tokens} new tokens: members share {least} or more")
         self.tickets.open(one.room, now_s)
-        deadline_s = math.inf if one.slack_s is None else now_s + one.slack_s
+        deadline_s = None if one.is_online else math.inf
+        if one.slack_s is not None:
+            deadline_s = now_s + one.slack_s
         ticket = PromptTicket(pool_ticket(one.room), one.tokens, one.cached_tokens, now_s - one.waited_s, deadline_s)
         try:
             orders = pool.coordinator.announce(ticket, now_s)

@@ -25,6 +25,8 @@ class PoolSettings(NamedTuple):
     collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
     max_chunk_s: float | None = None  # predicted; longer ones are cut
     keeps_prefixes: bool = False  # of streamed prompts
+    ttft_slo_s: float = 1.0  # of an announced prompt that brings none of its own, or
+    slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
 
     @property
     def stuck_s(self) -> float:
@@ -51,6 +53,8 @@ def new_coordinator(settings: PoolSettings, identity: Identity, planner: PricePl
         interleaving=settings.interleaving,
         chunk_s=settings.max_chunk_s,
         keeps_prefixes=settings.keeps_prefixes,
+        ttft_slo_s=settings.ttft_slo_s,
+        slo_stretch=settings.slo_stretch,
     )
     return Coordinator(PoolSchedule(planner, settings.order), fixed)
 

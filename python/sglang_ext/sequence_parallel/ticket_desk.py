@@ -84,7 +84,7 @@ def read_announcement(body: bytes) -> Announcement:
         raise TicketError(TicketProblem.BAD, "the body is not JSON") from None
     if not isinstance(fields, dict):
         raise TicketError(TicketProblem.BAD, "the body is not an object")
-    known = ("ticket", "tokens", "cached_tokens", "waited_s", "slack_s")
+    known = ("ticket", "tokens", "cached_tokens", "waited_s", "slack_s", "online")
     for name in fields:
         if name not in known:
             raise TicketError(TicketProblem.BAD, f"{name!r} is no field of a ticket ({', '.join(known)})")
@@ -92,12 +92,16 @@ def read_announcement(body: bytes) -> Announcement:
     waited_s = _seconds(fields, "waited_s", 0.0)
     if waited_s < 0:
         raise TicketError(TicketProblem.BAD, "waited_s is below 0")
+    is_online = fields.get("online", True)
+    if type(is_online) is not bool:
+        raise TicketError(TicketProblem.BAD, "online must be true or false")
     return Announcement(
         _count(fields, "ticket", 0, 2**_ROOM_BITS - 1),
         tokens,
         _count(fields, "cached_tokens", 0, tokens - 1, default=0),
         waited_s,
         None if fields.get("slack_s") is None else _seconds(fields, "slack_s", 0.0),
+        is_online,
     )
 
 

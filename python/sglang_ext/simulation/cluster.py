@@ -146,6 +146,32 @@ class Failure:
         self.instance, self.at_s, self.down_s = instance, at_s, down_s
 
 
+class _KeptKv:
+    """What instances hold of prompts that have ended and are not with decode yet."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.free_tokens = [spec.kv_tokens] * spec.instances
+        self.is_wanted = False  # else a prompt's KV is gone when it has ended
+        self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # by request: instances, tokens of each
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def keep(self, request: SimRequest, group: tuple[int, ...]) -> None:
+        if self.is_wanted:
+            self._held[request.key] = group, -(-request.prompt_tokens // len(group))
+            self._add(group, -self._held[request.key][1])
+
+    def free(self, request: SimRequest) -> None:
+        held = self._held.pop(request.key, None)
+        if held is not None:
+            self._add(*held)
+
+    def _add(self, group: tuple[int, ...], tokens: int) -> None:
+        for instance in group:
+            self.free_tokens[instance] += tokens
+
+
 @dataclass(slots=True, eq=False)
 class _Committed:
     """A plan that is being carried out; `instances` of its chunks are ids of instances, not positions."""
@@ -171,9 +197,9 @@ class PlannedCluster:
         self._nodes = [instance // spec.instances_per_node for instance in range(spec.instances)]
         self._alive = list(range(spec.instances))
         self._view_nodes = tuple(self._nodes)
-        self._view_kv_tokens = (spec.kv_tokens,) * spec.instances
+        self._kept = _KeptKv(spec)
         self._committed: dict[int, _Committed] = {}
-        self._waiting: dict[int, SimRequest] = {}  # no plan while instances are down
+        self._waiting: dict[int, SimRequest] = {}  # no plan while instances are down, or hold too much
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
 
@@ -188,12 +214,15 @@ class PlannedCluster:
         if not delays_s:
             self._waiting[request.key] = request
             return
+        free_tokens: Sequence[int] = self._kept.free_tokens
+        if len(self._alive) < self._spec.instances:
+            free_tokens = [free_tokens[instance] for instance in self._alive]
         plan = self._policy.plan(
-            PrefillSnapshot(self._view_nodes, delays_s, self._view_kv_tokens),
+            PrefillSnapshot(self._view_nodes, delays_s, free_tokens),
             CdspRequest(request.prompt_tokens - request.cached_tokens, request.cached_tokens),
         )
         if isinstance(plan, NoPlan):
-            if len(self._alive) == self._spec.instances:
+            if len(self._alive) == self._spec.instances and not self._kept:
                 self._listener.on_refused(request)
             else:
                 self._waiting[request.key] = request
@@ -208,6 +237,15 @@ class PlannedCluster:
 
     def unfinished(self) -> Iterable[SimRequest]:
         return [*(one.request for one in self._committed.values()), *self._waiting.values()]
+
+    def keep_until_transferred(self) -> None:
+        """From now on the KV of a prompt that has ended is held until `transferred`."""
+        self._kept.is_wanted = True
+
+    def transferred(self, request: SimRequest) -> None:
+        """Decode has the KV of a prompt that has ended."""
+        self._kept.free(request)
+        self._plan_waiting()
 
     def _commit(self, request: SimRequest, plan: ChunkPlan, now_s: float) -> None:
         chunks = plan.chunks
@@ -230,6 +268,7 @@ class PlannedCluster:
         del self._committed[request.key]
         if self._is_recorded:
             self._record(committed, committed.end_s)
+        self._kept.keep(request, committed.chunks[-1].instances)
         start_s = committed.planned_s + committed.chunks[0].start_s
         self._listener.on_first_token(ServedPrefill(request, start_s, committed.end_s))
 
@@ -263,6 +302,9 @@ class PlannedCluster:
 
     def _recover(self, instance: int) -> None:
         self._set_alive(sorted([*self._alive, instance]))
+        self._plan_waiting()
+
+    def _plan_waiting(self) -> None:
         waiting = sorted(self._waiting.values(), key=lambda one: (one.arrival_s, one.key))
         self._waiting.clear()
         for request in waiting:
@@ -271,7 +313,6 @@ class PlannedCluster:
     def _set_alive(self, alive: list[int]) -> None:
         self._alive = alive
         self._view_nodes = tuple(self._nodes[instance] for instance in alive)
-        self._view_kv_tokens = (self._spec.kv_tokens,) * len(alive)
 
 
 class IdleCluster:
@@ -292,6 +333,7 @@ class IdleCluster:
         self._idle = list(range(spec.instances))
         self._queue: deque[SimRequest] = deque()
         self._running: dict[int, SimRequest] = {}
+        self._kept = _KeptKv(spec)
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
 
@@ -302,6 +344,15 @@ class IdleCluster:
     def unfinished(self) -> Iterable[SimRequest]:
         return [*self._running.values(), *self._queue]
 
+    def keep_until_transferred(self) -> None:
+        """From now on the KV of a prompt that has ended is held until `transferred`."""
+        self._kept.is_wanted = True
+
+    def transferred(self, request: SimRequest) -> None:
+        """Decode has the KV of a prompt that has ended."""
+        self._kept.free(request)
+        self._start_heads()
+
     def _start_heads(self) -> None:
         now_s = self._loop.now_s
         spec = self._spec
@@ -311,11 +362,11 @@ class IdleCluster:
             snapshot = PrefillSnapshot(
                 [instance // spec.instances_per_node for instance in idle],
                 [0.0] * len(idle),
-                [spec.kv_tokens] * len(idle),
+                [self._kept.free_tokens[instance] for instance in idle],
             )
             plan = self._policy.plan(snapshot, CdspRequest(request.new_tokens, request.cached_tokens))
             if isinstance(plan, NoPlan):
-                if len(idle) < spec.instances:
+                if len(idle) < spec.instances or self._kept:
                     return
                 self._queue.popleft()
                 self._listener.on_refused(request)
@@ -334,5 +385,6 @@ class IdleCluster:
         served, group = ended
         del self._running[served.request.key]
         self._idle = sorted([*self._idle, *group])
+        self._kept.keep(served.request, group)
         self._listener.on_first_token(served)
         self._start_heads()

@@ -83,7 +83,10 @@ class _Decoder:
 
 
 class DecodePool:
-    """Takes prefills that have ended, to the last token; `on_finished` is called with each request that has it."""
+    """Takes prefills that have ended, to the last token.
+
+    `on_finished` is called with each request that has it, `on_transferred` once prefill need not hold its KV any more.
+    """
 
     def __init__(
         self,
@@ -100,6 +103,7 @@ class DecodePool:
         self._decoders = [_Decoder(number, spec.kv_tokens) for number in range(spec.instances)]
         self._loads = [self._load(decoder) for decoder in self._decoders]
         self._on_finished = on_finished
+        self.on_transferred: Callable[[SimRequest], None] = lambda _: None
         self._under_way: dict[int, _Member] = {}  # transfers
         self.finished: list[FinishedRequest] = []
         self.refused: list[SimRequest] = []  # larger than an instance
@@ -110,10 +114,12 @@ class DecodePool:
         member = _Member(served)
         if not fits(self._loads[0], member.kv_tokens):
             self.refused.append(request)
+            self.on_transferred(request)
             return
         if request.output_tokens == 1:
             now_s = self._loop.now_s
             self._finish(FinishedRequest(request, served.first_token_s, now_s, now_s))
+            self.on_transferred(request)
             return
         decoder = self._decoders[self._policy.choose(self._loads, self._draws.random())]
         decoder.reserved_tokens += member.kv_tokens
@@ -162,6 +168,7 @@ class DecodePool:
         heapq.heappush(decoder.batch, (decoder.steps + request.output_tokens - 1, request.key, member))
         self._start_transfers(decoder)
         self._schedule_end(decoder)
+        self.on_transferred(request)
 
     def _advance(self, decoder: _Decoder) -> None:
         """Bring `steps` to the present."""

@@ -46,9 +46,10 @@ class LongPoolOptions:
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
     min_chunk_tokens: int = 512
     chunk_s: float | None = None  # longest time of a chunk
-    cross_node_factor: float = math.inf  # of a group over more nodes than it needs
+    cross_node_factor: float = 1.1  # of a group over more nodes than it needs; inf: there is none
     noise: float = 0.0  # standard deviation of a chunk's time over the predicted one
     noise_seed: int = 0
+    is_announced: bool = True  # a prompt gets its instance in its turn; False: on arrival, round robin, which offers it
 
     def __post_init__(self) -> None:
         for name in ("slo_s", "slo_stretch", "chunk_s"):
@@ -64,7 +65,6 @@ class _Progress:
     """A request that has no first token yet."""
 
     request: SimRequest
-    deadline_s: float
     owner: int | None = None
     start_s: float | None = None
 
@@ -100,7 +100,13 @@ class LongPool:
         planner = PricePlanner(
             PriceOptions(self._candidates, options.min_chunk_tokens, cross_node_factor=options.cross_node_factor)
         )
-        settings = CoordinationSettings(layers=1, chunk_s=options.chunk_s, bind_ahead_s=0.0)
+        settings = CoordinationSettings(
+            layers=1,
+            chunk_s=options.chunk_s,
+            bind_ahead_s=0.0,
+            ttft_slo_s=options.slo_s,
+            slo_stretch=options.slo_stretch,
+        )
         self.coordinator = Coordinator(PoolSchedule(planner, options.order), settings)
         self._held_tokens = [0] * spec.instances
         self._holds: dict[int, dict[int, int]] = {}  # by request: tokens by instance
@@ -109,6 +115,8 @@ class LongPool:
         self._running: dict[int, _RunningGroup] = {}  # by request
         self._tickets: dict[int, int] = {}  # request by ticket, before it is bound
         self._next_ticket = 0
+        self._keeps_kv = False
+        self._waiting_alone: list[tuple[_Progress, int, int]] = []  # for room at their owner: prompt, owner, cached
         self._noise = Random(f"noise {options.noise_seed}")
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
@@ -119,9 +127,7 @@ class LongPool:
         if request.prompt_tokens > max(self._costs) * self._spec.kv_tokens:
             self._listener.on_refused(request)  # no group can ever hold it
             return
-        ideal_s = fastest_s(self._candidates, request.cached_tokens, request.new_tokens)
-        objective_s = max(self._options.slo_s, self._options.slo_stretch * ideal_s)
-        self._announce(_Progress(request, request.arrival_s + objective_s))
+        self._announce(_Progress(request))
 
     def schedule_failure(self, failure: Failure) -> None:
         """ValueError for an instance that does not exist."""
@@ -132,18 +138,46 @@ class LongPool:
     def unfinished(self) -> Iterable[SimRequest]:
         return [progress.request for progress in self._progress.values()]
 
+    def keep_until_transferred(self) -> None:
+        """From now on the KV of a prompt that has its first token is held until `transferred`."""
+        self._keeps_kv = True
+
+    def transferred(self, request: SimRequest) -> None:
+        """Decode has the KV of a prompt that has its first token."""
+        now_s = self._loop.now_s
+        if request.key in self.coordinator.requests:
+            self._carry_out(self.coordinator.transferred(request.key, now_s))
+        else:
+            self._carry_out([*self._free(request.key), *self.coordinator.plan(now_s)])
+        waiting, self._waiting_alone = self._waiting_alone, []
+        for one in waiting:
+            self._start_alone(*one)
+
     # ---- orders ----
 
     def _announce(self, progress: _Progress) -> None:
-        request = progress.request
+        request, now_s = progress.request, self._loop.now_s
+        tokens, cached = request.prompt_tokens, request.cached_tokens
         self._next_ticket -= 1
-        progress.owner = None
         self._progress[request.key] = progress
+        members = self.coordinator.members
+        if members and not self._options.is_announced:
+            progress.owner = members[-self._next_ticket % len(members)]
+            ideal_s = fastest_s(self._candidates, cached, request.new_tokens)
+            deadline_s = request.arrival_s + max(self._options.slo_s, self._options.slo_stretch * ideal_s)
+            self._carry_out(self.coordinator.offer(self._offer(request, progress.owner, deadline_s), now_s))
+            return
+        progress.owner = None
         self._tickets[self._next_ticket] = request.key
-        ticket = PromptTicket(
-            *(self._next_ticket, request.prompt_tokens, request.cached_tokens, request.arrival_s, progress.deadline_s)
+        ticket = PromptTicket(self._next_ticket, tokens, cached, request.arrival_s, None)
+        self._carry_out(self.coordinator.announce(ticket, now_s))
+
+    def _offer(self, request: SimRequest, owner: int, deadline_s: float = math.inf) -> Offer:
+        return Offer(
+            *(request.key, owner, request.prompt_tokens, request.cached_tokens, request.arrival_s, deadline_s),
+            is_streamed=True,
+            fits_owner=request.prompt_tokens <= self._spec.kv_tokens,
         )
-        self._carry_out(self.coordinator.announce(ticket, self._loop.now_s))
 
     def _carry_out(self, orders: Iterable[Order]) -> None:
         waiting = deque(orders)
@@ -156,14 +190,7 @@ class LongPool:
             case Bind(ticket, owner):
                 progress = self._progress[self._tickets.pop(ticket)]
                 progress.owner = owner
-                request = progress.request
-                tokens, cached = request.prompt_tokens, request.cached_tokens
-                offer = Offer(
-                    *(request.key, owner, tokens, cached, request.arrival_s, progress.deadline_s),
-                    is_streamed=True,
-                    fits_owner=tokens <= self._spec.kv_tokens,
-                )
-                return self.coordinator.claim(ticket, offer, now_s)
+                return self.coordinator.claim(ticket, self._offer(progress.request, owner), now_s)
             case RunChunk():
                 self._run_chunk(order)
             case Collect():
@@ -171,7 +198,7 @@ class LongPool:
             case Finish(key):
                 # Decode gets the KV from where it was computed, while it is.
                 self._end(self._progress.pop(key))
-                return self.coordinator.transferred(key, now_s)
+                return () if self._keeps_kv else self.coordinator.transferred(key, now_s)
             case Decline(key, owner, reason):
                 self._compute_alone(self._progress[key], owner, reason)
             case Drop(key):
@@ -221,6 +248,10 @@ class LongPool:
 
     def _start_alone(self, progress: _Progress, owner: int, cached_tokens: int) -> None:
         request = progress.request
+        free_tokens = self._spec.kv_tokens - self._held_tokens[owner]
+        if self._keeps_kv and free_tokens < request.prompt_tokens - self._holds.get(request.key, {}).get(owner, 0):
+            self._waiting_alone.append((progress, owner, cached_tokens))
+            return
         duration_s = self._duration_s((owner,), cached_tokens, request.prompt_tokens - cached_tokens)
         self._hold(request.key, owner, request.prompt_tokens)
         self._alone_s[owner] = max(self._alone_s[owner], self._loop.now_s) + duration_s
@@ -233,7 +264,8 @@ class LongPool:
             return
         del self._running[running.key]
         self._end(self._progress.pop(running.key))
-        self._carry_out([*self._free(running.key), *self.coordinator.plan(self._loop.now_s)])
+        freed = () if self._keeps_kv else self._free(running.key)
+        self._carry_out([*freed, *self.coordinator.plan(self._loop.now_s)])
 
     def _begin(
         self,
@@ -309,6 +341,7 @@ class LongPool:
             running.is_void = True
             del self._running[running.key]
             self._cut_timeline(running.key, now_s)
+        self._waiting_alone = [one for one in self._waiting_alone if one[1] != lost]
         self._carry_out(self.coordinator.lose(lost, now_s))
         for running in broken:
             for instance in running.group:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sglang_ext.costs.engine_profile import FrontEnd
 from sglang_ext.policy.pools.instance_pressure import PressureSettings
@@ -47,6 +47,15 @@ StageBuilder = Callable[[EventLoop, PrefillListener], RecordedStage]
 
 class _FailingStage(Protocol):
     def schedule_failure(self, failure: Failure) -> None: ...
+
+
+@runtime_checkable
+class KeepingStage(Protocol):
+    """A stage whose instances can hold the KV of a prompt until decode has it."""
+
+    def keep_until_transferred(self) -> None: ...
+
+    def transferred(self, request: SimRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,11 @@ def simulate(
     if options.decode is not None:
         decode = DecodePool(loop, options.decode, decode_policy(options.decode_policy), options.seed)
     stage = build_stage(loop, _Both(collector, decode))
+    if decode is not None and isinstance(stage, KeepingStage):
+        keeping = stage
+        keeping.keep_until_transferred()
+        # Not while the stage is in the midst of what it does.
+        decode.on_transferred = lambda request: loop.schedule(loop.now_s, keeping.transferred, request)
     for failure in options.failures:
         _failing(stage).schedule_failure(failure)
     controller = scaler = None

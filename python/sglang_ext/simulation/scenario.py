@@ -18,7 +18,7 @@ from sglang_ext.simulation.engines import SimEngine
 from sglang_ext.simulation.events import BusyInterval, EventLoop, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.run import RecordedStage, RunOptions, StageBuilder
+from sglang_ext.simulation.run import KeepingStage, RecordedStage, RunOptions, StageBuilder
 from sglang_ext.simulation.scaler import ScalerSettings
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.simulation.workload import Workload, drawn_requests, scaled, session_requests
@@ -151,11 +151,23 @@ class SplitStage:
         return [*self._short.timeline, *shifted]
 
     def arrive(self, request: SimRequest) -> None:
-        is_short = request.new_tokens <= self._boundary_tokens
-        (self._short if is_short else self._long).arrive(request)
+        self._stage_of(request).arrive(request)
+
+    def _stage_of(self, request: SimRequest) -> RecordedStage:
+        return self._short if request.new_tokens <= self._boundary_tokens else self._long
 
     def unfinished(self) -> Iterable[SimRequest]:
         return [*self._short.unfinished(), *self._long.unfinished()]
+
+    def keep_until_transferred(self) -> None:
+        for stage in (self._short, self._long):
+            if isinstance(stage, KeepingStage):
+                stage.keep_until_transferred()
+
+    def transferred(self, request: SimRequest) -> None:
+        stage = self._stage_of(request)
+        if isinstance(stage, KeepingStage):
+            stage.transferred(request)
 
 
 def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -66,8 +65,9 @@ class SystemOptions:
     slo_s: float = 1.0  # TTFT objective by which POOL orders, or
     slo_stretch: float = 5.0  # so many times the time on an idle pool
     chunk_s: float | None = None  # of POOL: longest time of a chunk, after which all is decided again
-    cross_node_factor: float = math.inf  # of POOL: what a group over more nodes than it needs takes
+    cross_node_factor: float = 1.1  # of POOL: what a group over more nodes than it needs takes; inf: there is none
     noise: float = 0.0  # of POOL: standard deviation of a chunk's time over the predicted one
+    is_announced: bool = True  # of POOL; False: a prompt has an instance when it arrives, round robin, which offers it
 
 
 def build_cluster(
@@ -97,6 +97,7 @@ def build_cluster(
         options.chunk_s,
         options.cross_node_factor,
         options.noise,
+        is_announced=options.is_announced,
     )
     return LongPool(loop, spec, usable, pool, listener, is_recorded)
 

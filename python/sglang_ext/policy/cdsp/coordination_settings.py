@@ -18,6 +18,8 @@ class CoordinationSettings(NamedTuple):
     report_timeout_s: float = 1.0  # reports of what is free may be so late: to refuse a prompt they must be newer
     bind_ahead_s: float = 0.05  # a prompt is given to an instance so long before its turn, and
     bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after so long
+    ttft_slo_s: float = 1.0  # objective of an announced prompt that brings none of its own, or
+    slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
     short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting; longer work does, but
     backlog_timeout_s: float = 5.0  # where nothing else runs, not longer than this
     chunk_s: float | None = None  # longest time of a chunk, or

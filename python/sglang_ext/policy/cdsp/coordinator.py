@@ -110,7 +110,7 @@ class Coordinator:
         for one in self._requests.values():
             one.estimate(self._candidates)
         for announced in self._announced.values():
-            announced.estimate(self._candidates)
+            announced.estimate(self._candidates, self._settings)
 
     def held_by(self, instance: int) -> int:
         """Tokens that requests hold there, as far as is known."""
@@ -191,21 +191,23 @@ class Coordinator:
             raise ValueError(f"ticket {ticket.ticket} is announced twice, or with {ticket.cached_tokens} cached tokens")
         if not self._requests and not self._announced:
             self._quiet_s = now_s
-        one = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates)
+        one = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
         self._schedule.note_arrival(now_s, one.work_s)
         return self.plan(now_s)
 
     def claim(self, ticket: int, offer: Offer, now_s: float) -> list[Order]:
         """An announced prompt is offered by the instance that got it, with the arrival and deadline of its ticket.
 
-        As `offer` where the ticket is not known: it has been withdrawn, or this coordinator is new.
+        The instance's own deadline counts where the ticket has none. As `offer` where the ticket is not known: it has
+        been withdrawn, or this coordinator is new.
         """
         one = self._announced.get(ticket)
         if one is None:
             return self.offer(offer, now_s)
         self._check(offer)
         del self._announced[ticket]
-        offer = offer._replace(arrival_s=one.ticket.arrival_s, deadline_s=one.ticket.deadline_s)
+        deadline_s = one.deadline_s if one.deadline_s < math.inf else offer.deadline_s
+        offer = offer._replace(arrival_s=one.ticket.arrival_s, deadline_s=deadline_s)
         return self._admit(offer, now_s, is_new=False)
 
     def withdraw(self, ticket: int, now_s: float) -> list[Order]:

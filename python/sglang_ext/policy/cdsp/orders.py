@@ -28,7 +28,7 @@ class PromptTicket(NamedTuple):
     tokens: int  # as many as the router knows of
     cached_tokens: int  # of them, that the instance which gets it is expected to have
     arrival_s: float
-    deadline_s: float  # absolute; infinity where there is none
+    deadline_s: float | None  # absolute; infinity: there is none; None: by the pool's objective
 
 
 class MemberReport(NamedTuple):

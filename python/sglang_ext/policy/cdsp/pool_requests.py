@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sglang_ext.policy.cdsp.coordination_settings import CoordinationSettings
 from sglang_ext.policy.cdsp.on_time_order import PendingPrefill
 from sglang_ext.policy.cdsp.orders import Collect, Offer, PromptTicket, RunChunk
 from sglang_ext.policy.cdsp.pool_schedule import fastest_s, least_work_s
@@ -165,6 +166,7 @@ class AnnouncedPrompt:
     bound_s: float = math.inf
     no_room_s: float | None = None
     fits_owner: bool = True  # as far as is known
+    deadline_s: float = math.inf
 
     @property
     def tokens(self) -> int:
@@ -172,17 +174,23 @@ class AnnouncedPrompt:
         return self.ticket.tokens
 
     @classmethod
-    def of(cls, ticket: PromptTicket, candidates: Sequence[SpCandidate]) -> AnnouncedPrompt:
+    def of(
+        cls, ticket: PromptTicket, candidates: Sequence[SpCandidate], settings: CoordinationSettings
+    ) -> AnnouncedPrompt:
         """A new one."""
         one = cls(ticket, 0.0, 0.0)
-        one.estimate(candidates)
+        one.estimate(candidates, settings)
         return one
 
-    def estimate(self, candidates: Sequence[SpCandidate]) -> None:
-        """What it costs is known, or has changed."""
+    def estimate(self, candidates: Sequence[SpCandidate], settings: CoordinationSettings) -> None:
+        """What it costs is known, or has changed; and so its objective, where that is the pool's."""
         cached, new = self.ticket.cached_tokens, self.ticket.tokens - self.ticket.cached_tokens
         self.fastest_s = fastest_s(candidates, cached, new)
         self.work_s = least_work_s(candidates, cached, new)
+        deadline_s = self.ticket.deadline_s
+        if deadline_s is None:
+            deadline_s = self.ticket.arrival_s + max(settings.ttft_slo_s, settings.slo_stretch * self.fastest_s)
+        self.deadline_s = deadline_s
 
     def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
         """As the schedule takes it; `positions`: of the instances in the snapshot."""
@@ -194,7 +202,7 @@ class AnnouncedPrompt:
             -1 if self.owner is None else positions[self.owner],
             (),
             ticket.arrival_s,
-            ticket.deadline_s,
+            self.deadline_s,
             max(1e-9, self.fastest_s),
             self.fastest_s,
             self.work_s,

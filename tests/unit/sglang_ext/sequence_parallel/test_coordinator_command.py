@@ -42,13 +42,16 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
             *("--sp-sizes", "3,1,3", "--profile", str(path), "--interleaving", "striped", "--order", "fcfs"),
             *("--cross-node-factor", "inf", "--min-chunk-tokens", "7"),
             *("--step-timeout-ms", "1500", "--member-timeout-ms", "250"),
-            *("--max-chunk-ms", "800"),
+            *("--max-chunk-ms", "800", "--ttft-slo-ms", "500", "--slo-stretch", "3"),
         )
     )
     assert [candidate.size for candidate in options.candidates] == [1, 3]
     assert options.candidates[0].cost.predict_s(0, 0) == 0.5
     assert options.settings == PoolSettings(
-        Interleaving.STRIPED, PrefillOrder.FCFS, 7, math.inf, 1.5, 0.25, max_chunk_s=0.8
+        *(Interleaving.STRIPED, PrefillOrder.FCFS, 7, math.inf, 1.5, 0.25),
+        max_chunk_s=0.8,
+        ttft_slo_s=0.5,
+        slo_stretch=3.0,
     )
 
 
@@ -61,6 +64,9 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
         (("--sp-sizes", "0,1"), "--sp-sizes must be at least 1"),
         (("--cross-node-factor", "0.9"), "--cross-node-factor must be at least 1"),
         (("--cross-node-factor", "nan"), "--cross-node-factor must be"),
+        (("--slo-stretch", "0.5"), "--slo-stretch must be a number of at least 1, got 0.5"),
+        (("--slo-stretch", "inf"), "--slo-stretch must be"),
+        (("--ttft-slo-ms", "0"), "--ttft-slo-ms must be at least 1, got 0"),
         (("--min-chunk-tokens", "0"), "--min-chunk-tokens must be at least 1"),
         (("--max-chunk-ms", "0"), "--max-chunk-ms must be at least 1, got 0"),
         (("--key-file", "/nowhere/key"), "--key-file /nowhere/key: No such file or directory"),

@@ -53,10 +53,22 @@ class Pool:
             self.protocol.take(instance, ReportMessage(MemberReport(0.0, 100_000)), self.now_s)
         return self.protocol.tick(self.now_s)
 
-    def announce(self, room: int, tokens: int = 401, cached_tokens: int = 0) -> list[BoundPrompt]:
+    def announce(
+        self, room: int, tokens: int = 401, cached_tokens: int = 0, slack_s: float | None = None, is_online: bool = True
+    ) -> list[BoundPrompt]:
         self.now_s += 0.001
-        self.protocol.announce(Announcement(room, tokens, cached_tokens, 0.0, None), self.now_s)
+        self.protocol.announce(Announcement(room, tokens, cached_tokens, 0.0, slack_s, is_online), self.now_s)
         return self.events().bound
+
+    def turns(self) -> list[int]:
+        """The rooms in the order in which they are bound, each forgotten then."""
+        rooms: list[int] = []
+        self.wait(0.0)
+        while bound := self.events().bound:
+            rooms += [one.room for one in bound]
+            for one in bound:
+                self.protocol.withdraw(one.room, self.now_s)
+        return rooms
 
     def claim(self, owner: int, room: int | None, request: int = 1) -> list[AddressedMessage]:
         offer = OfferMessage(pool_request(owner, request), IDS, 0, 0.0, None, (), room)
@@ -96,6 +108,18 @@ def test_two_prompts_of_one_pool_each_bound_in_its_turn() -> None:
     assert running.ticket == TicketTimes(second_s, pool.now_s)
     assert running.offered_s == pool.now_s
     assert pool.protocol.tickets.ends == {TicketEnd.CLAIMED: 2}
+
+
+def test_the_pool_sets_the_objective_by_what_a_prompt_takes_and_clients_their_own() -> None:
+    pool = Pool("a", "b")
+    for instance in (0, 1):
+        pool.protocol.take(instance, ReportMessage(MemberReport(0.8, 100_000)), pool.now_s)
+    # On both members they take 10, 2 and 10 s: the pool's deadlines are after 50 and 10 s, the client's after 30 s.
+    assert pool.announce(72, 2000, is_online=False) == []
+    assert pool.announce(70, 2000) == []
+    assert pool.announce(73, 2000, slack_s=30.0) == []
+    assert pool.announce(71, 400) == []
+    assert pool.turns() == [71, 73, 70, 72]
 
 
 def test_a_tick_binds_what_waits_though_nothing_runs() -> None:

@@ -25,8 +25,9 @@ GOOD = {"ticket": 2**62, "tokens": 900, "cached_tokens": 10, "waited_s": 0.5, "s
 
 
 def test_read() -> None:
-    assert read_announcement(json.dumps(GOOD).encode()) == Announcement(2**62, 900, 10, 0.5, -1.0)
-    assert read_announcement(b'{"ticket": 0, "tokens": 1, "slack_s": null}') == Announcement(0, 1, 0, 0.0, None)
+    assert read_announcement(json.dumps(GOOD).encode()) == Announcement(2**62, 900, 10, 0.5, -1.0, True)
+    assert read_announcement(b'{"ticket": 0, "tokens": 1, "slack_s": null}') == Announcement(0, 1, 0, 0.0, None, True)
+    assert not read_announcement(b'{"ticket": 0, "tokens": 1, "online": false}').is_online
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,8 @@ def test_read() -> None:
         ({"slack_s": math.nan}, "slack_s must be"),
         ({"slack_s": "1"}, "slack_s must be"),
         ({"slack_s": 10**400}, "slack_s must be"),
+        ({"online": None}, "online must be true or false"),
+        ({"online": 1}, "online must be true or false"),
         ({"owner": 3}, "'owner' is no field of a ticket"),
     ],
 )

@@ -169,7 +169,10 @@ class PriceSearch {
 
     void look_at(const Prompt &prompt, const SizeCost &one, std::int32_t place, double factor) {
         const double compute_s = one.cost.seconds(prompt.cached_tokens, prompt.new_tokens) * factor;
+        const double work_s = one.size * compute_s;
         if (!(compute_s < kInfinity)) return;
+        // No group of this size is better than one that is idle; growing may be.
+        if (!may_grow_ && score_of(prompt, compute_s, work_s) >= best_.score) return;
         const Tokens share = share_of(prompt.cached_tokens + prompt.new_tokens, one.size);
         double start_s = 0.0;
         std::int32_t wanted = one.size, fitting = 0;
@@ -192,7 +195,6 @@ class PriceSearch {
             std::nth_element(delays_.begin(), delays_.begin() + (wanted - 1), delays_.end());
             start_s = std::max(start_s, delays_[std::size_t(wanted - 1)]);
         }
-        const double work_s = one.size * compute_s;
         if (start_s > kSoon && fills && fitting >= wanted) {
             take(prompt, {kInfinity, Kind::kGap, one.size, one.size, place, share, prompt.new_tokens, 0.0, compute_s, compute_s}, work_s);
             return;

@@ -464,7 +464,9 @@ def test_a_prompt_that_is_best_alone_has_no_chunks() -> None:
     assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
-def ticket(number: int = -1, tokens: int = 4000, arrival_s: float = 0.0, deadline_s: float = math.inf) -> PromptTicket:
+def ticket(
+    number: int = -1, tokens: int = 4000, arrival_s: float = 0.0, deadline_s: float | None = math.inf
+) -> PromptTicket:
     return PromptTicket(number, tokens, 0, arrival_s, deadline_s)
 
 
@@ -490,6 +492,36 @@ def test_a_claim_has_the_arrival_and_the_deadline_of_its_ticket() -> None:
     assert one.announce(early, 0.1) == one.announce(late, 0.2) == []
     one.report(0, IDLE, 20.0)
     assert one.plan(20.0) == [Bind(-2, 0)]
+
+
+def test_without_a_clients_deadline_the_objective_grows_with_the_prompt() -> None:
+    one = coordinator(1, ttft_slo_s=1.0, slo_stretch=2.0)
+    assert isinstance(one.offer(offer(1, tokens=9000), 0.0)[-1], Decline)
+    assert one.announce(ticket(-1, 3000, 0.1, None), 0.1) == []
+    assert one.announce(ticket(-2, 300, 0.2, None), 0.2) == []
+    # That of the long one is 2 * 3.9 s, the short one's 1 s: in time for both it is the order of these deadlines.
+    assert one.plan(0.3) == []
+    one.report(0, IDLE, 0.4)
+    assert one.plan(0.4) == [Bind(-2, 0)]
+
+
+def test_the_objective_follows_the_costs() -> None:
+    one = coordinator(1, slo_stretch=2.0)
+    assert isinstance(one.offer(offer(1, tokens=9000), 0.0)[-1], Decline)
+    assert one.announce(ticket(-1, 3000, 0.1, None), 0.1) == one.announce(ticket(-2, 2000, 0.2, 5.0), 0.2) == []
+    one.use_planner(PricePlanner(PriceOptions((SpCandidate(1, SpCost(0.0, 1e-4, 0.0, 0.0)),))))
+    one.report(0, IDLE, 0.4)
+    assert one.plan(0.4) == [Bind(-1, 0)]
+
+
+def test_a_claim_without_a_deadline_keeps_its_instances_own() -> None:
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer(), 0.0))
+    assert one.announce(ticket(-1), 0.1) == one.announce(ticket(-2, 4000, 0.2, 60.0), 0.2) == []
+    assert one.claim(-1, offer(2)._replace(deadline_s=50.0), 0.3) == []
+    (collect,) = one.done_together((0, 1), order.sequence, 3.0)
+    assert isinstance(collect, Collect)
+    assert chunk_of(one.done_together((0, 1), collect.sequence, 3.0)).request == 2
 
 
 def test_a_prompt_is_bound_shortly_before_its_turn() -> None:

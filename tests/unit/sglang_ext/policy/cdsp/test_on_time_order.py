@@ -101,6 +101,46 @@ def test_what_has_started_is_not_put_back_and_first_once_it_is_late() -> None:
     assert keys(OnTimeOrder(OnTimeOptions()), 0.5, shorter, prefill(2, 1.0, 4.0, 0.0)) == [2, 0]
 
 
+def dues_s(order: OnTimeOrder, now_s: float, *waiting: PendingPrefill) -> dict[int, float]:
+    return {one.prefill.key: one.due_s for one in order.order(now_s, waiting, 1, 0.0)}
+
+
+def test_one_that_is_late_on_any_group_hurries_alone_and_several_go_by_the_price() -> None:
+    order = OnTimeOrder(OnTimeOptions())
+    lost, other, timely = prefill(0, 4.0, 10.0), prefill(1, 4.0, 10.2), prefill(9, 1.0, 60.0)
+    assert dues_s(order, 4.0, lost, timely) == pytest.approx({0: 9.5, 9: 57.0})
+    # Its deadline cannot be met any more, that of one that is put back can.
+    assert dues_s(order, 20.0, lost, timely) == pytest.approx({0: 28.5, 9: 57.0})
+    assert dues_s(order, 25.0, lost, timely) == pytest.approx({0: 28.5, 9: 57.0})
+    # Alone that is late on any group: only now it is one of two.
+    assert dues_s(order, 25.0, lost, other, timely) == pytest.approx({0: 28.5, 1: 29.07, 9: 57.0})
+    assert dues_s(order, 26.0, lost, other, timely) == pytest.approx({0: math.inf, 1: math.inf, 9: 57.0})
+    more = OnTimeOrder(OnTimeOptions(most_hurrying=2))
+    assert dues_s(more, 26.0, lost, other, timely) == pytest.approx({0: 28.5, 1: 29.07, 9: 57.0})
+
+
+def test_those_without_a_deadline_come_first_after_a_minute_one_for_fifty_arrivals() -> None:
+    order = OnTimeOrder(OnTimeOptions())
+    waiting = [prefill(key, 1.0, math.inf, 0.1 * key) for key in range(3)]
+    timely = prefill(9, 1.0, 300.0, 50.0)
+    assert keys(order, 60.0, timely, *waiting) == [9, 0, 1, 2]
+    assert keys(order, 60.5, timely, *waiting) == [0, 9, 1, 2]
+    assert keys(order, 61.0, timely, *waiting) == [0, 9, 1, 2]
+    assert dues_s(order, 61.0, timely, *waiting)[0] == math.inf
+    for _ in range(49):
+        order.note_arrival()
+    assert keys(order, 61.0, timely, *waiting[1:]) == [9, 1, 2]
+    order.note_arrival()
+    assert keys(order, 61.0, timely, *waiting[1:]) == [1, 9, 2]
+
+
+def test_one_that_has_aged_takes_its_time_from_the_others() -> None:
+    order = OnTimeOrder(OnTimeOptions())
+    waiting = [prefill(0, 30.0, math.inf), prefill(1, 40.0, 150.0, 65.0), prefill(2, 20.0, 151.0, 66.0)]
+    assert keys(order, 67.0, *waiting) == [0, 2, 1]
+    assert {*order.put_back} == {1}
+
+
 def test_the_allowance_comes_back_with_arrivals_and_with_those_that_did_not_need_it() -> None:
     order = OnTimeOrder(OnTimeOptions(put_back_burst=1, put_back_share=0.5))
     first, second = [prefill(key, 6.0, 10.0) for key in (0, 1)], [prefill(key, 6.0, 10.0) for key in (2, 3)]
@@ -123,7 +163,15 @@ def test_the_allowance_comes_back_with_arrivals_and_with_those_that_did_not_need
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("put_back_share", 1.5), ("put_back_burst", -1), ("planned_share", 0.0), ("promoted_after", math.inf)],
+    [
+        ("put_back_share", 1.5),
+        ("put_back_burst", -1),
+        ("most_hurrying", -1),
+        ("arrivals_per_aged", 0),
+        ("planned_share", 0.0),
+        ("promoted_after", math.inf),
+        ("age_s", 0.0),
+    ],
 )
 def test_an_option_that_makes_no_sense_is_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
