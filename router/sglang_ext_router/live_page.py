@@ -98,11 +98,14 @@ class Viewer:
         self._peer = peer_of(connection.transport)
         self._began_s = asyncio.get_running_loop().time()
         self._is_paused = False
+        self._has_missed = False
         connection.write(replies.head(200, _STREAM_HEAD + connection.reply_headers))
 
     def send(self, message: bytes) -> None:
         """Write a message; a client that does not keep up misses it."""
-        if not self._is_paused:
+        if self._is_paused:
+            self._has_missed = True
+        else:
             self._connection.write(replies.chunk(b"data: %b\n\n" % message))
 
     def end(self) -> None:
@@ -118,7 +121,9 @@ class Viewer:
 
     def resume(self) -> None:
         self._is_paused = False
-        self._page.resend()
+        if self._has_missed:
+            self._has_missed = False
+            self._page.begin_anew(self)
 
     def access_entry(self, now_s: float) -> AccessEntry:
         """Its line in the access log."""
@@ -162,8 +167,7 @@ class LivePage:
             self._viewers[viewer] = None
             if self._router.services.view is None:
                 self._begin()
-            viewer.send(self._hello)
-            self.resend()
+            self.begin_anew(viewer)
 
     def remove(self, viewer: Viewer) -> None:
         """A viewer has left; with the last one, gathering ends."""
@@ -172,10 +176,14 @@ class LivePage:
         if not self._viewers:
             self._end()
 
-    def resend(self) -> None:
-        """Tell everything once more: a viewer has come, or has missed some."""
+    def begin_anew(self, viewer: Viewer) -> None:
+        """A viewer has come, or has missed messages: the hello, after which it knows nothing, and then all there is.
+
+        What has ended or gone in what it missed is not told again, and so cannot stay on its page.
+        """
         view = self._router.services.view
         if view is not None:
+            viewer.send(self._hello)
             view.resend()
 
     def stop(self) -> None:

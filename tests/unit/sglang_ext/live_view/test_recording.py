@@ -147,6 +147,23 @@ def test_a_wrong_row_is_named(recording: Path, tmp_path: Path) -> None:
         read_recording(wrong)
 
 
+def test_a_stream_that_begins_anew_keeps_what_had_ended_and_forgets_what_was_under_way(
+    recording: Path, tmp_path: Path
+) -> None:
+    hello, *frames = recording.read_bytes().splitlines()
+    hello = json.dumps(json.loads(hello) | {"began_unix_s": 5.0}).encode()
+    anew = tmp_path / "anew.jsonl"
+    anew.write_bytes(b"\n".join([hello, *frames[:30], hello, *frames[40:42]]))
+    before, told = tmp_path / "before.jsonl", read_recording(anew)
+    before.write_bytes(b"\n".join([hello, *frames[:30]]))
+    had = read_recording(before).requests
+    after = {row[0] for frame in frames[40:42] for row in json.loads(frame).get("requests", ())}
+    ended = {number for number, row in had.items() if row.ended_s is not None}
+    assert set(told.requests) == ended | after
+    assert set(had) - ended - after, "one of them was under way, and nothing of it is told any more"
+    assert told.frames == 32
+
+
 def test_the_page_holds_a_recording_whatever_its_texts_are(recording: Path, tmp_path: Path) -> None:
     text = recording.read_text().replace("prefill 0", "</script><b>")
     hostile = tmp_path / "r.jsonl"
