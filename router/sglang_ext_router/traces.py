@@ -185,7 +185,7 @@ class Tracer:
     def _pool_records(self) -> tuple[Mapping[int, Mapping[str, Any]], Mapping[str, str]]:
         """What the coordinator told latest of each request, by room, and the members' names."""
         pool = self._long_pool
-        answer = None if pool is None else pool.answer
+        answer: Any = None if pool is None else pool.answer
         try:
             members = (*answer.get("former_members", ()), *answer.get("members", ()))
             names = {str(one.get("instance")): str(one.get("name")) for one in members}
