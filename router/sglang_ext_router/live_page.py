@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_VIEWERS = 8
 MAX_SCANNED = 1_000  # requests under way that are looked at for one frame
 INSTANCES_EVERY = 4  # frames between two looks at the instances
+LOOKED_AT_PER_FRAME = 64  # instances; of more, all are looked at less often
 MIN_ASK_S = 1.0  # between two rounds of asking instances for their queues
 ASKED_PER_S = 50  # instances; of more, each is asked less often
 _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
@@ -259,8 +260,9 @@ class LivePage:
         if view is None:
             return
         now_s = loop.time()
-        if self._ticks % INSTANCES_EVERY == 0:
+        if self._ticks % max(INSTANCES_EVERY, -(-len(self._router.registry) // LOOKED_AT_PER_FRAME)) == 0:
             view.take_instances(self._instances(now_s), now_s)
+        if self._ticks % INSTANCES_EVERY == 0:
             view.take_elsewhere(self._elsewhere())
             self._tell_moves(view, now_s)
             self._tell_long_pool(view)
