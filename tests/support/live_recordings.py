@@ -17,6 +17,15 @@ from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance, See
 
 def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:
     """Short prompts, one in seven long, on three short and five long instances, of which some move; two decode."""
+    return _simulated(folder, seconds, seed, ("--policy", "laps", "--move-pools"))
+
+
+def shared_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:
+    """The same prompts where the five long instances share the long ones, and none moves."""
+    return _simulated(folder, seconds, seed, ("--policy", "pool"))
+
+
+def _simulated(folder: Path, seconds: float, seed: int, policy: Sequence[str]) -> Path:
     draw = random.Random(seed)
     lines = ["arrived_at,num_prefill_tokens,num_decode_tokens"]
     at_s = 0.0
@@ -26,7 +35,7 @@ def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -
     workload = folder / "workload.csv"
     workload.write_text("\n".join(lines) + "\n")
     out = folder / "recording.jsonl"
-    options = ["--policy", "laps", "--prefill", "8", "--short-instances", "3", "--move-pools", "--decode", "2"]
+    options = [*policy, "--prefill", "8", "--short-instances", "3", "--decode", "2"]
     assert (
         main(["simulate", "--workload", str(workload), *options, "--boundary-tokens", "256", "--record", str(out)]) == 0
     )

@@ -16,9 +16,9 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.live_view.recording import RecordingError, check_lines, read_recording, write_page
-from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, RequestRow, schema
+from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, PromptRow, RequestRow, schema
 from sglang_ext.sequence_parallel.timeline import Activity, timeline_of_recording
-from support.live_recordings import StreamingRouter, simulated_recording, streaming_router
+from support.live_recordings import StreamingRouter, shared_recording, simulated_recording, streaming_router
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,37 @@ def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_p
     assert main([*common, "--policy", "pool", "--short-instances", "1"]) == 0
     pools = [one.pool for one in read_recording(out).instances.values()]
     assert pools == ["short", "long", "long", "long"]
+
+
+def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path) -> None:
+    """As a coordinator tells them: every new token in one chunk, each where the lanes have it, and nothing early."""
+    prompts: dict[int, PromptRow] = {}
+    names: dict[int, str] = {}
+    worked: set[tuple[str, float, float]] = set()
+    frames = [json.loads(line) for line in shared_recording(tmp_path).read_bytes().splitlines()[1:]]
+    for frame in frames:
+        names |= {row[0]: row[1] for row in frame.get("instances", ())}
+        worked |= {(names[row[0]], row[2], row[3]) for row in frame.get("spans", ())}
+        for row in map(PromptRow._make, frame.get("prompts", ())):
+            assert row.offered_s <= frame["at_s"]
+            assert all(start_s <= frame["at_s"] for _, _, start_s, _ in row.chunks)
+            prompts[row.prompt] = row
+    ended = [row for row in prompts.values() if row.ended_s is not None]
+    assert len(ended) > 20
+    assert any(len(row.chunks) > 1 for row in ended)
+    for row in ended:
+        assert row.outcome == "streamed"
+        assert sum(tokens for tokens, *_ in row.chunks) == row.tokens - row.cached_tokens
+        assert row.owner in {member for _, members, _, _ in row.chunks for member in members}
+        for _, members, start_s, end_s in row.chunks:
+            assert {(member, start_s, end_s) for member in members} <= worked
+    assert {len(members) for row in ended for _, members, _, _ in row.chunks} >= {1, 2, 4}
+
+
+def test_moves_of_a_simulated_run_have_their_reason(recording: Path) -> None:
+    events = [event for line in recording.read_bytes().splitlines() for event in json.loads(line).get("events", ())]
+    texts = [text for _, kind, _, text in events if kind == "move"]
+    assert texts == ["prefill 2 moved: from short to long (pressure)"]
 
 
 def test_it_takes_one_run(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
