@@ -98,6 +98,7 @@ class StreamingRouter(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _StreamHandler)
         self.answer = b"".join(b"data: %b\n\n" % message for message in messages)
         self.code = 200
+        self.location = ""  # where it sends its clients on to
         self.waits = False
         self.asked: list[tuple[str, str | None]] = []  # path and Authorization
 
@@ -112,6 +113,8 @@ class _StreamHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("authorization")))
         self.send_response(self.server.code)
+        if self.server.location:
+            self.send_header("location", self.server.location)
         self.end_headers()
         self.wfile.write(self.server.answer)
         self.wfile.flush()

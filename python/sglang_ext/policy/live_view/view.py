@@ -206,7 +206,8 @@ class LiveView:
         self._ended: dict[str, tuple[int, int]] = dict.fromkeys(CLASSES, (0, 0))
         self._in_flight = 0
         self._elsewhere: dict[str, int | None] | None = None
-        self._ended_elsewhere: dict[int, tuple[int, int]] = {}  # when each was seen first
+        self._seen_elsewhere: dict[int, tuple[int, int]] = {}  # what each has counted, as it told last
+        self._ended_elsewhere = [0, 0]  # since the stream began
         self._ttfts = {name: _Ttfts() for name in CLASSES}
 
     # -- instances --------------------------------------------------------------------------------------
@@ -291,21 +292,20 @@ class LiveView:
     def take_elsewhere(self, seen: Elsewhere) -> None:
         """What others report of requests that this stream does not follow.
 
-        What one had counted before it was seen first is not of this stream. Counts never fall, also when one has gone.
+        What one had counted before it was seen first is not of this stream. Counts never fall, also when one has gone,
+        or has begun again from nothing.
         """
         if not seen.in_flight:
             self._elsewhere = None
             return
         answered = failed = None
         if seen.ended is not None:
-            before = self._elsewhere or {}
             for number, counts in seen.ended.items():
-                self._ended_elsewhere.setdefault(number, counts)
-            totals = [
-                sum(max(0, counts[at] - self._ended_elsewhere[number][at]) for number, counts in seen.ended.items())
-                for at in (0, 1)
-            ]
-            answered, failed = max(totals[0], before.get("ended") or 0), max(totals[1], before.get("failed") or 0)
+                last = self._seen_elsewhere.get(number, counts)
+                for at in (0, 1):
+                    self._ended_elsewhere[at] += counts[at] - last[at] if counts[at] >= last[at] else counts[at]
+                self._seen_elsewhere[number] = counts
+            answered, failed = self._ended_elsewhere
         self._elsewhere = {
             "routers": len(seen.in_flight),
             "in_flight": sum(seen.in_flight.values()),

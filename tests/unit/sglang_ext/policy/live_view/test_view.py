@@ -32,6 +32,7 @@ from sglang_ext.policy.live_view.view import (
     MAX_TRACKED,
     MAX_TTFTS,
     Counts,
+    Elsewhere,
     LiveView,
     SeenInstance,
     SeenRequest,
@@ -410,6 +411,17 @@ def test_of_more_samples_than_are_kept_the_last_minute_still_counts_whole() -> N
     assert reader.of_class("short")["ttft_p50_s"] in {2.0, 0.1}
     assert reader.of_class("short")["ttft_p90_s"] == 2.0
     assert reader.of_class("short")["ttft_samples"] < MAX_TTFTS
+
+
+def test_a_process_that_begins_again_from_nothing_is_counted_on() -> None:
+    view, reader = LiveView(0.0), Reader()
+    told = []
+    for tick, counts in enumerate([(7, 1), (9, 1), (2, 0), (3, 2), None, (4, 2)]):
+        ended = {} if counts is None else {1: counts}
+        view.take_elsewhere(Elsewhere({1: 0, 2: 3}, ended))
+        reader.take(view.frame(float(tick)))
+        told.append((reader.head["elsewhere"]["ended"], reader.head["elsewhere"]["failed"]))
+    assert told == [(0, 0), (2, 0), (4, 0), (5, 2), (5, 2), (6, 2)]
 
 
 def test_half_of_a_pair_of_surrogates_is_written_as_json_can() -> None:
