@@ -34,7 +34,7 @@ HOT_MODULES = (
         *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "slack", "time_sharing"),
         "wait_depth",
     )),
-    *(f"sglang_ext/policy/live_view/{name}.py" for name in ("messages", "view")),
+    *(f"sglang_ext/policy/live_view/{name}.py" for name in ("encoding", "view")),
     *(f"sglang_ext/policy/routing/{name}.py" for name in (
         *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
         *("pool_choice", "prefill_choice", "prefill_progress", "prefix_index", "retry_budget", "token_estimate"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,7 +20,7 @@ from support.tiny_model import STANDARD_SHAPE, TinyModelShape
 
 pytestmark = pytest.mark.integration
 LONG, SHORT = 900, 40
-DEEP, DEEP_LONG = TinyModelShape(layers=12), 1_900  # takes long beside what is between instances and router
+DEEP, DEEP_LONG = TinyModelShape(layers=24), 1_900  # takes long beside what is between instances and router
 NEW_TOKENS = 4
 
 
@@ -68,22 +68,33 @@ NOT_MEASURED = {
 }
 
 
-def measured(spans: list[ReceivedSpan], ttft_s: float) -> tuple[float, float, float]:
-    """Of the time to the first token: the share in which some part says what it did, and how far any of them lies
-    before its beginning or beyond its end, in seconds."""
+class Measured(NamedTuple):
+    """Of the time to the first token: the share in which some part tells what it did, how far any of these parts lies
+    before its beginning or beyond its end in seconds, and the longest time that none tells of."""
+
+    covered: float
+    outside_s: float
+    gap: str
+
+
+def measured(spans: list[ReceivedSpan], ttft_s: float) -> Measured:
     (root,) = [span for span in spans if span.name == "sglang_ext.request"]
     parents = {span.parent_id for span in spans}
-    leaves = sorted(
-        (span.start_s - root.start_s, span.end_s - root.start_s)
-        for span in spans
-        if span.span_id not in parents and span.name not in NOT_MEASURED
-    )
+    leaves = [span for span in spans if span.span_id not in parents and span.name not in NOT_MEASURED]
     covered_s = reached_s = 0.0
-    for start_s, end_s in leaves:
-        start_s, end_s = max(start_s, reached_s), min(end_s, ttft_s)
-        covered_s += max(0.0, end_s - start_s)
-        reached_s = max(reached_s, end_s)
-    return covered_s / ttft_s, -min(start_s for start_s, _ in leaves), max(end_s for _, end_s in leaves) - ttft_s
+    gaps = []
+    latest = "the beginning"
+    for span in sorted(leaves, key=lambda one: one.start_s):
+        start_s, end_s = span.start_s - root.start_s, min(span.end_s - root.start_s, ttft_s)
+        gaps.append((start_s - reached_s, f"from {latest} to {span.name}"))
+        covered_s += max(0.0, end_s - max(start_s, reached_s))
+        if end_s > reached_s:
+            reached_s, latest = end_s, span.name
+    gaps.append((ttft_s - reached_s, f"from {latest} to the first token"))
+    longest_s, where = max(gaps)
+    before_s = root.start_s - min(span.start_s for span in leaves)
+    beyond_s = max(span.end_s for span in leaves) - root.start_s - ttft_s
+    return Measured(covered_s / ttft_s, max(before_s, beyond_s), f"{longest_s:.3f} of {ttft_s:.3f} s {where}")
 
 
 def is_complete(status: dict[str, Any]) -> bool:
@@ -123,10 +134,10 @@ def test_what_router_pool_and_instances_measured_of_a_long_prompt_is_its_time_to
 
                     return trace_of(router, receiver, random_prompt(tokens, seed=80 + number), number, is_whole)
 
-                # The first one finds engines that have not computed anything yet. A stall that comes just while
-                # nobody measures is not every time: what is unaccounted for in all of them is a span that is missing.
-                found = []
-                for number in range(1, 5):
+                # The first one finds engines that have not computed anything yet, and on a busy machine something may
+                # wait for a core just while nobody measures. What is unaccounted for every time is a span that lacks.
+                found: list[Measured] = []
+                for number in range(1, 11):
                     spans = ask(DEEP_LONG, number, {*names, "sglang_ext.pool.chunk"})
                     root, under = check_nested(spans, f"{number:016x}")
                     assert root.attributes["sglang_ext.length_class"] == "long"
@@ -137,13 +148,14 @@ def test_what_router_pool_and_instances_measured_of_a_long_prompt_is_its_time_to
                     assert {span.name for span in spans} >= {"sglang_ext.pool.wait", "sglang_ext.transfer.layers"}
                     ttft_s = root.attributes["gen_ai.latency.time_to_first_token"]
                     found.append(measured(spans, ttft_s))
-                    _, before_s, beyond_s = found[-1]
-                    assert max(before_s, beyond_s) < 0.02 + 0.05 * ttft_s, found
-                assert max(covered for covered, _, _ in found) >= 0.95, found
-                assert all(covered <= 1 for covered, _, _ in found)
+                    assert found[-1].covered <= 1
+                    assert found[-1].outside_s < 0.02 + 0.05 * ttft_s, found
+                    if found[-1].covered >= 0.95:
+                        break
+                assert found[-1].covered >= 0.95, found
 
-                spans = ask(SHORT, 9, {*names, "sglang_ext.batch"})
-                root, _ = check_nested(spans, f"{9:016x}")
+                spans = ask(SHORT, 11, {*names, "sglang_ext.batch"})
+                root, _ = check_nested(spans, f"{11:016x}")
                 assert root.attributes["sglang_ext.length_class"] == "short"
                 assert not [span for span in spans if "pool" in span.name]
         finally:

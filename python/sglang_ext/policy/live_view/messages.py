@@ -6,17 +6,14 @@ which `hello` names, so that a reader need not know this version's. All times ar
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-import orjson
+from sglang_ext.policy.live_view.encoding import MAX_TEXT_CHARACTERS, encode
 
 VERSION = 1
 MIN_INTERVAL_S = 0.25
 MAX_MESSAGE_BYTES = 65_536
-MAX_TEXT_CHARACTERS = 120
-MAX_WHOLE = (1 << 53) - 1  # what a reader in JavaScript still counts exactly
 MAX_CHUNKS = 24  # of one prompt that are sent
 MAX_MEMBERS = 64  # of one chunk
 GONE = "gone"
@@ -168,30 +165,6 @@ HELLO_FIELDS = {
     "fields": "names of the fields of each kind of row",
 }
 
-_encode: Callable[[object], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def row_json(row: Sequence[Any]) -> bytes:
-    """A row as JSON: texts are cut, numbers rounded to 0.1 ms and kept within what JavaScript counts exactly."""
-    cleaned = [_clean(value) for value in row]
-    try:
-        return orjson.dumps(cleaned)
-    except TypeError:  # half of a pair of surrogates, which is no text; JSON can write it all the same
-        return _encode(cleaned).encode()
-
-
-def _clean(value: Any) -> Any:
-    kind = type(value)  # the plain ones first: this runs for every field of every row
-    if value is None or kind is bool:
-        return value
-    if kind is float:
-        return round(value, 4) if -MAX_WHOLE < value < MAX_WHOLE else None  # not a number is not within
-    if kind is int:
-        return value if -MAX_WHOLE < value < MAX_WHOLE else max(-MAX_WHOLE, min(MAX_WHOLE, value))
-    if isinstance(value, str):
-        return str(value)[:MAX_TEXT_CHARACTERS]
-    return [_clean(one) for one in value]
-
 
 def hello(
     *,
@@ -214,13 +187,7 @@ def hello(
         "notes": list(notes),
         "fields": {kind: list(row.__annotations__) for kind, row in ROWS.items()},
     }
-    return _encode(fields).encode()
-
-
-def frame_json(head: Mapping[str, object], sections: Mapping[str, Sequence[bytes]]) -> bytes:
-    """A frame of rows that `row_json` has made; empty sections are left out."""
-    rows = [b',"%b":[%b]' % (name.encode(), b",".join(made)) for name, made in sections.items() if made]
-    return b"%b%b}" % (orjson.dumps(head)[:-1], b"".join(rows))
+    return encode(fields).encode()
 
 
 def schema() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from sglang_ext.policy.live_view.encoding import frame_json, row_json
 from sglang_ext.policy.live_view.messages import (
     BUDGETS_BYTES,
     GONE,
@@ -24,8 +25,6 @@ from sglang_ext.policy.live_view.messages import (
     PromptRow,
     RequestRow,
     SpanRow,
-    frame_json,
-    row_json,
 )
 
 CLASSES = ("short", "long", "unknown")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.policy.live_view.encoding import MAX_WHOLE
 from sglang_ext.policy.live_view.messages import (
     BUDGETS_BYTES,
     FRAME_FIELDS,
     MAX_MESSAGE_BYTES,
-    MAX_WHOLE,
     MIN_INTERVAL_S,
     ROWS,
     InstanceRow,
