@@ -135,7 +135,7 @@ def test_what_router_pool_and_instances_measured_of_a_long_prompt_is_its_time_to
                     return trace_of(router, receiver, random_prompt(tokens, seed=80 + number), number, is_whole)
 
                 # The first one finds engines that have not computed anything yet, and on a busy machine something may
-                # wait for a core just while nobody measures. What is unaccounted for every time is a span that lacks.
+                # wait for a core just between two spans. What is unaccounted for every time is a span that lacks.
                 found: list[Measured] = []
                 for number in range(1, 11):
                     spans = ask(DEEP_LONG, number, {*names, "sglang_ext.pool.chunk"})

@@ -55,7 +55,7 @@ class RequestTrace:
         self._context.trace_slice_end(name.value, _LEVEL, to_unix_ns(end_s), _plain(attributes))
 
     def note_handshake(self, began_s: float) -> None:
-        """Decode has said where the KV shall go: the request may be computed from now on."""
+        """Decode has KV slots for it: the request may be computed from now on."""
         now_s = self._queued_s = time.perf_counter()
         self.add(SpanName.HANDSHAKE, began_s, now_s, {})
 

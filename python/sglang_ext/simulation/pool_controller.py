@@ -32,7 +32,7 @@ class PoolSizes(NamedTuple):
     long: int
 
 
-class PoolMove(NamedTuple):
+class SimulatedMove(NamedTuple):
     """An instance that was moved, and why."""
 
     at_s: float
@@ -61,7 +61,7 @@ class SimulatedController:
         self._state = ControllerState()
         self._joined_s: dict[int, float] = {}  # by instance; absent: from the start
         self._busy_s: dict[int, float] = {}
-        self.moves: list[PoolMove] = []
+        self.moves: list[SimulatedMove] = []
         self.offered: dict[LengthClass, float] = {}  # load of each pool in instances, when it last looked
         self.sizes = [self._sizes()]
         loop.schedule_background(PERIOD_S, self._look, None)
@@ -82,7 +82,7 @@ class SimulatedController:
             if decision.proposal is not None and self._is_moving:
                 proposal = decision.proposal
                 self.moves.append(
-                    PoolMove(now_s, proposal.worker_id, proposal.source, proposal.target, decision.reason.value)
+                    SimulatedMove(now_s, proposal.worker_id, proposal.source, proposal.target, decision.reason.value)
                 )
                 self._move(self._pool.instances[proposal.worker_id], proposal.target)
         if self._loop.has_events:

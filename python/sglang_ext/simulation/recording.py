@@ -79,7 +79,7 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
     lives = _lives(outcome, run)
     spans = sorted(outcome.timeline, key=lambda busy: busy.end_s)
     classes = {life.key: life.length_class for life in lives}
-    watched, decoding, shared = _Watched(outcome, run, classes), _Decoding(lives, run), _Shared(lives, spans)
+    watched, decoding, shared = _Watched(outcome, run, classes), _Decoding(lives, run), _SharedPrompts(lives, spans)
     moves = iter([*outcome.moves, None])
     move = next(moves)
     running: dict[int, _Life] = {}
@@ -212,7 +212,7 @@ def _seen(life: _Life, now_s: float) -> SeenRequest:
     )
 
 
-class _Shared:
+class _SharedPrompts:
     """Prompts whose chunks are shared by instances, at a time that only grows."""
 
     def __init__(self, lives: Sequence[_Life], spans: Sequence[BusyInterval]) -> None:

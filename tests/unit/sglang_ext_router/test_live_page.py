@@ -244,7 +244,7 @@ async def test_a_viewer_that_does_not_read_misses_frames_and_is_told_all_again()
         viewer.pause()  # as when the socket is full, for less than a frame: nothing is missed, nothing told again
         viewer.resume()
         assert (await client.chunk()).startswith(b'data: {"kind":"frame"')
-        # A request under way is told of
+        # A request under way is in a frame
         release = asyncio.Event()
         served.decode[0].script = one_token_until(release)
         asked = asyncio.create_task(served.ask("POST", "/generate", {"text": "hi", "stream": True}))
