@@ -11,7 +11,12 @@ are not counted. The routers take turns in every repeat; each number is a median
 - processor time per streamed event, requests' own cost included (64 events of 200 bytes each)
 
 With --ui, ours alone: processor time per request while one page of its live stream is open over that without, in turns
-on one router (`ui_cpu_ratio`), and what an open page costs a router without requests.
+on one router, at full load and at about 500 requests/s (`ui_cpu_ratio`, the largest), and what an open page costs a
+router without requests.
+
+With --traces, ours alone: processor time per request of the product with traces off over that of a copy of its sources
+that knows nothing of traces (`traces_off_cpu_ratio`, the larger of both concurrencies); with traces on, to a collector
+that keeps nothing, for the record. Product and copy are compiled alike, and measured in turns.
 
 A run fails when an answer is outside 2xx, when a stream is not whole, or when a leg of a request did not
 reach its instances. The last line is `RESULT {json}`; its ratios are ours over the better peer.
@@ -36,10 +41,11 @@ from statistics import median
 
 from sglang_ext.cluster.ports import pick_free_ports
 from support.processor_time import OtherLoad
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import give_up, machine, print_result, progress, versions, write_json
 from support.routers import COMMANDS, OURS, RouterError, RunningRouter, Upstreams
 from support.sse_upstream import EVENTS_PER_STREAM
 from support.static_upstreams import StaticUpstreams, UpstreamError, wait_until_healthy
+from support.traced_routers import BRANCHES, VARIANTS, build_variants, trace_sink, traced_routers
 from support.wrk import WrkError, run_wrk
 
 CONCURRENCIES = (1, 16, 64)
@@ -47,7 +53,11 @@ STREAM_CONCURRENCY = 32
 BODIES = {"32k": 32_000, "120k": 120_000, "400k": 400_000, "4m": 4_000_000}  # bytes of their prompts
 BODY_CONCURRENCY = 4
 UI_CONCURRENCIES = (16, 64)
+PACED_CONCURRENCY, PACED_PAUSE_MS = 32, 64  # 500 requests/s
 UI_TURNS = (False, True, True, False)  # whether a page is open: what drifts meets both alike
+TRACES_TURNS = (*VARIANTS, *reversed(VARIANTS))
+TRACES_CONCURRENCIES = (16, 64)
+TRACES_REPEATS, TRACES_SECONDS = 9, 2.0  # of each turn
 WARM_UP_S = 1.0
 START_PAGE_S = 20.0
 QUIET_CORES = 0.1
@@ -64,11 +74,12 @@ class Bench:
         self.seconds = seconds
         self.samples: Samples = defaultdict(lambda: defaultdict(list))
         # Every other port is left to bootstrap servers, which no request reaches here.
-        ports = iter(pick_free_ports("127.0.0.1", 12, draw=random.SystemRandom()))
+        ports = iter(pick_free_ports("127.0.0.1", 15, draw=random.SystemRandom()))
         self.whole = Upstreams([next(ports), next(ports)], [next(ports), next(ports)], [next(ports), next(ports)])
         self.streaming = self.whole._replace(decode=[next(ports), next(ports)])
         self.router_port = next(ports)
         self.metrics_port = next(ports)
+        self.traced_ports = [next(ports) for _ in VARIANTS]
 
     @contextmanager
     def upstreams(self) -> Iterator[StaticUpstreams]:
@@ -156,26 +167,53 @@ class Bench:
         """Add samples of whole answers with a page open, and without, in turns on one router."""
         with self.router(OURS, self.whole) as router:
             run_wrk(router.port, concurrency=WARM_UP_CONCURRENCY, duration_s=WARM_UP_S, stream=False)
-            for concurrency in UI_CONCURRENCIES:
+            points = [(f"c{concurrency}", concurrency, 0) for concurrency in UI_CONCURRENCIES]
+            for point, concurrency, pause_ms in [*points, ("paced", PACED_CONCURRENCY, PACED_PAUSE_MS)]:
                 for is_viewed in UI_TURNS:
                     with self._page(router.port) if is_viewed else nullcontext():
-                        used_s = router.processor_time_s
-                        load = run_wrk(router.port, concurrency=concurrency, duration_s=self.seconds, stream=False)
-                        used_s = router.processor_time_s - used_s
+                        used_s = router.fine_processor_time_s
+                        load = run_wrk(
+                            router.port,
+                            concurrency=concurrency,
+                            duration_s=self.seconds,
+                            stream=False,
+                            pause_ms=pause_ms,
+                        )
+                        used_s = router.fine_processor_time_s - used_s
                     cpu_us = used_s / load.requests * 1e6
                     name = "viewed" if is_viewed else "unviewed"
-                    self._note(name, f"cpu_us_c{concurrency}", cpu_us)
-                    self._note(name, f"p99_ms_c{concurrency}", load.p99_ms)
+                    self._note(name, f"cpu_us_{point}", cpu_us)
+                    self._note(name, f"p99_ms_{point}", load.p99_ms)
+                    self._note(name, f"requests_per_s_{point}", load.requests_per_s)
                     progress(
-                        f"  {name:14s} concurrency {concurrency:2d}: {cpu_us:6.1f} us of CPU per request, "
+                        f"  {name:14s} {point:5s}: {cpu_us:6.1f} us of CPU per request, "
                         f"p99 {load.p99_ms:.3f} ms, {load.requests_per_s:.0f} requests/s"
                     )
             for is_viewed in (False, True):
                 with self._page(router.port) if is_viewed else nullcontext():
-                    used_s = router.processor_time_s
+                    used_s = router.fine_processor_time_s
                     time.sleep(self.seconds)
-                    used_s = router.processor_time_s - used_s
+                    used_s = router.fine_processor_time_s - used_s
                 self._note("viewed" if is_viewed else "unviewed", "idle_ms_per_s", used_s / self.seconds * 1e3)
+
+    def measure_traced(self, built: dict[str, Path], sink_url: str) -> None:
+        """Add samples of the three variants in turns, all on the same upstreams."""
+        with traced_routers(built, self.whole, self.traced_ports, sink_url, self.folder) as routers:
+            for router in routers.values():
+                run_wrk(router.port, concurrency=WARM_UP_CONCURRENCY, duration_s=WARM_UP_S, stream=False)
+            for concurrency in TRACES_CONCURRENCIES:
+                used_s = dict.fromkeys(VARIANTS, 0.0)
+                requests = dict.fromkeys(VARIANTS, 0)
+                for name in TRACES_TURNS:
+                    before_s = routers[name].fine_processor_time_s
+                    load = run_wrk(routers[name].port, concurrency=concurrency, duration_s=self.seconds, stream=False)
+                    used_s[name] += routers[name].fine_processor_time_s - before_s
+                    requests[name] += load.requests
+                for name in VARIANTS:
+                    self._note(name, f"cpu_us_c{concurrency}", used_s[name] / requests[name] * 1e6)
+                costs = {name: self.samples[name][f"cpu_us_c{concurrency}"][-1] for name in VARIANTS}
+                shown = ", ".join(f"{name} {cpu_us:.2f}" for name, cpu_us in costs.items())
+                progress(f"  concurrency {concurrency:2d}: us of CPU per request: {shown}")
 
     @contextmanager
     def _page(self, port: int) -> Iterator[None]:
@@ -219,11 +257,19 @@ def main() -> None:
         folder = Path(scratch)
         bench = Bench(folder, arguments.seconds)
         try:
-            with bench.upstreams() as static:
+            built: dict[str, Path] = {}
+            if arguments.traces:
+                progress("compiling the product, and its sources without a tracer (some minutes)")
+                built = build_variants(folder)
+            with bench.upstreams() as static, trace_sink() as sink_url:
                 for repeat in range(arguments.repeats):
                     if arguments.ui:
                         progress(f"[{time.monotonic() - began_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}")
                         bench.measure_viewed()
+                        continue
+                    if arguments.traces:
+                        progress(f"[{time.monotonic() - began_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}")
+                        bench.measure_traced(built, sink_url)
                         continue
                     # None is always first, nor always after the same one.
                     order = names[repeat % len(names) :] + names[: repeat % len(names)]
@@ -232,7 +278,7 @@ def main() -> None:
                         progress(f"[{elapsed_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}: {name}")
                         bench.measure_requests(name, static)
                         bench.measure_stream(name)
-        except (RouterError, UpstreamError, WrkError, OSError) as error:
+        except (RouterError, UpstreamError, WrkError, OSError, subprocess.CalledProcessError) as error:
             for log in sorted(folder.glob("*.log")):
                 if log.name != "served.log" and log.stat().st_size:
                     print(f"--- end of {log.name}\n{log.read_text(errors='replace')[-1500:]}", file=sys.stderr)
@@ -241,7 +287,10 @@ def main() -> None:
     if others > QUIET_CORES:
         progress(f"note: other programs used {others:g} cores meanwhile; run it again on a quiet machine")
     result = summarise(bench.samples, arguments)
-    print_result({**result, "other_load_cores": others, "wall_s": round(time.monotonic() - began_s, 1)})
+    result = {**result, "other_load_cores": others, "wall_s": round(time.monotonic() - began_s, 1)}
+    if arguments.out is not None:
+        write_json(arguments.out, result)
+    print_result(result)
 
 
 def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, object]:
@@ -253,13 +302,23 @@ def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, obje
     result: dict[str, object] = {}
     if arguments.ui:
         viewed, unviewed = medians["viewed"], medians["unviewed"]
-        for concurrency in UI_CONCURRENCIES:
-            quantity = f"cpu_us_c{concurrency}"
-            result[f"ui_cpu_ratio_c{concurrency}"] = round(viewed[quantity] / unviewed[quantity], 4)
-        result["ui_cpu_ratio"] = max(result[f"ui_cpu_ratio_c{c}"] for c in UI_CONCURRENCIES)  # type: ignore[type-var]
+        points = [*(f"c{concurrency}" for concurrency in UI_CONCURRENCIES), "paced"]
+        ratios = {point: viewed[f"cpu_us_{point}"] / unviewed[f"cpu_us_{point}"] for point in points}
+        result |= {f"ui_cpu_ratio_{point}": round(ratio, 4) for point, ratio in ratios.items()}
+        result["ui_cpu_ratio"] = round(max(ratios.values()), 4)
         result["ui_idle_ms_per_s"] = round(viewed["idle_ms_per_s"] - unviewed["idle_ms_per_s"], 2)
+    if arguments.traces:
+        for name in ("off", "on"):
+            # Of each repeat: what drifts meets its turns alike, and leaves the ratio what it is.
+            ratios = {}
+            for quantity in (f"cpu_us_c{concurrency}" for concurrency in TRACES_CONCURRENCIES):
+                pairs = zip(samples[name][quantity], samples["without"][quantity], strict=True)
+                ratios[quantity.removeprefix("cpu_us_")] = median(own / other for own, other in pairs)
+            result |= {f"traces_{name}_cpu_ratio_{point}": round(ratio, 4) for point, ratio in ratios.items()}
+            result[f"traces_{name}_cpu_ratio"] = round(max(ratios.values()), 4)
+        result["branches_removed"] = BRANCHES
     peers = [medians[name] for name in medians if name != OURS]
-    if not arguments.ui and OURS in medians and peers:
+    if OURS in medians and peers:
         quantities = {f"cpu_ratio_c{c}": f"cpu_us_c{c}" for c in CONCURRENCIES}
         quantities |= {f"body_ratio_{size}": f"cpu_us_body_{size}" for size in BODIES}
         quantities |= {"p50_ratio_c1": "p50_ms_c1", "chunk_ratio": "cpu_us_chunk"}
@@ -278,8 +337,10 @@ def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, obje
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="samples of each number (default 3)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement (default 5)")
+    parser.add_argument("--repeats", type=int, help=f"samples of each number (default 3; --traces: {TRACES_REPEATS})")
+    parser.add_argument(
+        "--seconds", type=float, help=f"length of each measurement (default 5; --traces: {TRACES_SECONDS:g})"
+    )
     parser.add_argument(
         "--routers",
         nargs="+",
@@ -288,7 +349,14 @@ def _arguments() -> argparse.Namespace:
         help="measure only these; ratios need ours and a peer",
     )
     parser.add_argument("--ui", action="store_true", help="measure what an open live page costs ours, and nothing else")
+    parser.add_argument("--traces", action="store_true", help="measure what traces cost ours, and nothing else")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there, too")
     arguments = parser.parse_args()
+    if arguments.ui and arguments.traces:
+        parser.error("--ui and --traces are measured apart")
+    repeats, seconds = (TRACES_REPEATS, TRACES_SECONDS) if arguments.traces else (3, 5.0)
+    arguments.repeats = repeats if arguments.repeats is None else arguments.repeats
+    arguments.seconds = seconds if arguments.seconds is None else arguments.seconds
     if arguments.repeats < 1 or not arguments.seconds > 0:
         parser.error("--repeats must be at least 1 and --seconds greater than 0")
     return arguments

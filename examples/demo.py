@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = cluster_config(arguments, machine)
         _step(f"cluster: {describe(config, machine)}")
         with Cluster(config, make_display(sys.stdout)) as cluster:
-            print(f"live page: {cluster.url}/ui", flush=True)
+            print(f"live page: {cluster.page_url}", flush=True)
             all_answered = _demonstrate(cluster, began_s)
             if arguments.keep and all_answered:
                 _keep(cluster)
@@ -273,8 +273,9 @@ def _keep(cluster: Cluster) -> None:
         signal.signal(number, note)
     body = f'{{"model": "{cluster.plan.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     command = ["curl", f"{cluster.url}/v1/chat/completions", "-H", "content-type: application/json", "-d", body]
-    _step(f"still serving; Ctrl-C stops. The live page is {cluster.url}/ui. Try:")
+    _step("still serving; Ctrl-C stops. Try:")
     print(shlex.join(command), flush=True)
+    print(f"live page: {cluster.page_url}", flush=True)
     cluster.serve(stop.is_set)
 
 

@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,7 @@ HOT_MODULES = (
         *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "slack", "time_sharing"),
         "wait_depth",
     )),
+    *(f"sglang_ext/policy/live_view/{name}.py" for name in ("encoding", "view")),
     *(f"sglang_ext/policy/routing/{name}.py" for name in (
         *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
         *("pool_choice", "prefill_choice", "prefill_progress", "prefix_index", "retry_budget", "token_estimate"),
@@ -60,13 +62,15 @@ def compiled_files() -> list[Path]:
     return [file for file in (*beside, MANIFEST) if file.exists()] + list((ROOT / "router").glob(f"*__mypyc{SUFFIX}"))
 
 
-def compile_in(folder: Path) -> list[Path]:
-    """Compile copies of the packages in `folder`; the extension modules, relative to it.
+def compile_in(folder: Path, change: Callable[[Path], None] = lambda folder: None) -> list[Path]:
+    """Compile copies of the packages in `folder`, once `change` has made of these what it wants; the extension modules,
+    relative to it.
 
     subprocess.CalledProcessError when mypyc or the C compiler refuses, with its output.
     """
     for package, root in PACKAGES.items():
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    change(folder)
     command = [sys.executable, "-m", "mypyc", "--ignore-missing-imports", "--follow-imports=silent", *HOT_MODULES]
     subprocess.run(
         command,

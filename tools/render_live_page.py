@@ -3,7 +3,7 @@
     python tools/render_live_page.py [--picture]
 
 The tables stand between two marks. The picture is a simulated run, recorded and shown by the page in Chromium. A unit
-test compares the tables with the code.
+test compares the tables with the code, and another the picture with one that it draws.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang_ext.policy.live_view.messages import FRAME_FIELDS, HELLO_FIELDS, ROW
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "ui.md"
 PICTURE = ROOT / "docs" / "live-page.png"
+PICTURE_AT_S = 40.0  # of the run
 BEGIN, END = "<!-- begin: tools/render_live_page.py -->", "<!-- end -->"
 
 
@@ -31,7 +32,8 @@ def main() -> None:
     DOCUMENT.write_text(rendered(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     if arguments.picture:
         sys.path.insert(0, str(ROOT / "tests"))
-        asyncio.run(draw())
+        asyncio.run(draw(PICTURE))
+        print(f"{PICTURE.relative_to(ROOT)}: {PICTURE.stat().st_size // 1000} KB")
 
 
 def rendered(document: str) -> str:
@@ -62,27 +64,28 @@ def _kind(types: dict[str, Any]) -> str:
     return " or ".join(kinds)
 
 
-async def draw() -> None:
+async def draw(picture: Path) -> None:
     """Record a simulated run, and take a picture of the page that shows all of it."""
     from sglang_ext.live_view.recording import write_page
     from support.browser import browser
-    from support.live_recordings import simulated_recording
+    from support.live_recordings import shared_recording
 
     with tempfile.TemporaryDirectory(prefix="live-page-") as folder:
         page_file = Path(folder) / "page.html"
-        write_page(simulated_recording(Path(folder), seconds=60.0), page_file)
+        write_page(shared_recording(Path(folder), seconds=PICTURE_AT_S + 1), page_file)
         async with browser() as opened:
             page = await opened.open(page_file.as_uri(), width=1600, height=1480, calm=True)
             await page.until("window.liveView && liveView.state.inst.size > 0")
-            await page.evaluate("liveView.player.playing = false; liveView.player.seek(40); liveView.player.show()")
+            await page.evaluate(
+                f"liveView.player.playing = false; liveView.player.seek({PICTURE_AT_S}); liveView.player.show()"
+            )
             await page.evaluate(
                 "document.getElementById('wall').click(); document.getElementById('player').hidden = true"
             )
             await page.until("document.querySelectorAll('#requests button').length > 5")
             await page.evaluate("document.querySelectorAll('#requests button')[2].click()")
             await asyncio.sleep(1.5)
-            await page.screenshot(PICTURE)
-    print(f"{PICTURE.relative_to(ROOT)}: {PICTURE.stat().st_size // 1000} KB")
+            await page.screenshot(picture)
 
 
 if __name__ == "__main__":

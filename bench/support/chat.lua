@@ -1,6 +1,7 @@
 -- Chat requests, as many bytes as asked for. Every prompt differs from its neighbours from its start, as prompts do,
 -- and has line breaks and quotes, which JSON writes with an escape.
--- Arguments after "--": "stream" or "whole", and the size of a body in bytes.
+-- Arguments after "--": "stream" or "whole", the size of a body in bytes, and how many milliseconds a connection waits
+-- before each request.
 local prepared = {}
 local next_one = 0
 local WORDS = {"the", "of", "and", "prefill", "decode", "instance", "length", "that", "was", "for", "on", "are", "with",
@@ -26,6 +27,10 @@ end
 function init(args)
   local stream = args[1] == "stream" and ',"stream":true' or ""
   local size = tonumber(args[2])
+  local pause_ms = tonumber(args[3] or 0)
+  if pause_ms > 0 then
+    function delay() return pause_ms end
+  end
   local count = math.max(8, math.min(1024, math.floor(MOST_BYTES / size)))
   math.randomseed(size)
   local rest = text(size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from pathlib import Path
 
 from sglang_ext.cluster.process_tree import all_processes
 
@@ -14,14 +15,31 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 def processor_time_s(root_pid: int) -> float:
     """Return the user and system time in seconds that `root_pid` and its living descendants have used."""
     stats = {stat.pid: stat for stat in all_processes()}
+    family = _family(root_pid)
+    return sum(stats[pid].cpu_ticks for pid in family if pid in stats) / _TICKS_PER_S
+
+
+def fine_processor_time_s(root_pid: int) -> float:
+    """Return the same of the threads that live now, which the scheduler counts in nanoseconds and not in ticks."""
+    total_ns = 0
+    for pid in _family(root_pid):
+        for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            try:
+                total_ns += int(task.read_text(encoding="ascii").split()[0])
+            except OSError:
+                continue  # it has ended meanwhile
+    return total_ns / 1e9
+
+
+def _family(root_pid: int) -> set[int]:
+    stats = {stat.pid: stat for stat in all_processes()}
     family = {root_pid}
     # A parent may be listed after its child, so go on until no one joins.
     while True:
         children = {pid for pid, stat in stats.items() if stat.parent_pid in family} - family
         if not children:
-            break
+            return family
         family |= children
-    return sum(stats[pid].cpu_ticks for pid in family if pid in stats) / _TICKS_PER_S
 
 
 class OtherLoad:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sglang_ext.cluster.process import answers_ok
 from sglang_ext.cluster.process_tree import end_processes, session_processes
-from support.processor_time import processor_time_s
+from support.processor_time import fine_processor_time_s, processor_time_s
 
 OURS = "sglang-ext"
 START_TIMEOUT_S = 30.0
@@ -72,10 +72,22 @@ COMMANDS: dict[str, Callable[[int, int, Upstreams], list[str]]] = {
 class RunningRouter:
     """A context manager: one router on the given upstreams, ready to serve."""
 
-    def __init__(self, name: str, port: int, metrics_port: int, upstreams: Upstreams, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        metrics_port: int,
+        upstreams: Upstreams,
+        log: Path,
+        *,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`options` are added to its command; `environment` takes the place of this process's."""
         self.name = name
         self.port = port
-        self._command = COMMANDS[name](port, metrics_port, upstreams)
+        self._command = [*COMMANDS[name](port, metrics_port, upstreams), *options]
+        self._environment = environment
         self._log = log
 
     def __enter__(self) -> RunningRouter:
@@ -86,6 +98,7 @@ class RunningRouter:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=self._environment,
             )
         try:
             self._wait()
@@ -103,6 +116,11 @@ class RunningRouter:
     def processor_time_s(self) -> float:
         """User and system time in seconds of all its processes since its start."""
         return processor_time_s(self._process.pid)
+
+    @property
+    def fine_processor_time_s(self) -> float:
+        """The same of its living threads, to the nanosecond."""
+        return fine_processor_time_s(self._process.pid)
 
     def ask(self, *, stream: bool) -> bytes:
         """Send one chat request and return the body of the answer. Raises RouterError outside 200."""

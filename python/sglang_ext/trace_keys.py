@@ -18,6 +18,7 @@ class SpanName(StrEnum):
     POOL_COLLECT = "sglang_ext.pool.collect"
     POOL_TRANSFER = "sglang_ext.pool.transfer"
     HANDSHAKE = "sglang_ext.handshake"
+    QUEUE = "sglang_ext.queue"
     BATCH = "sglang_ext.batch"
     TRANSFER = "sglang_ext.transfer"
     LAYERS = "sglang_ext.transfer.layers"
@@ -66,8 +67,9 @@ SPAN_TEXTS = {
     SpanName.POOL_CHUNK: "a chunk, on all its members",
     SpanName.POOL_COLLECT: "its KV moves to its own instance",
     SpanName.POOL_TRANSFER: "KV on its way to decode, where that is reported",
-    SpanName.HANDSHAKE: "told by a prefill instance, under SGLang's span of its scheduler, as the next three: "
+    SpanName.HANDSHAKE: "told by a prefill instance, under SGLang's span of its scheduler, as the next four: "
     "from the request's arrival there until decode has its KV slots for it",
+    SpanName.QUEUE: "from then until its first batch was launched, or it was offered to the long pool",
     SpanName.BATCH: "one batch, or one chunk, that computed some of the prompt, from its launch to its result",
     SpanName.TRANSFER: "from the first part that could leave until decode had everything",
     SpanName.LAYERS: "a range of layers of some tokens, under the transfer: from when they were computed until written",

@@ -268,6 +268,8 @@ class RouterConfig:
             raise RouterConfigError(f"--tokenizer-path: no tokenizer.json in {self.tokenizer_path}")
         if self.coordinator_url:
             parse_worker_url(self.coordinator_url, "--coordinator-url", ("http",))
+        if self.otlp_traces_endpoint:
+            _check_collector_url(self.otlp_traces_endpoint)
         if self.max_header_size < 1024:
             raise RouterConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
         if self.max_buffered_size < self.max_payload_size:
@@ -421,6 +423,18 @@ def flag_of(name: str) -> str:
 
 def _is_host(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9._:%-]+", name) is not None
+
+
+def _check_collector_url(text: str) -> None:
+    """RouterConfigError for what is no address of a collector, with or without a path."""
+    try:
+        parts = urlsplit(text)
+        is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and _is_host(parts.hostname or "")
+        is_address = is_address and parts.port != 0  # ValueError for what is no port
+    except ValueError:
+        is_address = False
+    if not is_address or parts.query or parts.fragment or parts.username or parts.password:
+        raise RouterConfigError(f"--otlp-traces-endpoint: {text!r} is not of the form http://HOST:PORT")
 
 
 def parse_worker_url(text: str, option: str, schemes: Sequence[str] = ("http", "https")) -> str:

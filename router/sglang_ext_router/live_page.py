@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_VIEWERS = 8
 MAX_SCANNED = 1_000  # requests under way that are looked at for one frame
 INSTANCES_EVERY = 4  # frames between two looks at the instances
+LOOKED_AT_PER_FRAME = 64  # instances; of more, all are looked at less often
 MIN_ASK_S = 1.0  # between two rounds of asking instances for their queues
 ASKED_PER_S = 50  # instances; of more, each is asked less often
 _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
@@ -98,11 +99,14 @@ class Viewer:
         self._peer = peer_of(connection.transport)
         self._began_s = asyncio.get_running_loop().time()
         self._is_paused = False
+        self._has_missed = False
         connection.write(replies.head(200, _STREAM_HEAD + connection.reply_headers))
 
     def send(self, message: bytes) -> None:
         """Write a message; a client that does not keep up misses it."""
-        if not self._is_paused:
+        if self._is_paused:
+            self._has_missed = True
+        else:
             self._connection.write(replies.chunk(b"data: %b\n\n" % message))
 
     def end(self) -> None:
@@ -118,7 +122,9 @@ class Viewer:
 
     def resume(self) -> None:
         self._is_paused = False
-        self._page.resend()
+        if self._has_missed:
+            self._has_missed = False
+            self._page.begin_anew(self)
 
     def access_entry(self, now_s: float) -> AccessEntry:
         """Its line in the access log."""
@@ -162,8 +168,7 @@ class LivePage:
             self._viewers[viewer] = None
             if self._router.services.view is None:
                 self._begin()
-            viewer.send(self._hello)
-            self.resend()
+            self.begin_anew(viewer)
 
     def remove(self, viewer: Viewer) -> None:
         """A viewer has left; with the last one, gathering ends."""
@@ -172,10 +177,14 @@ class LivePage:
         if not self._viewers:
             self._end()
 
-    def resend(self) -> None:
-        """Tell everything once more: a viewer has come, or has missed some."""
+    def begin_anew(self, viewer: Viewer) -> None:
+        """A viewer has come, or has missed messages: the hello, after which it knows nothing, and then all there is.
+
+        What has ended or gone in what it missed is not told again, and so cannot stay on its page.
+        """
         view = self._router.services.view
         if view is not None:
+            viewer.send(self._hello)
             view.resend()
 
     def stop(self) -> None:
@@ -251,8 +260,9 @@ class LivePage:
         if view is None:
             return
         now_s = loop.time()
-        if self._ticks % INSTANCES_EVERY == 0:
+        if self._ticks % max(INSTANCES_EVERY, -(-len(self._router.registry) // LOOKED_AT_PER_FRAME)) == 0:
             view.take_instances(self._instances(now_s), now_s)
+        if self._ticks % INSTANCES_EVERY == 0:
             view.take_elsewhere(self._elsewhere())
             self._tell_moves(view, now_s)
             self._tell_long_pool(view)

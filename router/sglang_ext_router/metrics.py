@@ -125,6 +125,7 @@ class RouterMetrics:
         self.aborts: dict[str, int] = {}  # reason → count
         self.pool_offers: dict[str, int] = {}  # what came of them → count
         self.access_log_lines: dict[str, int] = {}  # what came of them → count
+        self.traces: dict[str, int] = {}  # what came of them → count
         self.refusals: dict[str, int] = {}  # status → count; that of the client connections
         self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
         self.tokenised = 0
@@ -222,6 +223,7 @@ class RouterMetrics:
             ("result",),
             _flat(self.access_log_lines),
         )
+        yield "traces", "Traces of requests, by what came of them", ("result",), _flat(self.traces)
         slo: list[tuple[Labels, float]] = [(("none", "false"), self.unclassified_slo_missed)]
         for cls, one in self.classes():
             slo += [((cls.value, "true"), one.slo_met), ((cls.value, "false"), one.slo_missed)]

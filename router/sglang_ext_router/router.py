@@ -146,6 +146,7 @@ class Router:
             self.services.pool_offers = offers
         if config.otlp_traces_endpoint:
             self.services.tracer = Tracer(config, loop, self.long_pool)
+            self.metrics.traces = self.services.tracer.counts
         self.live_page = None if config.disable_ui else LivePage(self, process_index)
         self.is_draining = False
         self.app = build_app(self)

@@ -43,14 +43,15 @@ class Ended(NamedTuple):
     context: TraceContext
     seen: SeenRequest
     ended_s: float
-    unix_offset_s: float
+    unix_offset_s: float  # not of the loop's time, which is that of its latest turn
     room: int | None  # under which a long pool may know it
 
 
 class Tracer:
     """Gives requests their place in a trace, and sends the spans of those that are sampled.
 
-    `dropped` counts the traces that were lost: too many waited, or the collector did not take them.
+    `counts` has the traces that were sent, and those that were dropped: too many waited, the collector did not take
+    them, or no spans could be made of them.
     """
 
     def __init__(
@@ -65,8 +66,7 @@ class Tracer:
         self._pending: deque[Ended] = deque()
         self._task: asyncio.Task[None] | None = None
         self._complained_s = float("-inf")
-        self.sent = 0
-        self.dropped = 0
+        self.counts = {"sent": 0, "dropped": 0}
 
     # -- while a request comes --------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Tracer:
             return
         may_be_shared = self._long_pool is not None and seen.length_class == LengthClass.LONG.value
         room = int(request_id[-16:], 16) if may_be_shared and request_id else None
-        self._pending.append(Ended(context, seen, ended_s, time.time() - self._loop.time(), room))
+        self._pending.append(Ended(context, seen, ended_s, time.time() - time.monotonic(), room))
         if self._task is None:
             self._task = self._loop.create_task(self._run())
 
@@ -144,13 +144,16 @@ class Tracer:
         for _ in range(min(MAX_BATCH, len(self._pending))):
             ended = self._pending.popleft()
             record = None if ended.room is None else records.get(ended.room)
-            is_known = ended.room is None or (
-                read_s is not None and read_s > ended.ended_s and record is not None and record["ended_s"] is not None
-            )
+            has_ended = record is not None and record.get("ended_s") is not None
+            is_known = ended.room is None or (has_ended and read_s is not None and read_s > ended.ended_s)
             if not is_known and not is_last and now_s - ended.ended_s < POOL_TIMEOUT_S:
                 self._pending.append(ended)
                 continue
-            spans += self._spans(ended, record, names)
+            try:
+                spans += self._spans(ended, record, names)
+            except Exception as error:  # one that cannot be told must not cost the others
+                self._drop(1, f"no spans can be made: {error!r}")
+                continue
             count += 1
         if not spans:
             return False
@@ -170,25 +173,28 @@ class Tracer:
                 if reply.status >= 300:
                     self._drop(count, f"status {reply.status}")
                     return False
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except Exception as error:  # whatever a collector or a proxy before it comes up with
             self._drop(count, str(error) or type(error).__name__)
             return False
         except asyncio.CancelledError:
             self._drop(count, "the router ends")
             raise
-        self.sent += count
+        self.counts["sent"] += count
         return True
 
     def _pool_records(self) -> tuple[Mapping[int, Mapping[str, Any]], Mapping[str, str]]:
         """What the coordinator told latest of each request, by room, and the members' names."""
         pool = self._long_pool
-        answer = None if pool is None else pool.answer
-        if not isinstance(answer, dict):
+        answer: Any = None if pool is None else pool.answer
+        try:
+            members = (*answer.get("former_members", ()), *answer.get("members", ()))
+            names = {str(one.get("instance")): str(one.get("name")) for one in members}
+            requests = (*answer.get("recent", ()), *answer.get("requests", ()))
+            return {one["room"]: one for one in requests if one.get("room") is not None}, names
+        except (AttributeError, TypeError) as error:
+            if answer is not None:
+                logger.debug("a coordinator's status makes no spans: %r", error)
             return {}, {}
-        members = (*answer.get("former_members", ()), *answer.get("members", ()))
-        names = {str(one.get("instance")): str(one.get("name")) for one in members}
-        requests = (*answer.get("recent", ()), *answer.get("requests", ()))
-        return {one["room"]: one for one in requests if one.get("room") is not None}, names
 
     def _spans(self, ended: Ended, record: Mapping[str, Any] | None, names: Mapping[str, str]) -> list[Span]:
         maker = SpanMaker(ended.context.trace_id, ended.unix_offset_s, self._new_id)
@@ -205,8 +211,8 @@ class Tracer:
         return f"{self._random.getrandbits(64) or 1:016x}"
 
     def _drop(self, count: int, why: str) -> None:
-        self.dropped += count
+        self.counts["dropped"] += count
         now_s = self._loop.time()
         if now_s - self._complained_s >= COMPLAIN_S:
             self._complained_s = now_s
-            logger.warning("traces are dropped, %d so far: %s", self.dropped, why)
+            logger.warning("traces are dropped, %d so far: %s", self.counts["dropped"], why)

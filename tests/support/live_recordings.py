@@ -17,6 +17,15 @@ from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance, See
 
 def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:
     """Short prompts, one in seven long, on three short and five long instances, of which some move; two decode."""
+    return _simulated(folder, seconds, seed, ("--policy", "laps", "--move-pools"))
+
+
+def shared_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:
+    """The same prompts where the five long instances share the long ones, and none moves."""
+    return _simulated(folder, seconds, seed, ("--policy", "pool"))
+
+
+def _simulated(folder: Path, seconds: float, seed: int, policy: Sequence[str]) -> Path:
     draw = random.Random(seed)
     lines = ["arrived_at,num_prefill_tokens,num_decode_tokens"]
     at_s = 0.0
@@ -26,7 +35,7 @@ def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -
     workload = folder / "workload.csv"
     workload.write_text("\n".join(lines) + "\n")
     out = folder / "recording.jsonl"
-    options = ["--policy", "laps", "--prefill", "8", "--short-instances", "3", "--move-pools", "--decode", "2"]
+    options = [*policy, "--prefill", "8", "--short-instances", "3", "--decode", "2"]
     assert (
         main(["simulate", "--workload", str(workload), *options, "--boundary-tokens", "256", "--record", str(out)]) == 0
     )
@@ -89,6 +98,7 @@ class StreamingRouter(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _StreamHandler)
         self.answer = b"".join(b"data: %b\n\n" % message for message in messages)
         self.code = 200
+        self.location = ""  # where it sends its clients on to
         self.waits = False
         self.asked: list[tuple[str, str | None]] = []  # path and Authorization
 
@@ -103,6 +113,8 @@ class _StreamHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("authorization")))
         self.send_response(self.server.code)
+        if self.server.location:
+            self.send_header("location", self.server.location)
         self.end_headers()
         self.wfile.write(self.server.answer)
         self.wfile.flush()

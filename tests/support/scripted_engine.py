@@ -181,6 +181,17 @@ def stream(*events: bytes, delay_s: float = 0.0, end: bytes = STREAM_END) -> Scr
     return play
 
 
+def one_token_until(release: asyncio.Event) -> Script:
+    """A stream whose first token comes at once, and whose end when `release` is set."""
+
+    async def play(turn: Turn) -> None:
+        await turn.write(stream_head() + chunk(event({"text": "a"})))
+        await release.wait()
+        await turn.write(chunk(DONE) + STREAM_END)
+
+    return play
+
+
 def raw(*pieces: bytes, pause_s: float = 0.0, then: str = "keep") -> Script:
     """Write these bytes; `then` is keep, hang, close or cut."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from sglang_ext.cluster.cluster import Cluster, plan_cluster
 from sglang_ext.cluster.config import ConfigError
+from sglang_ext.cluster.display import make_display
 from sglang_ext.cluster.model import PreparedModel
-from sglang_ext.cluster.plan import ClusterPlan, Host, count_ports, make_plan, resolve_device
+from sglang_ext.cluster.plan import ADMIN_KEY_VARIABLE, ClusterPlan, Host, count_ports, make_plan, resolve_device
 from sglang_ext.types import Role
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -112,3 +115,45 @@ def test_what_is_started_is_described(demo: ModuleType) -> None:
     assert texts[0] == "1 short prefill, 2 long prefill, 1 decode, 1 coordinator, 1 router; SGLang on the CPU"
     assert texts[1] == "1 both prefill, 1 decode, 1 router; SGLang on CUDA, 1 GPU"
     assert texts[4] == "1 short prefill, 1 long prefill, 1 decode, 1 router; SGLang on CUDA, 4 GPUs"
+
+
+class PlannedCluster(Cluster):
+    """A cluster that starts nothing."""
+
+    def __enter__(self) -> Cluster:
+        self.plan = plan_cluster(self.config, PreparedModel("/models/m", "m"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_the_page_that_it_names_opens_without_asking_for_a_key(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(ADMIN_KEY_VARIABLE, raising=False)
+    kept: list[Cluster] = []
+    monkeypatch.setattr(demo, "Cluster", PlannedCluster)
+    monkeypatch.setattr(demo, "ensure_smollm2", lambda: None)
+    monkeypatch.setattr(demo, "_demonstrate", lambda cluster, began_s: True)
+    monkeypatch.setattr(demo, "_keep", kept.append)
+    assert demo.main(["--device", "cpu"]) == 0
+    assert kept == []
+    assert demo.main(["--device", "cpu", "--keep"]) == 0
+    (cluster,) = kept
+    line = f"live page: {cluster.url}/ui#key={cluster.plan.admin_key}"
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+
+
+def test_while_it_is_kept_the_page_is_named_again(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(ADMIN_KEY_VARIABLE, raising=False)
+    arguments = argparse.Namespace(device="cpu", decode_tp=1, port=0)
+    served: list[object] = []
+    monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(PlannedCluster, "serve", lambda self, is_done: served.append(is_done))
+    with PlannedCluster(demo.cluster_config(arguments, Host(CORES, 0)), make_display(io.StringIO())) as cluster:
+        demo._keep(cluster)
+        assert f"live page: {cluster.url}/ui#key={cluster.plan.admin_key}" in capsys.readouterr().out.splitlines()
+    assert len(served) == 1

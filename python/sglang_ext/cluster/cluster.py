@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
+from urllib.parse import quote
 
 from sglang_ext.cluster import plan as planning
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
@@ -58,10 +59,12 @@ def plan_cluster(config: ClusterConfig, model: PreparedModel) -> ClusterPlan:
         model=model,
         machine=planning.find_machine(),
         free_ports=free_ports,
-        admin_key=planning.admin_key_of(config)
-        or os.environ.get(planning.ADMIN_KEY_VARIABLE)
-        or secrets.token_urlsafe(24),
+        admin_key=_given_admin_key(config) or secrets.token_urlsafe(24),
     )
+
+
+def _given_admin_key(config: ClusterConfig) -> str | None:
+    return planning.admin_key_of(config) or os.environ.get(planning.ADMIN_KEY_VARIABLE)
 
 
 class Cluster:
@@ -84,6 +87,17 @@ class Cluster:
     def url(self) -> str:
         """The router's address, such as http://127.0.0.1:30000."""
         return self.plan.router.url
+
+    @property
+    def page_url(self) -> str | None:
+        """The live page, which opens at once where the admin key was made here; None where the router has none.
+
+        The key is in the fragment, which a browser keeps to itself. One that was given is not repeated: the page asks.
+        """
+        url = self.plan.page_url
+        if url is None or _given_admin_key(self.config):
+            return url
+        return f"{url}#key={quote(self.plan.admin_key, safe='')}"
 
     @property
     def members(self) -> list[SupervisedProgram]:

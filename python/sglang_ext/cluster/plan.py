@@ -62,6 +62,7 @@ class ClusterPlan:
     start_parallel: int
     admin_key: str
     model_name: str
+    page_url: str | None = None  # the router's live page; None: it is off
     coordinator: Program | None = None  # None: long instances compute alone
     # Where the key is to be that they and the coordinator prove to each other; None: there is none, or it is given.
     pool_key_file: Path | None = None
@@ -203,12 +204,14 @@ def make_plan(
                     bootstrap_port=bootstrap_port,
                 )
             )
+    router = _router(config, instances, coordinator, config.router.port or next(ports), admin_key)
     default_parallel = 1 if any(users > 1 for users in gpu_users.values()) else 2 * len(machine.core_ids)
     return ClusterPlan(
         coordinator=coordinator,
         pool_key_file=pool_key_file,
         instances=tuple(instances),
-        router=_router(config, instances, coordinator, config.router.port or next(ports), admin_key),
+        router=router,
+        page_url=_page_url(config, router.url),
         start_parallel=config.start.parallel or default_parallel,
         admin_key=admin_key,
         model_name=model_name,
@@ -332,6 +335,18 @@ def _router(
         role=None,
         bootstrap_port=None,
     )
+
+
+def _page_url(config: ClusterConfig, router_url: str) -> str | None:
+    """Where the router has its live page by its own arguments."""
+    arguments = config.router.args
+    if "--disable-ui" in arguments:
+        return None
+    port = _last_value("--ui-port", arguments)
+    if port in (None, "0"):
+        return f"{router_url}/ui"
+    host = _last_value("--ui-host", arguments) or "127.0.0.1"
+    return f"http://{_url_host(_reachable(host))}:{port}/ui"
 
 
 def _take_keys(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -175,6 +175,8 @@ def _serve(config: ClusterConfig) -> int:
         if not cluster.is_ready:
             return 130
         print(f"serving {cluster.plan.model_name} at {cluster.url}")
+        if cluster.page_url is not None:
+            print(f"live page: {cluster.page_url}")
         print(f"logs and {STATE_FILE} are in {cluster.folder}; Ctrl-C stops", flush=True)
         cluster.serve(asked.once)
         print("stopping (Ctrl-C again: at once)", file=sys.stderr, flush=True)

@@ -23,6 +23,8 @@ from sglang_ext.live_view.stream_client import (
     stream_messages,
 )
 
+_FRAME = b'{"kind":"frame"'
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sglang-ext record`."""
@@ -59,14 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _record(first: bytes, messages: Iterator[bytes], file: IO[bytes], seconds: float) -> tuple[int, str]:
     """Write messages as they come, each whole; the number of frames, and why no more came, if not as asked."""
     end_s = time.monotonic() + seconds
-    frames = -1  # the first message is none
+    frames = 0
     try:
         with stopped_by_signals():
             message = first
             while True:
                 file.write(message)
                 file.flush()
-                frames += 1
+                frames += message.startswith(_FRAME)
                 if time.monotonic() >= end_s:
                     break
                 message = next(messages)

@@ -76,9 +76,12 @@ def read_recording(path: Path) -> Recorded:
     with path.open("rb") as file:
         for message in check_lines(file):
             if message["kind"] == "hello":
-                hello, frames = message, 0
+                is_same = message.get("began_unix_s") is not None and {**message, "notes": 0} == {**hello, "notes": 0}
+                frames = frames if is_same else 0
+                # Of the same stream some messages were missed: what is under way is told again, ends are not.
+                requests = {number: row for number, row in requests.items() if is_same and row.ended_s is not None}
+                hello = message
                 instances.clear()
-                requests.clear()
                 continue
             frames += 1
             end_s = float(message["at_s"])

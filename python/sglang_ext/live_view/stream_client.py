@@ -50,11 +50,18 @@ def given_key(option: str) -> str:
     return option or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key is for the address that the user gave, and for no other that this one names."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 def stream_messages(address: str, key: str) -> Iterator[bytes]:
     """The messages of the stream, each with its line's end; LiveStreamError when no more comes."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        reply = urllib.request.urlopen(
+        reply = urllib.request.build_opener(_NoRedirect).open(
             urllib.request.Request(f"{address}/ui/stream", headers=headers), timeout=TIMEOUT_S
         )
     except urllib.error.HTTPError as error:

@@ -75,15 +75,20 @@ def _follow(address: str, key: str, arguments: argparse.Namespace, is_terminal: 
             for line in stream_messages(address, key):
                 if not view.has_begun:
                     next(check_lines([line]))
-                view.take(json.loads(line))
                 now_s = time.monotonic()
-                if not view.is_whole or (not is_terminal and now_s - shown_s < arguments.interval):
-                    continue
+                try:
+                    view.take(json.loads(line))
+                    if not view.is_whole or (not is_terminal and now_s - shown_s < arguments.interval):
+                        continue
+                    size = shutil.get_terminal_size()
+                    lines = view.screen(*size, "NO_COLOR" not in os.environ) if is_terminal else [view.line()]
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    raise LiveStreamError(f"a message cannot be read ({error!r})") from None
                 shown_s = now_s
                 if is_terminal:
-                    _show(view.screen(*shutil.get_terminal_size(), has_colours="NO_COLOR" not in os.environ))
+                    _show(lines)
                 else:
-                    print(view.line(), flush=True)
+                    print(*lines, sep="\n", flush=True)
                 left = None if left is None else left - 1
                 if left == 0:
                     return 0
@@ -190,7 +195,7 @@ class TerminalView:
         lines += ["", paint.line((heading, "muted"))]
         events = list(self._events)[-3:]
         place = max(1, rows - len(lines) - (len(events) + 1 if events else 0) - 1)
-        numbers = sorted(self._instances, key=lambda number: (POOLS.index(self._instances[number].pool), number))
+        numbers = sorted(self._instances, key=self._place)
         out_first = sorted(numbers, key=lambda number: self._instances[number].state == "ready")
         shown = numbers if len(numbers) <= place else out_first[:place]
         lines += [self._instance_line(paint, number) for number in shown]
@@ -199,6 +204,11 @@ class TerminalView:
         if events:
             lines += ["", *(paint.line((event, "")) for event in events)]
         return lines[:rows]
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Pools in their order, one of another version behind them."""
+        pool = self._instances[number].pool
+        return (POOLS.index(pool) if pool in POOLS else len(POOLS)), number
 
     def _class_line(self, paint: _Paint, name: str) -> str:
         row = self._classes[name]

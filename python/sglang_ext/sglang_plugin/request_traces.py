@@ -27,6 +27,7 @@ class RequestTrace:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._launched: deque[_LaunchedBatch] = deque()
+        self._queued_s: float | None = None
 
     def add(
         self,
@@ -53,8 +54,20 @@ class RequestTrace:
             )
         self._context.trace_slice_end(name.value, _LEVEL, to_unix_ns(end_s), _plain(attributes))
 
+    def note_handshake(self, began_s: float) -> None:
+        """Decode has KV slots for it: the request may be computed from now on."""
+        now_s = self._queued_s = time.perf_counter()
+        self.add(SpanName.HANDSHAKE, began_s, now_s, {})
+
+    def leave_queue(self) -> None:
+        """The request is computed, or offered to the long pool; only the first time counts."""
+        if self._queued_s is not None:
+            self.add(SpanName.QUEUE, self._queued_s, time.perf_counter(), {})
+            self._queued_s = None
+
     def note_launch(self, attributes: dict[Key, str | int | float]) -> None:
         """A batch that computes some of the request has been launched."""
+        self.leave_queue()
         self._launched.append(_LaunchedBatch(time.perf_counter(), attributes))
 
     def note_shape(self, shape: str) -> None:

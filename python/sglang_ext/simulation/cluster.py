@@ -278,7 +278,10 @@ class PlannedCluster:
             end_s = min(start_s + chunk.compute_s, until_s)
             if start_s < end_s:
                 self.timeline += [
-                    BusyInterval(instance, start_s, end_s, committed.request.key) for instance in chunk.instances
+                    BusyInterval(
+                        instance, start_s, end_s, committed.request.key, tokens=chunk.tokens, group=chunk.instances
+                    )
+                    for instance in chunk.instances
                 ]
 
     def _fail(self, failure: Failure) -> None:
@@ -378,7 +381,10 @@ class IdleCluster:
             self._idle = [instance for instance in idle if instance not in members]
             self._running[request.key] = request
             if self._is_recorded:
-                self.timeline += [BusyInterval(instance, now_s, end_s, request.key) for instance in group]
+                self.timeline += [
+                    BusyInterval(instance, now_s, end_s, request.key, tokens=request.new_tokens, group=group)
+                    for instance in group
+                ]
             self._loop.schedule(end_s, self._end, (ServedPrefill(request, now_s, end_s), group))
 
     def _end(self, ended: tuple[ServedPrefill, tuple[int, ...]]) -> None:

@@ -105,6 +105,8 @@ class BusyInterval(NamedTuple):
     key: int  # of the request, or of the first one of a batch
     others: tuple[int, ...] = ()  # keys of the others of a batch
     tokens: int | None = None  # new ones that are computed; None where it is not noted
+    group: tuple[int, ...] = ()  # all instances of a chunk of a shared prompt; empty where it is none
+    owner: int | None = None  # of a shared prompt: the instance that it was sent to, where there is one
 
 
 class PrefillListener(Protocol):

@@ -214,7 +214,7 @@ class LongPool:
         running = _RunningGroup(order.request, layout.group, order)
         # Each member ends the ordinary work that it has begun.
         delay_s = max(0.0, max(self._alone_s[instance] for instance in layout.group) - self._loop.now_s)
-        self._begin(progress, running, self._duration_s(layout.group, cached, new), self._end_chunk, delay_s)
+        self._begin(progress, running, self._duration_s(layout.group, cached, new), new, self._end_chunk, delay_s)
 
     def _end_chunk(self, running: _RunningGroup) -> None:
         if running.is_void:
@@ -252,12 +252,14 @@ class LongPool:
         if self._keeps_kv and free_tokens < request.prompt_tokens - self._holds.get(request.key, {}).get(owner, 0):
             self._waiting_alone.append((progress, owner, cached_tokens))
             return
-        duration_s = self._duration_s((owner,), cached_tokens, request.prompt_tokens - cached_tokens)
+        new_tokens = request.prompt_tokens - cached_tokens
+        duration_s = self._duration_s((owner,), cached_tokens, new_tokens)
         self._hold(request.key, owner, request.prompt_tokens)
         self._alone_s[owner] = max(self._alone_s[owner], self._loop.now_s) + duration_s
         self._report(owner)
         delay_s = self._alone_s[owner] - duration_s - self._loop.now_s
-        self._begin(progress, _RunningGroup(request.key, (owner,), None), duration_s, self._end_alone, delay_s)
+        running = _RunningGroup(request.key, (owner,), None)
+        self._begin(progress, running, duration_s, new_tokens, self._end_alone, delay_s)
 
     def _end_alone(self, running: _RunningGroup) -> None:
         if running.is_void:
@@ -272,6 +274,7 @@ class LongPool:
         progress: _Progress,
         running: _RunningGroup,
         duration_s: float,
+        new_tokens: int,
         handler: Callable[[_RunningGroup], None],
         delay_s: float = 0.0,
     ) -> None:
@@ -281,7 +284,15 @@ class LongPool:
             progress.start_s = start_s
         self._running[running.key] = running
         if self._is_recorded:
-            self.timeline += [BusyInterval(instance, start_s, end_s, running.key) for instance in running.group]
+            self.timeline += [
+                BusyInterval(
+                    *(instance, start_s, end_s, running.key),
+                    tokens=new_tokens,
+                    group=() if running.order is None else running.group,
+                    owner=progress.owner,
+                )
+                for instance in running.group
+            ]
         self._loop.schedule(end_s, handler, running)
 
     def _end(self, progress: _Progress) -> None:

@@ -32,6 +32,16 @@ class PoolSizes(NamedTuple):
     long: int
 
 
+class SimulatedMove(NamedTuple):
+    """An instance that was moved, and why."""
+
+    at_s: float
+    instance: int
+    source: LengthClass
+    target: LengthClass
+    reason: str  # a DecisionReason
+
+
 class SimulatedController:
     """Runs while anything else is to happen. Without `is_moving` it looks and moves nothing.
 
@@ -51,7 +61,7 @@ class SimulatedController:
         self._state = ControllerState()
         self._joined_s: dict[int, float] = {}  # by instance; absent: from the start
         self._busy_s: dict[int, float] = {}
-        self.moves = 0
+        self.moves: list[SimulatedMove] = []
         self.offered: dict[LengthClass, float] = {}  # load of each pool in instances, when it last looked
         self.sizes = [self._sizes()]
         loop.schedule_background(PERIOD_S, self._look, None)
@@ -70,7 +80,11 @@ class SimulatedController:
                 if view.offered_instances is not None:
                     self.offered[pool] = max(0.0, view.offered_instances)
             if decision.proposal is not None and self._is_moving:
-                self._move(self._pool.instances[decision.proposal.worker_id], decision.proposal.target)
+                proposal = decision.proposal
+                self.moves.append(
+                    SimulatedMove(now_s, proposal.worker_id, proposal.source, proposal.target, decision.reason.value)
+                )
+                self._move(self._pool.instances[proposal.worker_id], proposal.target)
         if self._loop.has_events:
             self._loop.schedule_background(now_s + PERIOD_S, self._look, None)
 
@@ -80,7 +94,6 @@ class SimulatedController:
         instance.role = Role(target.value)
         instance.policy.laps.switch_mode(LapsMode(target.value))
         self._joined_s[instance.number] = now_s
-        self.moves += 1
         self._state = self._state.after_move(target, now_s)
         self.sizes.append(self._sizes())
 

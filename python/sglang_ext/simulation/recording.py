@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_ext.policy.live_view.messages import MIN_INTERVAL_S, InstanceRow, LoadRow, hello
-from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance, SeenRequest, SeenSpan
+from sglang_ext.policy.live_view.messages import MIN_INTERVAL_S, InstanceRow, LoadRow, PromptRow, hello
+from sglang_ext.policy.live_view.view import MAX_PROMPTS, Counts, LiveView, SeenInstance, SeenRequest, SeenSpan
 from sglang_ext.simulation.events import BusyInterval, SimRequest
 from sglang_ext.simulation.instances import WatchedInstance
 from sglang_ext.simulation.run import Outcome
@@ -79,7 +79,9 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
     lives = _lives(outcome, run)
     spans = sorted(outcome.timeline, key=lambda busy: busy.end_s)
     classes = {life.key: life.length_class for life in lives}
-    watched, decoding = _Watched(outcome, run, classes), _Decoding(lives, run)
+    watched, decoding, shared = _Watched(outcome, run, classes), _Decoding(lives, run), _SharedPrompts(lives, spans)
+    moves = iter([*outcome.moves, None])
+    move = next(moves)
     running: dict[int, _Life] = {}
     arrived = ended = told = 0
     by_end = sorted(lives, key=lambda life: life.end_s)
@@ -88,6 +90,12 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
     for number in range(frames):
         now_s = number * interval_s
         view.take_instances(chain(watched.at(now_s), decoding.at(now_s)), now_s)
+        while move is not None and move.at_s <= now_s:
+            name = _name(move.instance)
+            text = f"{name} moved: from {move.source} to {move.target} ({move.reason})"
+            view.note_event(move.at_s, "move", view.number_of(name), text)
+            move = next(moves)
+        view.take_prompts(shared.at(now_s))
         while arrived < len(lives) and lives[arrived].request.arrival_s <= now_s:
             running[lives[arrived].key] = lives[arrived]
             arrived += 1
@@ -202,6 +210,45 @@ def _seen(life: _Life, now_s: float) -> SeenRequest:
         None,
         1,
     )
+
+
+class _SharedPrompts:
+    """Prompts whose chunks are shared by instances, at a time that only grows."""
+
+    def __init__(self, lives: Sequence[_Life], spans: Sequence[BusyInterval]) -> None:
+        self._chunks: dict[int, list[BusyInterval]] = {}  # by request: one interval of each
+        by_chunk = sorted((busy for busy in spans if busy.group), key=lambda busy: (busy.key, busy.start_s))
+        for _, intervals in groupby(by_chunk, lambda busy: (busy.key, busy.start_s)):
+            busy = next(intervals)
+            self._chunks.setdefault(busy.key, []).append(busy)
+        self._lives = [life for life in lives if life.key in self._chunks]
+        self._offered = 0
+
+    def at(self, now_s: float) -> list[PromptRow]:
+        while self._offered < len(self._lives) and self._lives[self._offered].request.arrival_s <= now_s:
+            self._offered += 1
+        return [self._row(life, now_s) for life in self._lives[max(0, self._offered - MAX_PROMPTS) : self._offered]]
+
+    def _row(self, life: _Life, now_s: float) -> PromptRow:
+        request, chunks = life.request, self._chunks[life.key]
+        has_ended = life.first_token_s is not None and life.first_token_s <= now_s
+        owner = chunks[0].group[0] if chunks[0].owner is None else chunks[0].owner
+        return PromptRow(
+            *(life.key, _name(owner), request.prompt_tokens, request.cached_tokens, request.arrival_s),
+            life.first_token_s if has_ended else None,
+            "streamed" if has_ended else None,
+            [
+                (
+                    busy.tokens or 0,
+                    list(map(_name, busy.group)),
+                    busy.start_s,
+                    busy.end_s if busy.end_s <= now_s else None,
+                )
+                for busy in chunks
+                if busy.start_s <= now_s
+            ],
+            [],
+        )
 
 
 class _Decoding:

@@ -135,7 +135,7 @@ def _pools(outcome: Outcome) -> PoolsSummary | None:
     ends_s = [*(one.at_s for one in sizes[1:]), outcome.end_s]
     instance_s = sum((one.short + one.long) * (end_s - one.at_s) for one, end_s in zip(sizes, ends_s, strict=True))
     # The first two are what the pools begin with.
-    return PoolsSummary(outcome.moves, max(0, len(outcome.scalings) - 2), instance_s / max(outcome.end_s, 1e-9))
+    return PoolsSummary(len(outcome.moves), max(0, len(outcome.scalings) - 2), instance_s / max(outcome.end_s, 1e-9))
 
 
 def _decode(outcome: Outcome) -> DecodeSummary | None:

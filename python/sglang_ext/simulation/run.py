@@ -25,7 +25,7 @@ from sglang_ext.simulation.events import (
     feed,
 )
 from sglang_ext.simulation.instances import InstancePool, InstanceWatch, WatchedInstance
-from sglang_ext.simulation.pool_controller import PoolSizes, SimulatedController
+from sglang_ext.simulation.pool_controller import PoolSizes, SimulatedController, SimulatedMove
 from sglang_ext.simulation.scaler import ScalerSettings, Scaling, SimulatedScaler
 
 PROGRESS_REQUESTS = 500  # arrivals between two reports of progress
@@ -87,7 +87,7 @@ class Outcome:
     events: int
     timeline: list[BusyInterval] = field(default_factory=list)
     pool_sizes: list[PoolSizes] = field(default_factory=list)
-    moves: int = 0  # between pools
+    moves: list[SimulatedMove] = field(default_factory=list)
     scalings: list[Scaling] = field(default_factory=list)
     watched: list[tuple[float, list[WatchedInstance]]] = field(default_factory=list)
 
@@ -138,7 +138,7 @@ def simulate(
         loop.events,
         stage.timeline,
         controller.sizes if controller else [],
-        controller.moves if controller else 0,
+        controller.moves if controller else [],
         scaler.scalings if scaler else [],
         watch.seen if watch else [],
     )

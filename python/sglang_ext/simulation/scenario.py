@@ -147,7 +147,15 @@ class SplitStage:
 
     @property
     def timeline(self) -> list[BusyInterval]:
-        shifted = (busy._replace(instance=busy.instance + self._short_instances) for busy in self._long.timeline)
+        first = self._short_instances
+        shifted = (
+            busy._replace(
+                instance=busy.instance + first,
+                group=tuple(one + first for one in busy.group),
+                owner=None if busy.owner is None else busy.owner + first,
+            )
+            for busy in self._long.timeline
+        )
         return [*self._short.timeline, *shifted]
 
     def arrive(self, request: SimRequest) -> None:

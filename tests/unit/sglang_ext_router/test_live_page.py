@@ -28,7 +28,19 @@ from support.linked_routers import processes
 from support.raw_client import RawClient
 from support.router_process import RunningRouter, cluster
 from support.running_time import running_s
-from support.scripted_engine import DONE, ScriptedEngine, chunk, event, hang, raw, reply, status, stream, stream_head
+from support.scripted_engine import (
+    DONE,
+    ScriptedEngine,
+    chunk,
+    event,
+    hang,
+    one_token_until,
+    raw,
+    reply,
+    status,
+    stream,
+    stream_head,
+)
 
 LONG_TEXT = "word " * 4000
 ADMIN = {"admin_api_key": "the-administrator"}
@@ -221,16 +233,37 @@ async def test_a_viewer_that_does_not_read_misses_frames_and_is_told_all_again()
         assert page is not None
         (viewer,) = page._viewers
         seen = await client.chunk() + await client.chunk()
-        viewer.pause()  # as when the socket is full
-        first = served.router.services.view
-        assert first is not None
-        before = first._frames
-        await served.until(lambda: first._frames > before + 2)
-        viewer.resume()
-        told = b""
-        while b'"instances":[' not in told:
-            told += await client.chunk()
         (last,) = re.findall(rb'"frame","number":(\d+)', seen)
+        view = served.router.services.view
+        assert view is not None
+
+        async def frames(count: int) -> None:
+            before = view._frames
+            await served.until(lambda: view._frames > before + count)
+
+        viewer.pause()  # as when the socket is full, for less than a frame: nothing is missed, nothing told again
+        viewer.resume()
+        assert (await client.chunk()).startswith(b'data: {"kind":"frame"')
+        # A request under way is in a frame
+        release = asyncio.Event()
+        served.decode[0].script = one_token_until(release)
+        asked = asyncio.create_task(served.ask("POST", "/generate", {"text": "hi", "stream": True}))
+        while b'"requests":[' not in (told := await client.chunk()):
+            pass
+        # and ends, as an instance leaves, in what is missed
+        viewer.pause()
+        release.set()
+        request_id = (await asked).headers["x-request-id"]
+        leaving = served.decode[0].url[7:]
+        served.router.remove_worker(served.worker(served.decode[0].url))
+        await frames(2 * live_page.INSTANCES_EVERY)
+        viewer.resume()
+        told = await client.chunk()
+        assert told.startswith(b'data: {"kind":"hello"'), "what it knew is to be forgotten"
+        while served.short[0].url[7:].encode() not in told:
+            told += await client.chunk()
+        assert leaving.encode() not in told.partition(b'"events":')[0]
+        assert request_id.encode() not in told
         assert int(re.findall(rb'"frame","number":(\d+)', told)[0]) > int(last) + 1
         client.close()
         await served.until(lambda: served.router.services.view is None)

@@ -6,15 +6,20 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 
+from sglang_ext.types import Role
+from sglang_ext_router import live_page
 from sglang_ext_router.config import RouterConfig
 from support.browser import browser, needs_browser
 from support.engines import free_port
+from support.linked_routers import processes
 from support.router_process import cluster
 from support.running_time import running_s
-from support.scripted_engine import DONE, event, reply, stream
+from support.scripted_engine import DONE, ScriptedEngine, event, one_token_until, reply, stream
 
 pytestmark = needs_browser
 LONG_TEXT = "word " * 4000
@@ -99,6 +104,138 @@ async def test_a_router_with_a_key_is_asked_with_it_and_the_key_is_never_in_an_a
         await page.until("document.querySelectorAll('.card').length === 3")
         assert not any(ADMIN_KEY in url for url in page.requested)
         assert [error for error in page.errors if "401" not in error] == []
+
+
+async def test_a_key_in_the_fragment_opens_the_page_stays_in_its_tab_and_leaves_its_address() -> None:
+    key = "a+b&c=d"
+    async with cluster(admin_api_key=key, base=SLOW) as served, browser() as opened:
+        address = f"http://127.0.0.1:{served.port}/ui"
+        page = await opened.open(f"{address}#key={quote(key, safe='')}")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        assert await page.evaluate("location.href") == address
+        assert await page.evaluate("document.getElementById('key').hidden")
+        await page.evaluate("document.getElementById('tab-time').click(); location.reload()")
+        await page.until("window.liveView && document.getElementById('state').textContent === 'live'")
+        assert await page.evaluate("location.href") == f"{address}#time"
+        assert not any("key=" in url or "a+b" in url for url in page.requested), "a fragment is sent to no server"
+        # Another one in the address of a page that is open already
+        await page.evaluate("location.hash = '#key=wrong'")
+        await page.until("!document.getElementById('key').hidden")
+        await page.evaluate(f"location.hash = '#key={quote(key, safe='')}'")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        assert await page.evaluate("location.href") == address
+        assert [error for error in page.errors if "401" not in error] == []
+
+
+async def test_what_comes_while_the_page_is_held_is_shown_when_it_goes_on() -> None:
+    async with cluster(base=SLOW) as served, browser() as opened:
+        page = await opened.open(f"http://127.0.0.1:{served.port}/ui")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        counts = "(c => [c.decoding, c.ended])(liveView.state.classes.short)"
+        phases = "[...liveView.state.req.values()].map(o => o.row.outcome)"
+
+        async def begin(release: asyncio.Event) -> list[asyncio.Task[Any]]:
+            for engine in served.decode:
+                engine.script = one_token_until(release)
+            asked = [served.ask("POST", "/generate", {"text": "hi", "stream": True}) for _ in range(3)]
+            return [asyncio.create_task(one) for one in asked]
+
+        for round_number, most_characters in enumerate((1e9, 200)):
+            release = asyncio.Event()
+            asked = await begin(release)
+            await page.until("liveView.state.classes.short.decoding === 3")
+            await page.evaluate(f"liveView.maxHeldCharacters = {most_characters}")
+            await page.evaluate("document.getElementById('pause').click()")
+            await page.until("document.getElementById('state').textContent === 'held'")
+            held_at = await page.evaluate("liveView.state.at")
+            release.set()
+            await asyncio.gather(*asked)
+            if round_number == 0:
+                await page.until("liveView.waiting > 3")
+            else:  # beyond what it keeps it stops to listen
+                await served.until(lambda: served.router.services.view is None)
+            assert await page.evaluate("liveView.state.at") == held_at
+            assert await page.evaluate(f"{counts}[0]") == 3
+            await page.evaluate("document.getElementById('pause').click()")
+            await page.until("document.getElementById('state').textContent === 'live'")
+            await page.until(f"({counts} + '') === '{'0,3' if round_number == 0 else '0,0'}'")
+            await page.until(f"{phases}.every(outcome => outcome === 'ok')")
+            missed = "document.getElementById('notes').innerText.includes('has missed')"
+            assert not await page.evaluate(missed)
+        assert [error for error in page.errors if not error.startswith(LOST)] == []
+
+
+async def test_a_page_that_has_missed_messages_begins_anew_and_keeps_no_request_that_has_ended() -> None:
+    async with cluster(decode=2, base=SLOW) as served, browser() as opened:
+        page = await opened.open(f"http://127.0.0.1:{served.port}/ui")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        release = asyncio.Event()
+        for engine in served.decode:
+            engine.script = one_token_until(release)
+        asked = [asyncio.create_task(served.ask("POST", "/generate", {"text": "hi", "stream": True})) for _ in range(3)]
+        await page.until("liveView.state.classes.short.decoding === 3 && liveView.state.req.size === 3")
+        live_page = served.router.live_page
+        assert live_page is not None
+        (viewer,) = live_page._viewers
+        view = served.router.services.view
+        assert view is not None
+        viewer.pause()  # as when the socket is full
+        release.set()
+        await asyncio.gather(*asked)
+        served.router.remove_worker(served.worker(served.decode[1].url))
+        told = view._frames
+        await served.until(lambda: view._frames > told + 8)
+        assert await page.evaluate("liveView.state.inst.size") == 4
+        viewer.resume()
+        await page.until("liveView.state.inst.size === 3")
+        await page.until("document.getElementById('notes').innerText.includes('This browser has missed')")
+        assert await page.evaluate("[...liveView.state.req.values()].every(o => o.row.ended_s !== null)")
+        assert page.errors == []
+
+
+async def test_requests_of_other_processes_are_added_to_the_figures(tmp_path: Path) -> None:
+    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
+    async with processes(tmp_path, engines) as (viewed, other), browser() as opened:
+        page = await opened.open(f"http://127.0.0.1:{viewed.port}/ui#key=admin")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        await page.until("liveView.state.head.elsewhere !== null && liveView.state.head.elsewhere.ended !== null")
+        release = asyncio.Event()
+        engines[1].script = one_token_until(release)
+        asked = [
+            asyncio.create_task(one.ask("POST", "/generate", {"text": "hi", "stream": True}))
+            for one in (viewed, other, other)
+        ]
+
+        async def shows(title: str, value: str, note: str) -> None:
+            figure = (
+                "[...document.querySelectorAll('.figure')].filter(f => f.querySelector('dt').innerText === "
+                f"{json.dumps(title)}).map(f => [f.querySelector('dd span').innerText,"
+                " f.querySelector('small').innerText])[0]"
+            )
+            await page.until(f"(({figure}) || []).join('|') === {json.dumps(f'{value}|{note}')}", 30.0)
+
+        await shows("In flight", "3", "1 in this process, 2 elsewhere")
+        await shows("Answered", "0", "none ended otherwise")
+        release.set()
+        await asyncio.gather(*asked)
+        await shows("In flight", "0", "0 in this process, 0 elsewhere")
+        await shows("Answered", "3", "none ended otherwise")
+        assert page.errors == []
+
+
+async def test_a_page_beyond_the_most_that_may_look_says_why_and_opens_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_page, "MAX_VIEWERS", 1)
+    async with cluster(base=SLOW) as served, browser() as opened:
+        first = await opened.open(f"http://127.0.0.1:{served.port}/ui")
+        await first.until("document.getElementById('state').textContent === 'live'")
+        second = await opened.open(f"http://127.0.0.1:{served.port}/ui")
+        await second.until("document.getElementById('state').textContent.includes('pages are open already')")
+        assert await second.evaluate("document.getElementById('state').textContent.includes('answers 503')")
+        await first.evaluate("location.href = 'about:blank'")
+        await second.until("document.getElementById('state').textContent === 'live'", 30.0)
+        assert [error for error in second.errors if "503" not in error] == []
 
 
 @pytest.mark.full

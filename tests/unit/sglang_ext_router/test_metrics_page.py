@@ -99,8 +99,14 @@ async def test_the_document_lists_what_is_shown() -> None:
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             name = family.name + ("_total" if family.type == "counter" else "")
             shown[name] = (family.type, labels)
-    # Nothing has been counted there without a controller and a coordinator: families without samples.
-    idle = {"controller_decisions_total", "pool_pressure", "pool_offered_instances", "pool_offers_total"}
+    # Nothing has been counted there without a controller, a coordinator and a collector: families without samples.
+    idle = {
+        "controller_decisions_total",
+        "pool_pressure",
+        "pool_offered_instances",
+        "pool_offers_total",
+        "traces_total",
+    }
     # Nor is there a group or a cluster.
     absent = ("peer", "controller_lea", "discovery_")
     idle |= {one.removeprefix(PREFIX) for one in rows if one.removeprefix(PREFIX).startswith(absent)}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
 import pytest
 
-from sglang_ext_router.config import RouterConfigError
+from sglang_ext_router import traces
+from sglang_ext_router.config import RouterConfig, RouterConfigError
 from support.engines import free_port
 from support.otlp_receiver import otlp_receiver
 from support.router_process import cluster
@@ -77,8 +82,61 @@ async def test_a_collector_that_is_away_loses_traces_and_holds_nothing_up() -> N
         client = await served.connect()
         for _ in range(20):
             assert (await client.ask("POST", "/generate", {"input_ids": [1]})).status == 200
-        await served.until(lambda: tracer.dropped == 20, 20)
-        assert tracer.sent == 0
+        await served.until(lambda: tracer.counts == {"sent": 0, "dropped": 20}, 20)
+        exposed = (await served.ask("GET", "/metrics")).body.decode()
+        assert 'sglang_ext_router_traces_total{result="dropped"} 20.0' in exposed
+
+
+async def test_a_trace_that_cannot_be_made_and_an_answer_that_is_none_cost_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = traces.add_request
+    failing = [RuntimeError("a record of another version")]
+
+    def add(*arguments: Any) -> str:
+        if failing:
+            raise failing.pop()
+        return made(*arguments)
+
+    monkeypatch.setattr(traces, "add_request", add)
+    with otlp_receiver() as receiver:
+        async with cluster(otlp_traces_endpoint=receiver.url) as served:
+            tracer = served.router.services.tracer
+            assert tracer is not None
+            pool = SimpleNamespace(answer={"members": [3], "recent": "x"}, read_s=None, clock_offset_s=None)
+            monkeypatch.setattr(tracer, "_long_pool", pool)
+            client = await served.connect()
+            await client.ask("POST", "/generate", {"input_ids": [1]}, {"traceparent": PARENT})
+            await served.until(lambda: tracer.counts == {"sent": 0, "dropped": 1}, 20)
+
+            posting = [ValueError("what no HTTP library should raise")]
+            post = aiohttp.ClientSession.post
+
+            def post_once(self: Any, *arguments: Any, **options: Any) -> Any:
+                if posting:
+                    raise posting.pop()
+                return post(self, *arguments, **options)
+
+            monkeypatch.setattr(aiohttp.ClientSession, "post", post_once)
+            await client.ask("POST", "/generate", {"input_ids": [1]})
+            await served.until(lambda: tracer.counts == {"sent": 0, "dropped": 2}, 20)
+            await client.ask("POST", "/generate", {"input_ids": [1]})
+            await served.until(lambda: tracer.counts == {"sent": 1, "dropped": 2}, 20)
+            exposed = (await served.ask("GET", "/metrics")).body.decode()
+            assert 'sglang_ext_router_traces_total{result="sent"} 1.0' in exposed
+            assert receiver.spans
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "grpc://c:4317", "http://", "http://c:x", "http://c:4318/?a=b"])
+async def test_an_endpoint_that_is_none_is_refused_at_the_start(endpoint: str) -> None:
+    with pytest.raises(RouterConfigError, match=r"--otlp-traces-endpoint: .* is not of the form http://HOST:PORT"):
+        async with cluster(otlp_traces_endpoint=endpoint):
+            pass
+
+
+@pytest.mark.parametrize("endpoint", ["http://c:4318", "https://api.example.org/otlp/v1/traces", "http://[::1]:4318/"])
+def test_an_endpoint_may_have_a_path_and_no_port(endpoint: str) -> None:
+    assert RouterConfig(otlp_traces_endpoint=endpoint).otlp_traces_endpoint == endpoint
 
 
 async def test_without_a_collector_nothing_is_added() -> None:

@@ -6,15 +6,14 @@ which `hello` names, so that a reader need not know this version's. All times ar
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from sglang_ext.policy.live_view.encoding import MAX_TEXT_CHARACTERS, encode
 
 VERSION = 1
 MIN_INTERVAL_S = 0.25
 MAX_MESSAGE_BYTES = 65_536
-MAX_TEXT_CHARACTERS = 120
-MAX_WHOLE = (1 << 53) - 1  # what a reader in JavaScript still counts exactly
 MAX_CHUNKS = 24  # of one prompt that are sent
 MAX_MEMBERS = 64  # of one chunk
 GONE = "gone"
@@ -166,26 +165,6 @@ HELLO_FIELDS = {
     "fields": "names of the fields of each kind of row",
 }
 
-_encode: Callable[[object], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def row_text(row: Sequence[Any]) -> str:
-    """A row as JSON: texts are cut, numbers rounded to 0.1 ms and kept within what JavaScript counts exactly."""
-    return _encode([_clean(value) for value in row])
-
-
-def _clean(value: Any) -> Any:
-    kind = type(value)  # the plain ones first: this runs for every field of every row
-    if value is None or kind is bool:
-        return value
-    if kind is float:
-        return round(value, 4) if -MAX_WHOLE < value < MAX_WHOLE else None  # not a number is not within
-    if kind is int:
-        return value if -MAX_WHOLE < value < MAX_WHOLE else max(-MAX_WHOLE, min(MAX_WHOLE, value))
-    if isinstance(value, str):
-        return str(value)[:MAX_TEXT_CHARACTERS]
-    return [_clean(one) for one in value]
-
 
 def hello(
     *,
@@ -208,13 +187,7 @@ def hello(
         "notes": list(notes),
         "fields": {kind: list(row.__annotations__) for kind, row in ROWS.items()},
     }
-    return _encode(fields).encode()
-
-
-def frame_text(head: Mapping[str, object], sections: Mapping[str, Sequence[str]]) -> bytes:
-    """A frame of rows that `row_text` has made; empty sections are left out."""
-    rows = "".join(f',"{name}":[{",".join(texts)}]' for name, texts in sections.items() if texts)
-    return f"{_encode(head)[:-1]}{rows}}}".encode()
+    return encode(fields).encode()
 
 
 def schema() -> dict[str, Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from sglang_ext.policy.live_view.encoding import frame_json, row_json
 from sglang_ext.policy.live_view.messages import (
     BUDGETS_BYTES,
     GONE,
@@ -24,16 +25,14 @@ from sglang_ext.policy.live_view.messages import (
     PromptRow,
     RequestRow,
     SpanRow,
-    frame_text,
-    row_text,
 )
 
 CLASSES = ("short", "long", "unknown")
 MAX_TRACKED = 400  # requests that are followed while they are under way
-MAX_NEW_TRACKED = 30  # of these, at one look: where requests end within a frame, following them is of little use
-MAX_ENDED = 40  # requests of a frame that were not followed
+MAX_NEW_TRACKED = 20  # of these, at one look: where requests end within a frame, following them is of little use
+MAX_ENDED = 25  # requests of a frame that were not followed
 MAX_PENDING = 2_000  # rows of each kind that wait for a frame
-MAX_TTFTS = 2_000  # of each class
+MAX_TTFTS = 1_000  # of each class: of more every second one is kept, and stands for two
 TTFT_WINDOW_S = 60.0
 QUANTILES_EVERY_S = 0.99
 MAX_TIME_S = 1e12  # of a span: what is not a time is not shown
@@ -99,31 +98,39 @@ class Elsewhere(NamedTuple):
     )  # answered whole and otherwise, since any moment; None: they do not tell
 
 
-class _Pending(dict[K, Sequence[Any]]):
+class _Pending(Generic[K]):
     """Rows that wait for a frame, the oldest first; a newer one of the same key takes its place."""
 
-    dropped = 0
+    def __init__(self) -> None:
+        self._rows: dict[K, Sequence[Any]] = {}
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def put(self, key: K, row: Sequence[Any]) -> None:
-        if key not in self and len(self) >= MAX_PENDING:
-            del self[next(iter(self))]
+        if key not in self._rows and len(self._rows) >= MAX_PENDING:
+            del self._rows[next(iter(self._rows))]
             self.dropped += 1
-        self[key] = row
+        self._rows[key] = row
 
-    def take(self, budget_bytes: int) -> list[str]:
+    def discard(self, key: K) -> None:
+        self._rows.pop(key, None)
+
+    def take(self, budget_bytes: int) -> list[bytes]:
         """The first ones, as JSON, as far as they fit."""
-        taken: list[str] = []
+        taken: list[bytes] = []
         used = 0
         keys: list[K] = []
-        for key, row in self.items():
-            text = row_text(row)
-            used += len(text) + 1
+        for key, row in self._rows.items():
+            made = row_json(row)
+            used += len(made) + 1
             if used > budget_bytes:
                 break
-            taken.append(text)
+            taken.append(made)
             keys.append(key)
         for key in keys:
-            del self[key]
+            del self._rows[key]
         return taken
 
 
@@ -131,12 +138,15 @@ class _Ttfts:
     """Times to the first token of the last minute, each with how many requests it stands for."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float, int]] = deque(maxlen=MAX_TTFTS)
+        self._samples: deque[tuple[float, float, int]] = deque()
         self._found: tuple[float | None, float | None, int] = (None, None, 0)
         self._found_s = float("-inf")
 
     def note(self, at_s: float, ttft_s: float, weight: int) -> None:
-        self._samples.append((at_s, ttft_s, weight))
+        samples = self._samples
+        samples.append((at_s, ttft_s, weight))
+        if len(samples) >= MAX_TTFTS:
+            self._samples = deque([(at, ttft, 2 * count) for at, ttft, count in list(samples)[1::2]])
 
     def quantiles(self, now_s: float) -> tuple[float | None, float | None, int]:
         """Median and 90th percentile, and of how many samples; found anew once a second."""
@@ -145,8 +155,8 @@ class _Ttfts:
         samples = self._samples
         while samples and samples[0][0] < now_s - TTFT_WINDOW_S:
             samples.popleft()
-        ordered = sorted((ttft_s, weight) for _, ttft_s, weight in samples)
-        total = sum(weight for _, weight in ordered)
+        ordered = sorted([(ttft_s, weight) for _, ttft_s, weight in samples])
+        total = sum([weight for _, weight in ordered])
         found: list[float | None] = [None, None]
         reached = 0
         for ttft_s, weight in ordered:
@@ -195,7 +205,8 @@ class LiveView:
         self._ended: dict[str, tuple[int, int]] = dict.fromkeys(CLASSES, (0, 0))
         self._in_flight = 0
         self._elsewhere: dict[str, int | None] | None = None
-        self._ended_elsewhere: dict[int, tuple[int, int]] = {}  # when each was seen first
+        self._seen_elsewhere: dict[int, tuple[int, int]] = {}  # what each has counted, as it told last
+        self._ended_elsewhere = [0, 0]  # since the stream began
         self._ttfts = {name: _Ttfts() for name in CLASSES}
 
     # -- instances --------------------------------------------------------------------------------------
@@ -212,7 +223,9 @@ class LiveView:
                 number = self._last_instance
             else:
                 number = known[0].instance
-            new_row, new_load = row._replace(instance=number), load._replace(instance=number)
+            new_row, new_load = InstanceRow(number, *row[1:]), LoadRow(number, *load[1:])
+            if known is not None and known[0] == new_row and known[1] == new_load:
+                continue
             self._instances[row.name] = new_row, new_load
             if known is None or known[0] != new_row:
                 self._pending_instances.put(number, new_row)
@@ -221,7 +234,7 @@ class LiveView:
                 self._pending_loads.put(number, new_load)
         for name in [name for name in self._instances if name not in present]:
             row, _ = self._instances.pop(name)
-            self._pending_loads.pop(row.instance, None)
+            self._pending_loads.discard(row.instance)
             self._pending_instances.put(row.instance, row._replace(state=GONE))
             self.note_event(now_s, "left", row.instance, f"{row.name} has left the {row.pool} pool")
 
@@ -278,21 +291,20 @@ class LiveView:
     def take_elsewhere(self, seen: Elsewhere) -> None:
         """What others report of requests that this stream does not follow.
 
-        What one had counted before it was seen first is not of this stream. Counts never fall, also when one has gone.
+        What one had counted before it was seen first is not of this stream. Counts never fall, also when one has gone,
+        or has begun again from nothing.
         """
         if not seen.in_flight:
             self._elsewhere = None
             return
         answered = failed = None
         if seen.ended is not None:
-            before = self._elsewhere or {}
             for number, counts in seen.ended.items():
-                self._ended_elsewhere.setdefault(number, counts)
-            totals = [
-                sum(max(0, counts[at] - self._ended_elsewhere[number][at]) for number, counts in seen.ended.items())
-                for at in (0, 1)
-            ]
-            answered, failed = max(totals[0], before.get("ended") or 0), max(totals[1], before.get("failed") or 0)
+                last = self._seen_elsewhere.get(number, counts)
+                for at in (0, 1):
+                    self._ended_elsewhere[at] += counts[at] - last[at] if counts[at] >= last[at] else counts[at]
+                self._seen_elsewhere[number] = counts
+            answered, failed = self._ended_elsewhere
         self._elsewhere = {
             "routers": len(seen.in_flight),
             "in_flight": sum(seen.in_flight.values()),
@@ -425,7 +437,7 @@ class LiveView:
                 chunks=chunks,
                 planned=planned,
             )
-            if len(row_text(row)) >= BUDGETS_BYTES["prompts"]:
+            if len(row_json(row)) >= BUDGETS_BYTES["prompts"]:
                 row = row._replace(chunks=[(tokens, [], *times) for tokens, _, *times in chunks], planned=[])
             seen[row.prompt] = row
             if self._prompts.get(row.prompt) != row:
@@ -454,7 +466,7 @@ class LiveView:
         for row in self._untracked:  # each stands for as many of those that ended since the last frame
             self._note_ttft(row, max(1, self._untracked_ends // len(self._untracked)))
         at_s = now_s - self._began_s
-        sections: dict[str, list[str]] = {"classes": [row_text(row) for row in self._class_rows(at_s)]}
+        sections: dict[str, list[bytes]] = {"classes": [row_json(row) for row in self._class_rows(at_s)]}
         pending: dict[str, _Pending[Any]] = {
             "instances": self._pending_instances,
             "loads": self._pending_loads,
@@ -473,14 +485,14 @@ class LiveView:
             "is_estimate": self._is_estimate,
             "sampled_of": self._stride,
             "instances_known": len(self._instances),
-            "deferred": sum(map(len, pending.values())),
-            "dropped": self._skipped_ends + sum(rows.dropped for rows in pending.values()),
+            "deferred": sum([len(rows) for rows in pending.values()]),
+            "dropped": self._skipped_ends + sum([rows.dropped for rows in pending.values()]),
             "elsewhere": self._elsewhere,
         }
         self._stride = max(1, -(-self._untracked_ends // MAX_ENDED))
         self._untracked_ends = 0
         self._untracked = []
-        return frame_text(head, sections)
+        return frame_json(head, sections)
 
     def _class_rows(self, at_s: float) -> list[ClassRow]:
         rows = []

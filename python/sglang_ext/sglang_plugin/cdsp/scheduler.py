@@ -44,6 +44,7 @@ from sglang_ext.sglang_plugin.laps.instance import LapsInstance
 from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, entry_of, prefill_tokens, reclassify
 from sglang_ext.sglang_plugin.laps.scheduler import LengthAwareScheduler
 from sglang_ext.sglang_plugin.options import options_from_environment
+from sglang_ext.sglang_plugin.request_traces import trace_of
 from sglang_ext.types import LengthClass
 
 
@@ -222,6 +223,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             room=request.bootstrap_room,
             fits_owner=not self._is_too_long(request),
         )
+        trace = trace_of(request)
+        if trace is not None:
+            trace.leave_queue()
         self._shared[number] = _Shared(request, cached_tokens, prefix_slots, lock)
         self.waiting_queue.remove(request)
 

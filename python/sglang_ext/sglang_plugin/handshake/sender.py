@@ -85,7 +85,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self.kv_mgr.fail(self.bootstrap_room, str(error))
             return
         if self.trace is not None:
-            self.trace.add(SpanName.HANDSHAKE, self._made_s, time.perf_counter(), {})
+            self.trace.note_handshake(self._made_s)
         if not self._may_be_shared:
             self.go_on_alone(())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_ext.cluster.cluster import Cluster
 from sglang_ext.cluster.config import (
     ClusterConfig,
     ConfigError,
@@ -17,8 +19,18 @@ from sglang_ext.cluster.config import (
     PoolsConfig,
     RouterSettings,
 )
+from sglang_ext.cluster.display import make_display
 from sglang_ext.cluster.model import PreparedModel, prepare_model
-from sglang_ext.cluster.plan import ClusterPlan, Host, Program, admin_key_of, count_ports, given_ports, make_plan
+from sglang_ext.cluster.plan import (
+    ADMIN_KEY_VARIABLE,
+    ClusterPlan,
+    Host,
+    Program,
+    admin_key_of,
+    count_ports,
+    given_ports,
+    make_plan,
+)
 
 CPU = Host(core_ids=frozenset(range(8)), gpu_count=0)
 MODEL = PreparedModel("/models/m", "m")
@@ -235,6 +247,34 @@ def test_keys_are_in_the_environment_alone() -> None:
     for key in ("sesame", "simsim", "abra", "later"):
         assert key not in words
         assert key not in "\n".join(plan.shell_lines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        ((), "http://127.0.0.1:30000/ui"),
+        (("--ui-port", "30009"), "http://127.0.0.1:30009/ui"),
+        (("--ui-port=30009", "--ui-host=::"), "http://[::1]:30009/ui"),
+        (("--disable-ui",), None),
+    ],
+)
+def test_the_live_page_is_where_the_routers_arguments_put_it(arguments: tuple[str, ...], address: str | None) -> None:
+    settings = RouterSettings(port=30000, args=arguments)
+    assert plan_of(cluster(settings, both=PoolConfig(), decode=PoolConfig())).page_url == address
+
+
+def test_the_page_is_opened_with_a_key_that_was_made_here_and_asks_for_one_that_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ADMIN_KEY_VARIABLE, raising=False)
+    for settings, fragment in (
+        (RouterSettings(port=30000), "#key=s%2Bec%26ret"),
+        (RouterSettings(port=30000, admin_api_key="s+ec&ret"), ""),
+    ):
+        config = cluster(settings, both=PoolConfig(), decode=PoolConfig())
+        running = Cluster(config, display=make_display(io.StringIO()))
+        running.plan = dataclasses.replace(plan_of(config), admin_key="s+ec&ret")
+        assert running.page_url == f"http://127.0.0.1:30000/ui{fragment}"
 
 
 def test_shell_lines_hide_the_key() -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -221,7 +222,8 @@ def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
         "p, instances=tuple(map(swap, p.instances)), router=swap(p.router));"
         "sys.exit(up.run(parser.parse_args(up.arrange_arguments(parser, sys.argv[1:]))))"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{tmp_path}"}
+    paths = [str(TESTS), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run"), "--name", "t", "--port", "0"]
     command += ["--start-method", "spawn"]
     return subprocess.Popen(
@@ -239,12 +241,14 @@ def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 def test_up_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     with start_up(tmp_path) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("serving tiny at http://127.0.0.1:")
+        lines = [process.stdout.readline() for _ in range(3)]
         state = json.loads((tmp_path / "run" / "t" / "state.json").read_text())
-        assert {program["phase"] for program in state["programs"]} == {"ready"}
-        assert state["pid"] == process.pid
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
+    assert lines[0] == f"serving tiny at {state['url']}\n"
+    assert lines[1] == f"live page: {state['url']}/ui#key={quote(state['admin_api_key'], safe='')}\n"
+    assert {program["phase"] for program in state["programs"]} == {"ready"}
+    assert state["pid"] == process.pid
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert not (tmp_path / "run" / "t" / "state.json").exists()

@@ -6,19 +6,23 @@ Screenshots are kept in run/live-page.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from sglang_ext.live_view.recording import read_recording, write_page
 from support.browser import Browser, Page, browser, needs_browser
 from support.live_recordings import fleet_recording, long_pool_recording, simulated_recording
 
-SHOTS = Path(__file__).parents[4] / "run" / "live-page"
+ROOT = Path(__file__).parents[4]
+SHOTS = ROOT / "run" / "live-page"
 CHECKS = (Path(__file__).parents[3] / "support" / "page_checks.js").read_text().rstrip()
 VIEWS = ("pools", "flow", "time", "shared")
 pytestmark = needs_browser
@@ -241,3 +245,20 @@ def test_many_instances_are_cells_and_lanes_that_are_scrolled_to(tmp_path: Path)
             await page.screenshot(SHOTS / "fleet.png")
 
     in_browser(look)
+
+
+def test_the_picture_in_the_documents_is_what_the_page_shows() -> None:
+    """`tools/render_live_page.py --picture` draws it anew. Fonts may differ elsewhere, what is where may not."""
+    spec = importlib.util.spec_from_file_location("render_live_page", ROOT / "tools/render_live_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    drawn = SHOTS / "picture.png"
+    drawn.parent.mkdir(parents=True, exist_ok=True)
+    asyncio.run(tool.draw(drawn))
+    now, kept = (np.asarray(Image.open(path).convert("RGB"), dtype=np.int16) for path in (drawn, tool.PICTURE))
+    assert now.shape == kept.shape
+    difference = np.abs(now - kept).max(axis=2)
+    changed = float((difference > 48).mean())
+    assert changed < 0.03, f"{changed:.1%} of it look different: {drawn}"

@@ -16,9 +16,9 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.live_view.recording import RecordingError, check_lines, read_recording, write_page
-from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, RequestRow, schema
+from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, PromptRow, RequestRow, schema
 from sglang_ext.sequence_parallel.timeline import Activity, timeline_of_recording
-from support.live_recordings import StreamingRouter, simulated_recording, streaming_router
+from support.live_recordings import StreamingRouter, shared_recording, simulated_recording, streaming_router
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,37 @@ def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_p
     assert pools == ["short", "long", "long", "long"]
 
 
+def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path) -> None:
+    """As a coordinator tells them: every new token in one chunk, each where the lanes have it, and nothing early."""
+    prompts: dict[int, PromptRow] = {}
+    names: dict[int, str] = {}
+    worked: set[tuple[str, float, float]] = set()
+    frames = [json.loads(line) for line in shared_recording(tmp_path).read_bytes().splitlines()[1:]]
+    for frame in frames:
+        names |= {row[0]: row[1] for row in frame.get("instances", ())}
+        worked |= {(names[row[0]], row[2], row[3]) for row in frame.get("spans", ())}
+        for row in map(PromptRow._make, frame.get("prompts", ())):
+            assert row.offered_s <= frame["at_s"]
+            assert all(start_s <= frame["at_s"] for _, _, start_s, _ in row.chunks)
+            prompts[row.prompt] = row
+    ended = [row for row in prompts.values() if row.ended_s is not None]
+    assert len(ended) > 20
+    assert any(len(row.chunks) > 1 for row in ended)
+    for row in ended:
+        assert row.outcome == "streamed"
+        assert sum(tokens for tokens, *_ in row.chunks) == row.tokens - row.cached_tokens
+        assert row.owner in {member for _, members, _, _ in row.chunks for member in members}
+        for _, members, start_s, end_s in row.chunks:
+            assert {(member, start_s, end_s) for member in members} <= worked
+    assert {len(members) for row in ended for _, members, _, _ in row.chunks} >= {1, 2, 4}
+
+
+def test_moves_of_a_simulated_run_have_their_reason(recording: Path) -> None:
+    events = [event for line in recording.read_bytes().splitlines() for event in json.loads(line).get("events", ())]
+    texts = [text for _, kind, _, text in events if kind == "move"]
+    assert texts == ["prefill 2 moved: from short to long (pressure)"]
+
+
 def test_it_takes_one_run(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = str(recording.parent / "workload.csv")
     assert main(["simulate", "--workload", workload, "--rates", "1", "2", "--record", "x"]) == 2
@@ -145,6 +176,23 @@ def test_a_wrong_row_is_named(recording: Path, tmp_path: Path) -> None:
     wrong.write_bytes(hello + b'\n{"kind":"frame","at_s":1,"requests":[[1,2]]}\n')
     with pytest.raises(RecordingError, match=r"frame 1: .*missing"):
         read_recording(wrong)
+
+
+def test_a_stream_that_begins_anew_keeps_what_had_ended_and_forgets_what_was_under_way(
+    recording: Path, tmp_path: Path
+) -> None:
+    hello, *frames = recording.read_bytes().splitlines()
+    hello = json.dumps(json.loads(hello) | {"began_unix_s": 5.0}).encode()
+    anew = tmp_path / "anew.jsonl"
+    anew.write_bytes(b"\n".join([hello, *frames[:30], hello, *frames[40:42]]))
+    before, told = tmp_path / "before.jsonl", read_recording(anew)
+    before.write_bytes(b"\n".join([hello, *frames[:30]]))
+    had = read_recording(before).requests
+    after = {row[0] for frame in frames[40:42] for row in json.loads(frame).get("requests", ())}
+    ended = {number for number, row in had.items() if row.ended_s is not None}
+    assert set(told.requests) == ended | after
+    assert set(had) - ended - after, "one of them was under way, and nothing of it is told any more"
+    assert told.frames == 32
 
 
 def test_the_page_holds_a_recording_whatever_its_texts_are(recording: Path, tmp_path: Path) -> None:

@@ -131,6 +131,41 @@ def test_plain_lines_without_a_terminal(router: StreamingRouter, capsys: pytest.
         )
 
 
+@pytest.mark.parametrize(
+    "wrong", [b"{", b"[]", b'{"kind":"frame","instances":[[1]]}', b'{"kind":"frame","at_s":1,"instances":3}']
+)
+def test_a_message_that_cannot_be_read_is_told_and_the_router_asked_again(
+    messages: list[bytes], wrong: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sglang_ext.live_view.top_command.RETRY_S", 0.0)
+    with streaming_router([*messages[:3], wrong]) as server:
+        assert main(["top", server.url, "--interval", "0.000001", "--lines", "3"]) == 0
+        assert len(server.asked) == 2
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 3
+    (line,) = told.err.splitlines()
+    assert line.startswith("sglang-ext top: a message cannot be read (")
+    assert line.endswith("); trying again")
+
+
+def test_a_pool_of_another_version_stands_behind_the_others(messages: list[bytes]) -> None:
+    view = view_of(messages)
+    view.take({**json.loads(messages[-1]), "instances": [[1, "new:1", "encode", "m", "ready", None, ""]]})
+    lines = [line for line in view.screen(140, 40, has_colours=False) if " ready " in line]
+    assert lines[-1].startswith("new:1 ")
+
+
+def test_a_key_is_not_carried_to_where_a_router_sends_its_client(
+    router: StreamingRouter, messages: list[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with streaming_router(messages) as elsewhere:
+        router.code, router.location = 302, f"{elsewhere.url}/ui/stream"
+        assert main(["top", router.url, "--api-key", "secret", "--lines", "1"]) == 1
+        assert elsewhere.asked == []
+    assert router.asked == [("/ui/stream", "Bearer secret")]
+    assert "answers 302" in capsys.readouterr().err
+
+
 def test_what_cannot_be_shown_is_one_line(router: StreamingRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "ftp://x"]) == 2
     assert main(["top", router.url, "--interval", "0"]) == 2

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.policy.live_view.encoding import MAX_WHOLE
 from sglang_ext.policy.live_view.messages import (
     BUDGETS_BYTES,
     FRAME_FIELDS,
     MAX_MESSAGE_BYTES,
-    MAX_WHOLE,
     MIN_INTERVAL_S,
     ROWS,
     InstanceRow,
@@ -30,7 +30,9 @@ from sglang_ext.policy.live_view.view import (
     MAX_NEW_TRACKED,
     MAX_PENDING,
     MAX_TRACKED,
+    MAX_TTFTS,
     Counts,
+    Elsewhere,
     LiveView,
     SeenInstance,
     SeenRequest,
@@ -315,15 +317,18 @@ def test_followed_requests_go_on_where_only_a_part_is_looked_at() -> None:
 
 
 def test_quantiles_weigh_what_a_sample_stands_for() -> None:
-    """Of thirty-one requests thirty are fast and are sampled; the others are all seen on their way."""
+    """Of so many more that are fast a sample is seen; the slow ones are all followed on their way."""
     view, reader = LiveView(0.0), Reader()
     for tick in range(4):
         at_s = float(tick)
         for number in range(900):
             if view.wants_end((tick, number)):
                 view.note_end((tick, number), request(received_s=at_s, first_token_s=at_s + 0.1, ended_s=at_s + 0.2))
-        slow = [((tick, "slow", number), request(received_s=at_s, first_token_s=at_s + 2.0)) for number in range(30)]
-        view.take_in_flight(slow, Counts(0, 30, NONE_ENDED), at_s)
+        slow = [
+            ((tick, "slow", number), request(received_s=at_s, first_token_s=at_s + 2.0))
+            for number in range(MAX_NEW_TRACKED)
+        ]
+        view.take_in_flight(slow, Counts(0, MAX_NEW_TRACKED, NONE_ENDED), at_s)
         for key, seen in slow:
             assert view.wants_end(key)
             view.note_end(key, seen)
@@ -389,3 +394,38 @@ def test_hello_names_the_fields_and_is_in_the_schema() -> None:
 def test_the_budgets_leave_place_for_what_stands_around_the_rows() -> None:
     around = json.dumps(dict.fromkeys(FRAME_FIELDS, MAX_WHOLE) | {name: [] for name in ROWS})
     assert sum(BUDGETS_BYTES.values()) + len(around) <= MAX_MESSAGE_BYTES
+
+
+def test_of_more_samples_than_are_kept_the_last_minute_still_counts_whole() -> None:
+    """The first half of a minute is slow: quantiles of the latest samples alone would not know of it."""
+    view, reader = LiveView(0.0), Reader()
+    for tick in range(220):
+        at_s = tick * MIN_INTERVAL_S
+        ttft_s = 2.0 if tick < 110 else 0.1
+        for number in range(MAX_ENDED):
+            if view.wants_end((tick, number)):
+                view.note_end(
+                    (tick, number), request(received_s=at_s, first_token_s=at_s + ttft_s, ended_s=at_s + ttft_s)
+                )
+        reader.take(view.frame(at_s))
+    assert reader.of_class("short")["ttft_p50_s"] in {2.0, 0.1}
+    assert reader.of_class("short")["ttft_p90_s"] == 2.0
+    assert reader.of_class("short")["ttft_samples"] < MAX_TTFTS
+
+
+def test_a_process_that_begins_again_from_nothing_is_counted_on() -> None:
+    view, reader = LiveView(0.0), Reader()
+    told = []
+    for tick, counts in enumerate([(7, 1), (9, 1), (2, 0), (3, 2), None, (4, 2)]):
+        ended = {} if counts is None else {1: counts}
+        view.take_elsewhere(Elsewhere({1: 0, 2: 3}, ended))
+        reader.take(view.frame(float(tick)))
+        told.append((reader.head["elsewhere"]["ended"], reader.head["elsewhere"]["failed"]))
+    assert told == [(0, 0), (2, 0), (4, 0), (5, 2), (5, 2), (6, 2)]
+
+
+def test_half_of_a_pair_of_surrogates_is_written_as_json_can() -> None:
+    view, reader = LiveView(0.0), Reader()
+    view.take_instances([instance("a\ud800b")], 0.0)
+    reader.take(view.frame(0.0))
+    assert reader.names() == {"a\ud800b"}
