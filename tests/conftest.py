@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _FailuresAtOnce:
-    """Name each failure when it is known: a run that is cut off has told of those before."""
+    """Name each failure when it is known: a run that is cut off has named those before."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
