@@ -13,7 +13,7 @@ import base64
 import binascii
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
+from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, join_rows
 from sglang_ext.kv_transfer.transport import GpuBuffers
 
 _HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
@@ -138,22 +138,6 @@ class NixlTransport:
             told = self._agent.add_remote_agent(metadata)
             name = self._peers[address] = told.decode() if isinstance(told, bytes) else str(told)
         return name, int(number)
-
-
-def join_rows(copies: Iterable[RowCopy]) -> npt.NDArray[np.uint64]:
-    """Source, target and length of pieces [n, 3]: rows that follow each other on both sides are one."""
-    found = [_pieces(copy) for copy in copies if len(copy.source_slots)]
-    return np.concatenate(found) if found else np.empty((0, 3), np.uint64)
-
-
-def _pieces(copy: RowCopy) -> npt.NDArray[np.uint64]:
-    length = copy.length_bytes
-    sources = copy.source_address + copy.source_slots.astype(np.int64) * copy.source_stride
-    targets = copy.target_address + copy.target_slots.astype(np.int64) * copy.target_stride
-    breaks = (np.diff(sources) != length) | (np.diff(targets) != length)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    rows = np.diff(np.concatenate((starts, [len(sources)])))
-    return np.stack([sources[starts], targets[starts], rows * length], axis=1).astype(np.uint64)
 
 
 def _described(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from sglang_ext.kv_transfer import wire
 from sglang_ext.kv_transfer.errors import TransferError
+from sglang_ext.kv_transfer.idle_links import IdleLinks
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Vectors
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
@@ -74,6 +74,18 @@ class _StagedConnection:
             self._staging = np.empty(STAGING_BYTES, np.uint8)
         return self._staging
 
+    def close(self) -> None:
+        """Safe to call again."""
+        _shut(self.connection)
+
+
+class _Turns:
+    """So many batches at a time go to one peer."""
+
+    def __init__(self, count: int) -> None:
+        self.free = threading.BoundedSemaphore(count)
+        self.users = 0  # that have their turn, or wait for it
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -103,8 +115,8 @@ class TcpTransferEngine:
         self._lock = threading.Lock()
         self._closed = False
         self._inbound: set[socket.socket] = set()
-        self._idle: defaultdict[str, list[_StagedConnection]] = defaultdict(list)
-        self._slots: dict[str, threading.BoundedSemaphore] = {}
+        self._idle: IdleLinks[_StagedConnection] = IdleLinks(_StagedConnection.close)
+        self._turns: dict[str, _Turns] = {}  # of peers that are being written to
         threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
 
     def register(self, address: int, length_bytes: int) -> None:
@@ -155,8 +167,8 @@ class TcpTransferEngine:
         """Stop listening and close every connection. Safe to call again."""
         with self._lock:
             self._closed = True
-            connections = [*self._inbound, *(link.connection for idle in self._idle.values() for link in idle)]
-            self._idle.clear()
+            connections = list(self._inbound)
+        self._idle.close()
         _shut(self._listener)
         for connection in connections:
             _shut(connection)
@@ -186,15 +198,15 @@ class TcpTransferEngine:
             raise TransferError(f"KV write to {session_id} failed: {error}") from error
 
     def _deliver(self, session_id: str, send: Callable[[_StagedConnection], None]) -> None:
-        with self._slot(session_id):
-            reused = self._take_idle(session_id)
+        with self._turn(session_id):
+            reused = self._idle.take(session_id)
             if reused is not None:
                 try:
                     self._send_frame(session_id, reused, send)
                     return
                 except ConnectionError:
                     # The peer dropped an idle connection. Writing the same bytes again is harmless.
-                    pass
+                    self._idle.drop_ended()
             self._send_frame(session_id, _StagedConnection(self._connect(session_id)), send)
 
     def _send_frame(self, session_id: str, link: _StagedConnection, send: Callable[[_StagedConnection], None]) -> None:
@@ -202,16 +214,12 @@ class TcpTransferEngine:
             send(link)
             status = receive_exactly(link.connection, 1)[0]
         except BaseException:
-            _shut(link.connection)
+            link.close()
             raise
         if status != wire.Status.DONE:
-            _shut(link.connection)
+            link.close()
             raise wire.WireError(_REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
-        with self._lock:
-            if not self._closed:
-                self._idle[session_id].append(link)
-                return
-        _shut(link.connection)
+        self._idle.keep(session_id, link)
 
     def _connect(self, session_id: str) -> socket.socket:
         host, _, port = session_id.rpartition(":")
@@ -220,6 +228,8 @@ class TcpTransferEngine:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # The end of a peer whose machine has gone is told, too.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if connection.getsockname()[0] == connection.getpeername()[0]:
                 # What is on its way to a peer on this machine stays in the processor's cache; the network would want
                 # as much as it takes.
@@ -232,25 +242,25 @@ class TcpTransferEngine:
             raise
         return connection
 
-    def _take_idle(self, session_id: str) -> _StagedConnection | None:
-        with self._lock:
-            idle = self._idle.get(session_id)
-            return idle.pop() if idle else None
-
     @contextmanager
-    def _slot(self, session_id: str) -> Iterator[None]:
+    def _turn(self, session_id: str) -> Iterator[None]:
         with self._lock:
             if self._closed:
                 raise ConnectionError("the engine is closed")
-            slots = self._slots.setdefault(
-                session_id, threading.BoundedSemaphore(self._options.max_connections_per_peer)
-            )
-        if not slots.acquire(timeout=self._options.io_timeout_s):
-            raise TimeoutError(f"no free connection within {self._options.io_timeout_s:g} s")
+            turns = self._turns.setdefault(session_id, _Turns(self._options.max_connections_per_peer))
+            turns.users += 1
         try:
-            yield
+            if not turns.free.acquire(timeout=self._options.io_timeout_s):
+                raise TimeoutError(f"no free connection within {self._options.io_timeout_s:g} s")
+            try:
+                yield
+            finally:
+                turns.free.release()
         finally:
-            slots.release()
+            with self._lock:
+                turns.users -= 1
+                if not turns.users:
+                    del self._turns[session_id]
 
     # Owning side -----------------------------------------------------------------------------------------
 

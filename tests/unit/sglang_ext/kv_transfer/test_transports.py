@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.kv_transfer import row_moves, tcp_transport
 from sglang_ext.kv_transfer.errors import TransferError
+from sglang_ext.kv_transfer.mooncake_transport import MooncakeTransport
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, RowCopy, plan_rows
 from sglang_ext.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from sglang_ext.kv_transfer.tcp_transport import EngineOptions, TcpTransport
 from sglang_ext.kv_transfer.transport import Transport, create_transport, why_unavailable
 from sglang_ext.kv_transfer.wire import Limits
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from support.mooncake_folder import needs_mooncake
 from support.nixl_folder import needs_nixl
 
 ROWS, WIDTH = 64, 48
@@ -30,12 +32,19 @@ ROWS, WIDTH = 64, 48
 def make(name: str) -> Transport:
     if name == "nixl":
         return create_transport(name, "127.0.0.1")
+    if name == "mooncake":
+        return MooncakeTransport("127.0.0.1", staging_bytes=1000, io_timeout_s=10.0)
     if name == "tcp":
         return TcpTransport("127.0.0.1", EngineOptions(connect_timeout_s=1.0, io_timeout_s=2.0))
     return SharedMemoryTransport(staging_bytes=1000, io_timeout_s=2.0)  # so that writes need several batches
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
+NIXL = pytest.param("nixl", marks=needs_nixl)
+MOONCAKE = pytest.param("mooncake", marks=(pytest.mark.full, needs_mooncake))  # closing it takes a second
+FENCING = ["tcp", "shared_memory", MOONCAKE]
+
+
+@pytest.fixture(params=FENCING)
 def small_pair(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Transport, Transport]]:
@@ -46,15 +55,12 @@ def small_pair(
     sender, receiver = (
         TcpTransport("127.0.0.1", EngineOptions(io_timeout_s=2.0, limits=limits))
         if request.param == "tcp"
-        else SharedMemoryTransport(staging_bytes=1000, io_timeout_s=2.0)
+        else make(request.param)
         for _ in range(2)
     )
     yield sender, receiver
     sender.close()
     receiver.close()
-
-
-NIXL = pytest.param("nixl", marks=needs_nixl)
 
 
 def two_of(name: str) -> Iterator[tuple[Transport, Transport]]:
@@ -65,12 +71,12 @@ def two_of(name: str) -> Iterator[tuple[Transport, Transport]]:
     receiver.close()
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
+@pytest.fixture(params=FENCING)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
     yield from two_of(request.param)
 
 
-@pytest.fixture(params=["tcp", "shared_memory", NIXL])
+@pytest.fixture(params=[*FENCING, NIXL])
 def any_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
     """Also of the transport that checks no permits."""
     yield from two_of(request.param)
@@ -299,6 +305,8 @@ def test_a_transfer_may_have_any_number_of_rows(pair: tuple[Transport, Transport
     sender, receiver = SharedMemoryTransport(), SharedMemoryTransport()
     if pair[0].name == "tcp":
         sender, receiver = pair  # type: ignore[assignment]
+    elif pair[0].name == "mooncake":
+        sender, receiver = MooncakeTransport("127.0.0.1"), MooncakeTransport("127.0.0.1")  # type: ignore[assignment]
     tokens, buffers = 16_400, 64
     source = np.random.default_rng(1).integers(0, 256, (buffers, tokens, 2, 8), np.uint8)
     target = np.zeros((buffers, tokens, 8), np.uint8)
@@ -323,7 +331,7 @@ def test_names_of_transports() -> None:
         assert transport.name == name
         transport.close()
     with pytest.raises(
-        ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory, nixl"
+        ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory, nixl, mooncake"
     ):
         create_transport("carrier pigeon", "127.0.0.1")
 
