@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.kv_transfer import row_moves, tcp_transport
+from sglang_ext.kv_transfer import nixl_transport, row_moves, tcp_transport
 from sglang_ext.kv_transfer.errors import TransferError
 from sglang_ext.kv_transfer.mooncake_transport import MooncakeTransport
+from sglang_ext.kv_transfer.nixl_transport import NixlTransport
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, RowCopy, plan_rows
 from sglang_ext.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from sglang_ext.kv_transfer.tcp_transport import EngineOptions, TcpTransport
@@ -173,6 +174,26 @@ def test_a_receiver_that_is_gone(any_pair: tuple[Transport, Transport]) -> None:
     end_s = time.monotonic() + 60
     while not is_refused():
         assert time.monotonic() < end_s
+
+
+@needs_nixl
+def test_nixl_forgets_peers_that_it_does_not_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_transport, "_PEER_IDLE_S", 0.0)
+    sender, first, second = (NixlTransport(io_timeout_s=60.0) for _ in range(3))
+    source = memory(sender, 1)
+    for number, receiver in enumerate((first, second, first)):
+        target = memory(receiver, 2 + number)
+        sender.write(receiver.address, 7, [copy(source, target, [1, 2])])
+        np.testing.assert_array_equal(target[[2, 1], 8:28], source[[1, 2], 8:28])
+        assert list(sender._peers) == [receiver.address]
+    # One that fails is forgotten at once, and may be written to again.
+    with pytest.raises(TransferError, match="outside"):
+        sender.write(first.address, 7, [copy(source, target, [ROWS])])
+    assert not sender._peers
+    sender.write(first.address, 7, [copy(source, target, [3])])
+    np.testing.assert_array_equal(target[3, 8:28], source[3, 8:28])
+    for transport in (sender, first, second):
+        transport.close()
 
 
 def test_many_threads_write_while_a_permit_is_taken_back(pair: tuple[Transport, Transport]) -> None:
