@@ -27,7 +27,8 @@ from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsErro
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
 from sglang_ext.kv_transfer.row_moves import (
-    STAGING_BYTES,
+    RECEIVE_STAGING_BYTES,
+    SEND_STAGING_BYTES,
     Bytes,
     RowWindow,
     SlotIndex,
@@ -63,15 +64,16 @@ class Block(NamedTuple):
 class _StagedConnection:
     """A connection, and where it stages short rows: a writer before it sends them, an owner once it has them."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, staging_bytes: int) -> None:
         self.connection = connection
+        self.staging_bytes = staging_bytes
         self._staging: Bytes | None = None
 
     @property
     def staging(self) -> Bytes:
         """Made when it is first needed, and kept as long as the connection."""
         if self._staging is None:
-            self._staging = np.empty(STAGING_BYTES, np.uint8)
+            self._staging = np.empty(self.staging_bytes, np.uint8)
         return self._staging
 
     def close(self) -> None:
@@ -207,7 +209,7 @@ class TcpTransferEngine:
                 except ConnectionError:
                     # The peer dropped an idle connection. Writing the same bytes again is harmless.
                     self._idle.drop_ended()
-            self._send_frame(session_id, _StagedConnection(self._connect(session_id)), send)
+            self._send_frame(session_id, _StagedConnection(self._connect(session_id), SEND_STAGING_BYTES), send)
 
     def _send_frame(self, session_id: str, link: _StagedConnection, send: Callable[[_StagedConnection], None]) -> None:
         try:
@@ -288,7 +290,7 @@ class TcpTransferEngine:
             connection.settimeout(self._options.io_timeout_s)
             wire.check_greeting(bytes(receive_exactly(connection, wire.GREETING.size)))
             connection.sendall(wire.encode_greeting())
-            link = _StagedConnection(connection)
+            link = _StagedConnection(connection, RECEIVE_STAGING_BYTES)
             while self._serve_batch(link):
                 pass
         except (wire.WireError, OutOfBoundsError, PermitError) as error:
@@ -378,7 +380,7 @@ def _send_blocks(link: _StagedConnection, head: bytes, sources: Vectors) -> None
 
 def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow]) -> None:
     unsent = [_vector(head)]
-    for step in stage_pieces(windows, STAGING_BYTES):
+    for step in stage_pieces(windows, link.staging_bytes):
         if isinstance(step, Unstaged):
             unsent.append(step.vectors())
             continue
@@ -394,7 +396,7 @@ def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow
 
 
 def _receive_rows(link: _StagedConnection, windows: Sequence[RowWindow]) -> None:
-    for step in stage_pieces(windows, STAGING_BYTES):
+    for step in stage_pieces(windows, link.staging_bytes):
         if isinstance(step, Unstaged):
             receive_vectors(link.connection, step.vectors())
         else:

@@ -51,7 +51,8 @@ def small_pair(
 ) -> Iterator[tuple[Transport, Transport]]:
     """Batches and staging buffers are so small that most writes need several, with long runs among them."""
     monkeypatch.setattr(row_moves, "DIRECT_BYTES", 200)
-    monkeypatch.setattr(tcp_transport, "STAGING_BYTES", 256)
+    monkeypatch.setattr(tcp_transport, "SEND_STAGING_BYTES", 320)
+    monkeypatch.setattr(tcp_transport, "RECEIVE_STAGING_BYTES", 256)
     limits = Limits(max_blocks=5, max_payload_bytes=1000)
     sender, receiver = (
         TcpTransport("127.0.0.1", EngineOptions(io_timeout_s=2.0, limits=limits))
