@@ -38,8 +38,9 @@ KERNELS := $(VENV)/kernels/.triton-$(TRITON)
 # own beside the environment, whose packages they use, too.
 RAY := $(VENV)/ray/.installed-$(shell cksum < requirements/ray.lock | cut -d' ' -f1)
 JUDGES := $(VENV)/judges/.installed-$(shell cksum < requirements/judges.lock | cut -d' ' -f1)
-# A transport of the handshake.
+# Transports of the handshake.
 NIXL := $(VENV)/nixl/.installed-$(shell cksum < requirements/nixl.lock | cut -d' ' -f1)
+MOONCAKE := $(VENV)/mooncake/.installed-$(shell cksum < requirements/mooncake.lock | cut -d' ' -f1)
 # What instances need to send spans, and the protocol by which tests read them.
 TRACES := $(VENV)/traces/.installed-$(shell cksum < requirements/traces.lock | cut -d' ' -f1)
 # What renders and checks the Helm chart.
@@ -50,7 +51,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env cuda-lock kernels-env ray-env judges-env nixl-env charts-env traces-env demo test test-all test-k8s unit lint format clean
+.PHONY: env cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -95,6 +96,8 @@ judges-env: $(JUDGES)
 
 nixl-env: $(NIXL)
 
+mooncake-env: $(MOONCAKE)
+
 charts-env: $(CHARTS)
 
 traces-env: $(TRACES)
@@ -102,12 +105,14 @@ traces-env: $(TRACES)
 $(RAY): FOLDER := ray
 $(JUDGES): FOLDER := judges
 $(NIXL): FOLDER := nixl
+$(MOONCAKE): FOLDER := mooncake
 $(CHARTS): FOLDER := charts
 $(TRACES): FOLDER := traces
-$(RAY) $(JUDGES) $(NIXL) $(CHARTS) $(TRACES): | $(STAMP)
+$(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES): | $(STAMP)
 	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
 	@rm -rf $(VENV)/$(FOLDER)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
+	@$(if $(filter mooncake,$(FOLDER)),tools/fetch_rdma_libraries $(VENV)/mooncake/mooncake_transfer_engine_non_cuda.libs)
 	@touch $@
 
 demo: env
@@ -123,7 +128,7 @@ lint: env
 test: lint $(KERNELS) $(TRACES)
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(CHARTS) $(TRACES)
+test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 test-k8s: env $(CHARTS)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import pytest
 
 from sglang_ext.types import Role
-from support import nixl_folder
+from support import mooncake_folder, nixl_folder
 from support.engines import FLEET, Engine, EngineSpec
 from support.pd import greedy, new_room
 from support.reference import greedy_reference, random_prompt
@@ -34,14 +34,35 @@ PAGED_DECODE = EngineSpec(
     Role.DECODE, arguments=(*PAGES, *CACHING), worker_options=(*SHARED_MEMORY, "--transfer-receive-backends", "2")
 )
 NIXL = (*HANDSHAKE, "--transfer-transport", "nixl")
+# Engines that find a package in a folder of its own make their own imports.
 NIXL_PREFILL = EngineSpec(
-    Role.SHORT, arguments=CHUNK, worker_options=(*NIXL, *BY_LAYER), environment=nixl_folder.ENVIRONMENT
+    Role.SHORT,
+    arguments=CHUNK,
+    worker_options=(*NIXL, *BY_LAYER),
+    environment=nixl_folder.ENVIRONMENT,
+    has_own_imports=True,
 )
 NIXL_DECODE = EngineSpec(
     Role.DECODE,
     arguments=CACHING,
     worker_options=(*NIXL, "--transfer-receive-backends", "2"),
     environment=nixl_folder.ENVIRONMENT,
+    has_own_imports=True,
+)
+MOONCAKE = (*HANDSHAKE, "--transfer-transport", "mooncake")
+MOONCAKE_PREFILL = EngineSpec(
+    Role.SHORT,
+    arguments=CHUNK,
+    worker_options=(*MOONCAKE, *BY_LAYER),
+    environment=mooncake_folder.ENVIRONMENT,
+    has_own_imports=True,
+)
+MOONCAKE_DECODE = EngineSpec(
+    Role.DECODE,
+    arguments=CACHING,
+    worker_options=(*MOONCAKE, "--transfer-receive-backends", "2"),
+    environment=mooncake_folder.ENVIRONMENT,
+    has_own_imports=True,
 )
 PAIRS = {
     "page 1, one backend": (PREFILL, DECODE),
@@ -65,6 +86,11 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers × keys and values × KV heads × hea
             for name, pair in PAIRS.items()
         ),
         pytest.param((NIXL_PREFILL, NIXL_DECODE), id="nixl", marks=(pytest.mark.full, nixl_folder.needs_nixl)),
+        pytest.param(
+            (MOONCAKE_PREFILL, MOONCAKE_DECODE),
+            id="mooncake",
+            marks=(pytest.mark.full, mooncake_folder.needs_mooncake),
+        ),
     ],
 )
 def pair(request: pytest.FixtureRequest) -> Pair:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
 import pytest
 
 from sglang_ext.types import Role
+from support import nixl_folder
 from support.engines import FLEET, Engine, EngineSpec
 from support.laps import Pair, Prefill
 from support.long_pool import Coordinator
@@ -31,14 +33,21 @@ LOSS_LIMIT_S = 25.0
 CACHING = ("--disaggregation-decode-enable-radix-cache",)
 
 
-def member(coordinator: Coordinator, name: str, *arguments: str) -> EngineSpec:
+def member(coordinator: Coordinator, name: str, transport: str, *arguments: str) -> EngineSpec:
     options = (
-        *HANDSHAKE,
+        *(*HANDSHAKE, "--transfer-transport", transport),
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
         *("--laps-boundary-tokens", "256"),
         *("--cdsp-step-timeout-s", "20"),
     )
-    return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name)
+    return over(transport, EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name))
+
+
+def over(transport: str, spec: EngineSpec) -> EngineSpec:
+    """An engine that finds the transport's package."""
+    if transport != "nixl":
+        return spec
+    return replace(spec, environment=nixl_folder.ENVIRONMENT, has_own_imports=True)
 
 
 class Setting(NamedTuple):
@@ -47,6 +56,7 @@ class Setting(NamedTuple):
     interleaving: str
     page_tokens: int
     decode_ranks: int
+    transport: str = "tcp"
 
 
 class LongPool:
@@ -87,10 +97,11 @@ def long_pool(setting: Setting, name: str, threads: ThreadPoolExecutor) -> Itera
     options = ("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64", "--interleaving", setting.interleaving)
     pages = ("--page-size", str(setting.page_tokens))
     with Coordinator.running(*options) as coordinator:
-        specs = [member(coordinator, f"{name}{number}", *pages) for number in range(3)]
+        specs = [member(coordinator, f"{name}{number}", setting.transport, *pages) for number in range(3)]
         caching = CACHING if setting.decode_ranks == 1 else ("--tp", str(setting.decode_ranks))
-        decode_spec = EngineSpec(Role.DECODE, arguments=(*pages, *caching), worker_options=HANDSHAKE, name=name)
-        engines: list[Engine] = FLEET.get(*specs, decode_spec)
+        options = (*HANDSHAKE, "--transfer-transport", setting.transport)
+        decode_spec = EngineSpec(Role.DECODE, arguments=(*pages, *caching), worker_options=options, name=name)
+        engines: list[Engine] = FLEET.get(*specs, over(setting.transport, decode_spec))
         pool = LongPool(setting, coordinator, [Pair(engine, engines[-1], threads) for engine in engines[:-1]])
         pool.wait_connected()
         try:
@@ -104,6 +115,7 @@ SETTINGS = {
     "zigzag, page 1, decode TP 1": Setting("zigzag", 1, 1),
     "striped, page 16, decode TP 2": Setting("striped", 16, 2),
 }
+OVER_NIXL = Setting("zigzag", 16, 2, "nixl")  # the transport of pools on GPUs
 TESTED = "striped, page 16, decode TP 2"  # the others with all tests
 
 
@@ -116,8 +128,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(setting, id=name, marks=() if name == TESTED else pytest.mark.full)
-        for name, setting in SETTINGS.items()
+        *(
+            pytest.param(setting, id=name, marks=() if name == TESTED else pytest.mark.full)
+            for name, setting in SETTINGS.items()
+        ),
+        pytest.param(OVER_NIXL, id="nixl", marks=(pytest.mark.full, nixl_folder.needs_nixl)),
     ],
 )
 def pool(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[LongPool]:

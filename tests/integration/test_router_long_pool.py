@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from sglang_ext.sequence_parallel.timeline import timeline_of
 from sglang_ext.types import Role
-from support.engines import FLEET, EngineSpec
+from support.engines import FLEET, Engine, EngineSpec
 from support.handshake_process import wait_until
 from support.long_pool import Coordinator
+from support.pd import greedy, new_room
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 from support.served_pool import HANDSHAKE, long_member
@@ -20,10 +27,12 @@ from support.served_pool import HANDSHAKE, long_member
 pytestmark = pytest.mark.integration
 NEW_TOKENS = 6
 LONG = 900
+HELD_TOKENS = 60_000  # by the coordinator's profile 20 s on three members
 
 
-def member(coordinator: Coordinator, number: int) -> EngineSpec:
+def member(coordinator: Coordinator, number: int, *worker_options: str) -> EngineSpec:
     options = (
+        *worker_options,
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "200"),
         *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "10"),
     )
@@ -85,6 +94,72 @@ def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
             assert generate(router, prompt) == greedy_reference(prompt, NEW_TOKENS)
             assert offered(router, "away") == 1
         for engine in engines[:3]:
+            engine.stop()
+
+
+@contextmanager
+def held_turns(coordinator: Coordinator, count: int, threads: ThreadPoolExecutor) -> Iterator[None]:
+    """`count` prompts are announced, and never sent: all but one wait, whose members are free after 5 s."""
+    is_over = threading.Event()
+
+    def announce() -> None:
+        while not is_over.is_set():
+            body = json.dumps({"ticket": new_room(), "tokens": HELD_TOKENS}).encode()
+            request = urllib.request.Request(
+                f"{coordinator.http_url}/tickets", body, {"content-type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                assert reply.status == 200
+
+    held = [threads.submit(announce) for _ in range(count)]
+    try:
+        coordinator.wait_for(lambda status: status["tickets_waiting"] == count - 1)
+        yield
+    finally:
+        is_over.set()
+        for one in held:
+            one.result()
+
+
+def used_while_waiting(
+    coordinator: Coordinator, router: RunningRouter, decode: Engine, held: int, reply: Future[list[int]]
+) -> int | None:
+    """Decode's tokens in use while a prompt waits beside others; None: its turn came before that was seen."""
+    named = offered(router, "named")
+    while not reply.done():
+        if coordinator.status()["tickets_waiting"] == held:
+            used: int = decode.load()["num_used_tokens"]
+            if offered(router, "named") == named:
+                return used
+        time.sleep(0.05)
+    return None
+
+
+@pytest.mark.full
+def test_decode_has_no_room_taken_for_a_prompt_that_waits_in_the_coordinator() -> None:
+    """As it has for one that waits in its prefill instance."""
+    with Coordinator.running("--sp-sizes", "3", "--min-chunk-tokens", "64") as coordinator:
+        specs = [member(coordinator, number, *HANDSHAKE) for number in range(3)]
+        engines = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=HANDSHAKE))
+        prefill, *_, decode = engines
+        coordinator.wait_for(is_complete)
+        arguments = ("--coordinator-url", coordinator.http_url, "--length-boundary-tokens", "256")
+        with running_router(engines, *arguments) as router, ThreadPoolExecutor(4) as threads:
+            with held_turns(coordinator, 3, threads):
+                for seed in range(740, 750):
+                    prompt = random_prompt(LONG, seed)
+                    reply = threads.submit(generate, router, prompt)
+                    used = used_while_waiting(coordinator, router, decode, 3, reply)
+                    assert reply.result() == greedy_reference(prompt, NEW_TOKENS)
+                    decode.wait_idle()
+                    if used is not None:
+                        break
+            assert used == 0
+            with prefill.frozen_scheduler():
+                reply = threads.submit(greedy, prefill, decode, prompt, NEW_TOKENS)
+                decode.wait_for_load(lambda load: load["num_used_tokens"] >= LONG, timeout_s=60)
+            assert reply.result() == greedy_reference(prompt, NEW_TOKENS)
+        for engine in engines:
             engine.stop()
 
 

@@ -161,7 +161,7 @@ def make_plan(
         # Its members send what they compute straight to decode, each its own part.
         transfer_options = ("--transfer-backend", "handshake")
         if device == "cuda":
-            transfer_options += ("--transfer-transport", "nixl")  # the one that moves a GPU's memory
+            transfer_options += ("--transfer-transport", "nixl")  # which moves a GPU's memory
         settings = config.coordinator
         port, http_port = settings.port or next(ports), settings.http_port or next(ports)
         if _last_value("--key-file", settings.args) is None:

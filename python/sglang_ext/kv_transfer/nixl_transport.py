@@ -13,7 +13,9 @@ import base64
 import binascii
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -21,12 +23,24 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.kv_transfer.errors import TransferError
-from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy
+from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, join_rows
 from sglang_ext.kv_transfer.transport import GpuBuffers
 
 _HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
 _MAX_PIECES = 1 << 14  # posted at a time
 _POLL_S = 0.0002
+_PEER_IDLE_S = 300.0  # not written to for so long, a peer is forgotten when there is a new one
+
+
+@dataclass
+class _Peer:
+    """An agent that is written to."""
+
+    name: str
+    device: int
+    used_s: float
+    users: int = 0  # writes under way
+    is_lost: bool = False  # one of them has failed: what is known of it may be no longer true
 
 
 class NixlTransport:
@@ -46,7 +60,7 @@ class NixlTransport:
         self._on_device = () if device_memory is None else device_memory.buffers
         self._lock = threading.Lock()  # an agent belongs to one thread at a time
         self._registered: list[Any] = []
-        self._peers: dict[str, str] = {}  # agents' names by address
+        self._peers: dict[str, _Peer] = {}  # by address
         self._closed = False
         self.address = self._metadata()
 
@@ -79,8 +93,8 @@ class NixlTransport:
             if self._closed:
                 return
             self._closed = True
-            for peer in self._peers.values():
-                self._agent.remove_remote_agent(peer)
+            for name in {peer.name for peer in self._peers.values()}:
+                self._agent.remove_remote_agent(name)
             for registered in self._registered:
                 self._agent.deregister_memory(registered)
             del self._agent
@@ -95,65 +109,80 @@ class NixlTransport:
     def _post(self, to: str, kind: str, pieces: npt.NDArray[np.uint64]) -> None:
         """Return when all pieces are in the peer's memory."""
         try:
-            with self._lock:
-                if self._closed:
-                    raise TransferError("the transport is closed")
-                here, (name, there) = self._device, self._peer(to)
-                if kind == _HOST_MEMORY:
-                    here = there = 0
-                sources = self._agent.get_xfer_descs(_described(pieces[:, 0], pieces[:, 2], here), kind)
-                targets = self._agent.get_xfer_descs(_described(pieces[:, 1], pieces[:, 2], there), kind)
-                handle = self._agent.initialize_xfer("WRITE", sources, targets, name)
-                state = self._agent.transfer(handle)
-            try:
-                deadline_s = time.monotonic() + self._io_timeout_s
-                while state == "PROC":
-                    if time.monotonic() > deadline_s:
-                        raise TransferError(f"a KV write by NIXL has not ended within {self._io_timeout_s:g} s")
-                    time.sleep(_POLL_S)
-                    with self._lock:
-                        state = self._agent.check_xfer_state(handle)
-            finally:
-                with self._lock:
-                    self._agent.release_xfer_handle(handle)
+            with self._writing_to(to) as peer:
+                self._write_to(peer, kind, pieces)
         except TransferError:
             raise
         except Exception as error:  # NIXL's errors have no class in common
             is_outside = type(error).__name__ == "nixlNotFoundError"
             reason = "a piece lies outside of the registered memory" if is_outside else str(error)
             raise TransferError(f"a KV write by NIXL failed: {reason}") from error
+
+    def _write_to(self, peer: _Peer, kind: str, pieces: npt.NDArray[np.uint64]) -> None:
+        here, there = (0, 0) if kind == _HOST_MEMORY else (self._device, peer.device)
+        with self._lock:
+            if self._closed:
+                raise TransferError("the transport is closed")
+            sources = self._agent.get_xfer_descs(_described(pieces[:, 0], pieces[:, 2], here), kind)
+            targets = self._agent.get_xfer_descs(_described(pieces[:, 1], pieces[:, 2], there), kind)
+            handle = self._agent.initialize_xfer("WRITE", sources, targets, peer.name)
+            state = self._agent.transfer(handle)
+        try:
+            deadline_s = time.monotonic() + self._io_timeout_s
+            while state == "PROC":
+                if time.monotonic() > deadline_s:
+                    raise TransferError(f"a KV write by NIXL has not ended within {self._io_timeout_s:g} s")
+                time.sleep(_POLL_S)
+                with self._lock:
+                    state = self._agent.check_xfer_state(handle)
+        finally:
+            with self._lock:
+                self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise TransferError("a KV write by NIXL failed: the peer has gone, or refuses it")
 
-    def _peer(self, address: str) -> tuple[str, int]:
-        """The name of its agent, and the number of its device."""
+    @contextmanager
+    def _writing_to(self, address: str) -> Iterator[_Peer]:
+        """A peer, which is not forgotten meanwhile; but afterwards, where it fails."""
+        with self._lock:
+            if self._closed:
+                raise TransferError("the transport is closed")
+            peer = self._peers.get(address)
+            if peer is None:
+                self._forget_idle()
+                peer = self._peers[address] = self._added(address)
+            peer.users += 1
+        try:
+            yield peer
+        except BaseException:
+            peer.is_lost = True
+            raise
+        finally:
+            with self._lock:
+                peer.users -= 1
+                peer.used_s = time.monotonic()
+                if peer.is_lost and not peer.users and address in self._peers:
+                    self._forget(address)
+
+    def _forget_idle(self) -> None:
+        limit_s = time.monotonic() - _PEER_IDLE_S
+        for address in [one for one, peer in self._peers.items() if not peer.users and peer.used_s < limit_s]:
+            self._forget(address)
+
+    def _forget(self, address: str) -> None:
+        peer = self._peers.pop(address)
+        # One that has registered more memory has another address, and is the same agent.
+        if not self._closed and all(one.name != peer.name for one in self._peers.values()):
+            self._agent.remove_remote_agent(peer.name)
+
+    def _added(self, address: str) -> _Peer:
         number, _, encoded = address.partition(":")
-        name = self._peers.get(address)
-        if name is None:
-            try:
-                int(number)
-                metadata = base64.b85decode(encoded)
-            except (ValueError, binascii.Error) as error:
-                raise TransferError(f"not an address of NIXL: {error}") from error
-            told = self._agent.add_remote_agent(metadata)
-            name = self._peers[address] = told.decode() if isinstance(told, bytes) else str(told)
-        return name, int(number)
-
-
-def join_rows(copies: Iterable[RowCopy]) -> npt.NDArray[np.uint64]:
-    """Source, target and length of pieces [n, 3]: rows that follow each other on both sides are one."""
-    found = [_pieces(copy) for copy in copies if len(copy.source_slots)]
-    return np.concatenate(found) if found else np.empty((0, 3), np.uint64)
-
-
-def _pieces(copy: RowCopy) -> npt.NDArray[np.uint64]:
-    length = copy.length_bytes
-    sources = copy.source_address + copy.source_slots.astype(np.int64) * copy.source_stride
-    targets = copy.target_address + copy.target_slots.astype(np.int64) * copy.target_stride
-    breaks = (np.diff(sources) != length) | (np.diff(targets) != length)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    rows = np.diff(np.concatenate((starts, [len(sources)])))
-    return np.stack([sources[starts], targets[starts], rows * length], axis=1).astype(np.uint64)
+        try:
+            device, metadata = int(number), base64.b85decode(encoded)
+        except (ValueError, binascii.Error) as error:
+            raise TransferError(f"not an address of NIXL: {error}") from error
+        told = self._agent.add_remote_agent(metadata)
+        return _Peer(told.decode() if isinstance(told, bytes) else str(told), device, time.monotonic())
 
 
 def _described(

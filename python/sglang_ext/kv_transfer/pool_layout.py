@@ -200,6 +200,22 @@ def group_by_slots(copies: Iterable[RowCopy]) -> Iterator[list[RowCopy]]:
         yield list(group)
 
 
+def join_rows(copies: Iterable[RowCopy]) -> npt.NDArray[np.uint64]:
+    """Source, target and length of pieces [n, 3]: rows that follow each other on both sides are one."""
+    found = [_pieces(copy) for copy in copies if len(copy.source_slots)]
+    return np.concatenate(found) if found else np.empty((0, 3), np.uint64)
+
+
+def _pieces(copy: RowCopy) -> npt.NDArray[np.uint64]:
+    length = copy.length_bytes
+    sources = copy.source_address + copy.source_slots.astype(np.int64) * copy.source_stride
+    targets = copy.target_address + copy.target_slots.astype(np.int64) * copy.target_stride
+    breaks = (np.diff(sources) != length) | (np.diff(targets) != length)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    rows = np.diff(np.concatenate((starts, [len(sources)])))
+    return np.stack([sources[starts], targets[starts], rows * length], axis=1).astype(np.uint64)
+
+
 def _some_rows(copy: RowCopy, first: int, stop: int) -> RowCopy:
     return copy._replace(source_slots=copy.source_slots[first:stop], target_slots=copy.target_slots[first:stop])
 

@@ -32,11 +32,13 @@ except ImportError:  # no C++ compiler where this was installed
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
-# Rows, or runs of them, of so many bytes are moved from and to their place: a vector costs as much as two copies of
-# some 500 bytes.
-DIRECT_BYTES = 1024
-# Large enough that a system call does not count, small enough for a processor's cache.
-STAGING_BYTES = 512 << 10
+# Rows, or runs of them, of so many bytes are moved from and to their place: for what a vector costs at either end, some
+# thousand bytes are copied in C++, and some hundred by numpy.
+DIRECT_BYTES = 1024 if native_rows is None else 4096
+# What is gathered before it is sent, and what is received before it is scattered. A larger one leaves the processor's
+# cache, with a smaller one a sender waits more often.
+SEND_STAGING_BYTES = 4 << 20
+RECEIVE_STAGING_BYTES = 1 << 20
 
 
 class SlotIndex:

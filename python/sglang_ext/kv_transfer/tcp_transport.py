@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,11 +22,13 @@ import numpy.typing as npt
 
 from sglang_ext.kv_transfer import wire
 from sglang_ext.kv_transfer.errors import TransferError
+from sglang_ext.kv_transfer.idle_links import IdleLinks
 from sglang_ext.kv_transfer.memory_regions import MemoryRegions, OutOfBoundsError, Vectors
 from sglang_ext.kv_transfer.permits import PermitError, Permits
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
 from sglang_ext.kv_transfer.row_moves import (
-    STAGING_BYTES,
+    RECEIVE_STAGING_BYTES,
+    SEND_STAGING_BYTES,
     Bytes,
     RowWindow,
     SlotIndex,
@@ -63,16 +64,29 @@ class Block(NamedTuple):
 class _StagedConnection:
     """A connection, and where it stages short rows: a writer before it sends them, an owner once it has them."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, staging_bytes: int) -> None:
         self.connection = connection
+        self.staging_bytes = staging_bytes
         self._staging: Bytes | None = None
 
     @property
     def staging(self) -> Bytes:
         """Made when it is first needed, and kept as long as the connection."""
         if self._staging is None:
-            self._staging = np.empty(STAGING_BYTES, np.uint8)
+            self._staging = np.empty(self.staging_bytes, np.uint8)
         return self._staging
+
+    def close(self) -> None:
+        """Safe to call again."""
+        _shut(self.connection)
+
+
+class _Turns:
+    """So many batches at a time go to one peer."""
+
+    def __init__(self, count: int) -> None:
+        self.free = threading.BoundedSemaphore(count)
+        self.users = 0  # that have their turn, or wait for it
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,8 @@ class TcpTransferEngine:
         self._lock = threading.Lock()
         self._closed = False
         self._inbound: set[socket.socket] = set()
-        self._idle: defaultdict[str, list[_StagedConnection]] = defaultdict(list)
-        self._slots: dict[str, threading.BoundedSemaphore] = {}
+        self._idle: IdleLinks[_StagedConnection] = IdleLinks(_StagedConnection.close)
+        self._turns: dict[str, _Turns] = {}  # of peers that are being written to
         threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
 
     def register(self, address: int, length_bytes: int) -> None:
@@ -155,8 +169,8 @@ class TcpTransferEngine:
         """Stop listening and close every connection. Safe to call again."""
         with self._lock:
             self._closed = True
-            connections = [*self._inbound, *(link.connection for idle in self._idle.values() for link in idle)]
-            self._idle.clear()
+            connections = list(self._inbound)
+        self._idle.close()
         _shut(self._listener)
         for connection in connections:
             _shut(connection)
@@ -186,32 +200,28 @@ class TcpTransferEngine:
             raise TransferError(f"KV write to {session_id} failed: {error}") from error
 
     def _deliver(self, session_id: str, send: Callable[[_StagedConnection], None]) -> None:
-        with self._slot(session_id):
-            reused = self._take_idle(session_id)
+        with self._turn(session_id):
+            reused = self._idle.take(session_id)
             if reused is not None:
                 try:
                     self._send_frame(session_id, reused, send)
                     return
                 except ConnectionError:
                     # The peer dropped an idle connection. Writing the same bytes again is harmless.
-                    pass
-            self._send_frame(session_id, _StagedConnection(self._connect(session_id)), send)
+                    self._idle.drop_ended()
+            self._send_frame(session_id, _StagedConnection(self._connect(session_id), SEND_STAGING_BYTES), send)
 
     def _send_frame(self, session_id: str, link: _StagedConnection, send: Callable[[_StagedConnection], None]) -> None:
         try:
             send(link)
             status = receive_exactly(link.connection, 1)[0]
         except BaseException:
-            _shut(link.connection)
+            link.close()
             raise
         if status != wire.Status.DONE:
-            _shut(link.connection)
+            link.close()
             raise wire.WireError(_REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
-        with self._lock:
-            if not self._closed:
-                self._idle[session_id].append(link)
-                return
-        _shut(link.connection)
+        self._idle.keep(session_id, link)
 
     def _connect(self, session_id: str) -> socket.socket:
         host, _, port = session_id.rpartition(":")
@@ -220,6 +230,8 @@ class TcpTransferEngine:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # The end of a peer whose machine has gone is told, too.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if connection.getsockname()[0] == connection.getpeername()[0]:
                 # What is on its way to a peer on this machine stays in the processor's cache; the network would want
                 # as much as it takes.
@@ -232,25 +244,25 @@ class TcpTransferEngine:
             raise
         return connection
 
-    def _take_idle(self, session_id: str) -> _StagedConnection | None:
-        with self._lock:
-            idle = self._idle.get(session_id)
-            return idle.pop() if idle else None
-
     @contextmanager
-    def _slot(self, session_id: str) -> Iterator[None]:
+    def _turn(self, session_id: str) -> Iterator[None]:
         with self._lock:
             if self._closed:
                 raise ConnectionError("the engine is closed")
-            slots = self._slots.setdefault(
-                session_id, threading.BoundedSemaphore(self._options.max_connections_per_peer)
-            )
-        if not slots.acquire(timeout=self._options.io_timeout_s):
-            raise TimeoutError(f"no free connection within {self._options.io_timeout_s:g} s")
+            turns = self._turns.setdefault(session_id, _Turns(self._options.max_connections_per_peer))
+            turns.users += 1
         try:
-            yield
+            if not turns.free.acquire(timeout=self._options.io_timeout_s):
+                raise TimeoutError(f"no free connection within {self._options.io_timeout_s:g} s")
+            try:
+                yield
+            finally:
+                turns.free.release()
         finally:
-            slots.release()
+            with self._lock:
+                turns.users -= 1
+                if not turns.users:
+                    del self._turns[session_id]
 
     # Owning side -----------------------------------------------------------------------------------------
 
@@ -278,7 +290,7 @@ class TcpTransferEngine:
             connection.settimeout(self._options.io_timeout_s)
             wire.check_greeting(bytes(receive_exactly(connection, wire.GREETING.size)))
             connection.sendall(wire.encode_greeting())
-            link = _StagedConnection(connection)
+            link = _StagedConnection(connection, RECEIVE_STAGING_BYTES)
             while self._serve_batch(link):
                 pass
         except (wire.WireError, OutOfBoundsError, PermitError) as error:
@@ -368,7 +380,7 @@ def _send_blocks(link: _StagedConnection, head: bytes, sources: Vectors) -> None
 
 def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow]) -> None:
     unsent = [_vector(head)]
-    for step in stage_pieces(windows, STAGING_BYTES):
+    for step in stage_pieces(windows, link.staging_bytes):
         if isinstance(step, Unstaged):
             unsent.append(step.vectors())
             continue
@@ -384,7 +396,7 @@ def _send_rows(link: _StagedConnection, head: bytes, windows: Sequence[RowWindow
 
 
 def _receive_rows(link: _StagedConnection, windows: Sequence[RowWindow]) -> None:
-    for step in stage_pieces(windows, STAGING_BYTES):
+    for step in stage_pieces(windows, link.staging_bytes):
         if isinstance(step, Unstaged):
             receive_vectors(link.connection, step.vectors())
         else:

@@ -18,6 +18,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
@@ -125,7 +126,8 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         device_memory = None
         if not self._is_on_cpu:
             buffers = tuple(buffer for layer in layout.layers for buffer in layer)
-            device_memory = GpuBuffers(int(self.kv_args.gpu_id), buffers)
+            gpu = int(self.kv_args.gpu_id)
+            device_memory = GpuBuffers(gpu, buffers, get_ib_devices_for_gpu(self.kv_args.ib_device, gpu) or "")
             # Both sides must be devices.
             layout = replace(layout, kv_dtype=f"{layout.kv_dtype} on a GPU")
         timings = HandshakeOptions(

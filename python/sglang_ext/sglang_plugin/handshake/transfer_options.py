@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.kv_transfer.transport import TRANSPORTS, why_unavailable
+from sglang_ext.kv_transfer.transport import DEVICE_TRANSPORTS, TRANSPORTS, why_unavailable
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.transfer_backend import HANDSHAKE
 from sglang_ext.types import Role
 
 _DEFAULT_TRANSPORT = "tcp"
-_DEVICE_TRANSPORT = "nixl"  # the one that moves memory of GPUs
+_DEVICE_TRANSPORT = "nixl"
 # A part costs some tenths of a millisecond in Python, at either end and beside the engine: as long as this moves.
 _STREAM_LAYER_BYTES = 1 << 20
 _NEVER = "never"
@@ -37,8 +37,8 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TRANSPORTS,
         default=None,
         help="what moves the bytes; the same on prefill and decode. shared_memory: between instances on one machine; "
-        "nixl: NIXL, where it is installed "
-        f"(default: {_DEFAULT_TRANSPORT}; on GPUs {_DEVICE_TRANSPORT}, which alone moves their memory)",
+        "nixl, mooncake: NIXL and Mooncake, where they are installed "
+        f"(default: {_DEFAULT_TRANSPORT}; on GPUs, whose memory only these two move, {_DEVICE_TRANSPORT})",
     )
     group.add_argument(
         "--transfer-receive-backends",
@@ -80,8 +80,9 @@ def transfer_options(arguments: argparse.Namespace, role: Role, device: Device =
     problem = why_unavailable(transport or default)
     if problem is not None:
         raise ValueError(f"--transfer-transport: {problem}")
-    if device is not Device.CPU and (transport or default) != _DEVICE_TRANSPORT:
-        raise ValueError(f"--transfer-transport {transport} moves host memory only; on {device} choose nixl")
+    if device is not Device.CPU and (transport or default) not in DEVICE_TRANSPORTS:
+        choice = " or ".join(DEVICE_TRANSPORTS)
+        raise ValueError(f"--transfer-transport {transport} moves host memory only; on {device} choose {choice}")
     if stream_kib is not None and not role.is_prefill:
         raise ValueError("--transfer-stream-layer-kib: decode instances send no KV")
     return TransferOptions(transport or default, receive_backends, _stream_layer_bytes(stream_kib))

@@ -17,6 +17,7 @@ from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.protocol import TransferOutcome
 from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan, plan_head_moves
 from support.handshake_process import Pool, PoolShape, RankProcess, is_stage, wait_until
+from support.mooncake_folder import needs_mooncake
 from support.nixl_folder import needs_nixl
 
 OPTIONS = HandshakeOptions(
@@ -24,7 +25,9 @@ OPTIONS = HandshakeOptions(
 )
 SHAPE = PoolShape()
 TRANSPORTS = ["tcp", "shared_memory"]
-WITH_UNFENCED = [*TRANSPORTS, pytest.param("nixl", marks=(pytest.mark.full, needs_nixl))]
+MOONCAKE = pytest.param("mooncake", marks=(pytest.mark.full, needs_mooncake))
+FENCING = [*TRANSPORTS, MOONCAKE]
+WITH_UNFENCED = [*FENCING, pytest.param("nixl", marks=(pytest.mark.full, needs_nixl))]
 Start = Callable[..., RankProcess]
 
 
@@ -214,7 +217,7 @@ def assert_next_request_is_fine(decode: RankProcess, sender: RankProcess, transf
     assert_quiet(decode)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FENCING)
 def test_killed_sender(start: Start, transport: str) -> None:
     decode, (victim, other) = start_pair(start, transport)
     victim.rank.kill()
@@ -227,7 +230,7 @@ def test_killed_sender(start: Start, transport: str) -> None:
     assert_next_request_is_fine(decode, other.rank)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FENCING)
 def test_stopped_sender_cannot_write_into_slots_of_the_next_request(start: Start, transport: str) -> None:
     decode, (victim, other) = start_pair(start, transport)
     victim.rank.signal(signal.SIGSTOP)

@@ -35,6 +35,9 @@ class Agent:
         assert metadata == b"metadata"
         return b"peer"
 
+    def remove_remote_agent(self, name: str) -> None:
+        assert name == "peer"
+
     def get_xfer_descs(self, described: Any, kind: str) -> tuple[str, list[list[int]]]:
         return kind, described.tolist()
 

@@ -14,14 +14,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.kv_transfer import row_moves, tcp_transport
+from sglang_ext.kv_transfer import nixl_transport, row_moves, tcp_transport
 from sglang_ext.kv_transfer.errors import TransferError
+from sglang_ext.kv_transfer.mooncake_transport import MooncakeTransport
+from sglang_ext.kv_transfer.nixl_transport import NixlTransport
 from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, RowCopy, plan_rows
 from sglang_ext.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from sglang_ext.kv_transfer.tcp_transport import EngineOptions, TcpTransport
 from sglang_ext.kv_transfer.transport import Transport, create_transport, why_unavailable
 from sglang_ext.kv_transfer.wire import Limits
 from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from support.mooncake_folder import needs_mooncake
 from support.nixl_folder import needs_nixl
 
 ROWS, WIDTH = 64, 48
@@ -30,31 +33,36 @@ ROWS, WIDTH = 64, 48
 def make(name: str) -> Transport:
     if name == "nixl":
         return create_transport(name, "127.0.0.1")
+    if name == "mooncake":
+        return MooncakeTransport("127.0.0.1", staging_bytes=1000, io_timeout_s=10.0)
     if name == "tcp":
         return TcpTransport("127.0.0.1", EngineOptions(connect_timeout_s=1.0, io_timeout_s=2.0))
     return SharedMemoryTransport(staging_bytes=1000, io_timeout_s=2.0)  # so that writes need several batches
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
+NIXL = pytest.param("nixl", marks=needs_nixl)
+MOONCAKE = pytest.param("mooncake", marks=(pytest.mark.full, needs_mooncake))  # closing it takes a second
+FENCING = ["tcp", "shared_memory", MOONCAKE]
+
+
+@pytest.fixture(params=FENCING)
 def small_pair(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Transport, Transport]]:
     """Batches and staging buffers are so small that most writes need several, with long runs among them."""
     monkeypatch.setattr(row_moves, "DIRECT_BYTES", 200)
-    monkeypatch.setattr(tcp_transport, "STAGING_BYTES", 256)
+    monkeypatch.setattr(tcp_transport, "SEND_STAGING_BYTES", 320)
+    monkeypatch.setattr(tcp_transport, "RECEIVE_STAGING_BYTES", 256)
     limits = Limits(max_blocks=5, max_payload_bytes=1000)
     sender, receiver = (
         TcpTransport("127.0.0.1", EngineOptions(io_timeout_s=2.0, limits=limits))
         if request.param == "tcp"
-        else SharedMemoryTransport(staging_bytes=1000, io_timeout_s=2.0)
+        else make(request.param)
         for _ in range(2)
     )
     yield sender, receiver
     sender.close()
     receiver.close()
-
-
-NIXL = pytest.param("nixl", marks=needs_nixl)
 
 
 def two_of(name: str) -> Iterator[tuple[Transport, Transport]]:
@@ -65,12 +73,12 @@ def two_of(name: str) -> Iterator[tuple[Transport, Transport]]:
     receiver.close()
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
+@pytest.fixture(params=FENCING)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
     yield from two_of(request.param)
 
 
-@pytest.fixture(params=["tcp", "shared_memory", NIXL])
+@pytest.fixture(params=[*FENCING, NIXL])
 def any_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
     """Also of the transport that checks no permits."""
     yield from two_of(request.param)
@@ -167,6 +175,26 @@ def test_a_receiver_that_is_gone(any_pair: tuple[Transport, Transport]) -> None:
     end_s = time.monotonic() + 60
     while not is_refused():
         assert time.monotonic() < end_s
+
+
+@needs_nixl
+def test_nixl_forgets_peers_that_it_does_not_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_transport, "_PEER_IDLE_S", 0.0)
+    sender, first, second = (NixlTransport(io_timeout_s=60.0) for _ in range(3))
+    source = memory(sender, 1)
+    for number, receiver in enumerate((first, second, first)):
+        target = memory(receiver, 2 + number)
+        sender.write(receiver.address, 7, [copy(source, target, [1, 2])])
+        np.testing.assert_array_equal(target[[2, 1], 8:28], source[[1, 2], 8:28])
+        assert list(sender._peers) == [receiver.address]
+    # One that fails is forgotten at once, and may be written to again.
+    with pytest.raises(TransferError, match="outside"):
+        sender.write(first.address, 7, [copy(source, target, [ROWS])])
+    assert not sender._peers
+    sender.write(first.address, 7, [copy(source, target, [3])])
+    np.testing.assert_array_equal(target[3, 8:28], source[3, 8:28])
+    for transport in (sender, first, second):
+        transport.close()
 
 
 def test_many_threads_write_while_a_permit_is_taken_back(pair: tuple[Transport, Transport]) -> None:
@@ -299,6 +327,8 @@ def test_a_transfer_may_have_any_number_of_rows(pair: tuple[Transport, Transport
     sender, receiver = SharedMemoryTransport(), SharedMemoryTransport()
     if pair[0].name == "tcp":
         sender, receiver = pair  # type: ignore[assignment]
+    elif pair[0].name == "mooncake":
+        sender, receiver = MooncakeTransport("127.0.0.1"), MooncakeTransport("127.0.0.1")  # type: ignore[assignment]
     tokens, buffers = 16_400, 64
     source = np.random.default_rng(1).integers(0, 256, (buffers, tokens, 2, 8), np.uint8)
     target = np.zeros((buffers, tokens, 8), np.uint8)
@@ -323,7 +353,7 @@ def test_names_of_transports() -> None:
         assert transport.name == name
         transport.close()
     with pytest.raises(
-        ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory, nixl"
+        ValueError, match="no handshake transport 'carrier pigeon'; choose one of tcp, shared_memory, nixl, mooncake"
     ):
         create_transport("carrier pigeon", "127.0.0.1")
 

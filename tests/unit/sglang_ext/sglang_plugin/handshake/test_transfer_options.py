@@ -143,9 +143,11 @@ def test_models_that_it_does_not_transfer_are_named(
     assert (problem is None) if what is None else (problem is not None and what in problem)
 
 
-def test_on_a_gpu_nixl_alone_moves_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_only_nixl_and_mooncake_move_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options_module, "why_unavailable", lambda name: None)
     assert transfer_options(parse(*HANDSHAKE), Role.DECODE, Device.CUDA) == TransferOptions("nixl")
+    mooncake = parse(*HANDSHAKE, "--transfer-transport", "mooncake")
+    assert transfer_options(mooncake, Role.DECODE, Device.CUDA) == TransferOptions("mooncake")
     for transport in ("tcp", "shared_memory"):
         arguments = parse(*HANDSHAKE, "--transfer-transport", transport)
         assert transfer_options(arguments, Role.DECODE) == TransferOptions(transport)
