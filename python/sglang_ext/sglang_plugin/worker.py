@@ -108,6 +108,9 @@ def run(
     `parent_pid` is the process that --exit-with-parent means; None: the one that is the parent now. Raises
     OrphanError when that has ended.
     """
+    if arguments.exit_with_parent and not arguments.dry_run:
+        # First of all: the parent of a process whose own has ended meanwhile is another one.
+        end_with_parent(parent_pid or os.getppid(), signal.SIGTERM)
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
         options = _worker_options(arguments, machine.device)
@@ -123,8 +126,6 @@ def run(
     if arguments.dry_run:
         print(command)
         return 0
-    if arguments.exit_with_parent:
-        end_with_parent(parent_pid or os.getppid(), signal.SIGTERM)
     return become(command)
 
 
