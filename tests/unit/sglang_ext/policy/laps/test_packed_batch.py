@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.policy.laps import packed_batch
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
@@ -170,6 +171,27 @@ def test_the_budget_of_a_batch() -> None:
     assert packed_round_s(0.015, 0.4) == pytest.approx(0.12)  # an eighth of it is lost
     assert packed_round_s(0.03, 0.4) == pytest.approx(0.4 / 3)  # a third of the objective
     assert packed_round_s(0.2, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_longest_wait_is_the_same_through_a_pipeline(stages: int) -> None:
+    """For the first stage's longest batch, half as long again, and then through all stages: 5/6 of the objective."""
+    round_s = packed_round_s(0.03, 0.4, stages)
+    longest_s = packed_batch.without_shorts_s(round_s)
+    assert longest_s + stages * round_s == pytest.approx(max(5 / 6 * 0.4, (1.5 + stages) * 2.4 * 0.03))
+
+
+@pytest.mark.parametrize(("stages", "together"), [(1, 3), (2, 1)])
+def test_a_batch_ends_when_it_has_passed_all_stages(stages: int, together: int) -> None:
+    """Three shorts of 100 ms each, due in 350 ms: one stage ends them all in time, two end only the first."""
+    cost = CostCoefficients(0.0, 1e-3, 0.0, 1e-4)
+    limits = LIMITS._replace(stages=stages)
+    laps = Laps(LapsOptions(boundary_tokens=256, short_ttft_slo_ms=5000.0), GraphGrid(()), cost, limits)
+    queue = tuple(
+        QueuedPrefill(key, SHORT, 100, 0, 100, 0.0, 0.35, PriorityClass.NORMAL, False, False) for key in range(1, 4)
+    )
+    plan = laps.choose_of(RoundSnapshot(0.0, queue, 1 << 20))
+    assert len(plan.batches[0].whole) == together
 
 
 @settings(max_examples=25, deadline=None)
