@@ -15,7 +15,19 @@ import pytest
 from support.engines import FLEET, EngineError, EngineSpec
 from support.laps import LONG_TOKENS, Pair
 from support.laps_checks import clean_pair, were_aborted
-from support.pipeline import DECODE, DECODE_TP3, LENGTHS_TOKENS, SHAPE, STAGES, STAGES_TP3, TIMED_STAGES
+from support.pipeline import (
+    DECODE,
+    DECODE_TP3,
+    HANDSHAKE_DECODE,
+    HANDSHAKE_DECODE_TP3,
+    HANDSHAKE_STAGES,
+    HANDSHAKE_STAGES_TP3,
+    LENGTHS_TOKENS,
+    SHAPE,
+    STAGES,
+    STAGES_TP3,
+    TIMED_STAGES,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -36,6 +48,9 @@ def checked_pair(prefill_spec: EngineSpec, decode_spec: EngineSpec) -> Iterator[
         pytest.param((STAGES, DECODE), id="decode-tp1"),
         pytest.param((STAGES, DECODE_TP3), id="decode-tp3", marks=pytest.mark.full),
         pytest.param((STAGES_TP3, DECODE), id="stages-of-tp3", marks=pytest.mark.full),
+        pytest.param((HANDSHAKE_STAGES, HANDSHAKE_DECODE), id="handshake"),
+        pytest.param((HANDSHAKE_STAGES, HANDSHAKE_DECODE_TP3), id="handshake-decode-tp3", marks=pytest.mark.full),
+        pytest.param((HANDSHAKE_STAGES_TP3, HANDSHAKE_DECODE), id="handshake-stages-of-tp3", marks=pytest.mark.full),
     ]
 )
 def any_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:

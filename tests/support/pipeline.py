@@ -25,6 +25,14 @@ _LAPS = EngineSpec(
 )
 STAGES = replace(_LAPS, arguments=("--pp-size", "2", "--chunked-prefill-size", "32"))
 TIMED_STAGES = replace(STAGES, environment=(("SGLANG_REQ_RUNNING_TIMEOUT", "15"),))
+_HANDSHAKE = ("--transfer-backend", "handshake")
+# Chunks of 32 tokens are small: every one of them leaves by layer.
+HANDSHAKE_STAGES = replace(
+    STAGES, worker_options=(*STAGES.worker_options, *_HANDSHAKE, "--transfer-stream-layer-kib", "1")
+)
+HANDSHAKE_STAGES_TP3 = replace(HANDSHAKE_STAGES, arguments=(*STAGES.arguments, "--tp", "3"))
+HANDSHAKE_DECODE = EngineSpec(Role.DECODE, shape=SHAPE, worker_options=_HANDSHAKE)
+HANDSHAKE_DECODE_TP3 = replace(HANDSHAKE_DECODE, arguments=("--tp", "3"))
 STAGES_TP3 = replace(STAGES, arguments=(*STAGES.arguments, "--tp", "3"))
 DECODE = EngineSpec(Role.DECODE, shape=SHAPE)
 DECODE_TP3 = EngineSpec(Role.DECODE, shape=SHAPE, arguments=("--tp", "3"))

@@ -191,10 +191,6 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         "pools.prefill-long: tp 2 times pp 2 is not a multiple of nodes 3",
     ),
     "decode in stages": ({"pools": {"decode": {"role": "decode", "pp": 2}}}, "only prefill runs in stages"),
-    "stages and handshake": (
-        {"poolDefaults": {"transferBackend": "handshake"}, "pools": {"prefill-long": STAGED}},
-        "does not go with transferBackend handshake",
-    ),
     "stages in the coordinator's pool": (
         {"coordinator": {"enabled": True}, "pools": {"prefill-long": {**STAGED, "sharesLongPrompts": True}}},
         "needs all layers",

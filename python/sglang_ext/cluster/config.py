@@ -324,13 +324,9 @@ class ClusterConfig:
         check_choice("restart", self.restart, ("never", "on-failure"))
         if self.coordinator.enabled and not self.pools.long.count:
             raise ConfigError("coordinator.enabled", "there are no long instances that could share prompts")
-        for role, pool in self.pools.by_role():
-            if self.coordinator.enabled and pool.count and pool.pp > 1:
-                raise ConfigError(
-                    f"pools.{role}.pp",
-                    f"is {pool.pp}, and with a coordinator KV travels by handshake, "
-                    "which sends all layers of an instance together",
-                )
+        if self.coordinator.enabled and self.pools.long.pp > 1:
+            reason = "is {}, and a long instance that shares prompts has all layers"
+            raise ConfigError("pools.long.pp", reason.format(self.pools.long.pp))
         self._check_ports_differ()
 
     @property

@@ -47,6 +47,7 @@ class Hook:
     needs_graphs: bool = False  # registered only where prefill graphs are wanted
     needs_streams: bool = False  # registered only where KV leaves for decode by layer
     needs_stages: bool = False  # registered only where the instance is a pipeline
+    needs_handshake: bool = False  # registered only where the handshake transfers KV
     is_for_pools: bool | None = None  # registered only where the instance is a member of a long pool, or is not
     device: Device | None = None  # registered only in engines on this device
 
@@ -57,6 +58,7 @@ class Hook:
             options.graphs is not None or not self.needs_graphs
         )
         has_needs &= options.streams_layers or not self.needs_streams
+        has_needs &= options.transfer is not None or not self.needs_handshake
         has_needs &= options.stages > 1 or not self.needs_stages
         return has_needs and self.is_for_pools in {None, is_member} and self.device in {None, options.device}
 
@@ -241,6 +243,15 @@ HOOK_TABLE: tuple[Hook, ...] = (
             {V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVManager.get_mha_kv_ptrs_with_pp"}
         ),
         needs_stages=True,
+    ),
+    Hook(
+        name="stage-polls",
+        why="the first stage asks for all whether decode is ready; a later one of the handshake looks for itself, too",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.handshake.sender:poll_stages",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"}),
+        needs_stages=True,
+        needs_handshake=True,
     ),
     Hook(
         name="laps-scheduler",

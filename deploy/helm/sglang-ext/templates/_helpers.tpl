@@ -79,7 +79,6 @@ capabilities:
 {{- $tp := int $pool.tp -}}
 {{- $pp := int $pool.pp -}}
 {{- if and (gt $pp 1) (eq $pool.role "decode") }}{{ fail (printf "pools.%s: pp %d, and only prefill runs in stages" $name $pp) }}{{ end -}}
-{{- if and (gt $pp 1) (eq $pool.transferBackend "handshake") }}{{ fail (printf "pools.%s: pp %d does not go with transferBackend handshake" $name $pp) }}{{ end -}}
 {{- if and (gt $pp 1) $pool.sharesLongPrompts }}{{ fail (printf "pools.%s: sharesLongPrompts needs all layers in each instance, and pp is %d" $name $pp) }}{{ end -}}
 {{- $ranks := mul $tp $pp -}}
 {{- if mod $ranks $nodes }}{{ fail (ternary (printf "pools.%s: tp %d is not a multiple of nodes %d" $name $tp $nodes) (printf "pools.%s: tp %d times pp %d is not a multiple of nodes %d" $name $tp $pp $nodes) (eq $pp 1)) }}{{ end -}}
