@@ -313,3 +313,25 @@ def test_an_instance_that_holds_nothing_is_refused(mixes_started: bool) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         policy(limits=LIMITS._replace(max_requests=0, mixes_started=mixes_started))
     policy(limits=LIMITS._replace(mixes_started=mixes_started))
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_chunks_take_equal_times_as_the_prefix_grows(stages: int) -> None:
+    """So no stage of a pipeline waits for another one: tokens of a chunk shrink as each of them costs more."""
+    cost = CostCoefficients(alpha_s=4e-7, token_s=1e-4, read_s=0.0, kappa_s=1e-3)
+    limits = LIMITS._replace(stages=stages, max_chunk_tokens=1 << 20, max_batch_tokens=1 << 20)
+    laps = Laps(LapsOptions(boundary_tokens=256, min_chunk_tokens=1), GraphGrid(()), cost, limits)
+    request = QueuedPrefill(1, LONG, 16_000, 0, 16_000, 0.0, inf, PriorityClass.NORMAL, False, False)
+    tokens, times_s = [], []
+    while True:
+        batch = laps.choose_of(RoundSnapshot(0.0, (request,), 1 << 20)).batches[0]
+        if batch.cut is None:
+            break
+        tokens.append(batch.cut.tokens)
+        times_s.append(batch.predicted_s)
+        request = request.after_chunk(batch.cut.tokens)
+    assert len(tokens) > 8
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[-1] < tokens[0] / 2
+    page_s = cost.chunk_s(LIMITS.page_tokens, 16_000) - cost.kappa_s
+    assert max(times_s) - min(times_s) <= page_s
