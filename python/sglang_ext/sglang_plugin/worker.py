@@ -120,9 +120,9 @@ def run(
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
         options = _worker_options(arguments, machine.device)
+        problem = None if arguments.dry_run else _problem(options, machine)
     except ValueError as error:
         return _refuse(str(error))
-    problem = None if arguments.dry_run else _problem(options, machine)
     if problem is not None:
         return _refuse(problem)
     try:

@@ -345,7 +345,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 def poll_stages(stock: Callable[..., list[int]], pollers: Sequence[Any], *args: Any) -> list[int]:
     """AROUND `poll_and_all_reduce_prefill_pp(pollers, ...)`, with which every stage learns what the first one polls.
 
-    That is what all stages have said of a request, and a later one says nothing unless it looks for invitations.
+    That is the least of what all stages report, and a later one reports nothing unless it looks for invitations.
     """
     for poller in pollers:
         if isinstance(poller, HandshakeKVSender):
