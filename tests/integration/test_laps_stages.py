@@ -94,17 +94,22 @@ def test_four_at_once_that_share_a_prefix(pair: Pair) -> None:
 
 @pytest.mark.parametrize("stage", ["chunking", "parked"])
 def test_abort(pair: Pair, stage: str) -> None:
-    """Chunks of it are under way on both stages."""
+    """Chunks of it are under way on both stages; what is left is not computed (SGLang's own loop would)."""
+    before_tokens = pair.prefill.load()["total_prefill_uncached_tokens"]
     victim = pair.send(LONG_TOKENS, seed=1040, rid=f"in-stages-{stage}", priority="low")
     pair.wait_for(lambda status: 0 < status["long"]["tokens"] < LONG_TOKENS)
     others = []
     if stage == "parked":
         others.append(pair.send(LONG_TOKENS, seed=1041, priority="real-time"))
         pair.wait_for(lambda status: status["parked"] == 1)
-    pair.abort(f"in-stages-{stage}")
+    # Prefill alone: it tells decode, whose own abort would end the prefill as well.
+    assert pair.prefill.post("/abort_request", {"rid": f"in-stages-{stage}"}).status == 200
     assert were_aborted(victim, ABORT_LIMIT_S)
     pair.wait_for(lambda status: status["long"]["requests"] <= len(others))
     assert all(other.is_exact() for other in others)
+    pair.prefill.wait_idle()
+    computed_tokens = pair.prefill.load()["total_prefill_uncached_tokens"] - before_tokens
+    assert computed_tokens < (1 + len(others)) * LONG_TOKENS
 
 
 def test_abort_of_everything_with_several_parked(pair: Pair) -> None:
