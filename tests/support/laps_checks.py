@@ -43,8 +43,7 @@ class Counters:
 def clean_pair(pair: Pair) -> Iterator[Pair]:
     """The pair, empty; afterwards it must be as it was found."""
     pair.prefill.wait_idle()
-    for engine in (pair.prefill, pair.decode):
-        assert engine.post("/flush_cache", {}).status == 200
+    pair.flush()
     free_tokens = pair.status()["kv"]["free_tokens"]
     yield pair
     for engine in (pair.prefill, pair.decode):

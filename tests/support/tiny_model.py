@@ -32,6 +32,7 @@ class TinyModelShape:
     vocabulary: int = 2048
     context_tokens: int = 2048
     seed: int = 0
+    has_tied_embeddings: bool = False
 
 
 STANDARD_SHAPE = TinyModelShape()
@@ -80,7 +81,7 @@ def _build(shape: TinyModelShape, folder: Path) -> None:
         max_position_embeddings=shape.context_tokens,
         bos_token_id=0,
         eos_token_id=1,
-        tie_word_embeddings=False,
+        tie_word_embeddings=shape.has_tied_embeddings,
         # Ten times the usual spread: logits lie far apart, so rounding cannot change a greedy choice.
         initializer_range=0.3,
     )

@@ -26,6 +26,7 @@ from support.monitoring_files import documented_scrape
 RENDERED = ROOT / "deploy/k8s"
 
 CPU_POOL = {"gpus": 0, "transferBackend": "sglang_ext_tcp", "args": ["--threads=4", "--kv-memory-mib=4096"]}
+STAGED = {"role": "prefill-long", "tp": 2, "pp": 2}
 LARGE = {"nodes": 2, "tp": 16, "extraResources": {"rdma/hca": 8}, "addCapabilities": ["IPC_LOCK"]}
 ROLES = ("prefill-short", "prefill-long", "decode")
 PVC: Document = {
@@ -53,6 +54,7 @@ ACCEPTED: dict[str, Document] = {
             "decode": {"role": "decode", **LARGE, "replicas": 3, "maxSurge": 0, "maxUnavailable": 1},
         }
     },
+    "pipeline stages": {"pools": {"prefill-long": STAGED, "prefill-short": {"role": "prefill-short", "pp": 2}}},
     "two revisions": {
         "pools": {
             **{
@@ -183,6 +185,15 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
     "ranks that do not fit nodes": (
         {"pools": {"decode": {"role": "decode", "nodes": 2, "tp": 3}}},
         "pools.decode: tp 3 is not a multiple of nodes 2",
+    ),
+    "stages that do not fit nodes": (
+        {"pools": {"prefill-long": {**STAGED, "nodes": 3}}},
+        "pools.prefill-long: tp 2 times pp 2 is not a multiple of nodes 3",
+    ),
+    "decode in stages": ({"pools": {"decode": {"role": "decode", "pp": 2}}}, "only prefill runs in stages"),
+    "stages in the coordinator's pool": (
+        {"coordinator": {"enabled": True}, "pools": {"prefill-long": {**STAGED, "sharesLongPrompts": True}}},
+        "needs all layers",
     ),
     "a topology for one node": (
         {"pools": {"decode": {"role": "decode", "exclusiveTopology": "rack"}}},

@@ -72,6 +72,9 @@ class PoolConfig:
 
     count: int = field(metadata=_help("instances"), default=1)
     tp: int = field(metadata=_help("tensor-parallel ranks of each instance"), default=1)
+    pp: int = field(
+        metadata=_help("pipeline stages of each prefill instance, each with so many tensor-parallel ranks"), default=1
+    )
     ports: tuple[int, ...] = field(
         metadata=_help("HTTP port of each instance; 0 or left out: a free one is picked"), default=()
     )
@@ -100,6 +103,7 @@ class PoolConfig:
     def __post_init__(self) -> None:
         check_at_least("count", self.count, 0)
         check_at_least("tp", self.tp, 1)
+        check_at_least("pp", self.pp, 1)
         if self.threads is not None:
             check_at_least("threads", self.threads, 1)
         for name in ("ports", "bootstrap_ports"):
@@ -116,8 +120,14 @@ class PoolConfig:
                 parse_id_set(text, f"{name}[{position}]")
         for position, text in enumerate(self.gpus):
             gpu_count = len(parse_id_set(text, f"gpus[{position}]"))
-            if gpu_count != self.tp:
-                raise ConfigError(f"gpus[{position}]", f"{gpu_count} GPUs for tp {self.tp}")
+            if gpu_count != self.ranks:
+                stages = f" and pp {self.pp}" if self.pp > 1 else ""
+                raise ConfigError(f"gpus[{position}]", f"{gpu_count} GPUs for tp {self.tp}{stages}")
+
+    @property
+    def ranks(self) -> int:
+        """Of each instance: every one has a device, or threads of its own."""
+        return self.tp * self.pp
 
     def port_of(self, index: int) -> int:
         """Return the HTTP port asked for by instance `index`, 0 for any."""
@@ -154,6 +164,8 @@ class PoolsConfig:
             raise ConfigError("short.count", "a cluster needs at least one prefill instance (short, long or both)")
         if self.decode.bootstrap_ports:
             raise ConfigError("decode.bootstrap_ports", "only prefill instances have a bootstrap server")
+        if self.decode.pp > 1:
+            raise ConfigError("decode.pp", "only prefill runs in pipeline stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +324,9 @@ class ClusterConfig:
         check_choice("restart", self.restart, ("never", "on-failure"))
         if self.coordinator.enabled and not self.pools.long.count:
             raise ConfigError("coordinator.enabled", "there are no long instances that could share prompts")
+        if self.coordinator.enabled and self.pools.long.pp > 1:
+            reason = "is {}, and a long instance that shares prompts has all layers"
+            raise ConfigError("pools.long.pp", reason.format(self.pools.long.pp))
         self._check_ports_differ()
 
     @property

@@ -151,7 +151,7 @@ def make_plan(
     ports = iter(free_ports)
     device = resolve_device(config, machine)
     model_name = config.served_model_name or model.name
-    rank_count = sum(pool.count * pool.tp for _, pool in config.pools.by_role())
+    rank_count = sum(pool.count * pool.ranks for _, pool in config.pools.by_role())
     threads = max(1, len(machine.core_ids) // rank_count)
     coordinator: Program | None = None
     pool_key_file: Path | None = None
@@ -257,6 +257,8 @@ def _worker_command(
     command += ["--", "--served-model-name", model_name]
     if pool.tp > 1:
         command += ["--tp-size", str(pool.tp)]
+    if pool.pp > 1:
+        command += ["--pp-size", str(pool.pp)]
     return (*command, *memory_share, *config.args, *pool.args)
 
 
@@ -379,11 +381,14 @@ def _gpus(pool: PoolConfig, index: int, next_gpu: int, machine: Host, path: str)
         if chosen[-1] >= machine.gpu_count:
             raise ConfigError(f"{path}.gpus[{index}]", f"this machine has {machine.gpu_count} GPUs")
         return [str(gpu) for gpu in chosen], next_gpu
-    if pool.tp > machine.gpu_count:
-        raise ConfigError(f"{path}.tp", f"is {pool.tp}, but this machine has {machine.gpu_count} GPUs")
-    if next_gpu % machine.gpu_count + pool.tp > machine.gpu_count:
+    ranks = pool.ranks
+    if ranks > machine.gpu_count:
+        setting, of = ("tp", "") if pool.pp == 1 else ("pp", f", for {pool.tp} ranks of each stage")
+        asked = pool.tp if pool.pp == 1 else pool.pp
+        raise ConfigError(f"{path}.{setting}", f"is {asked}{of}, but this machine has {machine.gpu_count} GPUs")
+    if next_gpu % machine.gpu_count + ranks > machine.gpu_count:
         next_gpu = 0  # ranks of one instance need different GPUs
-    return [str((next_gpu + rank) % machine.gpu_count) for rank in range(pool.tp)], next_gpu + pool.tp
+    return [str((next_gpu + rank) % machine.gpu_count) for rank in range(ranks)], next_gpu + ranks
 
 
 def _cores(pool: PoolConfig, index: int, machine: Host, path: str) -> frozenset[int] | None:

@@ -23,6 +23,7 @@ from sglang_ext.models.smollm2 import ModelError
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 ROLES = ("short", "long", "both", "decode")
+PREFILL_ROLES = ROLES[:-1]
 ROUTER_ARGS, SGLANG_ARGS = "--router-args", "--sglang-args"
 
 
@@ -48,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             default=absent,
             help=f"tensor-parallel ranks per {role} instance",
+        )
+    for role in PREFILL_ROLES:
+        parser.add_argument(
+            f"--{role}-pp", type=int, metavar="N", default=absent, help=f"pipeline stages per {role} instance"
         )
     parser.add_argument(
         "--coordinator",
@@ -127,6 +132,7 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
         ("start_method", ("start", "method")),
         *((role, ("pools", role, "count")) for role in ROLES),
         *((f"{role}_tp", ("pools", role, "tp")) for role in ROLES),
+        *((f"{role}_pp", ("pools", role, "pp")) for role in PREFILL_ROLES),
     ):
         if option in given:
             _put(settings, path, given[option])

@@ -31,6 +31,7 @@ class Source(NamedTuple):
     head_count: int
     layer_count: int
     aux_slot: int | None
+    first_layer: int = 0  # of a pipeline's stage
 
 
 class _Rows(NamedTuple):
@@ -83,7 +84,8 @@ class OwnerTransfer:
         *,
         may_have_helpers: bool = False,
     ) -> None:
-        """Shakes hands. `sender_count`: how many ranks of this instance send to the receiver, this one among them.
+        """Shakes hands. `sender_count`: how many ranks of this instance, of all its stages, send to the receiver, this
+        one among them.
 
         Raises ValueError when a transfer of this transfer to this receiver is under way.
         """
@@ -131,9 +133,10 @@ class OwnerTransfer:
         if not self.can_be_shared or not len(slots) or not source.head_count:
             return
         span = TokenSpan(first_token, first_token + len(slots))
-        shard = KVShard((span,), source.first_head, source.head_count, 0, source.layer_count)
+        first_layer = source.first_layer
+        shard = KVShard((span,), source.first_head, source.head_count, first_layer, source.layer_count)
         chunk = self._handle.offer(SourceChunk(shard, slots, None))
-        self._handle.part(chunk, PartRows(0, source.layer_count, 0, len(slots), False))
+        self._handle.part(chunk, PartRows(first_layer, source.layer_count, 0, len(slots), False))
 
     def offer_rest(self, elsewhere: Sequence[range] = ()) -> None:
         """This rank sends what remains; `elsewhere` (ascending): what has been offered already, here or by
@@ -155,9 +158,11 @@ class OwnerTransfer:
         if not pieces:
             return None
 
+        first_layer = self._source.first_layer
+
         def send(layer: int, computed: DeviceEvent | None) -> None:
             for start, stop, place in pieces:
-                part = PartRows(layer, 1, place, stop - start, False)
+                part = PartRows(first_layer + layer, 1, place, stop - start, False)
                 handle.part(chunk, part, slots[start - first_token : stop - first_token], computed=computed)
 
         stream = LayerStream(span, self._source.layer_count, send)
@@ -239,21 +244,26 @@ class OwnerTransfer:
             self._handle.close()
             return
         shard = KVShard(
-            self._rest, source.first_head, source.head_count, 0, source.layer_count, source.aux_slot is not None
+            self._rest,
+            source.first_head,
+            source.head_count,
+            source.first_layer,
+            source.layer_count,
+            source.aux_slot is not None,
         )
         self._rest_chunk = self._handle.offer(SourceChunk(shard, None, source.aux_slot), is_last=True)
 
     def _deliver(self, rows: _Rows) -> None:
         """The parts of what was offered that are among these rows."""
-        layers = self._source.layer_count
-        for low, high, first_layer in self._not_streamed(rows.first_token, rows.stop):
+        first_layer, layers = self._source.first_layer, self._source.layer_count
+        for low, high, sent_layers in self._not_streamed(rows.first_token, rows.stop):
             for start, stop, place in self._in_rest(low, high):
-                part = PartRows(first_layer, layers - first_layer, place, stop - start, False)
+                part = PartRows(first_layer + sent_layers, layers - sent_layers, place, stop - start, False)
                 self._handle.part(
                     self._rest_chunk, part, rows.slots[start - rows.first_token : stop - rows.first_token]
                 )
         if rows.has_aux and self._source.aux_slot is not None:
-            self._handle.part(self._rest_chunk, PartRows(0, layers, 0, 0, True))
+            self._handle.part(self._rest_chunk, PartRows(first_layer, layers, 0, 0, True))
 
     def _in_rest(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """What of positions low to high is offered by this rank: from, to, and place in the offered chunk."""
@@ -265,7 +275,7 @@ class OwnerTransfer:
             before += span.token_count
 
     def _not_streamed(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Positions low to high, in pieces: from, to, and the first layer that has not left yet."""
+        """Positions low to high, in pieces: from, to, and how many layers have left."""
         for stream in self._streams:
             stop = min(stream.span.stop, high)
             if stop <= low or stream.span.start >= high:

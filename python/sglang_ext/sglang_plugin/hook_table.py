@@ -46,6 +46,8 @@ class Hook:
     needs_laps: bool = False  # registered only where LAPS is on
     needs_graphs: bool = False  # registered only where prefill graphs are wanted
     needs_streams: bool = False  # registered only where KV leaves for decode by layer
+    needs_stages: bool = False  # registered only where the instance is a pipeline
+    needs_handshake: bool = False  # registered only where the handshake transfers KV
     is_for_pools: bool | None = None  # registered only where the instance is a member of a long pool, or is not
     device: Device | None = None  # registered only in engines on this device
 
@@ -56,6 +58,8 @@ class Hook:
             options.graphs is not None or not self.needs_graphs
         )
         has_needs &= options.streams_layers or not self.needs_streams
+        has_needs &= options.transfer is not None or not self.needs_handshake
+        has_needs &= options.stages > 1 or not self.needs_stages
         return has_needs and self.is_for_pools in {None, is_member} and self.device in {None, options.device}
 
     def target_in(self, installed: SglangVersion) -> str | None:
@@ -213,6 +217,41 @@ HOOK_TABLE: tuple[Hook, ...] = (
             "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
         ),
         device=Device.CPU,
+    ),
+    Hook(
+        name="tied-head",
+        why="the last stage of a Llama with tied embeddings has no embeddings, and so no head; gives it one",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.pipeline_stages:init_model",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.models.llama.LlamaForCausalLM.__init__"}),
+        needs_stages=True,
+    ),
+    Hook(
+        name="tied-head-weights",
+        why="the weights of that head are those of the embeddings; loads them",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.pipeline_stages:load_weights",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.models.llama.LlamaForCausalLM.load_weights"}),
+        needs_stages=True,
+    ),
+    Hook(
+        name="stage-layers",
+        why="a stage whose number of layers does not divide the model's writes values to wrong layers of decode",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.pipeline_stages:layer_pointers",
+        targets=MappingProxyType(
+            {V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVManager.get_mha_kv_ptrs_with_pp"}
+        ),
+        needs_stages=True,
+    ),
+    Hook(
+        name="stage-polls",
+        why="the first stage asks for all whether decode is ready; a later one of the handshake looks for itself, too",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.handshake.sender:poll_stages",
+        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"}),
+        needs_stages=True,
+        needs_handshake=True,
     ),
     Hook(
         name="laps-scheduler",

@@ -24,6 +24,7 @@ START_METHOD_VARIABLE = "SGLANG_EXT_START_METHOD"
 LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
 TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+PIPELINE_PARALLEL_FLAGS = ("--pp-size", "--pipeline-parallel-size")
 DATA_PARALLEL_FLAGS = ("--dp", "--dp-size", "--data-parallel-size")
 TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
@@ -96,8 +97,11 @@ def build_launch(
 
     Raises ValueError when the options contradict each other.
     """
-    ranks = _size(worker.engine_arguments, TENSOR_PARALLEL_FLAGS)
-    problem = data_parallel_problem(_size(worker.engine_arguments, DATA_PARALLEL_FLAGS))
+    stages = size_of(worker.engine_arguments, PIPELINE_PARALLEL_FLAGS)
+    ranks = size_of(worker.engine_arguments, TENSOR_PARALLEL_FLAGS) * stages
+    problem = data_parallel_problem(size_of(worker.engine_arguments, DATA_PARALLEL_FLAGS)) or pipeline_problem(
+        stages, worker.role, model, sglang
+    )
     if problem is not None:
         raise ValueError(problem)
     argv = [sys.executable, "-m", LAUNCH_MODULE, *_common_flags(worker, machine)]
@@ -109,6 +113,7 @@ def build_launch(
         worker.transfer,
         worker.graphs,
         worker.revision,
+        stages,
     )
     environment = options.to_environment()
     by_device = StartMethod.FORK if machine.device is Device.CPU else StartMethod.SPAWN
@@ -238,7 +243,22 @@ def data_parallel_problem(size: int) -> str | None:
     )
 
 
-def _size(arguments: Sequence[str], flags: Sequence[str]) -> int:
+def pipeline_problem(stages: int, role: Role, model: ModelFacts | None, sglang: SglangVersion) -> str | None:
+    """Why an instance of so many pipeline stages is refused; None where it is not."""
+    if stages == 1:
+        return None
+    if not role.is_prefill:
+        return (
+            f"--pp-size {stages}: only prefill runs in stages (a token of decode waits for all of them); use --tp-size"
+        )
+    if sglang < V23:
+        return f"--pp-size {stages}: needs SGLang {V23} or later"
+    if model is not None and model.layers < stages:
+        return f"--pp-size {stages}: the model has {model.layers} layers, and a stage needs at least one"
+    return None
+
+
+def size_of(arguments: Sequence[str], flags: Sequence[str]) -> int:
     """The number behind the last of these flags; 1 without any. Raises ValueError for one that is no number."""
     size = 1
     for position, argument in enumerate(arguments):

@@ -53,6 +53,11 @@ def read_architecture(model_path: str) -> str | None:
     return str(names[0]) if isinstance(names, list) and names else None
 
 
+def has_tied_embeddings(model_path: str) -> bool:
+    """Whether the config of a model in a local folder says that its head is its embeddings."""
+    return bool((_read_config(model_path) or {}).get("tie_word_embeddings"))
+
+
 def _read_config(model_path: str) -> dict[str, Any] | None:
     try:
         config = json.loads(Path(model_path, "config.json").read_text(encoding="utf-8"))

@@ -37,6 +37,7 @@ class ExtensionOptions:
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
     revision: str = ""  # KV cache passes between instances of one revision alone
+    stages: int = 1  # of a pipeline; each has a part of the layers
 
     @property
     def streams_layers(self) -> bool:
@@ -66,6 +67,7 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
             None if transfer is None else TransferOptions(**transfer),
             _graph_options(fields["graphs"]),
             str(fields["revision"]),
+            int(fields["stages"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error

@@ -19,9 +19,17 @@ from sglang_ext.sglang_plugin.device import Device, MachineFacts, inspect_machin
 from sglang_ext.sglang_plugin.graphs.graph_options import add_graph_arguments, graph_options
 from sglang_ext.sglang_plugin.handshake.transfer_options import add_transfer_arguments, transfer_options
 from sglang_ext.sglang_plugin.hook_table import V23
+from sglang_ext.sglang_plugin.hooks.pipeline_stages import tied_head_problem
 from sglang_ext.sglang_plugin.laps.laps_options import add_laps_arguments, laps_options
-from sglang_ext.sglang_plugin.launch_plan import LaunchCommand, StartMethod, WorkerOptions, build_launch
-from sglang_ext.sglang_plugin.model_facts import read_architecture, read_model_facts
+from sglang_ext.sglang_plugin.launch_plan import (
+    PIPELINE_PARALLEL_FLAGS,
+    LaunchCommand,
+    StartMethod,
+    WorkerOptions,
+    build_launch,
+    size_of,
+)
+from sglang_ext.sglang_plugin.model_facts import has_tied_embeddings, read_architecture, read_model_facts
 from sglang_ext.sglang_plugin.process_lifetime import end_with_parent
 from sglang_ext.sglang_plugin.transfer_backend import BACKENDS, default_backend, why_unavailable
 from sglang_ext.sglang_plugin.versions import installed_sglang
@@ -62,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=_positive,
         default=None,
-        help="cores of a CPU engine, per tensor-parallel rank (default: half of the cores, divided by the ranks)",
+        help="cores of a CPU engine, per rank (tensor-parallel ranks times pipeline stages; default: half of the "
+        "cores, divided by the ranks)",
     )
     parser.add_argument(
         "--kv-memory-mib", type=_positive, default=512, help="memory for the KV cache of a CPU engine, in MiB"
@@ -114,9 +123,9 @@ def run(
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
         options = _worker_options(arguments, machine.device)
+        problem = None if arguments.dry_run else _problem(options, machine)
     except ValueError as error:
         return _refuse(str(error))
-    problem = None if arguments.dry_run else _problem(options, machine)
     if problem is not None:
         return _refuse(problem)
     try:
@@ -170,6 +179,11 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
         return "--cdsp-mesh nccl: NCCL moves memory of GPUs, and this engine has none"
     if options.cdsp is not None and options.model_is_local:
         problem = architecture_conflict(read_architecture(options.model_path))
+        if problem is not None:
+            return problem
+    if options.model_is_local and size_of(options.engine_arguments, PIPELINE_PARALLEL_FLAGS) > 1:
+        architecture = read_architecture(options.model_path)
+        problem = tied_head_problem(architecture, is_tied=has_tied_embeddings(options.model_path))
         if problem is not None:
             return problem
     return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)

@@ -90,6 +90,9 @@ spec:
         {{- end }}
         - --
         - --tp-size={{ $pool.tp }}
+        {{- if gt (int $pool.pp) 1 }}
+        - --pp-size={{ $pool.pp }}
+        {{- end }}
         {{- with $pool.servedModelName }}
         - --served-model-name={{ . }}
         {{- end }}

@@ -97,7 +97,7 @@ class InstanceModel:
         cost = self.fit.coefficients
         fixed_s = cost.kappa_s + cost.read_s * cached_tokens
         if options.composition is Composition.PACKED:
-            return packed_round_s(fixed_s, self.short_slo_s)
+            return packed_round_s(fixed_s, self.short_slo_s, self.limits.stages)
         longest_short_s = cost.chunk_s(self.boundary.tokens, 0)
         return automatic_round_s(fixed_s, long_backlog_s, self.short_slo_s, longest_short_s)
 
@@ -106,6 +106,13 @@ class InstanceModel:
         if self.options.round_ms is not None:
             return inf
         return max(_YIELD_OF_SLO * self.short_slo_s, self.fit.coefficients.kappa_s / _YIELD_OVERHEAD)
+
+    def margin(self) -> float:
+        """By how much more than predicted a batch may take until it ends, relative to the prediction.
+
+        Through a pipeline it takes the predicted time on each stage.
+        """
+        return self.fit.typical_error() + self.limits.stages - 1
 
     def most_share(self) -> float:
         """The largest share of the time that shorts take while a long prefill that is late waits."""
@@ -137,7 +144,7 @@ class InstanceModel:
             is_full=batch.is_full,
             oldest_arrival_s=oldest_s,
             newest_arrival_s=newest_s,
-            latest_start_s=deadline_s - batch.predicted_s * (1 + self.fit.typical_error()),
+            latest_start_s=deadline_s - batch.predicted_s * (1 + self.margin()),
             break_even_gap_s=break_even_gap_s(
                 depth, mean_alone_s, batch.predicted_s, joined_s(batch, cost, self.grid), others
             ),

@@ -26,14 +26,18 @@ _MOST_UTILISATION = 0.95
 _OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of the short prefills
 
 
-def packed_round_s(fixed_s: float, short_slo_s: float) -> float:
-    """Time budget of a batch that holds short and long prefills, s.
+def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float:
+    """Time budget of a batch that holds short and long prefills, s: on each stage of a pipeline.
 
     A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in; and
     `fixed_s`, what every batch costs anew, is lost with each. So a batch takes eight times that, but a fifth of the
     short prefills' objective at least and a third at most (and 2.4 times the fixed cost, if that is more): the longest
     batch and the next one then end within five sixths of the objective, which leaves the rest to what was not foreseen.
+
+    In a pipeline the one that waits passes the first stage's longest batch (1/2 of the objective for one stage), and
+    then all stages with its own (1/3 on each): both shares shrink by (1/2 + 1/3) / (1/2 + P/3) for P stages.
     """
+    short_slo_s *= 5 / (3 + 2 * stages)
     wanted_s = min(max(_OVERHEADS * fixed_s, _LEAST_OF_SLO * short_slo_s), _MOST_OF_SLO * short_slo_s)
     return max(wanted_s, _LEAST_OVERHEADS * fixed_s)
 

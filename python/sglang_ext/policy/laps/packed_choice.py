@@ -71,7 +71,7 @@ def _choose_of_group(
         free_kv_tokens,
         model.limits.page_tokens,
         short_budget_s,
-        model.fit.typical_error(),
+        model.margin(),
     )
     batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds)
     if batch is None:

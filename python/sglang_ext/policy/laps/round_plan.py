@@ -149,6 +149,7 @@ class InstanceLimits(NamedTuple):
     max_batch_tokens: int  # new tokens of a batch
     max_requests: int  # requests of a batch
     mixes_started: bool = True  # a batch may hold others beside the next chunk of a started prefill
+    stages: int = 1  # of its pipeline: a batch ends after so many times what an iteration takes
 
 
 class ClassReport(NamedTuple):

@@ -85,7 +85,7 @@ def survey(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_toke
         free_kv_tokens,
         model.limits.page_tokens,
         budget_s,
-        model.fit.typical_error(),
+        model.margin(),
     )
     batch = form_batch(candidates, now_s, cost, model.grid, bounds)
     share, is_more_urgent = 0.0, True

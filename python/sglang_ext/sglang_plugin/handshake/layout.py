@@ -29,14 +29,17 @@ class PoolArguments(Protocol):
     aux_item_lens: Sequence[int]
 
 
-def pool_layout(arguments: PoolArguments, heads: HeadLayout, rank: int) -> PoolLayout:
-    """Where a rank's KV and metadata lie. Raises ValueError when the pool does not hold the rank's heads."""
+def pool_layout(arguments: PoolArguments, heads: HeadLayout, rank: int, first_layer: int = 0) -> PoolLayout:
+    """Where a rank's KV and metadata lie, from this layer of the model on.
+
+    Raises ValueError when the pool does not hold the rank's heads.
+    """
     kv_token_bytes = [item_bytes // arguments.page_size for item_bytes in arguments.kv_item_lens]
     kv = _buffers(arguments.kv_data_ptrs, arguments.kv_data_lens, kv_token_bytes)
     layers = len(kv) // 2
     return PoolLayout(
         arguments.kv_cache_dtype_str,
-        0,
+        first_layer,
         tuple(map(LayerBuffers, kv[:layers], kv[layers:])),
         heads.first_head(rank),
         heads.heads_per_rank,
@@ -63,8 +66,8 @@ class Share(NamedTuple):
     decode_rank: int
     first_head: int
     head_count: int
-    has_metadata: bool  # the first output token and the like come from exactly one prefill rank
-    sender_count: int  # prefill ranks that send KV to this decode rank
+    has_metadata: bool  # the first output token and the like come from exactly one prefill rank, of the first stage
+    sender_count: int  # prefill ranks of one stage that send KV to this decode rank
 
 
 def cpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:

@@ -72,8 +72,13 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
 
     @property
     def layer_count(self) -> int:
-        """Layers of the model: each rank holds them all."""
+        """Layers that each rank of this stage holds: all of the model's, unless it is a prefill in stages."""
         return len(self.kv_args.kv_data_ptrs) // 2
+
+    @property
+    def first_layer(self) -> int:
+        """Of this stage. A decode rank has all of them, and its arguments do not say so."""
+        return int(getattr(self.kv_args, "prefill_start_layer", 0))
 
     def head_layout(self, tp_size: int) -> HeadLayout:
         """How an instance of this model with so many ranks spreads its heads."""
@@ -122,7 +127,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
             )
         self.transport_name = transfer.transport
         self.stream_layer_bytes = transfer.stream_layer_bytes
-        layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank)
+        layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer)
         device_memory = None
         if not self._is_on_cpu:
             buffers = tuple(buffer for layer in layout.layers for buffer in layer)
@@ -150,7 +155,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
             start_publishing(self.endpoint, transfer.receive_backends)
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Every prefill rank is invited and finds out from the invitation which heads to send, if any."""
+        """Every prefill rank, of each stage, is invited, and finds out from that which heads to send, if any."""
         super()._resolve_rank_mapping(info)
         info.target_tp_ranks = list(range(info.attn_tp_size))
         info.target_tp_rank = 0

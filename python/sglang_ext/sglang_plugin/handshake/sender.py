@@ -13,7 +13,7 @@ computes itself (`sequence_parallel/kv_streams.py`), and this instance offers wh
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,9 +125,18 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         return [stream for stream in streams if stream is not None]
 
     def poll(self) -> KVPoll:
+        self.advance()
+        return super().poll()
+
+    def poll_pp_consensus(self) -> KVPoll:
+        """The least that all stages say of it; asked on the first one."""
+        self.advance()
+        return super().poll_pp_consensus()
+
+    def advance(self) -> None:
+        """Bring its status up to date."""
         if self.conclude_state is None:
             self._advance()
-        return super().poll()
 
     def abort(self) -> None:
         super().abort()
@@ -240,22 +249,24 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         return tuple((share, found[share.decode_rank]) for share in shares)
 
     def _open(self, share: Share, invitation: Invitation) -> None:
+        has_metadata = share.has_metadata and self.kv_mgr.pp_rank == 0
         tokens = invitation.whole.tokens if share.head_count else ()
         wanted_tokens = sum(span.token_count for span in tokens)
         if share.head_count and wanted_tokens != self.num_kv_indices * self._page_size:
             raise ValueError(f"decode wants {wanted_tokens} tokens, prefill has {self.num_kv_indices} pages")
-        if not tokens and not share.has_metadata:
+        if not tokens and not has_metadata:
             return  # decode has every token cached and gets the metadata from another rank
         source = Source(
             tokens[0] if tokens else None,
             share.first_head,
             share.head_count,
             self.kv_mgr.layer_count,
-            self.aux_index if share.has_metadata else None,
+            self.aux_index if has_metadata else None,
+            self.kv_mgr.first_layer,
         )
         transfer = OwnerTransfer(
             *(self.kv_mgr.endpoint, self.bootstrap_room, invitation.receiver, source),
-            share.sender_count if tokens else 1,
+            share.sender_count * self.kv_mgr.pp_size if tokens else 1,
             may_have_helpers=self._may_be_shared,
         )
         if self.trace is not None:
@@ -329,3 +340,14 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         for room in {next_attempt(outgoing.transfer.transfer_id) for outgoing in self._outgoing or ()}:
             if room is not None:
                 self.kv_mgr.refused_rooms.refuse(room, reason)
+
+
+def poll_stages(stock: Callable[..., list[int]], pollers: Sequence[Any], *args: Any) -> list[int]:
+    """AROUND `poll_and_all_reduce_prefill_pp(pollers, ...)`, with which every stage learns what the first one polls.
+
+    That is the least of what all stages report, and a later one reports nothing unless it looks for invitations.
+    """
+    for poller in pollers:
+        if isinstance(poller, HandshakeKVSender):
+            poller.advance()
+    return stock(pollers, *args)

@@ -104,7 +104,6 @@ _PREFIX = "does not go with --transfer-backend handshake"
 def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
     """Why these SGLang arguments exclude the backend, before the engine starts; None when they do not."""
     return _first(
-        (server_args.pp_size > 1, "--pp-size", "it sends all layers of a rank's request together"),
         (server_args.attn_cp_size > 1, "--attn-cp-size", "a rank holds every token of its heads"),
         (server_args.dcp_size > 1, "--dcp-size", "a decode rank holds every token of its heads"),
         (server_args.enable_hisparse, "--enable-hisparse", "KV goes to the device's pool"),

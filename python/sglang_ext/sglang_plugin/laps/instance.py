@@ -30,8 +30,10 @@ from sglang_ext.sglang_plugin.laps.queued_request import LapsEntry, as_queued_pr
 from sglang_ext.sglang_plugin.laps.rank_agreement import (
     MAX_BATCH_REQUESTS,
     BroadcastAgreement,
+    PipelineAgreement,
     RankAgreement,
     SingleRankAgreement,
+    StageLink,
 )
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.types import LengthClass
@@ -66,10 +68,11 @@ class DecisionTimes:
 class LapsInstance:
     """The policy of one scheduler process and what surrounds it. Only the deciding rank's policy is asked."""
 
-    def __init__(self, policy: Laps, agreement: RankAgreement, metrics: LapsMetrics) -> None:
+    def __init__(self, policy: Laps, agreement: RankAgreement, metrics: LapsMetrics, stages: int = 1) -> None:
         self.policy = policy
         self.agreement = agreement
-        self.clock = IterationClock()
+        self.stages = stages  # of a pipeline
+        self.clock = IterationClock(stages)
         self.decisions = DecisionTimes()
         self.generation = 0  # counts mode switches, so that one that did nothing can be told from one that did
         self.current_key: int | None = None  # the long prefill whose chunk ran last
@@ -124,6 +127,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     if most_tokens is None:
         most_tokens = scheduler.chunked_prefill_size
     most_tokens = max(scheduler.page_size, min(most_tokens, scheduler.max_prefill_tokens))
+    stages = _stages(scheduler)
     policy = Laps(
         with_write_cost(options.laps, scheduler),
         _captured_grid(scheduler),
@@ -132,13 +136,14 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
             page_tokens=scheduler.page_size,
             max_chunk_tokens=most_tokens,
             max_batch_tokens=most_tokens,
-            max_requests=min(scheduler.max_running_requests, MAX_BATCH_REQUESTS),
+            max_requests=min(_most_requests(scheduler, stages), MAX_BATCH_REQUESTS),
             mixes_started=hasattr(scheduler.policy, STARTED_LIMIT),
+            stages=stages,
         ),
     )
     agreement = _agreement(scheduler)
     counts = agreement.is_deciding and scheduler.server_args.enable_metrics
-    return LapsInstance(policy, agreement, PrometheusMetrics.shared() if counts else NoMetrics())
+    return LapsInstance(policy, agreement, PrometheusMetrics.shared() if counts else NoMetrics(), stages)
 
 
 def with_write_cost(options: LapsOptions, scheduler: Any) -> LapsOptions:
@@ -184,11 +189,29 @@ def _captured_grid(scheduler: Any) -> GraphGrid:
     return runner.grid if isinstance(runner, GridPrefillRunner) else GraphGrid(())
 
 
+def _stages(scheduler: Any) -> int:
+    return int(scheduler.pp_group.world_size)
+
+
+def _most_requests(scheduler: Any, stages: int) -> int:
+    """In a batch: where several are on their way through a pipeline, SGLang divides them up."""
+    if stages == 1:
+        return int(scheduler.max_running_requests)
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_max_micro_batch_size)
+
+
 def _agreement(scheduler: Any) -> RankAgreement:
     group = scheduler.tp_group
-    if group.world_size == 1:
-        return SingleRankAgreement()
-    return BroadcastAgreement(group.cpu_group, group.rank_in_group, group.ranks[0])
+    own: RankAgreement = SingleRankAgreement()
+    if group.world_size > 1:
+        own = BroadcastAgreement(group.cpu_group, group.rank_in_group, group.ranks[0])
+    pipeline = scheduler.pp_group
+    if pipeline.world_size == 1:
+        return own
+    stage = pipeline.rank_in_group
+    return PipelineAgreement(own, StageLink(pipeline.cpu_group, pipeline.ranks, stage), stage)
 
 
 BUSY_WINDOW_S = 10.0
@@ -198,6 +221,8 @@ class _Launched(NamedTuple):
     at_s: float
     length_class: LengthClass
     sample: IterationSample  # its duration is not known yet
+    fills_pipeline: bool = False  # nothing was on its way: its result passes all stages, each taking its time
+    is_between: bool = False  # behind another one, but not at once: what it took cannot be told
 
 
 class IterationClock:
@@ -205,9 +230,13 @@ class IterationClock:
 
     An iteration takes from the end of the one before to its own, intake and batch preparation included. After a round
     that launched nothing it begins with the round that does.
+
+    Of a pipeline of several stages an iteration's time is that of one stage: results follow each other at that pace
+    while batches do. Of the first batch in an empty pipeline it is the time of its passage, divided by the stages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int = 1) -> None:
+        self._stages = stages
         self._launched: deque[_Launched] = deque()
         self._busy: deque[tuple[float, float, LengthClass]] = deque()  # ends and durations within the window
         self._busy_s = dict.fromkeys(LengthClass, 0.0)
@@ -234,7 +263,16 @@ class IterationClock:
         if self._was_idle:
             at_s = now_s if self._round_s is None else self._round_s
         sample = IterationSample(work, sum(new_tokens), sum(cached_tokens), len(new_tokens), 0.0, is_first=is_first)
-        self._launched.append(_Launched(at_s, length_class, sample))
+        is_pipeline, is_under_way = self._stages > 1, bool(self._launched)
+        self._launched.append(
+            _Launched(
+                at_s,
+                length_class,
+                sample,
+                fills_pipeline=is_pipeline and not is_under_way,
+                is_between=is_pipeline and is_under_way and self._was_idle,
+            )
+        )
         self._was_idle, self._round_s = False, None
         if self._started_s is None:
             self._started_s = at_s
@@ -244,15 +282,20 @@ class IterationClock:
         last = self._launched.pop()
         self._launched.append(last._replace(sample=last.sample._replace(new_tokens=shape.tokens, is_replayed=True)))
 
-    def note_result(self, now_s: float) -> IterationSample:
-        """The oldest launched batch ended. Raises IndexError when none was launched."""
+    def note_result(self, now_s: float) -> IterationSample | None:
+        """The oldest launched batch ended: what it took, or None where that cannot be told (a pipeline's).
+
+        Raises IndexError when none was launched.
+        """
         launched = self._launched.popleft()
         duration_s = now_s - max(launched.at_s, self._last_end_s)
         self._last_end_s = now_s
         self._busy.append((now_s, duration_s, launched.length_class))
         self._busy_s[launched.length_class] += duration_s
         self._forget(now_s)
-        return launched.sample._replace(duration_s=duration_s)
+        if launched.is_between:
+            return None
+        return launched.sample._replace(duration_s=duration_s / (self._stages if launched.fills_pipeline else 1))
 
     def utilisation(self, now_s: float, length_class: LengthClass | None = None) -> float:
         """Share of the last ten seconds spent in forward iterations, of one class or of both: 0 to 1."""

@@ -98,7 +98,16 @@ def conflict(server_args: Any) -> str | None:
             f"--schedule-policy {server_args.schedule_policy}",
             "LAPS orders the queue itself",
         ),
-        (server_args.pp_size > 1, "--pp-size", "a parked chunk belongs to one pipeline stage"),
+        (
+            server_args.pp_size > 1 and server_args.pp_async_batch_depth > 0,
+            "--pp-async-batch-depth",
+            "several rounds are under way in a pipeline as it is",
+        ),
+        (
+            server_args.pp_size > 1 and server_args.enable_dynamic_chunking,
+            "--enable-dynamic-chunking",
+            "LAPS decides how long a chunk is",
+        ),
         (server_args.enable_dp_attention, "--enable-dp-attention", "its ranks build batches of their own"),
         (server_args.enable_mixed_chunk, "--enable-mixed-chunk", "a LAPS batch is never mixed"),
         (

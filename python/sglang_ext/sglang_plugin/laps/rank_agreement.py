@@ -1,13 +1,15 @@
 """One rank decides, every rank carries the same decision out.
 
-The policy, its clock and its measurements exist on the first tensor-parallel rank alone. A decision travels to
-the others as one tensor of fixed length, so that a round costs one broadcast and the ranks need not agree
-on a size first.
+The policy, its clock and its measurements exist on the first tensor-parallel rank alone, of the first stage where the
+instance is a pipeline. A decision travels to the others as one tensor of fixed length, so that a round costs one
+broadcast and the ranks need not agree on a size first. From stage to stage it goes with the round: a later stage has
+the same queue in its round k as the first had in its own, since requests and aborts travel in that order too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +19,8 @@ from sglang_ext.policy.laps.round_plan import Cut, PrefillBatch, RoundPlan
 PLAN_NUMBERS = 1024
 _STEP_HEAD = 3  # numbers of a step before its keys
 _STEPS = 3
+_MESSAGES_PER_ROUND = 2  # at most: the keys of prefills that have failed, and a plan
+_STAGE_TAG = int.from_bytes(b"SxLp", byteorder="big")  # SGLang's own tags are made in this way
 # Most requests of a batch whose plan travels: two of that size, and one long prefill alone (see `encode`).
 MAX_BATCH_REQUESTS = (PLAN_NUMBERS - 1 - _STEPS * _STEP_HEAD - 1) // 2
 
@@ -42,6 +46,10 @@ class RankAgreement(Protocol):
         """The plan (on the deciding rank alone) and its steps, the same on every rank."""
         ...
 
+    def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """What `find` says on the first stage, the same on every stage. Its ranks find the same by themselves."""
+        ...
+
 
 class SingleRankAgreement:
     """No tensor parallelism: nothing travels."""
@@ -51,6 +59,9 @@ class SingleRankAgreement:
     def agree(self, decide: Callable[[], RoundPlan]) -> tuple[RoundPlan | None, tuple[Step, ...]]:
         plan = decide()
         return plan, steps_of(plan)
+
+    def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
+        return find()
 
 
 class BroadcastAgreement:
@@ -69,6 +80,60 @@ class BroadcastAgreement:
             numbers[: len(encoded)] = torch.tensor(encoded, dtype=torch.int64)
         torch.distributed.broadcast(numbers, src=self._source, group=self._group)
         return plan, decode(numbers.tolist())
+
+    def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
+        return find()
+
+
+class StageLink:
+    """Numbers from one pipeline stage to the next, on a tag of their own beside SGLang's messages.
+
+    Each tensor-parallel rank passes them to the same rank of the next stage.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup, stage_ranks: Sequence[int], stage: int) -> None:
+        self._group = group
+        self._before = stage_ranks[stage - 1] if stage > 0 else None
+        self._behind = stage_ranks[stage + 1] if stage + 1 < len(stage_ranks) else None
+        self._sent: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()  # tensors live until they are received
+
+    def pass_on(self, numbers: Sequence[int]) -> list[int]:
+        """The numbers of the first stage, on every one; `numbers` counts there alone. At most PLAN_NUMBERS."""
+        tensor = torch.zeros(PLAN_NUMBERS, dtype=torch.int64)
+        if self._before is None:
+            tensor[: len(numbers)] = torch.tensor(list(numbers), dtype=torch.int64)
+        else:
+            torch.distributed.recv(tensor, src=self._before, group=self._group, tag=_STAGE_TAG)
+        if self._behind is not None:
+            # The next stage receives those of this round once this one has ended its own: wait for earlier ones alone.
+            while len(self._sent) >= _MESSAGES_PER_ROUND:
+                self._sent.popleft()[0].wait()
+            work = torch.distributed.isend(tensor, dst=self._behind, group=self._group, tag=_STAGE_TAG)
+            self._sent.append((work, tensor))
+        passed: list[int] = tensor.tolist()
+        return passed
+
+
+class PipelineAgreement:
+    """The first stage decides by its own agreement; the others get each decision from the stage before."""
+
+    def __init__(self, own: RankAgreement, link: StageLink, stage: int) -> None:
+        self._own, self._link = own, link
+        self._is_first = stage == 0
+        self.is_deciding = self._is_first and own.is_deciding
+
+    def agree(self, decide: Callable[[], RoundPlan]) -> tuple[RoundPlan | None, tuple[Step, ...]]:
+        if not self._is_first:
+            return None, decode(self._link.pass_on(()))
+        plan, steps = self._own.agree(decide)
+        self._link.pass_on(encode(steps))
+        return plan, steps
+
+    def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """At most PLAN_NUMBERS - 1 keys; those beyond are left to the next round."""
+        keys = list(find())[: PLAN_NUMBERS - 1] if self._is_first else []
+        numbers = self._link.pass_on((len(keys), *keys))
+        return numbers[1 : 1 + numbers[0]]
 
 
 def steps_of(plan: RoundPlan) -> tuple[Step, ...]:

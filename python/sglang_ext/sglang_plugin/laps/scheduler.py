@@ -109,8 +109,12 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         return plan
 
     def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
+        if laps.stages > 1:
+            # SGLang's loop over stages ends an aborted prefill with its last chunk. Its chunks that are on their way
+            # through later stages are forgotten there as here: each stage aborts in the same round.
+            self.process_pending_chunked_abort()
         self._park(laps)
-        self._end_failed()
+        self._end_failed(laps)
         self._admit_ready_grammars()
         self._follow_queue(laps)
         # Here and not with a result, so that an instance that has become idle says so.
@@ -139,20 +143,31 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         if entry is not None:  # what has been computed is known by now
             laps.put(request, entry, laps.now_s())
 
-    def _end_failed(self) -> None:
+    def _end_failed(self, laps: LapsInstance) -> None:
         """End the started prefills whose transfer has failed, as SGLang does with waiting ones.
 
-        SGLang asks a started one when its last chunk is done: its decode instance may have died long before.
+        SGLang asks a started one when its last chunk is done: its decode instance may have died long before. Of a
+        pipeline the first stage asks. What a later one alone knows ends the prefill with its last chunk.
         """
         if not self._parked:
             return
+        failed = set(laps.agreement.agree_keys(self._failed_parked))
+        for request in list(self._parked):
+            entry = entry_of(request)
+            if entry is not None and entry.key in failed:
+                self._unpark(request)
+                self.handle_bootstrap_failure(request)
+
+    def _failed_parked(self) -> list[int]:
+        """Keys of the parked prefills whose transfer has failed, as this stage's ranks see it."""
         polls = poll_and_all_reduce_attn_cp_tp_group(
             [request.disagg_kv_sender for request in self._parked], self.attn_cp_cpu_group, self.attn_tp_cpu_group
         )
-        for request, poll in zip(list(self._parked), polls, strict=True):
-            if poll == KVPoll.Failed:
-                self._unpark(request)
-                self.handle_bootstrap_failure(request)
+        return [
+            entry.key
+            for request, poll in zip(self._parked, polls, strict=True)
+            if poll == KVPoll.Failed and (entry := entry_of(request)) is not None
+        ]
 
     def _admit_ready_grammars(self) -> None:
         # Stock SGLang does this at the head of every batch construction; a round that holds constructs none.
@@ -351,7 +366,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         for trace in traces:
             trace.note_result()
         now_s = laps.now_s()
-        laps.policy.note_iteration(laps.clock.note_result(now_s))
+        sample = laps.clock.note_result(now_s)
+        if sample is not None:
+            laps.policy.note_iteration(sample)
         for request in ending:
             entry = entry_of(request)
             if entry is not None:

@@ -115,6 +115,7 @@ def pools(draw: st.DrawFn, *, prefill: bool) -> PoolConfig:
     return PoolConfig(
         count=count,
         tp=draw(st.integers(1, 4)),
+        pp=draw(st.integers(1, 4)) if prefill else 1,
         ports=(0,) * draw(st.integers(0, count)),
         bootstrap_ports=(0,) * draw(st.integers(0, count if prefill else 0)),
         threads=draw(st.none() | st.integers(1, 8)),

@@ -31,6 +31,7 @@ def test_a_cluster_needs_prefill_and_decode() -> None:
     [
         ({"count": -1}, "count: must be at least 0, not -1"),
         ({"tp": 0}, "tp: must be at least 1, not 0"),
+        ({"pp": 0}, "pp: must be at least 1, not 0"),
         ({"threads": 0}, "threads: must be at least 1, not 0"),
         ({"ports": (0, 1)}, "ports: 2 ports for a pool of 1"),
         ({"ports": (70000,)}, "ports[0]: 70000 is not a port (0 to 65535)"),
@@ -38,12 +39,24 @@ def test_a_cluster_needs_prefill_and_decode() -> None:
         ({"cores": ("0", "1")}, "cores: 2 entries for a pool of 1"),
         ({"cores": ("3-1",)}, "cores[0]: '3-1' is not a set of numbers such as 0-3,8"),
         ({"gpus": ("0,1",)}, "gpus[0]: 2 GPUs for tp 1"),
+        ({"gpus": ("0,1",), "tp": 2, "pp": 2}, "gpus[0]: 2 GPUs for tp 2 and pp 2"),
     ],
 )
 def test_pool_settings_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PoolConfig(**settings)  # type: ignore[arg-type]
     assert str(caught.value) == message
+
+
+def test_stages_are_of_prefill_and_not_of_a_pool_that_shares_prompts() -> None:
+    staged, plain = PoolConfig(pp=2), PoolConfig()
+    with pytest.raises(ConfigError, match=r"^decode.pp: only prefill runs in pipeline stages$"):
+        PoolsConfig(both=plain, decode=staged)
+    assert PoolsConfig(long=staged, decode=plain).long.ranks == 2
+    shared = CoordinatorConfig(enabled=True)
+    with pytest.raises(ConfigError, match=r"^pools.long.pp: is 2, and a long instance that shares prompts has all"):
+        ClusterConfig(model="m", pools=PoolsConfig(long=staged, decode=plain), coordinator=shared)
+    ClusterConfig(model="m", pools=PoolsConfig(long=plain, short=staged, decode=plain), coordinator=shared)
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])

@@ -116,6 +116,8 @@ def test_every_open_port_is_picked_once() -> None:
 def test_threads_share_the_cores() -> None:
     plan = plan_of(cluster(both=PoolConfig(), decode=PoolConfig(tp=2)), Host(frozenset(range(7)), 0))
     assert [option(program, "--threads") for program in plan.instances] == ["2", "2"]
+    plan = plan_of(cluster(both=PoolConfig(tp=2, pp=2), decode=PoolConfig()), Host(frozenset(range(10)), 0))
+    assert [option(program, "--threads") for program in plan.instances] == ["2", "2"]
     plan = plan_of(cluster(both=PoolConfig(threads=5), decode=PoolConfig()), Host(frozenset({0}), 0))
     assert [option(program, "--threads") for program in plan.instances] == ["5", "1"]
 
@@ -153,6 +155,16 @@ def test_the_memory_of_a_shared_gpu_is_divided_unless_the_user_says_how() -> Non
     plan = plan_of(cluster(**pools), Host(CPU.core_ids, 2))
     given = [[word for word in program.command if word.startswith("0.")] for program in plan.instances]
     assert given == [["0.40"], [], ["0.40", "0.3"]]  # SGLang takes the last one
+
+
+def test_stages_have_gpus_and_are_told_of() -> None:
+    pools = {"short": PoolConfig(), "long": PoolConfig(tp=2, pp=2), "decode": PoolConfig()}
+    plan = plan_of(cluster(**pools), Host(CPU.core_ids, 6))
+    assert gpus_of(plan) == ["0", "1,2,3,4", "5"]
+    assert plan.instances[1].command[-4:] == ("--tp-size", "2", "--pp-size", "2")
+    assert not any("--pp-size" in program.command for program in (plan.instances[0], plan.instances[2]))
+    with pytest.raises(ConfigError, match=r"pools.long.pp: is 2, for 2 ranks of each stage, but this machine has 3"):
+        plan_of(cluster(**pools), Host(CPU.core_ids, 3))
 
 
 def test_gpus_by_hand() -> None:

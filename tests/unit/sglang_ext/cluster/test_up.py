@@ -49,6 +49,10 @@ def test_options_alone() -> None:
     config = config_of("--model", "m", "--both", "2", "--decode", "1", "--decode-tp", "3", "--", "--dtype", "float32")
     assert counts(config) == {"short": 0, "long": 0, "both": 2, "decode": 1}
     assert config.pools.decode.tp == 3
+    staged = config_of(
+        "--model", "m", "--long", "1", "--long-tp", "2", "--long-pp", "3", "--short-pp", "2", "--decode", "1"
+    )
+    assert (staged.pools.long.tp, staged.pools.long.pp, staged.pools.short.pp) == (2, 3, 2)
     assert config.args == ("--dtype", "float32")
 
 

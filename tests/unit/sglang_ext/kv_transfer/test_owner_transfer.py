@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,10 +40,12 @@ SOURCE = Source(TokenSpan(FIRST, FIRST + COUNT), 0, 2, 3, 1)
 class Side:
     """One instance; all prefill instances have computed the same KV."""
 
-    def __init__(self, stack: ExitStack, seed: int) -> None:
+    def __init__(self, stack: ExitStack, seed: int, layers: slice = slice(None)) -> None:
         self.pool = Pool(PoolShape(), seed)
+        layout = self.pool.layout
+        layout = replace(layout, first_layer=layers.start or 0, layers=layout.layers[layers])
         self.transport = TcpTransport("127.0.0.1")
-        self.endpoint = HandshakeEndpoint("127.0.0.1", self.transport, self.pool.layout, OPTIONS)
+        self.endpoint = HandshakeEndpoint("127.0.0.1", self.transport, layout, OPTIONS)
         stack.callback(self.endpoint.close)
 
 
@@ -104,6 +107,34 @@ def test_it_sends_what_no_helper_does(sides: tuple[Side, Side, Side]) -> None:
     check_arrived(prefill, decode)
     assert helper.endpoint.totals().written_bytes == 5 * 3 * 96
     assert prefill.endpoint.totals().written_bytes == 5 * 3 * 96 + 24
+
+
+@pytest.mark.parametrize("streamed_layers", [0, 1, 2])
+def test_each_stage_of_a_pipeline_sends_its_layers(streamed_layers: int) -> None:
+    """The first one has one layer and the metadata, the second the other two, some of which leave before the rest."""
+    with ExitStack() as stack:
+        first, second, decode = Side(stack, 1, slice(1)), Side(stack, 1, slice(1, None)), Side(stack, 2)
+        decode.endpoint.expect(need(1), [first.endpoint.address, second.endpoint.address])
+        sources = {
+            first: SOURCE._replace(layer_count=1),
+            second: SOURCE._replace(layer_count=2, aux_slot=None, first_layer=1),
+        }
+        transfers = []
+        for stage, source in sources.items():
+            transfer = OwnerTransfer(stage.endpoint, 1, decode.endpoint.address, source, 2)
+            transfer.offer_rest()
+            transfers.append(transfer)
+        stream = transfers[1].stream(FIRST, slots(FIRST, 12))
+        assert stream is not None
+        for layer in range(streamed_layers):
+            stream.layer_ready(layer)
+        for transfer in transfers:
+            transfer.send(FIRST, slots(FIRST, 12), has_aux=True)
+        wait_until(lambda: all(transfer.poll().stage is Stage.COMPLETE for transfer in transfers))
+        assert status_of(decode, 1).stage is Stage.COMPLETE
+        check_arrived(first, decode)
+        assert first.endpoint.totals().written_bytes == COUNT * 96 + 24
+        assert second.endpoint.totals().written_bytes == COUNT * 2 * 96
 
 
 @pytest.mark.parametrize("has_sent", [True, False])

@@ -9,10 +9,11 @@ import pytest
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.sglang_plugin import transfer_backend
 from sglang_ext.sglang_plugin.device import Device, MachineFacts
-from sglang_ext.sglang_plugin.hook_table import V17
+from sglang_ext.sglang_plugin.hook_table import V17, V23
 from sglang_ext.sglang_plugin.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_launch
 from sglang_ext.sglang_plugin.model_facts import ModelFacts
 from sglang_ext.sglang_plugin.options import options_from_environment
+from sglang_ext.sglang_plugin.versions import SglangVersion
 from sglang_ext.types import Role
 
 CPU = MachineFacts(Device.CPU, tuple(range(8)), 32 << 30)
@@ -116,6 +117,8 @@ def test_hub_is_left_alone_only_for_a_local_model() -> None:
         (("--tp", "2"), "2", "0,1|2,3"),
         (("--tp-size=4",), "1", "0|1|2|3"),
         (("--tensor-parallel-size", "16"), "1", "0|1|2|3|4|5|6|7|0|1|2|3|4|5|6|7"),
+        (("--pp-size", "2"), "2", "0,1|2,3"),
+        (("--pipeline-parallel-size=2", "--tp", "2"), "1", "0|1|2|3"),
     ],
 )
 def test_cores_are_divided_among_ranks(arguments: tuple[str, ...], threads: str, binding: str | None) -> None:
@@ -142,6 +145,31 @@ def test_data_parallel_ranks_are_refused(arguments: tuple[str, ...], laps: LapsO
 
 def test_one_data_parallel_rank_is_not_refused() -> None:
     assert "--dp-size" in build_launch(replace(SHORT, engine_arguments=("--dp-size", "1")), CPU).argv
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "sglang", "problem"),
+    [
+        (replace(SHORT, role=Role.DECODE), SMOL, V23, "only prefill runs in stages"),
+        (SHORT, replace(SMOL, layers=1), V23, "the model has 1 layers"),
+        (SHORT, SMOL, V17, "needs SGLang 0.5.23 or later"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(
+    options: WorkerOptions, model: ModelFacts, sglang: SglangVersion, problem: str
+) -> None:
+    staged = replace(options, engine_arguments=("--pp-size", "2"))
+    with pytest.raises(ValueError, match=rf"^--pp-size 2: {problem}") as it:
+        build_launch(staged, CPU, model, sglang)
+    assert "\n" not in str(it.value)
+
+
+def test_processes_are_told_of_stages() -> None:
+    for arguments, stages in (((), 1), (("--pp-size", "3"), 3)):
+        environment = build_launch(replace(SHORT, engine_arguments=arguments), CPU).environment
+        told = options_from_environment(environment)
+        assert told is not None
+        assert told.stages == stages
 
 
 def test_compilation_is_off_unless_asked_for() -> None:

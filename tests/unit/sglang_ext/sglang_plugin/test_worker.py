@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
 from sglang_ext.sglang_plugin import transfer_backend, worker
 from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.launch_plan import LaunchCommand
 from sglang_ext.sglang_plugin.versions import SglangVersion
 
 
@@ -68,6 +70,28 @@ def test_absent_backend_names_its_package(
     error = capsys.readouterr().err
     assert "pip install nixl" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "problem"),
+    [
+        ({"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True}, "2", "--pp-size: Gemma3ForCausalLM"),
+        ({"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True}, "1", None),
+        ({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, "2", None),
+        ({"architectures": ["LlamaForCausalLM"]}, "two", "--pp-size needs a positive number, got 'two'"),
+    ],
+)
+def test_stages_that_a_model_cannot_have_are_one_clear_line(
+    config: dict[str, object], stages: str, problem: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ("--role", "long", "--model-path", str(tmp_path), "--device", "cpu", "--", "--pp-size", stages)
+    became: list[LaunchCommand] = []
+    status = worker.run(parse(*options), become=lambda command: became.append(command) or 0)
+    error = capsys.readouterr().err
+    assert (status, len(became)) == ((0, 1) if problem is None else (2, 0))
+    assert error.count("\n") == (problem is not None)
+    assert error.startswith("" if problem is None else f"sglang-ext worker: {problem}")
 
 
 def test_contradiction_in_engine_arguments_is_one_clear_line(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.policy.laps import packed_batch
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
@@ -172,6 +173,27 @@ def test_the_budget_of_a_batch() -> None:
     assert packed_round_s(0.2, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_longest_wait_is_the_same_through_a_pipeline(stages: int) -> None:
+    """For the first stage's longest batch, half as long again, and then through all stages: 5/6 of the objective."""
+    round_s = packed_round_s(0.03, 0.4, stages)
+    longest_s = packed_batch.without_shorts_s(round_s)
+    assert longest_s + stages * round_s == pytest.approx(max(5 / 6 * 0.4, (1.5 + stages) * 2.4 * 0.03))
+
+
+@pytest.mark.parametrize(("stages", "together"), [(1, 3), (2, 1)])
+def test_a_batch_ends_when_it_has_passed_all_stages(stages: int, together: int) -> None:
+    """Three shorts of 100 ms each, due in 350 ms: one stage ends them all in time, two end only the first."""
+    cost = CostCoefficients(0.0, 1e-3, 0.0, 1e-4)
+    limits = LIMITS._replace(stages=stages)
+    laps = Laps(LapsOptions(boundary_tokens=256, short_ttft_slo_ms=5000.0), GraphGrid(()), cost, limits)
+    queue = tuple(
+        QueuedPrefill(key, SHORT, 100, 0, 100, 0.0, 0.35, PriorityClass.NORMAL, False, False) for key in range(1, 4)
+    )
+    plan = laps.choose_of(RoundSnapshot(0.0, queue, 1 << 20))
+    assert len(plan.batches[0].whole) == together
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 100_000),
@@ -291,3 +313,25 @@ def test_an_instance_that_holds_nothing_is_refused(mixes_started: bool) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         policy(limits=LIMITS._replace(max_requests=0, mixes_started=mixes_started))
     policy(limits=LIMITS._replace(mixes_started=mixes_started))
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_chunks_take_equal_times_as_the_prefix_grows(stages: int) -> None:
+    """So no stage of a pipeline waits for another one: tokens of a chunk shrink as each of them costs more."""
+    cost = CostCoefficients(alpha_s=4e-7, token_s=1e-4, read_s=0.0, kappa_s=1e-3)
+    limits = LIMITS._replace(stages=stages, max_chunk_tokens=1 << 20, max_batch_tokens=1 << 20)
+    laps = Laps(LapsOptions(boundary_tokens=256, min_chunk_tokens=1), GraphGrid(()), cost, limits)
+    request = QueuedPrefill(1, LONG, 16_000, 0, 16_000, 0.0, inf, PriorityClass.NORMAL, False, False)
+    tokens, times_s = [], []
+    while True:
+        batch = laps.choose_of(RoundSnapshot(0.0, (request,), 1 << 20)).batches[0]
+        if batch.cut is None:
+            break
+        tokens.append(batch.cut.tokens)
+        times_s.append(batch.predicted_s)
+        request = request.after_chunk(batch.cut.tokens)
+    assert len(tokens) > 8
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[-1] < tokens[0] / 2
+    page_s = cost.chunk_s(LIMITS.page_tokens, 16_000) - cost.kappa_s
+    assert max(times_s) - min(times_s) <= page_s

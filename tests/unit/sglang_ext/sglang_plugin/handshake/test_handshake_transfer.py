@@ -66,6 +66,8 @@ class Rank:
             refused_rooms=refused_rooms_class()(self.endpoint, keep_s=5.0),
             heads=heads,
             attn_tp_rank=rank,
+            pp_rank=0,
+            pp_size=1,
             kv_args=SimpleNamespace(page_size=PAGE, kv_data_ptrs=[0] * 2 * LAYERS),
             request_status={},
             attempts={},

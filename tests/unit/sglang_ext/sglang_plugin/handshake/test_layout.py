@@ -45,6 +45,8 @@ def test_rows_are_tokens_whatever_the_page(page_size: int) -> None:
     )
     assert (layout.first_head, layout.head_count, layout.first_layer) == (2, 2, 0)
     assert layout.aux == (ItemBuffer(7000, 16, 8), ItemBuffer(8000, 64, 8))
+    stage = pool_layout(arguments(page_size), HeadLayout(3, 2, 4), rank=1, first_layer=5)
+    assert (stage.first_layer, stage.layers) == (5, layout.layers)
 
 
 def test_a_pool_that_cannot_hold_the_heads_is_refused() -> None:

@@ -88,7 +88,6 @@ def test_no_time_limit_overrules_what_the_handshake_knows(tmp_path: Path, capsys
 
 
 FITTING = {
-    "pp_size": 1,
     "attn_cp_size": 1,
     "dcp_size": 1,
     "enable_hisparse": False,
@@ -101,7 +100,6 @@ FITTING = {
 @pytest.mark.parametrize(
     ("field", "value", "flag"),
     [
-        ("pp_size", 2, "--pp-size"),
         ("attn_cp_size", 2, "--attn-cp-size"),
         ("dcp_size", 2, "--dcp-size"),
         ("enable_hisparse", True, "--enable-hisparse"),

@@ -36,6 +36,44 @@ def test_an_iteration_that_overlaps_counts_from_the_end_of_the_one_before() -> N
     assert (second.new_tokens, second.duration_s) == (16, 2.0)
 
 
+def test_an_iteration_of_a_pipeline_takes_what_one_stage_takes() -> None:
+    """Three stages of 1 s each: the first batch passes them in 3 s, those that follow at once come 1 s apart."""
+    clock = IterationClock(stages=3)
+    for round_s in range(3):
+        clock.note_round(float(round_s))
+        clock.note_launch(float(round_s), LONG, [8], [0])
+    clock.note_round(3.0)
+    clock.note_idle()
+    samples = [clock.note_result(3.0), clock.note_result(4.0), clock.note_result(5.0)]
+    assert [(one.is_first, one.duration_s) for one in samples if one is not None] == [
+        (True, 1.0),
+        (False, 1.0),
+        (False, 1.0),
+    ]
+    assert clock.utilisation(5.0) == 1.0
+
+
+def test_what_a_batch_took_behind_another_one_in_a_pipeline_cannot_be_told() -> None:
+    """It came into a pipeline that was neither empty nor full."""
+    clock = IterationClock(stages=2)
+    clock.note_round(0.0)
+    clock.note_launch(0.0, LONG, [8], [0])
+    clock.note_round(1.0)
+    clock.note_idle()
+    clock.note_round(1.5)
+    clock.note_launch(1.5, SHORT, [8], [0])
+    first, second = clock.note_result(2.0), clock.note_result(3.5)
+    assert first is not None
+    assert first.duration_s == 1.0
+    assert second is None
+    clock.note_idle()
+    clock.note_round(4.0)
+    clock.note_launch(4.0, SHORT, [8], [0])
+    third = clock.note_result(6.0)
+    assert third is not None
+    assert third.duration_s == 1.0
+
+
 def test_idle_time_between_two_iterations_belongs_to_neither() -> None:
     clock = IterationClock()
     clock.note_launch(0.0, SHORT, [8], [0])

@@ -24,7 +24,7 @@ from sglang_ext.sglang_plugin.laps.rank_agreement import (
     encode,
     steps_of,
 )
-from support.rank_processes import random_plan, run_ranks, steps_as_json
+from support.rank_processes import random_keys, random_plan, run_ranks, steps_as_json
 
 ROUNDS = 1000
 
@@ -88,3 +88,17 @@ def test_two_processes_agree_over_a_thousand_random_decisions(tmp_path: Path) ->
     assert following.steps == expected
     assert (deciding.decisions, deciding.plans) == (ROUNDS, ROUNDS)
     assert (following.decisions, following.plans) == (0, 0)
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 2)])
+def test_every_stage_follows_the_first_one(stages: int, ranks: int, tmp_path: Path) -> None:
+    """What a later stage finds itself does not count, and keys that are too many for a round wait for the next."""
+    rounds = 200
+    reports = run_ranks(ranks, rounds, tmp_path, stages)
+    expected = [steps_as_json(random_plan(seed)) for seed in range(rounds)]
+    keys = [found[: PLAN_NUMBERS - 1] for seed in range(rounds) if (found := random_keys(seed)) is not None]
+    assert {len(found) for found in keys} == {0, 1, 5, PLAN_NUMBERS - 1}
+    for position, report in enumerate(reports):
+        assert report.steps == expected
+        assert report.keys == keys
+        assert (report.decisions, report.plans) == ((rounds, rounds) if position == 0 else (0, 0))

@@ -155,7 +155,8 @@ def test_every_field_of_the_stock_inquirer_is_taken_over() -> None:
 
 
 def started(rid: str, poll: object) -> Any:
-    return SimpleNamespace(rid=rid, disagg_kv_sender=SimpleNamespace(poll=lambda: poll))
+    entry = SimpleNamespace(key=100 + int(rid))
+    return SimpleNamespace(rid=rid, disagg_kv_sender=SimpleNamespace(poll=lambda: poll), _sglang_ext_laps=entry)
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -205,9 +206,11 @@ def test_deciding_is_timed_and_building_a_batch_is_not(
     assert laps.decisions.seconds == pytest.approx(0.008 * launched)
 
 
+@pytest.mark.parametrize("is_later_stage", [False, True])
 def test_started_prefills_end_when_their_transfer_has_failed(
-    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, is_later_stage: bool
 ) -> None:
+    """A later stage of a pipeline does as the first one, whatever it sees itself."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     from sglang_ext.sglang_plugin.laps import scheduler
@@ -224,9 +227,11 @@ def test_started_prefills_end_when_their_transfer_has_failed(
         _unpark=lambda request: engine._parked.remove(request),
         handle_bootstrap_failure=lambda request: ended.append(request.rid),
     )
-    schedulers[0]._end_failed(engine)
-    assert ended == ["1", "3"]
-    assert [request.rid for request in engine._parked] == ["0", "2", "4"]
+    engine._failed_parked = lambda: schedulers[0]._failed_parked(engine)
+    agreement = SimpleNamespace(agree_keys=lambda find: [102] if is_later_stage else find())
+    schedulers[0]._end_failed(engine, SimpleNamespace(agreement=agreement))
+    assert ended == (["2"] if is_later_stage else ["1", "3"])
+    assert [request.rid for request in engine._parked] == [str(n) for n in range(5) if str(n) not in ended]
 
 
 def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
