@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,15 +47,15 @@ async def values(served: RunningRouter) -> Values:
     }
 
 
-async def until_shown(served: RunningRouter, expected: Values) -> None:
-    """Wait until these values are shown; AssertionError tells the others."""
+async def until_shown(served: RunningRouter, expected: Callable[[], Values]) -> None:
+    """Wait until the values that are expected then are shown; AssertionError tells the others."""
     shown: Values = {}
     for _ in range(200):
         shown = await values(served)
-        if all(shown.get(key) == value for key, value in expected.items()):
+        if all(shown.get(key) == value for key, value in expected().items()):
             return
         await asyncio.sleep(0.05)
-    raise AssertionError({key: shown.get(key) for key in expected})
+    raise AssertionError({key: shown.get(key) for key in expected()})
 
 
 async def until_processes(served: RunningRouter, expected: set[str]) -> None:
@@ -194,20 +195,28 @@ async def test_gauges_of_processes_add_up(tmp_path: Path) -> None:
                     client = await one.connect()
                     await client.send(request_bytes("POST", "/generate", b'{"input_ids": [1, 2, 3]}'))
                     clients.append(client)
-            expected = {
-                ("requests_in_flight", ()): 4.0,
-                ("requests_queued", ()): 1.0,
-                ("instance_connections", ()): 8.0,
-                ("client_connections", ()): 6.0,  # the one that asks, too
-                ("worker_in_flight", ("both", engines[0].url)): 4.0,
-                ("worker_in_flight", ("decode", engines[1].url)): 4.0,
-                ("worker_pending_tokens", ("both", engines[0].url)): 12.0,
-            }
+            admissions = [one.router.admission for one in (first, second)]
+            for one, admission, count in zip((first, second), admissions, (3, 2), strict=True):
+                await one.until(lambda admission=admission, count=count: admission.running + admission.waiting == count)
+
+            def expected() -> Values:
+                # Two of each run where it had them before it heard of the other's, fewer else; none ends.
+                running = sum(admission.running for admission in admissions)
+                return {
+                    ("requests_in_flight", ()): float(running),
+                    ("requests_queued", ()): 5.0 - running,
+                    ("instance_connections", ()): 2.0 * running,
+                    ("client_connections", ()): 6.0,  # the one that asks, too
+                    ("worker_in_flight", ("both", engines[0].url)): float(running),
+                    ("worker_in_flight", ("decode", engines[1].url)): float(running),
+                    ("worker_pending_tokens", ("both", engines[0].url)): 3.0 * running,
+                }
+
             for one in (first, second):
                 await until_shown(one, expected)
                 await until_processes(one, {"0", "1"})
             await second.router.siblings.stop()  # as if it had been killed
-            await until_shown(first, {("requests_in_flight", ()): 2.0})
+            await until_shown(first, lambda: {("requests_in_flight", ()): float(admissions[0].running)})
             await until_processes(first, {"0"})
             for client in clients:
                 client.close()
@@ -231,7 +240,7 @@ async def test_counters_go_on_when_a_process_is_replaced(tmp_path: Path) -> None
                 async with running_router(config, 1, DatagramSiblings(tmp_path, 1, config)) as second:
                     await second.until_ready()
                     assert (await second.ask("POST", "/generate", PROMPT)).status == 200
-                    await until_shown(first, {key: float(count)})
+                    await until_shown(first, lambda count=count: {key: float(count)})
                     assert (await values(second))[key] == count
                     sent = ("worker_requests_total", (engines[1].url,))
                     assert (await values(first))[sent] == (await values(second))[sent] == count
