@@ -37,7 +37,7 @@ def victim() -> Iterator[Engine]:
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.full),
         (1, signal.SIGKILL),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.full),
-        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.full),
     ],
 )
 def test_a_lost_stage_ends_its_instance_and_decode_serves_on(
