@@ -200,7 +200,7 @@ async def test_gauges_of_processes_add_up(tmp_path: Path) -> None:
                 await one.until(lambda admission=admission, count=count: admission.running + admission.waiting == count)
 
             def expected() -> Values:
-                # Two of each run where it had them before it heard of the other's, fewer else; none ends.
+                # Two of each run where it had them before it knew of the other's, fewer else; none ends.
                 running = sum(admission.running for admission in admissions)
                 return {
                     ("requests_in_flight", ()): float(running),
