@@ -99,7 +99,9 @@ def long_pool(setting: Setting, name: str, threads: ThreadPoolExecutor) -> Itera
     with Coordinator.running(*options) as coordinator:
         specs = [member(coordinator, f"{name}{number}", setting.transport, *pages) for number in range(3)]
         caching = CACHING if setting.decode_ranks == 1 else ("--tp", str(setting.decode_ranks))
-        options = (*HANDSHAKE, "--transfer-transport", setting.transport)
+        # A pool's prompts are called for as soon as decode knows of them.
+        late = ("--transfer-late-slots-tokens", "1")
+        options = (*HANDSHAKE, "--transfer-transport", setting.transport, *late)
         decode_spec = EngineSpec(Role.DECODE, arguments=(*pages, *caching), worker_options=options, name=name)
         engines: list[Engine] = FLEET.get(*specs, over(setting.transport, decode_spec))
         pool = LongPool(setting, coordinator, [Pair(engine, engines[-1], threads) for engine in engines[:-1]])

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from sglang_ext.kv_transfer.invitations import Invitation, InvitationSeen
+from sglang_ext.kv_transfer.invitations import Invitation, InvitationSeen, SlotCall
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest
 from sglang_ext.policy.handshake.protocol import (
     PeerAlive,
@@ -33,7 +33,7 @@ from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"SXHS" + bytes([VERSION])
 _MAX_PEERS = 1024
 _MAX_QUEUED = 10_000  # messages waiting for one peer
@@ -56,6 +56,7 @@ ControlMessage: TypeAlias = (
     | InvitationSeen
     | PeerProbe
     | PeerAlive
+    | SlotCall
 )
 
 _KINDS: dict[int, type[ControlMessage]] = {
@@ -70,6 +71,7 @@ _KINDS: dict[int, type[ControlMessage]] = {
     9: InvitationSeen,
     10: PeerProbe,
     11: PeerAlive,
+    12: SlotCall,
 }
 _NUMBERS: dict[type[ControlMessage], int] = {kind: number for number, kind in _KINDS.items()}
 _DECODERS = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}

@@ -28,6 +28,7 @@ from sglang_ext.kv_transfer.invitations import (
     InvitationSeen,
     ReceivedInvitations,
     SentInvitations,
+    SlotCall,
 )
 from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer
 from sglang_ext.kv_transfer.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
@@ -112,7 +113,9 @@ class HandshakeEndpoint:
         self._receiver = Receiver(self.address, self._epoch, self._options)
         self._received: dict[TransferId, TransferStatus] = {}
         self._outgoing: dict[tuple[TransferId, str], OutgoingTransfer] = {}
-        self._sent_invitations = SentInvitations(self.address, options.retry_s, options.lease_s, decode_rank)
+        self._sent_invitations = SentInvitations(
+            self.address, options.retry_s, options.lease_s, decode_rank, self._epoch
+        )
         self._received_invitations = ReceivedInvitations(2 * options.stall_timeout_s)
         self._peers = PeerLayouts(layout, transport.name)
         self._watches = PeerWatches(options)
@@ -145,6 +148,20 @@ class HandshakeEndpoint:
             self._send_all(self._sent_invitations.invite(need, invited, now_s))
             self._carry_out(actions)
 
+    def announce(self, need: Need, addresses: Iterable[str]) -> None:
+        """Invite the prefill endpoints at `addresses` to a request that has no slots yet: `slot_call` tells when it
+        needs them, and `expect` follows. `cancel` and `expect` without slots end it, as any that is not expected."""
+        with self._lock:
+            now_s, invited = self._clock(), tuple(addresses)
+            for address in invited:
+                self._watches.note(address, now_s)
+            self._send_all(self._sent_invitations.invite(need, invited, now_s, has_slots=False))
+
+    def slot_call(self, transfer_id: TransferId) -> SlotCall | None:
+        """The answer to `announce`; None while the request only waits in prefill's queue."""
+        with self._lock:
+            return self._sent_invitations.call_of(transfer_id)
+
     def cancel(self, transfer_id: TransferId, reason: str) -> None:
         """The request is not wanted any more; its slots are free once its status is `is_released`."""
         with self._lock:
@@ -167,6 +184,11 @@ class HandshakeEndpoint:
         """Which decode ranks want KV of a request, and what of it; one that is withdrawn has the reason."""
         with self._lock:
             return self._received_invitations.of(transfer_id)
+
+    def call_for_slots(self, transfer_id: TransferId, given_up: str | None = None) -> None:
+        """Answer all invitations without slots to a request: its turn is near, or it has been given up."""
+        with self._lock:
+            self._send_all(self._received_invitations.call(SlotCall(transfer_id, self.address, given_up)))
 
     def forget_invitations(self, transfer_id: TransferId) -> None:
         """The request has ended here."""
@@ -280,7 +302,11 @@ class HandshakeEndpoint:
                 self._ask_layout(receiver)
             for transfer_id, address, since_s in list(self._sent_invitations.awaited()):
                 reason = self._watches.why_lost(address, since_s, now_s)
-                if reason is not None:
+                if reason is None:
+                    continue
+                if self._sent_invitations.on_call(SlotCall(transfer_id, address, reason)):
+                    self.waker.notify()
+                else:
                     self._carry_out(self._receiver.on_peer_lost(transfer_id, address, reason, now_s))
             self._probe(now_s)
             for address, is_silent in self._watches.changes(now_s):
@@ -302,13 +328,20 @@ class HandshakeEndpoint:
                 self._peers.learn(message)
                 self._abort_if_unlike(message.receiver)
             elif isinstance(message, Invitation):
-                self._received_invitations.note(message, now_s)
                 self._watches.note(message.receiver, now_s)
-                self.waker.notify()
-                seen = InvitationSeen(message.transfer_id, self.address, message.withdrawn is not None)
+                seen = InvitationSeen(
+                    message.transfer_id, self.address, message.withdrawn is not None, message.has_slots
+                )
                 self._loop.send(message.receiver, seen)
+                call = self._received_invitations.note(message, now_s)
+                if call is not None:
+                    self._loop.send(message.receiver, call)
+                self.waker.notify()
             elif isinstance(message, InvitationSeen):
                 self._sent_invitations.seen(message)
+            elif isinstance(message, SlotCall):
+                if self._sent_invitations.on_call(message):
+                    self.waker.notify()
             elif isinstance(message, PeerProbe):
                 self._loop.send(message.sender, PeerAlive(self.address, self._epoch))
             elif isinstance(message, PeerAlive):

@@ -2,6 +2,15 @@
 
 An invitation says what this decode rank wants (tokens from the first that it has not cached, its heads, its layers)
 and where its endpoint is. With several decode ranks a prefill rank gets one from each that it holds heads of.
+
+A long prompt comes without slots at first, so that decode holds no room for what waits in prefill's queue. The prefill
+instance calls for them shortly before its turn, and is invited anew.
+
+    decode rank                                            prefill rank
+      invitation without slots, repeated ────────────────▶   the request waits in prefill's queue
+      ◀──────────────────────────────── call for slots       its turn is near
+      takes slots, looks its cached prefix up
+      invitation ────────────────────────────────────────▶   handshake
 """
 
 from __future__ import annotations
@@ -35,6 +44,13 @@ class Invitation(NamedTuple):
     withdrawn: str | None  # why nothing is wanted any more
     first_token: int = 0  # tokens before it are cached at decode
     decode_rank: DecodeRank | None = None  # None where the sender knows it otherwise
+    has_slots: bool = True  # or decode waits to be called before it takes any
+    epoch: int | None = None  # which incarnation of the receiver
+
+    @property
+    def awaits_call(self) -> bool:
+        """Whether decode takes slots, and invites anew, once it is called."""
+        return not self.has_slots and self.withdrawn is None
 
 
 class InvitationSeen(NamedTuple):
@@ -43,6 +59,15 @@ class InvitationSeen(NamedTuple):
     transfer_id: TransferId
     sender: str
     is_withdrawal: bool
+    has_slots: bool = True
+
+
+class SlotCall(NamedTuple):
+    """Prefill rank to decode rank that has invited without slots: take them now, or the request has been given up."""
+
+    transfer_id: TransferId
+    sender: str
+    given_up: str | None = None
 
 
 class _SentInvitation:
@@ -54,14 +79,27 @@ class _SentInvitation:
         self.unacknowledged = set(self.addresses)
         self.sent_s = now_s
         self.since_s = now_s
+        self.call: SlotCall | None = None
 
 
 class SentInvitations:
-    """The decode side. Not thread-safe."""
+    """The decode side. Not thread-safe.
 
-    def __init__(self, receiver: str, retry_s: float, give_up_s: float, decode_rank: DecodeRank | None = None) -> None:
+    An invitation without slots is repeated every half `give_up_s` even when it was acknowledged: a prefill rank forgets
+    what is not repeated, and answers each time once it has called.
+    """
+
+    def __init__(
+        self,
+        receiver: str,
+        retry_s: float,
+        give_up_s: float,
+        decode_rank: DecodeRank | None = None,
+        epoch: int | None = None,
+    ) -> None:
         self._receiver = receiver
         self._decode_rank = decode_rank
+        self._epoch = epoch
         self._retry_s = retry_s
         self._give_up_s = give_up_s
         self._pending: dict[TransferId, _SentInvitation] = {}
@@ -69,13 +107,34 @@ class SentInvitations:
     @property
     def is_idle(self) -> bool:
         """Whether nothing will have to be retransmitted."""
-        return not any(pending.unacknowledged for pending in self._pending.values())
+        return not any(pending.unacknowledged or pending.invitation.awaits_call for pending in self._pending.values())
 
-    def invite(self, need: Need, addresses: Iterable[str], now_s: float) -> Iterator[tuple[str, Invitation]]:
-        """Tell all addresses that the KV of a request may come."""
-        invitation = Invitation(need.transfer_id, self._receiver, need.whole, None, need.first_token, self._decode_rank)
+    def invite(
+        self, need: Need, addresses: Iterable[str], now_s: float, *, has_slots: bool = True
+    ) -> Iterator[tuple[str, Invitation]]:
+        """Tell all addresses that the KV of a request may come, or that it may once prefill has called for slots."""
+        invitation = Invitation(
+            *(need.transfer_id, self._receiver, need.whole, None, need.first_token, self._decode_rank),
+            has_slots=has_slots,
+            epoch=self._epoch,
+        )
         pending = self._pending[need.transfer_id] = _SentInvitation(invitation, addresses, now_s)
         return self._send(pending, now_s)
+
+    def on_call(self, message: SlotCall) -> bool:
+        """A prefill rank calls for slots, or has given the request up; whether that was awaited. The first call of any
+        rank counts, and one that gives up counts for more."""
+        pending = self._pending.get(message.transfer_id)
+        if pending is None or not pending.invitation.awaits_call:
+            return False
+        if pending.call is None or pending.call.given_up is None:
+            pending.call = message
+        return True
+
+    def call_of(self, transfer_id: TransferId) -> SlotCall | None:
+        """What prefill has answered to an invitation without slots."""
+        pending = self._pending.get(transfer_id)
+        return None if pending is None else pending.call
 
     def withdraw(self, transfer_id: TransferId, reason: str, now_s: float) -> Iterator[tuple[str, Invitation]]:
         """Tell all invited ranks that nothing is wanted any more."""
@@ -90,7 +149,9 @@ class SentInvitations:
     def seen(self, message: InvitationSeen) -> None:
         """A prefill rank acknowledges an invitation or a withdrawal."""
         pending = self._pending.get(message.transfer_id)
-        if pending is not None and message.is_withdrawal == (pending.invitation.withdrawn is not None):
+        if pending is None or message.has_slots != pending.invitation.has_slots:
+            return
+        if message.is_withdrawal == (pending.invitation.withdrawn is not None):
             pending.unacknowledged.discard(message.sender)
             if not pending.unacknowledged and message.is_withdrawal:
                 del self._pending[message.transfer_id]
@@ -113,6 +174,9 @@ class SentInvitations:
                 del self._pending[transfer_id]
             elif pending.unacknowledged and now_s - pending.sent_s >= self._retry_s:
                 yield from self._send(pending, now_s)
+            elif pending.invitation.awaits_call and now_s - pending.sent_s >= self._give_up_s / 2:
+                pending.unacknowledged = set(pending.addresses)
+                yield from self._send(pending, now_s)
 
     @staticmethod
     def _send(pending: _SentInvitation, now_s: float) -> Iterator[tuple[str, Invitation]]:
@@ -127,16 +191,29 @@ class ReceivedInvitations:
         self._keep_s = keep_s
         self._by_transfer: dict[TransferId, dict[str, Invitation]] = {}
         self._since_s: dict[TransferId, float] = {}  # oldest first
+        self._calls: dict[TransferId, SlotCall] = {}
 
-    def note(self, invitation: Invitation, now_s: float) -> None:
-        """An invitation, or its withdrawal, has arrived; a late invitation does not undo a withdrawal."""
-        known = self._by_transfer.setdefault(invitation.transfer_id, {})
-        self._since_s.setdefault(invitation.transfer_id, now_s)
+    def note(self, invitation: Invitation, now_s: float) -> SlotCall | None:
+        """An invitation, or its withdrawal, has arrived; a late invitation does not undo a withdrawal, and one without
+        slots not one with them. The answer, where slots have been called for."""
+        transfer_id = invitation.transfer_id
+        known = self._by_transfer.setdefault(transfer_id, {})
+        if not invitation.has_slots:
+            self._since_s.pop(transfer_id, None)  # it is repeated as long as it holds
+        self._since_s.setdefault(transfer_id, now_s)
         before = known.get(invitation.receiver)
-        if before is None or before.withdrawn is None:
+        if before is None or (before.withdrawn is None and (invitation.has_slots or not before.has_slots)):
             known[invitation.receiver] = invitation
         while len(self._by_transfer) > _MAX_TRANSFERS:
             self.forget(next(iter(self._since_s)))
+        return self._calls.get(transfer_id) if invitation.awaits_call else None
+
+    def call(self, call: SlotCall) -> list[tuple[str, SlotCall]]:
+        """Answer every decode rank that has invited without slots, now and whenever it does so again."""
+        known = self._by_transfer.get(call.transfer_id, {})
+        if known:
+            self._calls[call.transfer_id] = call
+        return [(receiver, call) for receiver, invitation in known.items() if invitation.awaits_call]
 
     def of(self, transfer_id: TransferId) -> tuple[Invitation, ...]:
         """What has arrived for a transfer."""
@@ -146,6 +223,7 @@ class ReceivedInvitations:
         """This transfer will not be asked for any more."""
         self._by_transfer.pop(transfer_id, None)
         self._since_s.pop(transfer_id, None)
+        self._calls.pop(transfer_id, None)
 
     def on_timer(self, now_s: float) -> None:
         """Forget transfers that were not asked for in time."""

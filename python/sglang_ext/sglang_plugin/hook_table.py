@@ -254,6 +254,26 @@ HOOK_TABLE: tuple[Hook, ...] = (
         needs_handshake=True,
     ),
     Hook(
+        name="slots-announced",
+        why="decode takes slots for a prompt when it arrives; a long one gets them when its turn in prefill is near",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.handshake.late_slots:announce",
+        targets=MappingProxyType(
+            {V17: None, V23: "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_receiver"}
+        ),
+        needs_handshake=True,
+    ),
+    Hook(
+        name="slots-called",
+        why="a prefill instance says in each round for which long prompts decode should take slots now",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.sglang_plugin.handshake.late_slots:call_for_slots",
+        targets=MappingProxyType(
+            {V17: None, V23: "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"}
+        ),
+        needs_handshake=True,
+    ),
+    Hook(
         name="laps-scheduler",
         why="one queue lets short prompts wait behind long ones; two queues, and long prefills that yield",
         kind=HookKind.REPLACE,

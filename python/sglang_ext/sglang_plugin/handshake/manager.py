@@ -28,6 +28,7 @@ from sglang_ext.kv_transfer.invitations import DecodeRank
 from sglang_ext.kv_transfer.transport import GpuBuffers, create_transport
 from sglang_ext.policy.handshake.options import HandshakeOptions
 from sglang_ext.policy.handshake.shards import HeadLayout
+from sglang_ext.policy.handshake.slot_calls import SlotCalls
 from sglang_ext.sglang_plugin.handshake.layout import cpu_head_layout, gpu_head_layout, pool_layout
 from sglang_ext.sglang_plugin.handshake.metrics import start_publishing
 from sglang_ext.sglang_plugin.handshake.transfer_options import TransferOptions, model_conflict
@@ -47,6 +48,8 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
     heads: HeadLayout
     transport_name: str
     stream_layer_bytes: int | None = None  # of a chunk that leaves by layer, at least; None: none does
+    late_slots_tokens: int | None = None  # decode: a prompt of so many tokens takes slots when prefill calls for them
+    slot_calls: SlotCalls | None = None  # prefill, on the rank that decides
     shared_from_tokens: int | None = None  # from which length on a request may be computed by a long pool
 
     def __init__(
@@ -151,6 +154,12 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         self.rank_port = NetworkAddress.parse(self.endpoint.address).port
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.refused_rooms = RefusedRooms(self.endpoint, float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()))
+            if self.attn_tp_rank == 0 and self.pp_rank == 0:
+                # A coordinator plans with all prompts of a pool, also those whose turn is far away.
+                is_member = self.shared_from_tokens is not None
+                self.slot_calls = SlotCalls(None if is_member else transfer.slots_lookahead_tokens)
+        else:
+            self.late_slots_tokens = transfer.late_slots_tokens
         if self.server_args.enable_metrics:
             start_publishing(self.endpoint, transfer.receive_backends)
 
@@ -210,8 +219,9 @@ class RefusedRooms:
             self._rooms.pop(room, None)
 
     def _notify(self, room: TransferId, reason: str) -> None:
+        self._endpoint.call_for_slots(room, given_up=reason)
         for invitation in self._endpoint.invitations(room):
-            if invitation.withdrawn is None:
+            if invitation.withdrawn is None and invitation.has_slots:
                 try:
                     handle = self._endpoint.open_sender(room, invitation.receiver)
                 except ValueError:

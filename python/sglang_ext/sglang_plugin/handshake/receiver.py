@@ -32,6 +32,16 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
 
     _is_expected = False  # whether the endpoint knows where the KV shall go
     _wanted: Need | None = None
+    _awaits_call = False  # prefill knows of it, and calls before its turn
+
+    def announce(self, prompt_tokens: int) -> None:
+        """Prefill's ranks are known. A long prompt takes no slots before prefill has called for them."""
+        min_tokens: int | None = self.kv_mgr.late_slots_tokens
+        if min_tokens is None or prompt_tokens < min_tokens or self.conclude_state is not None:
+            return
+        if self.bootstrap_infos is not None:
+            self._awaits_call = True
+            self.kv_mgr.endpoint.announce(self._need(array("I"), 0, None), self._prefill_endpoints())
 
     def send_metadata(
         self,
@@ -69,7 +79,13 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
     def _poll(self) -> KVPoll:
         if self.conclude_state is None and self._is_expected:
             self._advance()
-        return super()._poll()
+        if self.conclude_state is None and self._awaits_call:
+            call = self.kv_mgr.endpoint.slot_call(self.bootstrap_room)
+            self._awaits_call = call is None
+            if call is not None and call.given_up is not None:
+                self.kv_mgr.fail(self.bootstrap_room, call.given_up)
+        status = super()._poll()
+        return KVPoll.Bootstrapping if self._awaits_call and status == KVPoll.WaitingForInput else status
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         self._give_up()

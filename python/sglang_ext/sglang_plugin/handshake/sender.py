@@ -1,6 +1,6 @@
 """The prefill side of one request: shakes hands with every decode rank that invites, then sends chunk by chunk.
 
-    invited by all ──▶ init: handshake, the whole request is offered ──send, send, …──▶ stored by all
+    [its turn is near] ──▶ invited by all ──▶ init: handshake, the whole request is offered ──send, …──▶ stored by all
 
 An ordinary prefill instance offers the request as a whole, before it has computed any of it, so that its place in
 the receivers' order is that of its arrival; each `send` then brings the slots of what has been computed. Layers of a
@@ -65,6 +65,12 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             mgr.refused_rooms.forget(room)
         self._made_s = time.perf_counter()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+
+    @property
+    def waits_for_slots(self) -> bool:
+        """Whether a decode rank knows of the request and takes slots for it once it is called."""
+        invitations = self.kv_mgr.endpoint.invitations(self.bootstrap_room)
+        return self._outgoing is None and any(invitation.awaits_call for invitation in invitations)
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens that decode has cached."""
@@ -238,7 +244,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         found = {
             invitation.decode_rank.rank: invitation
             for invitation in self.kv_mgr.endpoint.invitations(self.bootstrap_room)
-            if invitation.decode_rank is not None
+            if invitation.decode_rank is not None and invitation.has_slots
         }
         first = next(iter(found.values()), None)
         if first is None or first.decode_rank is None:
@@ -275,16 +281,15 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     def _advance(self) -> None:
         room = self.bootstrap_room
-        withdrawn = [
-            invitation.withdrawn
-            for invitation in self.kv_mgr.endpoint.invitations(room)
-            if invitation.withdrawn is not None
-        ]
+        invitations = self.kv_mgr.endpoint.invitations(room)
+        withdrawn = [invitation.withdrawn for invitation in invitations if invitation.withdrawn is not None]
         if self._outgoing is None:
             if withdrawn:
                 self.kv_mgr.fail(room, f"decode has given the request up: {withdrawn[0]}")
             elif self._invited() is not None:
                 self.kv_mgr.update_status(room, KVPoll.WaitingForInput)
+            else:
+                self._wait_for_slots([invitation for invitation in invitations if invitation.awaits_call])
             return
         statuses = [outgoing.transfer.poll() for outgoing in self._outgoing]
         failed = next((status for status in statuses if status.stage is Stage.FAILED), None)
@@ -301,6 +306,16 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
                 self.transfer_times = (now_s - self._shared_s, now_s - self._computed_s)
         elif any(status.stage in (Stage.TRANSFERRING, Stage.COMPLETE) for status in statuses):
             self.kv_mgr.update_status(room, KVPoll.Transferring)
+
+    def _wait_for_slots(self, without_slots: Sequence[Invitation]) -> None:
+        """Decode knows of the request and has no slots for it: it may wait as long as the decode ranks are there."""
+        if without_slots:
+            self.init_time = time.time()  # SGLang's limit for an invitation counts from its last sign
+        for invitation in without_slots:
+            waited_s = time.perf_counter() - self._made_s
+            problem = self.kv_mgr.endpoint.why_lost(invitation.receiver, waited_s, invitation.epoch)
+            if problem is not None:
+                self.kv_mgr.fail(self.bootstrap_room, problem)
 
     def _trace_transfer(self, trace: RequestTrace) -> None:
         """Everything that this rank sends is at decode. Of a later attempt, and of what others have sent, no ranges of

@@ -16,6 +16,8 @@ _DEFAULT_TRANSPORT = "tcp"
 _DEVICE_TRANSPORT = "nixl"
 # A part costs some tenths of a millisecond in Python, at either end and beside the engine: as long as this moves.
 _STREAM_LAYER_BYTES = 1 << 20
+# About a second of prefill for a model of 8B on a current GPU: to take slots late costs an iteration of decode.
+_LATE_SLOTS_TOKENS = 16_384
 _NEVER = "never"
 
 
@@ -27,6 +29,10 @@ class TransferOptions:
     receive_backends: int | None = None  # None: no limit
     # A chunk with so many bytes of keys and values in a layer leaves layer by layer; None: all layers together.
     stream_layer_bytes: int | None = _STREAM_LAYER_BYTES
+    # Decode: a prompt with so many tokens takes slots when its turn in prefill is near; None: all when they arrive.
+    late_slots_tokens: int | None = _LATE_SLOTS_TOKENS
+    # Prefill: its turn is near when no more tokens are to be computed before it.
+    slots_lookahead_tokens: int = _LATE_SLOTS_TOKENS
 
 
 def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +62,14 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         f"layer while it is computed, others once they are; {_NEVER}: none is "
         f"(default: {_STREAM_LAYER_BYTES >> 10})",
     )
+    group.add_argument(
+        "--transfer-late-slots-tokens",
+        metavar="N",
+        default=None,
+        help="decode: a prompt of at least N tokens takes slots when its turn in the prefill instance is near, instead "
+        f"of when it arrives; {_NEVER}: none does. Prefill: its turn is near when no more than N tokens are to be "
+        f"computed before it (default: {_LATE_SLOTS_TOKENS})",
+    )
 
 
 def transfer_options(arguments: argparse.Namespace, role: Role, device: Device = Device.CPU) -> TransferOptions | None:
@@ -68,6 +82,7 @@ def transfer_options(arguments: argparse.Namespace, role: Role, device: Device =
             (transport, "--transfer-transport"),
             (receive_backends, "--transfer-receive-backends"),
             (stream_kib, "--transfer-stream-layer-kib"),
+            (arguments.transfer_late_slots_tokens, "--transfer-late-slots-tokens"),
         ):
             if value is not None:
                 raise ValueError(f"{option} needs --transfer-backend {HANDSHAKE}")
@@ -85,7 +100,25 @@ def transfer_options(arguments: argparse.Namespace, role: Role, device: Device =
         raise ValueError(f"--transfer-transport {transport} moves host memory only; on {device} choose {choice}")
     if stream_kib is not None and not role.is_prefill:
         raise ValueError("--transfer-stream-layer-kib: decode instances send no KV")
-    return TransferOptions(transport or default, receive_backends, _stream_layer_bytes(stream_kib))
+    late_slots_tokens = _late_slots_tokens(arguments.transfer_late_slots_tokens, role)
+    return TransferOptions(
+        transport or default,
+        receive_backends,
+        _stream_layer_bytes(stream_kib),
+        late_slots_tokens,
+        _LATE_SLOTS_TOKENS if late_slots_tokens is None else late_slots_tokens,
+    )
+
+
+def _late_slots_tokens(tokens: str | None, role: Role) -> int | None:
+    if tokens is None:
+        return _LATE_SLOTS_TOKENS
+    if tokens == _NEVER and not role.is_prefill:
+        return None
+    if not tokens.isdecimal() or int(tokens) < 1:
+        choice = "a positive number of tokens" + ("" if role.is_prefill else f" or {_NEVER!r}")
+        raise ValueError(f"--transfer-late-slots-tokens must be {choice}, got {tokens!r}")
+    return int(tokens)
 
 
 def _stream_layer_bytes(kib: str | None) -> int | None:

@@ -36,6 +36,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 
 from sglang_ext.policy.laps.round_plan import LapsMode, PrefillBatch, RoundSnapshot
 from sglang_ext.sglang_plugin.graphs.runner import graph_status, replayed_shape
+from sglang_ext.sglang_plugin.handshake.late_slots import late_tokens
 from sglang_ext.sglang_plugin.laps.instance import STARTED_LIMIT, LapsInstance, build_instance
 from sglang_ext.sglang_plugin.laps.queued_request import (
     LapsEntry,
@@ -464,7 +465,8 @@ def _timeout_abort(request: Any) -> AbortReq:
 
 @dataclass(kw_only=True, frozen=True)
 class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang has no type information
-    """A parked request waits like a queued one, but only for what it has left, and its KV is in use already."""
+    """A parked request waits like a queued one, but only for what it has left, and its KV is in use already. One whose
+    turn is far away waits, too, though decode has no slots for it."""
 
     get_parked: Callable[[], Sequence[Any]]
 
@@ -485,7 +487,10 @@ class ParkedLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]  # SGLang
         return int(super()._get_num_pending_tokens(chunk_deduct)) + self._parked_tokens()
 
     def get_num_waiting_uncached_tokens(self) -> int:
-        return int(super().get_num_waiting_uncached_tokens()) + self._parked_tokens()
+        tokens = int(super().get_num_waiting_uncached_tokens()) + self._parked_tokens()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            tokens += late_tokens(self.get_disagg_prefill_bootstrap_queue())
+        return tokens
 
     def get_loads(self) -> LoadSnapshot:
         loads = super().get_loads()

@@ -442,3 +442,69 @@ def test_prefill_learns_from_invitations_where_kv_shall_go(make: Make) -> None:
     np.testing.assert_array_equal(target.buffers[0][[8, 11, 9, 10]], source.buffers[0][:4])
     prefill.forget_invitations(1)
     assert prefill.invitations(1) == ()
+
+
+def test_slots_are_taken_when_prefill_calls_for_them(make: Make) -> None:
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+    prefill, decode = make(source), make(target)
+    decode.announce(need(1, []), [prefill.address])
+    wait_until(lambda: bool(prefill.invitations(1)))
+    assert [invitation.has_slots for invitation in prefill.invitations(1)] == [False]
+    assert decode.slot_call(1) is None
+    assert decode.receive_status(1) is None
+    prefill.call_for_slots(1)
+    wait_until(lambda: decode.slot_call(1) is not None)
+    decode.expect(need(1, [7, 8, 9, 20]), [prefill.address])
+    wait_until(lambda: prefill.invitations(1)[0].has_slots)
+    handle = prefill.open_sender(1, prefill.invitations(1)[0].receiver, 1)
+    handle.offer(chunk(WHOLE, [3, 2, 1, 0]), is_last=True)
+    handle.part(0, ALL_LAYERS)
+    wait_until(lambda: is_stage(decode.receive_status(1), Stage.COMPLETE))
+    np.testing.assert_array_equal(target.buffers[4][[7, 8, 9, 20]], source.buffers[4][[3, 2, 1, 0]])
+
+
+def test_a_call_comes_before_the_invitation_is_repeated_or_with_it(make: Make) -> None:
+    """Another decode rank of the request invites after the call: it is called, too."""
+    prefill, first, second = (make(Pool(PoolShape(), seed)) for seed in (1, 2, 3))
+    first.announce(need(1, []), [prefill.address])
+    wait_until(lambda: bool(prefill.invitations(1)))
+    prefill.call_for_slots(1)
+    second.announce(need(1, []), [prefill.address])
+    wait_until(lambda: second.slot_call(1) is not None)
+    call = second.slot_call(1)
+    assert call is not None
+    assert (call.sender, call.given_up) == (prefill.address, None)
+
+
+def test_a_request_without_slots_that_prefill_gives_up_fails_at_decode(make: Make) -> None:
+    prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(PoolShape(), 2))
+    decode.announce(need(1, []), [prefill.address])
+    wait_until(lambda: bool(prefill.invitations(1)))
+    prefill.call_for_slots(1, given_up="aborted on the prefill instance")
+    wait_until(lambda: decode.slot_call(1) is not None)
+    call = decode.slot_call(1)
+    assert call is not None
+    assert call.given_up == "aborted on the prefill instance"
+
+
+def test_a_request_without_slots_that_decode_gives_up_is_withdrawn(make: Make) -> None:
+    prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(PoolShape(), 2))
+    decode.announce(need(1, []), [prefill.address])
+    wait_until(lambda: bool(prefill.invitations(1)))
+    decode.cancel(1, "given up")
+    decode.expect(need(1, []), [prefill.address])
+    wait_until(lambda: prefill.invitations(1)[0].withdrawn is not None)
+    decode.forget(1)
+    assert decode.receive_status(1) is None
+
+
+def test_a_request_that_waits_for_its_turn_fails_when_prefill_is_lost(make: Make) -> None:
+    prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(PoolShape(), 2))
+    decode.announce(need(1, []), [prefill.address])
+    wait_until(lambda: bool(prefill.invitations(1)))
+    prefill.close()
+    wait_until(lambda: decode.slot_call(1) is not None)
+    call = decode.slot_call(1)
+    assert call is not None
+    assert call.given_up is not None
+    assert call.given_up.startswith(f"lost {prefill.address}")

@@ -10,6 +10,7 @@ from sglang_ext.kv_transfer.invitations import (
     InvitationSeen,
     ReceivedInvitations,
     SentInvitations,
+    SlotCall,
 )
 from sglang_ext.policy.handshake.receive_request import Need, needed
 from sglang_ext.policy.handshake.shards import HeadLayout, KVShard, TokenSpan
@@ -18,6 +19,8 @@ WHOLE = KVShard((TokenSpan(8, 10),), 0, 2, 0, 3)
 RANK = DecodeRank(1, HeadLayout(kv_heads=3, tp_size=2, stored_kv_heads=4))
 INVITATION = Invitation(1, "d", WHOLE, None, 8, RANK)
 WITHDRAWAL = INVITATION._replace(withdrawn="gone")
+WITHOUT_SLOTS = INVITATION._replace(has_slots=False)
+CALL = SlotCall(1, "a")
 
 
 def need(transfer_id: int = 1) -> Need:
@@ -108,3 +111,65 @@ def test_what_is_not_asked_for_is_forgotten_in_time() -> None:
     received.on_timer(10.0)
     assert not received.of(1)
     assert received.of(2)
+
+
+def test_an_invitation_without_slots_is_repeated_until_it_is_followed_by_one_with_them() -> None:
+    invitations = sent()
+    assert list(invitations.invite(need(), ["a"], 0.0, has_slots=False)) == [("a", WITHOUT_SLOTS)]
+    assert invitations.call_of(1) is None
+    assert list(invitations.on_timer(1.0)) == [("a", WITHOUT_SLOTS)]  # not acknowledged
+    invitations.seen(InvitationSeen(1, "a", False, has_slots=False))
+    assert list(invitations.on_timer(5.9)) == []
+    assert list(invitations.on_timer(6.0)) == [("a", WITHOUT_SLOTS)]  # it still holds
+    assert not is_idle(invitations)
+    invitations.seen(InvitationSeen(1, "a", False, has_slots=False))
+    assert invitations.on_call(CALL)
+    assert invitations.call_of(1) == CALL
+    assert list(invitations.invite(need(), ["a"], 7.0)) == [("a", INVITATION)]
+    assert not invitations.on_call(CALL)
+    invitations.seen(InvitationSeen(1, "a", False, has_slots=False))  # of the first one, late
+    assert list(invitations.on_timer(8.0)) == [("a", INVITATION)]
+    invitations.seen(InvitationSeen(1, "a", False))
+    assert list(invitations.on_timer(99.0)) == []
+    assert is_idle(invitations)
+
+
+def test_the_first_call_counts_and_the_end_of_the_request_counts_for_more() -> None:
+    invitations = sent()
+    list(invitations.invite(need(), ["a", "b"], 0.0, has_slots=False))
+    given_up = SlotCall(1, "b", "aborted")
+    for call, answer in ((CALL, CALL), (SlotCall(1, "b"), SlotCall(1, "b")), (given_up, given_up), (CALL, given_up)):
+        assert invitations.on_call(call)
+        assert invitations.call_of(1) == answer
+    assert not invitations.on_call(SlotCall(2, "a"))
+    assert invitations.call_of(2) is None
+    list(invitations.withdraw(1, "gone", 1.0))
+    assert not invitations.on_call(CALL)
+
+
+def test_a_call_answers_each_invitation_without_slots_and_those_that_follow() -> None:
+    received = ReceivedInvitations(keep_s=10.0)
+    other = WITHOUT_SLOTS._replace(receiver="e")
+    assert received.call(CALL) == []  # no rank has invited
+    assert received.note(WITHOUT_SLOTS, 0.0) is None
+    assert received.call(CALL) == [("d", CALL)]
+    assert received.note(other, 0.0) == CALL
+    assert received.note(INVITATION, 0.0) is None
+    assert received.note(WITHOUT_SLOTS, 0.0) == CALL  # repeated late: does not undo the one with slots
+    assert received.of(1) == (INVITATION, other)
+    assert received.call(CALL) == [("e", CALL)]
+    assert received.note(other._replace(withdrawn="gone"), 0.0) is None
+    received.forget(1)
+    assert received.note(WITHOUT_SLOTS, 0.0) is None
+
+
+def test_a_request_that_waits_is_kept_as_long_as_its_invitation_is_repeated() -> None:
+    received = ReceivedInvitations(keep_s=10.0)
+    received.note(WITHOUT_SLOTS, 0.0)
+    received.note(INVITATION._replace(transfer_id=2), 1.0)
+    received.note(WITHOUT_SLOTS, 6.0)
+    received.on_timer(11.0)
+    assert received.of(1)
+    assert not received.of(2)
+    received.on_timer(16.0)
+    assert not received.of(1)

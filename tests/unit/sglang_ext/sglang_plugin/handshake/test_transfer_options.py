@@ -55,8 +55,27 @@ def test_which_chunks_leave_by_layer(kib: str, expected: int | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "role", "expected"),
+    [
+        (None, Role.DECODE, (16_384, 16_384)),
+        ("4096", Role.DECODE, (4096, 4096)),
+        ("never", Role.DECODE, (None, 16_384)),
+        ("1", Role.LONG, (1, 1)),
+    ],
+)
+def test_which_prompts_take_slots_late(tokens: str | None, role: Role, expected: tuple[int | None, int]) -> None:
+    argv = HANDSHAKE if tokens is None else (*HANDSHAKE, "--transfer-late-slots-tokens", tokens)
+    options = transfer_options(parse(*argv), role)
+    assert options is not None
+    assert (options.late_slots_tokens, options.slots_lookahead_tokens) == expected
+
+
+@pytest.mark.parametrize(
     ("role", "argv", "message"),
     [
+        (Role.LONG, (*HANDSHAKE, "--transfer-late-slots-tokens", "never"), "a positive number of tokens, got 'never'"),
+        (Role.DECODE, (*HANDSHAKE, "--transfer-late-slots-tokens", "0"), "a positive number of tokens or 'never'"),
+        (Role.DECODE, ("--transfer-late-slots-tokens", "1"), "--transfer-late-slots-tokens needs --transfer-backend"),
         (Role.DECODE, (*HANDSHAKE, "--transfer-stream-layer-kib", "1"), "decode instances send no KV"),
         (Role.SHORT, (*HANDSHAKE, "--transfer-stream-layer-kib", "some"), "a number of KiB or 'never', got 'some'"),
         (Role.SHORT, ("--transfer-stream-layer-kib", "1"), "--transfer-stream-layer-kib needs --transfer-backend"),
