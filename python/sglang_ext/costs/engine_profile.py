@@ -218,7 +218,7 @@ def pipeline_entry(costs: PipelineCosts) -> dict[str, object]:
 
 
 def read_for_adding(path: Path, model: str) -> Mapping[str, object]:
-    """A profile as it is, to which another number of stages is added. ProfileError if it is none, or of another model."""
+    """A profile as it is, for another number of stages to be added. ProfileError if it is none, or of another model."""
     profile = load_profile(path)
     if PurePath(profile.model).name != PurePath(model).name:
         raise ProfileError(f"{path}: the profile is of model {profile.model}, the instance serves {model}")
@@ -290,7 +290,6 @@ def _pipelines(entries: object) -> tuple[PipelineCosts, ...]:
                 raise ProfileError('"relative" is no list')
             stages = Stages(int(count), hop, tuple(_number({"relative": one}, None, "relative") for one in relative))
             kv_tokens = int(_number(entry, None, "kv_tokens")) if "kv_tokens" in entry else None
-            stages.check()
         except ValueError as error:
             raise ProfileError(f"{where}{error}") from None
         found.append(PipelineCosts(stages, coefficients, iteration, kv_tokens))

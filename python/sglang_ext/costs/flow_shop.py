@@ -14,14 +14,15 @@ P - 1 hops where the chunk that passes is the most expensive, so that a prompt t
 of n chunks of equal time (n + P - 1) t + (P - 1) h. The slowest stage is busy for sum t_i of each prompt, which is what
 prompts that follow each other take at least.
 
-SGLang has one chunk under way for each stage: chunk i enters when chunk i - P has left (`completions_s`). Of one prompt,
-whose chunks do not become shorter, that costs hops alone. Prompts that follow each other in chunks of unequal time lose
+SGLang has one chunk under way for each stage: chunk i enters when chunk i - P has left (`completions_s`). Of one
+prompt, whose chunks do not become shorter, that costs hops alone. Prompts that follow each other in chunks of unequal time lose
 more: while a dear chunk passes all stages, the P - 1 behind it have to be as dear for the first stage to be busy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 ChunkCost = Callable[[int, int], float]  # seconds of (new tokens, cached tokens)
@@ -58,15 +59,15 @@ class Chunk(NamedTuple):
     tokens: int
 
 
-class Stages(NamedTuple):
-    """The stages of a pipeline."""
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of a pipeline. ValueError for numbers that make none."""
 
     count: int = 1
     hop: Hop = NO_HOP
     relative: tuple[float, ...] = ()  # time of each stage over that of the slowest, above 0 to 1; empty: all equal
 
-    def check(self) -> None:
-        """ValueError for numbers that make no pipeline."""
+    def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"a pipeline has at least one stage, got {self.count}")
         if min(self.hop) < 0:
@@ -130,7 +131,10 @@ def hop_stall_s(chunks: Sequence[Chunk], stages: Stages) -> float:
 
 
 def prompts_per_s(chunks: Sequence[Chunk]) -> float:
-    """Most prompts of these chunks a second, one behind the other: the slowest stage never waits. ValueError for none."""
+    """Most prompts of these chunks a second, one behind the other, if the slowest stage never waits.
+
+    ValueError for none.
+    """
     total_s = sum(chunk.time_s for chunk in chunks)
     if not total_s > 0:
         raise ValueError("a prompt has at least one chunk, which takes time")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from sglang_ext.costs.engine_profile import (
     IterationCost,
     PipelineCosts,
     ProfileError,
+    load_measured_server,
     load_profile,
 )
 from sglang_ext.costs.flow_shop import NO_HOP, Hop, Stages
@@ -39,6 +41,7 @@ class SimEngine(NamedTuple):
     front_end: FrontEnd | None = None  # None: no time outside of iterations
     bad_fits: tuple[BadFit, ...] = ()  # forms of a profile that do not describe what was measured
     pipelines: tuple[PipelineCosts, ...] = ()  # numbers of stages that were measured
+    activation_bytes_per_token: int | None = None  # that go from stage to stage; None: unknown
 
     def on_stages(self, count: int, hop: Hop | None = None) -> PipelineCosts:
         """An instance of so many stages: as measured, else each with its share of one instance's iteration.
@@ -47,7 +50,7 @@ class SimEngine(NamedTuple):
         """
         measured = next((one for one in self.pipelines if one.stages.count == count), None)
         if measured is not None:
-            return measured if hop is None else measured._replace(stages=measured.stages._replace(hop=hop))
+            return measured if hop is None else measured._replace(stages=replace(measured.stages, hop=hop))
         share = 1.0 / count
         iteration = self.iteration
         if iteration is not None:
@@ -61,8 +64,8 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
 
     The first two have the SP sizes that are powers of two up to `largest_size` (operators: 8 at most).
 
-    A profile with only one of the two parts gives the other: Eq. 1 of Tetris with c = 2d is LAPS's model on SP 1. Of one
-    that knows pipelines alone, one instance takes what all stages of the shortest take together.
+    A profile with only one of the two parts gives the other: Eq. 1 of Tetris with c = 2d is LAPS's model on SP 1. Of
+    one that knows pipelines alone, one instance takes what all stages of the shortest take together.
     EngineError for a file that is none, or is of another model than `model` (the last part of the names counts).
     """
     if name == TABLE1:
@@ -73,16 +76,24 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
     if operators is not None:
         _check_model(name, name.removeprefix(OPERATOR_PREFIX), model)
         title = f"{name.removeprefix(OPERATOR_PREFIX)} on H200, from operator times"
-        return SimEngine(title, operators.candidates(largest_size), operators.coefficients())
+        activation_bytes = 4 * operators.shape.hidden_size
+        return SimEngine(
+            title,
+            operators.candidates(largest_size),
+            operators.coefficients(),
+            activation_bytes_per_token=activation_bytes,
+        )
     path = Path(name)
     if not path.exists():
         raise EngineError(f"{name} is neither {ENGINE_NAMES} nor a profile that can be read: No such file or directory")
     try:
         profile = load_profile(path)
+        hidden_size = load_measured_server(path).hidden_size
     except ProfileError as error:
         raise EngineError(str(error)) from None
     _check_model(name, profile.model, model)
-    return _engine(profile)
+    # Hidden state and residual, in 16 bits each.
+    return _engine(profile)._replace(activation_bytes_per_token=hidden_size and 4 * hidden_size)
 
 
 def _engine(profile: EngineProfile) -> SimEngine:
@@ -118,7 +129,7 @@ def _engine(profile: EngineProfile) -> SimEngine:
 
 
 def _while_busy(costs: PipelineCosts, busy_request_s: float) -> PipelineCosts:
-    """The gap between iterations is in the times of a stage already: results were measured as they follow each other."""
+    """The gap between iterations is in the times of a stage already: they are those of results behind each other."""
     if costs.iteration is None:
         return costs
     return costs._replace(iteration=costs.iteration._replace(request_s=costs.iteration.request_s + busy_request_s))

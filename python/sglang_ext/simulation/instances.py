@@ -2,8 +2,8 @@
 
 An iteration costs what the coefficients say of the tokens in it, padding included. KV is held from a prompt's first
 chunk to its end; after that its blocks stay in the instance's prefix cache, until others that were used later fill it.
-An instance may be a pipeline of stages: iterations follow each other through them, one under way for each stage at most,
-as in SGLang, and what comes next is decided when the first stage is free.
+An instance may be a pipeline of stages: iterations follow each other through them, one under way for each stage at
+most, as in SGLang, and what comes next is decided when the first stage is free.
 The router knows all of that, and chooses the pool by the router's own rule. A prompt finds there what ended before it
 arrived. A failed instance loses its cache and what it has begun; its requests are routed again.
 """
@@ -119,8 +119,6 @@ class InstancesSpec:
         for length_class in LengthClass:
             if not any(role.serves(length_class) for role in self.roles):
                 raise ValueError(f"roles: no instance serves {length_class} prompts")
-        for pipeline in self.pipelines.values():
-            pipeline.stages.check()
 
     def costs(self, role: Role) -> PipelineCosts:
         """What an instance of this role takes for an iteration."""

@@ -171,7 +171,9 @@ def test_memory_is_held_until_a_prompt_has_left_the_last_stage() -> None:
     served = serve([(0, 2000), (0, 2000)], stages, kv_tokens=3000)
     first_s, second_s = ttfts_s(served)
     assert second_s >= first_s + 1.0
-    measured = replace(InstancesSpec((Role.BOTH,), WHOLE, 3000), pipelines={Role.BOTH: pipeline(stages)._replace(kv_tokens=5000)})
+    measured = replace(
+        InstancesSpec((Role.BOTH,), WHOLE, 3000), pipelines={Role.BOTH: pipeline(stages)._replace(kv_tokens=5000)}
+    )
     assert measured.most_kv_tokens(Role.BOTH) == 5000
     assert measured.most_kv_tokens(Role.LONG) == 3000
 
