@@ -15,8 +15,9 @@ of n chunks of equal time (n + P - 1) t + (P - 1) h. The slowest stage is busy f
 prompts that follow each other take at least.
 
 SGLang has one chunk under way for each stage: chunk i enters when chunk i - P has left (`completions_s`). Of one
-prompt, whose chunks do not become shorter, that costs hops alone. Prompts that follow each other in chunks of unequal time lose
-more: while a dear chunk passes all stages, the P - 1 behind it have to be as dear for the first stage to be busy.
+prompt, whose chunks do not become shorter, that costs hops alone. Prompts that follow each other in chunks of unequal
+time lose more: while a dear chunk passes all stages, the P - 1 behind it have to be as dear for the first stage to be
+busy.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.simulation.operator_engine import OPERATOR_MODELS, OPERATOR_PREFIX
 
 TABLE1 = "table1"
-TABLE1_MODEL = "LLaMA3-8B"
+TABLE1_MODEL, TABLE1_LAYERS = "LLaMA3-8B", 32
 ENGINE_NAMES = ", ".join([TABLE1, *OPERATOR_MODELS])
 
 
@@ -42,20 +42,28 @@ class SimEngine(NamedTuple):
     bad_fits: tuple[BadFit, ...] = ()  # forms of a profile that do not describe what was measured
     pipelines: tuple[PipelineCosts, ...] = ()  # numbers of stages that were measured
     activation_bytes_per_token: int | None = None  # that go from stage to stage; None: unknown
+    layers: int | None = None  # of the model; None: unknown, any number of stages divides them
 
     def on_stages(self, count: int, hop: Hop | None = None) -> PipelineCosts:
-        """An instance of so many stages: as measured, else each with its share of one instance's iteration.
+        """An instance of so many stages: as measured, else each with its layers' share of one instance's iteration.
 
-        `hop`: from stage to stage, where it was not measured or another one is asked for.
+        The last stages have one layer more where the model's cannot be divided, as SGLang has it. `hop`: from stage to
+        stage, where it was not measured or another one is asked for. EngineError for more stages than layers.
         """
         measured = next((one for one in self.pipelines if one.stages.count == count), None)
         if measured is not None:
             return measured if hop is None else measured._replace(stages=replace(measured.stages, hop=hop))
-        share = 1.0 / count
+        layers = self.layers or count
+        if count > layers:
+            raise EngineError(f"a model of {layers} layers has no {count} stages")
+        fewest, longer = divmod(layers, count)
+        most = fewest + (longer > 0)
+        relative = (fewest / most,) * (count - longer) + (1.0,) * longer if longer else ()
+        share = most / layers
         iteration = self.iteration
         if iteration is not None:
             iteration = IterationCost(*(share * value for value in iteration))
-        stages = Stages(count, NO_HOP if hop is None or count == 1 else hop)
+        stages = Stages(count, NO_HOP if hop is None or count == 1 else hop, relative)
         return PipelineCosts(stages, self.coefficients.times(share), iteration)
 
 
@@ -71,7 +79,8 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
     if name == TABLE1:
         _check_model(name, TABLE1_MODEL, model)
         candidates = fitted_candidates(largest_size)
-        return SimEngine(f"Tetris Table 1 fit, {TABLE1_MODEL} on A100", candidates, _single(candidates))
+        title = f"Tetris Table 1 fit, {TABLE1_MODEL} on A100"
+        return SimEngine(title, candidates, _single(candidates), layers=TABLE1_LAYERS)
     operators = OPERATOR_MODELS.get(name)
     if operators is not None:
         _check_model(name, name.removeprefix(OPERATOR_PREFIX), model)
@@ -82,18 +91,20 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
             operators.candidates(largest_size),
             operators.coefficients(),
             activation_bytes_per_token=activation_bytes,
+            layers=operators.shape.layers,
         )
     path = Path(name)
     if not path.exists():
         raise EngineError(f"{name} is neither {ENGINE_NAMES} nor a profile that can be read: No such file or directory")
     try:
         profile = load_profile(path)
-        hidden_size = load_measured_server(path).hidden_size
+        server = load_measured_server(path)
     except ProfileError as error:
         raise EngineError(str(error)) from None
     _check_model(name, profile.model, model)
     # Hidden state and residual, in 16 bits each.
-    return _engine(profile)._replace(activation_bytes_per_token=hidden_size and 4 * hidden_size)
+    activation_bytes = None if server.hidden_size is None else 4 * server.hidden_size
+    return _engine(profile)._replace(activation_bytes_per_token=activation_bytes, layers=server.layers)
 
 
 def _engine(profile: EngineProfile) -> SimEngine:
