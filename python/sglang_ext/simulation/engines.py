@@ -85,12 +85,11 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
     if operators is not None:
         _check_model(name, name.removeprefix(OPERATOR_PREFIX), model)
         title = f"{name.removeprefix(OPERATOR_PREFIX)} on H200, from operator times"
-        activation_bytes = 4 * operators.shape.hidden_size
         return SimEngine(
             title,
             operators.candidates(largest_size),
             operators.coefficients(),
-            activation_bytes_per_token=activation_bytes,
+            activation_bytes_per_token=4 * operators.shape.hidden_size,
             layers=operators.shape.layers,
         )
     path = Path(name)

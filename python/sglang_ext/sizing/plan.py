@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_ext.costs.engine_profile import ProfileError, load_measured_server
+from sglang_ext.costs.engine_profile import ProfileError
 from sglang_ext.costs.pool_shape import (
     PoolShape,
     RingLinks,
@@ -20,8 +20,9 @@ from sglang_ext.costs.pool_shape import (
     measured_cost,
     ring_cost,
 )
-from sglang_ext.policy.cdsp.sp_cost import SpCost
+from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCandidate, SpCost, fit_sp_cost
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, SimEngine, load_engine
+from sglang_ext.simulation.operator_engine import FITTED_CACHED_TOKENS, FITTED_NEW_TOKENS
 from sglang_ext.simulation.scenario import HOP_GB_PER_S, ScenarioError, engine_doubts, stage_hop
 from sglang_ext.simulation.simulate import add_hop_arguments
 from sglang_ext.simulation.systems import ClusterSystem
@@ -154,8 +155,22 @@ def shape_costs(args: argparse.Namespace, engine: SimEngine, devices: int) -> Sh
         devices,
         measured_cost(alone),
         engine.on_stages(devices, stage_hop(args, engine, devices)),
-        measured_cost(candidate.cost) if candidate is not None else ring_cost(alone, devices, ring_links(args)),
+        measured_cost(candidate.cost) if candidate is not None else ring_cost(alone, devices, ring_links(args, engine)),
     )
+
+
+def ring_candidates(args: argparse.Namespace, engine: SimEngine, most: int) -> tuple[SpCandidate, ...]:
+    """SP sizes that are powers of two up to `most`: as measured, else Eq. 1 fitted to what `ring_cost` says."""
+    alone, links = one_instance(engine), ring_links(args, engine)
+    measured = {one.size: one for one in engine.candidates}
+    found = []
+    for size in (1 << step for step in range(most.bit_length())):
+        cost = ring_cost(alone, size, links)
+        samples = [
+            ChunkSample(cached, new, cost(new, cached)) for cached in FITTED_CACHED_TOKENS for new in FITTED_NEW_TOKENS
+        ]
+        found.append(measured.get(size) or SpCandidate(size, fit_sp_cost(samples)))
+    return tuple(found)
 
 
 def one_instance(engine: SimEngine) -> SpCost:
@@ -167,7 +182,7 @@ def one_instance(engine: SimEngine) -> SpCost:
     return SpCost(costs.kappa_s, costs.token_s, 2 * costs.alpha_s, costs.alpha_s)
 
 
-def ring_links(args: argparse.Namespace) -> RingLinks:
+def ring_links(args: argparse.Namespace, engine: SimEngine) -> RingLinks:
     """As the options say. PlanError names the option."""
     for name in ("ring_gb_per_s", "ring_bytes_per_token", "layers"):
         value = getattr(args, name)
@@ -175,11 +190,8 @@ def ring_links(args: argparse.Namespace) -> RingLinks:
             raise PlanError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     if not (math.isfinite(args.ring_step_us) and args.ring_step_us >= 0):
         raise PlanError(f"--ring-step-us must be at least 0, got {args.ring_step_us:g}")
-    path = Path(args.profile)
-    told = load_measured_server(path).layers if path.is_file() else None
-    return RingLinks(
-        args.ring_bytes_per_token, 1e9 * args.ring_gb_per_s, args.ring_step_us / 1e6, args.layers or told or LAYERS
-    )
+    layers = args.layers or engine.layers or LAYERS
+    return RingLinks(args.ring_bytes_per_token, 1e9 * args.ring_gb_per_s, args.ring_step_us / 1e6, layers)
 
 
 def _table(engine: SimEngine, choices: dict[str, list[ShapeChoice]], args: argparse.Namespace) -> str:
