@@ -137,8 +137,16 @@ def choose_shape(costs: ShapeCosts, question: ShapeQuestion) -> ShapeChoice:
     if len(apart.chunks) == 1 or times[better].prompt_s >= apart.prompt_s:
         better = PoolShape.ALONE
     return ShapeChoice(
-        costs.devices, question.prompt_tokens, better, times, _reason(apart, pipeline, ring, better, are_alike)
+        *(costs.devices, question.prompt_tokens, better, times),
+        _reason(apart, pipeline, ring, better, are_alike) + _overtime(ring, question),
     )
+
+
+def _overtime(ring: ShapeTimes, question: ShapeQuestion) -> str:
+    """The shortest chunk that the coordinator cuts may take longer than was asked."""
+    if question.chunk_tokens is not None or ring.longest_chunk_s <= (1 + LIKE) * question.chunk_s:
+        return ""
+    return f"; its chunks, of {_MIN_RING_TOKENS} tokens at least, take up to {_s(ring.longest_chunk_s)}"
 
 
 def _reason(apart: ShapeTimes, pipeline: ShapeTimes, ring: ShapeTimes, better: PoolShape, are_alike: bool) -> str:

@@ -58,6 +58,8 @@ def test_small_chunks_want_a_pipeline_and_large_ones_a_ring() -> None:
     assert fine.times[PIPELINE].prompt_s < 0.2 * fine.times[RING].prompt_s
     assert coarse.times[RING].prompt_s < 0.7 * coarse.times[PIPELINE].prompt_s
     assert "chunks of the ring cost" in fine.reason
+    assert "; its chunks, of 512 tokens at least, take up to " in fine.reason
+    assert "at least" not in coarse.reason
 
 
 def test_a_stage_gets_the_time_by_which_short_prompts_wait_as_long() -> None:
