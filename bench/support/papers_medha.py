@@ -19,9 +19,16 @@ and with an SP size of 15 in place of 16, so that no long prompt takes all insta
 slack: what the partition and what the order give, each alone. A deadline is 0.5 s, or five times the prompt's own time
 if that is more. Above 0.75/s only the baselines, `lars` and `ours` are run. SP 15 is interpolated between 8 and 16.
 
-What does not apply: stream pipeline parallelism and KV-parallel decode (nothing here has pipeline stages; decode is not
-simulated, so there are no TPOT figures), and mixing a short and a long prefill in one batch (a group computes one
-request at a time).
+Stream pipeline parallelism, whose instances mix short and long prefills in one batch: `spp-medha` is one pipeline of
+16 stages for all prompts with Medha's own composition (LAPS's policy object, `medha`), `spp` the same with ours
+(packed), `spp-2x8` two of 8 stages, `ours-spp` keeps one instance for chat prompts, as `ours`, and makes one pipeline
+of the other 15, `ours-spp-3x5` three. A stage takes its layers' share of one instance's time by the same fit (32
+layers: three on the last two of 15 stages and two on the others, so that it computes at most 71% of the time); a hop
+takes 2 ms and 16,384 bytes a token over 25 GB/s; a stage holds the KV of its layers, so that a pipeline holds as many
+tokens as all its instances. The time budget of a round is LAPS's for so many stages and an objective of 0.5 s.
+
+What does not apply: KV-parallel decode (decode is not simulated, so there are no TPOT figures), and mixing a short and
+a long prefill in one batch of a group, which computes one request at a time.
 """
 
 from __future__ import annotations
@@ -36,15 +43,18 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
+from sglang_ext.costs.flow_shop import Hop
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.cdsp.table1 import fitted_candidates, fitted_cost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.policy.laps.packed_batch import packed_round_s
 from sglang_ext.policy.laps.policy import Laps
-from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
+from sglang_ext.policy.laps.round_plan import Composition, InstanceLimits, LapsMode
 from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.simulation.cluster import ClusterSpec
+from sglang_ext.simulation.engines import TABLE1, load_engine
 from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
 from sglang_ext.simulation.iteration_policies import IterationPolicy, LapsPolicy
@@ -70,17 +80,33 @@ CHAT_TOKENS = 8192  # most of a prompt that is not long
 OURS = "ours"
 BASELINES = ("loongserve", "loongserve-idle")
 SPLIT_BASELINES = ("loongserve-split", "loongserve-idle-split")
+PIPELINES = ("spp-medha", "spp", "spp-2x8", "ours-spp", "ours-spp-3x5")
+_GAINS = ("p50", "p90", "p99", "long_p50", "long_p99")
+HOP = Hop.over_link(16_384, 25e9, 0.002)
+MOST_ROUND_TOKENS = 65_536  # of a pipeline's batch: the time budget is what bounds it
 AT_OVERLOAD = (*BASELINES, *SPLIT_BASELINES, "lars", OURS)
 
 Lengths = tuple[int, ...]
 
 
+class Pipelines(NamedTuple):
+    """Instances of several stages, and how they compose their batches."""
+
+    count: int
+    stages: int
+    composition: Composition = Composition.PACKED
+
+
 class System(NamedTuple):
-    """A system, the SP sizes that it may use, and how many of the instances serve short prompts alone."""
+    """A system, the SP sizes that it may use, and how many of the instances serve short prompts alone.
+
+    With pipelines the others are these, and neither options nor sizes matter.
+    """
 
     options: SystemOptions
     candidates: tuple[SpCandidate, ...]
     short_instances: int = 0
+    pipelines: Pipelines | None = None
 
 
 class Ttfts(NamedTuple):
@@ -155,6 +181,11 @@ def systems() -> dict[str, System]:
         "pool": System(pool, spared),
         "ours-lars": System(replace(pool, system=ClusterSystem.POOL_LARS), spared, short_instances=1),
         OURS: System(pool, spared, short_instances=1),
+        "spp-medha": System(pool, spared, pipelines=Pipelines(1, 16, Composition.MEDHA)),
+        "spp": System(pool, spared, pipelines=Pipelines(1, 16)),
+        "spp-2x8": System(pool, spared, pipelines=Pipelines(2, 8)),
+        "ours-spp": System(pool, spared, short_instances=1, pipelines=Pipelines(1, 15)),
+        "ours-spp-3x5": System(pool, spared, short_instances=1, pipelines=Pipelines(3, 5)),
     }
 
 
@@ -187,7 +218,11 @@ def measure(task: _Task) -> Ttfts:
     spec = ClusterSpec(INSTANCES - short, kv_tokens=KV_TOKENS)
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
-        cluster = build_cluster(options, loop, spec, system.candidates, listener)
+        cluster: RecordedStage
+        if system.pipelines is not None:
+            cluster = _pipelines(system.pipelines, loop, listener)
+        else:
+            cluster = build_cluster(options, loop, spec, system.candidates, listener)
         return SplitStage(CHAT_TOKENS, _short_pool(short, loop, listener), cluster, short) if short else cluster
 
     requests = arrivals(task.lengths, task.rate_per_s, task.seed)
@@ -212,6 +247,28 @@ def _short_pool(instances: int, loop: EventLoop, listener: PrefillListener) -> I
 
     def policy(_: Role) -> IterationPolicy:
         return LapsPolicy(Laps(options, GraphGrid(), coefficients, limits))
+
+    return InstancePool(loop, spec, LeastLoaded(), policy, listener, 0, False)
+
+
+def _pipelines(pipelines: Pipelines, loop: EventLoop, listener: PrefillListener) -> InstancePool:
+    engine, stages = load_engine(TABLE1), pipelines.stages
+    is_medha = pipelines.composition is Composition.MEDHA
+    costs = engine.on_stages(stages, HOP)._replace(kv_tokens=stages * KV_TOKENS)
+    options = LapsOptions(
+        boundary_tokens=CHAT_TOKENS,
+        short_ttft_slo_ms=1e3 * SLO_S,
+        composition=pipelines.composition,
+        # Ours has its own for so many stages; Medha's composition knows of one alone.
+        round_ms=1e3 * packed_round_s(costs.coefficients.kappa_s, SLO_S, stages) if is_medha else None,
+    )
+    limits = InstanceLimits(1, MOST_ROUND_TOKENS, MOST_ROUND_TOKENS, 64, stages=stages)
+    spec = InstancesSpec(
+        (Role.BOTH,) * pipelines.count, engine.coefficients, KV_TOKENS, CHAT_TOKENS, pipelines={Role.BOTH: costs}
+    )
+
+    def policy(_: Role) -> IterationPolicy:
+        return LapsPolicy(Laps(options, GraphGrid(), costs.coefficients, limits))
 
     return InstancePool(loop, spec, LeastLoaded(), policy, listener, 0, False)
 
@@ -286,6 +343,7 @@ def gains(found: Mapping[str, Figures]) -> dict[str, float]:
         "long_p99_gain_over_whole": best("long_p99_s", ("pool",)) / ours.long_p99_s,
         "p99_gain_over_lars": best("p99_s", ("ours-lars",)) / ours.p99_s,
         "long_p99_gain_over_lars": best("long_p99_s", ("ours-lars",)) / ours.long_p99_s,
+        **{f"{name}_gain_over_pipelines": best(f"{name}_s", PIPELINES) / getattr(ours, f"{name}_s") for name in _GAINS},
     }
 
 

@@ -54,6 +54,7 @@ COMMANDS = {
     "profile": Command("", "measure what the simulator and the planner reckon with", _PROFILES),
     "batch": Command("", "offline runs: files of requests, and scores of a teacher", _BATCHES),
     "simulate": Command("sglang_ext.simulation.simulate", "simulate a workload on any number of instances"),
+    "plan": Command("sglang_ext.sizing.plan", "tell whether a pool should be a pipeline or a ring, and why"),
     "size": Command("sglang_ext.sizing.size", "find the cheapest pools that hold latency objectives under a trace"),
 }
 

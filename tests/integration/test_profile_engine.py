@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -14,6 +15,8 @@ from sglang_ext.profiling.points import Point
 from sglang_ext.simulation.engines import load_engine
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
+from support.pipeline import CHUNK_TOKENS, STOCK_STAGES
+from support.pipeline import DECODE as PIPELINE_DECODE
 
 pytestmark = pytest.mark.integration
 
@@ -75,3 +78,29 @@ def test_what_queues_behind_a_chunk_follows_it_at_once() -> None:
     finally:
         instance.close()
     prefill.wait_idle()
+
+
+def test_what_a_stage_of_a_pipeline_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages: the file has what one takes, beside an instance of one stage, and a simulation with it adds up."""
+    prefill, decode = FLEET.get(STOCK_STAGES, PIPELINE_DECODE)
+    out = tmp_path / "profile.json"
+    points = ("--new-tokens", "16", str(CHUNK_TOKENS), "--cached-tokens", "0", "512", "--batch-sizes", "1")
+    arguments = ["profile", "engine", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *points]
+    assert main([*arguments, "--repeats", "2", "--accept-bad-fit"]) == 0, capsys.readouterr().err
+    assert f"through 2 stages. A chunk of {CHUNK_TOKENS} tokens passes in " in capsys.readouterr().out
+    content = json.loads(out.read_text())
+    assert "prefill" not in content
+    (entry,) = content["pipelines"]
+    pace = entry["pace"]
+    assert (entry["stages"], pace["chunk_tokens"]) == (2, CHUNK_TOKENS)
+    # Two alone, and twice three behind the first of four.
+    assert (len(pace["passages_s"]), len(pace["intervals_s"])) == (2, 6)
+    assert all(interval_s > 0 for interval_s in pace["intervals_s"])
+    engine = load_engine(str(out), model=content["model"])
+    costs = engine.on_stages(2)
+    share = min(1.0, median(pace["intervals_s"]) / median(pace["passages_s"]))
+    for point in entry["points"]:
+        fitted_s = point["duration_s"] * (1 + point["error"]["iteration"])
+        assert costs.stage_s(point["new_tokens"], point["cached_tokens"]) == pytest.approx(share * fitted_s, rel=1e-6)
+    for running in (prefill, decode):
+        running.wait_idle()

@@ -58,9 +58,13 @@ class TimedInstance:
         self.headers: dict[str, str] = {}  # of the last call
         self.measured: list[tuple[tuple[int, int], ...]] = []  # lengths of every batch, in order
         self.bodies: list[dict[str, Any]] = []
+        self.stages = 1  # `cost` is that of one of them
+        self.hop_s = 0.0
+        self.faster = 1.0  # time of every stage but the last over that of the last
+        self.refused_flushes = 0
         self._cached: list[list[int]] = []
         self._iterations = 0
-        self._now_s = 1000.0
+        self._now_s = self._ended_s = 1000.0
         self._lock = threading.Lock()
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
@@ -75,6 +79,9 @@ class TimedInstance:
                 case "/laps":
                     return (200, {"fit": {"samples": self._iterations}}) if self.has_laps else (404, {})
                 case "/flush_cache":
+                    if self.refused_flushes:
+                        self.refused_flushes -= 1
+                        return 400, "Flush cache failed.\n"
                     self._cached.clear()
                     return 200, "Cache flushed.\n"
                 case "/generate":
@@ -101,6 +108,7 @@ class TimedInstance:
                 batch.append(prompts.pop(0))
             # As in SGLang, what ran against the stand-in for decode is not cached.
             results += self._run(batch, is_kept=body.get("bootstrap_host", [""])[0] != STAND_IN)
+        self._now_s = self._ended_s
         return 200, results if is_list else results[0]
 
     def _joins(self, batch: list[list[int]], prompt: list[int]) -> bool:
@@ -117,7 +125,12 @@ class TimedInstance:
         cut = self.laps_cut_tokens or self.server_info["chunked_prefill_size"]
         self._iterations += max(1, -(-new_tokens // cut))
         entry_s = self._now_s + 0.002
-        self._now_s = entry_s + self.cost(lengths) + 0.001
+        stage_s, others = self.cost(lengths), self.stages - 1
+        self._ended_s = max(
+            entry_s + stage_s * (1 + others * self.faster) + others * self.hop_s + 0.001, self._ended_s + stage_s
+        )
+        # The next one of the same call enters when the first stage is free.
+        self._now_s = self._ended_s if self.stages == 1 else entry_s + stage_s * self.faster - 0.002
         if self.keeps_prefixes and is_kept:
             self._cached += prompts
         return [
@@ -127,7 +140,7 @@ class TimedInstance:
                     "cached_tokens": hit,
                     "request_received_ts": entry_s - 0.002,
                     "forward_entry_time": entry_s,
-                    "prefill_finished_time": self._now_s - 0.001,
+                    "prefill_finished_time": self._ended_s - 0.001,
                 },
             }
             for hit in cached

@@ -4,10 +4,13 @@
      "sp": [{"size": 1, "a_s": 0.03, "b_s_per_token": 5.6e-5, "c_s_per_token2": 2.5e-9, "d_s_per_token2": 1.3e-9}],
      "prefill": {"alpha_s": 1e-10, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.01},
      "iteration": {...}, "gap_s": 0.001, "busy_request_s": 0.003, "front_end": {...},
+     "pipelines": [{"stages": 2, "prefill": {...}, "iteration": {...}, "hop": {"fixed_s": 0.0, "token_s": 1e-9},
+                    "relative": [1.0, 0.9], "kv_tokens": 400000}],
      "fit": {...}, "points": [...], "provenance": {...}}
 
-`sp` (costs by SP size) or `prefill` (LAPS's coefficients) is needed, so that a profile may also be written by hand;
-everything else beside format, version and model may be absent.
+`sp` (costs by SP size), `prefill` (LAPS's coefficients) or `pipelines` (an entry for each number of stages: what an
+iteration takes on the slowest stage) is needed, so that a profile may also be written by hand; everything else beside
+format, version and model may be absent.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
+from sglang_ext.costs.flow_shop import NO_HOP, Hop, Stages
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 
@@ -84,6 +88,21 @@ class FrontEnd(NamedTuple):
         return self.after_s + self.after_token_s * prompt_tokens
 
 
+class PipelineCosts(NamedTuple):
+    """An instance of several stages: what an iteration takes on the slowest one, and the way from stage to stage."""
+
+    stages: Stages
+    coefficients: CostCoefficients
+    iteration: IterationCost | None
+    kv_tokens: int | None = None  # that the instance holds, each stage for its layers
+
+    def stage_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """Seconds of a lone chunk on the slowest stage."""
+        if self.iteration is not None:
+            return self.iteration.iteration_s([(new_tokens, cached_tokens)])
+        return self.coefficients.chunk_s(new_tokens, cached_tokens)
+
+
 class BadFit(NamedTuple):
     """A form that does not describe what was measured, in a profile that was written all the same."""
 
@@ -92,7 +111,10 @@ class BadFit(NamedTuple):
 
 
 class EngineProfile(NamedTuple):
-    """Costs of one model on one device, as far as the profile has them: `candidates` or `coefficients` are there."""
+    """Costs of one model on one device, as far as the profile has them.
+
+    `candidates`, `coefficients` or `pipelines` are there.
+    """
 
     model: str
     device: str | None
@@ -103,6 +125,7 @@ class EngineProfile(NamedTuple):
     busy_request_s: float  # of a request, beside its share of iterations, while others wait
     front_end: FrontEnd | None
     bad_fits: tuple[BadFit, ...]
+    pipelines: tuple[PipelineCosts, ...] = ()  # by the number of stages
 
 
 def _content(path: Path) -> object:
@@ -131,6 +154,9 @@ class MeasuredServer(NamedTuple):
     chunk_tokens: int | None  # most tokens of an iteration
     kv_tokens: int | None  # that the instance holds
     is_cpu: bool  # SGLang's CPU engine
+    pp: int | None = None
+    hidden_size: int | None = None  # of the model
+    layers: int | None = None
 
 
 def load_measured_server(path: Path) -> MeasuredServer:
@@ -138,6 +164,7 @@ def load_measured_server(path: Path) -> MeasuredServer:
     content = _content(path)
     provenance = content.get("provenance") if isinstance(content, dict) else None
     arguments = provenance.get("server_arguments") if isinstance(provenance, dict) else None
+    shape = provenance.get("model_shape") if isinstance(provenance, dict) else None
 
     def count(entries: object, part: str, field: str) -> int | None:
         value = entries.get(field) if isinstance(entries, dict) else None
@@ -152,6 +179,9 @@ def load_measured_server(path: Path) -> MeasuredServer:
         count(arguments, "server_arguments, ", "chunked_prefill_size"),
         count(provenance, "", "kv_tokens"),
         isinstance(arguments, dict) and arguments.get("device") == "cpu",
+        count(arguments, "server_arguments, ", "pp_size"),
+        count(shape, "model_shape, ", "hidden_size"),
+        count(shape, "model_shape, ", "num_hidden_layers"),
     )
 
 
@@ -171,6 +201,32 @@ def sp_entry(size: int, cost: SpCost) -> dict[str, float]:
     return {"size": size, **{field: getattr(cost, field) for field in _SP_FIELDS}}
 
 
+def pipeline_entry(costs: PipelineCosts) -> dict[str, object]:
+    """One number of stages as it stands in the file."""
+    entry: dict[str, object] = {
+        "stages": costs.stages.count,
+        "prefill": {field: getattr(costs.coefficients, field) for field in PREFILL_FIELDS},
+    }
+    if costs.iteration is not None:
+        entry["iteration"] = costs.iteration._asdict()
+    entry["hop"] = costs.stages.hop._asdict()
+    if costs.stages.relative:
+        entry["relative"] = list(costs.stages.relative)
+    if costs.kv_tokens is not None:
+        entry["kv_tokens"] = costs.kv_tokens
+    return entry
+
+
+def read_for_adding(path: Path, model: str) -> Mapping[str, object]:
+    """A profile as it is, for another number of stages to be added. ProfileError if it is none, or of another model."""
+    profile = load_profile(path)
+    if PurePath(profile.model).name != PurePath(model).name:
+        raise ProfileError(f"{path}: the profile is of model {profile.model}, the instance serves {model}")
+    content = _content(path)
+    assert isinstance(content, dict)  # load_profile has read it
+    return content
+
+
 def _profile(content: object) -> EngineProfile:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ProfileError(f'no engine profile: "format" is not "{FORMAT}"')
@@ -179,19 +235,10 @@ def _profile(content: object) -> EngineProfile:
     model, device = content.get("model"), content.get("device")
     if not isinstance(model, str) or not model:
         raise ProfileError('"model" is missing')
-    if not ("sp" in content or "prefill" in content):
-        raise ProfileError('a profile has "sp" or "prefill"')
-    coefficients = None
-    if "prefill" in content:
-        alpha_s, token_s, read_s, kappa_s = _numbers(content, "prefill", PREFILL_FIELDS)
-        coefficients = CostCoefficients(alpha_s, token_s, read_s, kappa_s)
-        if coefficients.token_s == 0 and coefficients.alpha_s == 0:
-            raise ProfileError('"prefill": a token costs nothing')
-    iteration = None
-    if "iteration" in content:
-        iteration = IterationCost(*_numbers(content, "iteration", IterationCost._fields))
-        if iteration.iteration_s([(1, 0)]) <= 0:
-            raise ProfileError('"iteration": a token costs nothing')
+    if not ("sp" in content or "prefill" in content or "pipelines" in content):
+        raise ProfileError('a profile has "sp", "prefill" or "pipelines"')
+    coefficients = _coefficients(content) if "prefill" in content else None
+    iteration = _iteration(content) if "iteration" in content else None
     front_end = FrontEnd(*_numbers(content, "front_end", FrontEnd._fields)) if "front_end" in content else None
     return EngineProfile(
         model,
@@ -203,7 +250,53 @@ def _profile(content: object) -> EngineProfile:
         _number(content, None, "busy_request_s") if "busy_request_s" in content else 0.0,
         front_end,
         _bad_fits(content) if "fit" in content else (),
+        _pipelines(content["pipelines"]) if "pipelines" in content else (),
     )
+
+
+def _coefficients(content: Mapping[str, object]) -> CostCoefficients:
+    alpha_s, token_s, read_s, kappa_s = _numbers(content, "prefill", PREFILL_FIELDS)
+    if token_s == 0 and alpha_s == 0:
+        raise ProfileError('"prefill": a token costs nothing')
+    return CostCoefficients(alpha_s, token_s, read_s, kappa_s)
+
+
+def _iteration(content: Mapping[str, object]) -> IterationCost:
+    iteration = IterationCost(*_numbers(content, "iteration", IterationCost._fields))
+    if iteration.iteration_s([(1, 0)]) <= 0:
+        raise ProfileError('"iteration": a token costs nothing')
+    return iteration
+
+
+def _pipelines(entries: object) -> tuple[PipelineCosts, ...]:
+    if not isinstance(entries, list) or not entries:
+        raise ProfileError('"pipelines" is a list of at least one number of stages')
+    found = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ProfileError('"pipelines": an entry is no object')
+        count = _number(entry, "pipelines", "stages")
+        if count != int(count) or count < 2:
+            raise ProfileError(f'"pipelines": {count:g} stages are not a whole number of at least 2')
+        where = f'"pipelines", {count:g} stages: '
+        if "prefill" not in entry:
+            raise ProfileError(f'{where}"prefill" is missing')
+        try:
+            coefficients = _coefficients(entry)
+            iteration = _iteration(entry) if "iteration" in entry else None
+            hop = Hop(*_numbers(entry, "hop", Hop._fields)) if "hop" in entry else NO_HOP
+            relative = entry.get("relative", [])
+            if not isinstance(relative, list):
+                raise ProfileError('"relative" is no list')
+            stages = Stages(int(count), hop, tuple(_number({"relative": one}, None, "relative") for one in relative))
+            kv_tokens = int(_number(entry, None, "kv_tokens")) if "kv_tokens" in entry else None
+        except ValueError as error:
+            raise ProfileError(f"{where}{error}") from None
+        found.append(PipelineCosts(stages, coefficients, iteration, kv_tokens))
+    counts = [one.stages.count for one in found]
+    if len(set(counts)) < len(counts):
+        raise ProfileError('"pipelines" has a number of stages twice')
+    return tuple(sorted(found, key=lambda one: one.stages.count))
 
 
 def _bad_fits(content: Mapping[str, object]) -> tuple[BadFit, ...]:

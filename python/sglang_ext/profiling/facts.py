@@ -73,6 +73,7 @@ class InstanceFacts:
     vocabulary: int  # token ids below this one exist
     shape: Mapping[str, Scalar] | None  # of the model, where its folder can be read
     arguments: Mapping[str, Scalar]  # of the server, as far as they matter
+    stages: int = 1  # of its pipeline
 
     def identity(self) -> dict[str, Scalar]:
         """What must be equal for two measurements to be of the same thing."""
@@ -117,6 +118,7 @@ def read_facts(server_info: object, model_info: object, asked_model: str | None)
         vocabulary=vocabulary if isinstance(vocabulary, int) else _UNKNOWN_VOCABULARY,
         shape=shape,
         arguments={name: _scalar(server_info[name]) for name in _ARGUMENTS if name in server_info},
+        stages=max(1, _whole(server_info, "pp_size", 1)),
     )
 
 
@@ -167,7 +169,7 @@ def _limits(server_info: Mapping[object, object]) -> PointLimits:
         min(longest - 1, kv_tokens - 1),  # one slot for the token that is generated
         kv_tokens,
         max(1, _whole(server_info, "page_size", 1)),
-        requests,
+        max(1, requests // max(1, _whole(server_info, "pp_size", 1))),  # SGLang's --pp-max-micro-batch-size
     )
 
 

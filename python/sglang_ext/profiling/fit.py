@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from sglang_ext.costs.engine_profile import FrontEnd, IterationCost, features
+from sglang_ext.costs.engine_profile import FrontEnd, IterationCost, PipelineCosts, features
+from sglang_ext.costs.flow_shop import NO_HOP, Hop, Stages
 from sglang_ext.policy.cdsp.sp_cost import ChunkSample, SpCost, fit_sp_cost
 from sglang_ext.policy.laps.cost_model import CostCoefficients
 from sglang_ext.policy.nnls import solve_non_negative
@@ -19,6 +20,7 @@ from sglang_ext.profiling.measured_points import MeasuredPoint, Measurements
 from sglang_ext.profiling.points import Point
 
 LEAST_POINTS = 4
+_LEAST_RELATIVE = 0.01  # time of a stage over that of the slowest
 
 
 class FitError(ValueError):
@@ -85,6 +87,35 @@ def fit_measurements(measurements: Measurements) -> Fit:
         _judge("iteration", single, lambda point: iteration.iteration_s(point.lengths)),
     ]
     return Fit(sp, prefill, iteration, _fit_front_end(measurements), tuple(forms))
+
+
+def pipeline_costs(measurements: Measurements, fit: Fit, stages: int, kv_tokens: int) -> PipelineCosts:
+    """What a stage takes, from the passages that the forms were fitted to and the pace of results. FitError without it.
+
+    The slowest stage takes the same share of every passage. Where the stages are alike what is left is hops, linear in
+    the tokens; where it takes more than a passage divided by the stages, the others are faster, each by as much, and
+    hops cannot be told from that. The slowest is taken to be the last one, which has the head, and the longer part of
+    layers that cannot be divided.
+    """
+    pace = measurements.pace
+    if pace is None:
+        raise FitError("the pace of the pipeline was not measured")
+    share = pace.share
+    relative: tuple[float, ...] = ()
+    hop = NO_HOP
+    if stages * share > 1:
+        others = max(_LEAST_RELATIVE, (1 / share - 1) / (stages - 1))
+        relative = (others,) * (stages - 1) + (1.0,)
+    else:
+        lone = [one for one in measurements.points if one.point.requests == 1 and one.point.cached_tokens == 0]
+        left = (1 - stages * share) / (stages - 1)
+        hop = Hop(*_line([(one.point.new_tokens, left * one.duration_s) for one in lone]))
+    return PipelineCosts(
+        Stages(stages, hop, relative),
+        fit.prefill.times(share),
+        IterationCost(*(share * value for value in fit.iteration)),
+        kv_tokens,
+    )
 
 
 def bad_forms(fit: Fit, max_error: float) -> list[FormFit]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from sglang_ext.profiling.facts import InstanceFacts, InstanceMode, read_facts
 from sglang_ext.profiling.http_client import HttpClient, InstanceError
-from sglang_ext.profiling.measured_points import BusyRun
+from sglang_ext.profiling.measured_points import BusyRun, MeasuredPace
 from sglang_ext.profiling.points import Point
 
 _STAND_IN_DECODE = "2.2.2.2"  # SGLang's name for a decode instance that takes all and needs nothing
@@ -27,6 +27,8 @@ _FIRST_TOKEN = 8  # below are special tokens
 _SAME_BATCH_S = 5e-4
 _QUEUED_CHUNKS = 4
 _FIRST_TOKENS_OF = 2
+_CHUNKS_BEYOND_STAGES = 2
+_FLUSH_S, _FLUSH_AGAIN_S = 10.0, 0.02
 _BUSY_PROMPTS, _BUSY_TOKENS = 64, 16
 
 
@@ -190,6 +192,32 @@ class HttpInstance:
             stamps = list(legs.map(self._hand_over_beside, prompts))
         return _busy_run(stamps)
 
+    def run_pace(self, repeats: int) -> MeasuredPace:
+        """Chunks of the longest length through the stages: `repeats` alone, and as often several behind each other.
+
+        InstanceError where the instance cannot have two more of them under way than it has stages.
+        """
+        limits, count = self.facts.limits, self.facts.stages + _CHUNKS_BEYOND_STAGES
+        tokens = limits.chunk_tokens
+        if tokens is None or tokens > limits.prompt_tokens or count * tokens > limits.kv_tokens:
+            raise InstanceError(
+                f"the time of a stage is measured with {count} prompts of a chunk each: --chunked-prefill-size of the "
+                f"instance is {tokens or 'not set'}, its KV cache holds {limits.kv_tokens} tokens"
+            )
+        passages_s, intervals_s = [], []
+        for number in range(repeats + 1):
+            self.prepare(0)
+            passage_s = self.run(Point(0, tokens)).duration_s
+            self.prepare(0)
+            stamps = self._generate([self._prompt(0, tokens) for _ in range(count)])
+            finished_s = sorted(one.finished_s for one in stamps)
+            if number:  # the first one warms up
+                passages_s.append(passage_s)
+                intervals_s += [later - earlier for earlier, later in pairwise(finished_s)]
+        if not min(intervals_s) > 0:
+            raise InstanceError(f"prompts of {tokens} tokens do not run in a chunk each on this instance")
+        return MeasuredPace(tokens, tuple(passages_s), tuple(intervals_s))
+
     # ---- how ----
 
     def _require_idle(self) -> None:
@@ -201,11 +229,26 @@ class HttpInstance:
                 raise InstanceError(f"{self._client.url} serves {busy} requests: profile an instance without traffic")
 
     def _flush(self) -> None:
-        self._client.post("/flush_cache?timeout=10", {})
+        if self.facts.stages == 1:
+            self._client.post(f"/flush_cache?timeout={_FLUSH_S:g}", {})
+        else:
+            self._flush_stages()
         self._cached_tokens = 0
         self._unused = list(range(_FIRST_TOKEN, self.facts.vocabulary))
         self._draw.shuffle(self._unused)
         self._unused.remove(self._prefix[0])
+
+    def _flush_stages(self) -> None:
+        """A pipeline's micro-batch forgets its last batch with its next round only, and SGLang refuses until then."""
+        deadline_s = time.monotonic() + _FLUSH_S
+        while True:
+            try:
+                self._client.post("/flush_cache", {})
+                return
+            except InstanceError:
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_FLUSH_AGAIN_S)
 
     def _tokens(self, count: int) -> list[int]:
         return self._draw.choices(range(_FIRST_TOKEN, self.facts.vocabulary), k=count)

@@ -55,6 +55,19 @@ class BusyRun(NamedTuple):
     span_s: float  # from the start of the first iteration to the end of the last one
 
 
+class MeasuredPace(NamedTuple):
+    """Chunks of one length in a pipeline of several stages: alone, and one behind the other."""
+
+    chunk_tokens: int
+    passages_s: tuple[float, ...]  # through the empty pipeline
+    intervals_s: tuple[float, ...]  # between results: what the slowest stage takes
+
+    @property
+    def share(self) -> float:
+        """What the slowest stage takes of a passage."""
+        return min(1.0, median(self.intervals_s) / median(self.passages_s))
+
+
 class SkippedPoint(NamedTuple):
     """A point of the defaults that the instance does not run in one iteration."""
 
@@ -70,6 +83,7 @@ class Measurements(NamedTuple):
     gaps_s: tuple[float, ...]  # between iterations while work waits
     skipped: tuple[SkippedPoint, ...]
     busy: tuple[BusyRun, ...] = ()  # empty without a decode instance
+    pace: MeasuredPace | None = None  # of an instance of several stages
 
 
 def spread(values: tuple[float, ...]) -> float:
@@ -97,6 +111,7 @@ class Notes:
         self.hand_overs: dict[int, MeasuredHandOver] = {}
         self.gaps_s: tuple[float, ...] | None = None
         self.busy: tuple[BusyRun, ...] | None = None
+        self.pace: MeasuredPace | None = None
         self._path = path
         self._identity = dict(identity)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -133,6 +148,10 @@ class Notes:
     def add_busy(self, runs: tuple[BusyRun, ...]) -> None:
         self.busy = runs
         self._write("a", {"busy": runs})
+
+    def add_pace(self, pace: MeasuredPace) -> None:
+        self.pace = pace
+        self._write("a", {"pace": pace})
 
     def remove(self) -> None:
         """The profile has been written."""
@@ -178,6 +197,9 @@ class Notes:
                     BusyRun(int(tokens), tuple(map(int, batches)), float(span_s))
                     for tokens, batches, span_s in entry["busy"]
                 )
+            elif "pace" in entry:
+                tokens, passages_s, intervals_s = entry["pace"]
+                self.pace = MeasuredPace(int(tokens), tuple(map(float, passages_s)), tuple(map(float, intervals_s)))
             else:
                 self.gaps_s = tuple(map(float, entry["gaps_s"]))
         except (ValueError, KeyError, TypeError):

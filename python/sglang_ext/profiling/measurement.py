@@ -16,6 +16,7 @@ from sglang_ext.profiling.instance import CutError, RunTimes
 from sglang_ext.profiling.measured_points import (
     BusyRun,
     MeasuredHandOver,
+    MeasuredPace,
     MeasuredPoint,
     Measurements,
     Notes,
@@ -48,6 +49,8 @@ class MeasuredInstance(Protocol):
 
     def run_busy(self) -> BusyRun: ...
 
+    def run_pace(self, repeats: int) -> MeasuredPace: ...
+
 
 def measure(
     instance: MeasuredInstance,
@@ -58,9 +61,11 @@ def measure(
     *,
     may_skip: bool,
     on_progress: OnProgress,
+    is_pipeline: bool = False,
 ) -> Measurements:
     """Measure what the notes lack: `points` in groups of equal cached tokens, and hand-overs of so many tokens.
 
+    Of a pipeline of several stages the times of points are those of the passage, and its pace is measured, too.
     With `may_skip` a point that the instance cuts is noted as skipped, else its CutError is raised; other errors of
     the instance are raised as they come, and what has been noted stays.
     """
@@ -83,9 +88,12 @@ def measure(
             notes.add_hand_over(MeasuredHandOver(tokens, before_s, after_s))
             done += 1
             on_progress(done, total)
-    if notes.gaps_s is None:
+    if is_pipeline:
+        if notes.pace is None:
+            notes.add_pace(instance.run_pace(repeats))
+    elif notes.gaps_s is None:
         notes.add_gaps(tuple(gap for _ in range(_GAP_ROUNDS) for gap in instance.run_queued_chunks()))
-    if hand_overs and notes.busy is None:
+    if hand_overs and notes.busy is None and not is_pipeline:
         instance.prepare(0)
         notes.add_busy(tuple(instance.run_busy() for _ in range(_BUSY_ROUNDS + 1))[1:])
     return Measurements(
@@ -94,6 +102,7 @@ def measure(
         notes.gaps_s or (),
         tuple(notes.skipped[point] for point in points if point in notes.skipped),
         notes.busy or (),
+        notes.pace,
     )
 
 

@@ -10,11 +10,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 from sglang_ext import __version__
-from sglang_ext.costs.engine_profile import PREFILL_FIELDS, sp_entry, write_profile
+from sglang_ext.costs.engine_profile import (
+    PREFILL_FIELDS,
+    PipelineCosts,
+    ProfileError,
+    pipeline_entry,
+    read_for_adding,
+    sp_entry,
+    write_profile,
+)
 from sglang_ext.profiling.facts import InstanceFacts
-from sglang_ext.profiling.fit import Fit, FitError, FormFit, bad_forms, fit_measurements
+from sglang_ext.profiling.fit import Fit, FitError, FormFit, bad_forms, fit_measurements, pipeline_costs
 from sglang_ext.profiling.http_client import InstanceError, is_this_machine
 from sglang_ext.profiling.instance import HttpInstance
 from sglang_ext.profiling.measured_points import MeasuredPoint, Measurements, Notes, NotesError, partial_path
@@ -53,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seed", type=int, default=0, help="of the token ids")
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile (JSON)")
+    output.add_argument(
+        "--add-to",
+        type=Path,
+        metavar="FILE",
+        help="a profile of the same model: what it has of other numbers of pipeline stages (--pp-size) is kept",
+    )
     output.add_argument("--plot", type=Path, metavar="FILE", help="the picture (PNG); default: beside the profile")
     output.add_argument("--device-name", help="what to call the device in the profile, such as H200")
     output.add_argument(
@@ -68,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write. Progress goes to standard error; 2 for what cannot be done, 1 for a bad fit."""
     try:
         return _run(args)
-    except (InstanceError, PointError, NotesError, FitError, ProfilePictureError) as error:
+    except (InstanceError, PointError, NotesError, FitError, ProfileError, ProfilePictureError) as error:
         _clear_bar()
         print(f"sglang-ext profile engine: error: {error}", file=sys.stderr)
         return 2
@@ -96,6 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     facts = instance.facts
     try:
+        added_to = read_for_adding(args.add_to, facts.model) if args.add_to is not None else {}
         asked = AskedPoints(args.new_tokens, args.cached_tokens, args.batch_tokens, args.batch_sizes)
         if asked.cached_tokens is None and not instance.can_cache:
             print("cached tokens are left out: a prefill instance needs --decode for them", file=sys.stderr)
@@ -105,12 +121,25 @@ def _run(args: argparse.Namespace) -> int:
         hand_overs = [tokens for tokens in _HAND_OVER_TOKENS if tokens <= longest] if args.decode else []
         notes = Notes(partial_path(args.out), facts.identity())
         may_skip = asked.new_tokens is None
-        measurements = measure(instance, points, hand_overs, notes, args.repeats, may_skip=may_skip, on_progress=_bar())
+        measurements = measure(
+            instance,
+            points,
+            hand_overs,
+            notes,
+            args.repeats,
+            may_skip=may_skip,
+            on_progress=_bar(),
+            is_pipeline=facts.stages > 1,
+        )
     finally:
         instance.close()
     _clear_bar()
     fit = fit_measurements(measurements)
     print(_table(measurements.points, fit))
+    pipeline = None
+    if facts.stages > 1:
+        pipeline = pipeline_costs(measurements, fit, facts.stages, facts.limits.kv_tokens)
+        print(_stages_line(measurements, pipeline))
     for skipped in measurements.skipped:
         print(f"left out: {skipped.reason}")
     bad = bad_forms(fit, args.max_error)
@@ -123,7 +152,8 @@ def _run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    write_profile(args.out, _content(args, facts, measurements, fit))
+    content = _content(args, facts, measurements, fit)
+    write_profile(args.out, _merged(content, added_to, pipeline, measurements))
     notes.remove()
     print(f"wrote {args.out}" + _draw(args, facts, measurements.points, fit))
     return 0
@@ -169,6 +199,47 @@ def _table(points: Sequence[MeasuredPoint], fit: Fit) -> str:
             f"{label + ' of the relative error':>42}" + "".join(f"{getattr(f, name):>11.1%}" for f in fit.forms)
         )
     return "\n".join(lines)
+
+
+def _stages_line(measurements: Measurements, pipeline: PipelineCosts) -> str:
+    """What was measured of the stages."""
+    pace, stages = measurements.pace, pipeline.stages
+    assert pace is not None
+    others = f", the others {stages.relative[0]:.0%} of that" if stages.relative else ""
+    hop = f"{1e3 * stages.hop.fixed_s:.3g} ms and {1e6 * stages.hop.token_s:.3g} us a token"
+    return (
+        f"times are those of a passage through {stages.count} stages. A chunk of {pace.chunk_tokens} tokens passes in "
+        f"{1e3 * median(pace.passages_s):.4g} ms; results follow each other every "
+        f"{1e3 * median(pace.intervals_s):.4g} ms, so the slowest stage takes {pace.share:.1%} of a passage{others}. "
+        + ("Hops cannot be told from that." if stages.relative else f"A hop takes {hop}.")
+    )
+
+
+def _merged(
+    content: dict[str, object],
+    added_to: Mapping[str, object],
+    pipeline: PipelineCosts | None,
+    measurements: Measurements,
+) -> Mapping[str, object]:
+    """The content with other numbers of stages of the profile that it is added to.
+
+    A pipeline's own forms are those of a passage, which no reader reckons with: its entry has what a stage takes.
+    """
+    entries = added_to.get("pipelines", [])
+    assert isinstance(entries, list)
+    if pipeline is None:
+        return {**content, "pipelines": entries} if entries else content
+    count, pace = pipeline.stages.count, measurements.pace
+    assert pace is not None
+    own = {name: content.pop(name) for name in ("fit", "points", "left_out", "hand_over", "busy", "provenance")}
+    entry = {**pipeline_entry(pipeline), "pace": pace._asdict(), **own}
+    pipelines = [*(one for one in entries if one["stages"] != count), entry]
+    pipelines.sort(key=lambda one: int(one["stages"]))
+    kept = {name: value for name, value in added_to.items() if name not in ("format", "version")}
+    if not kept:
+        alone = {name: value for name, value in content.items() if name not in ("sp", "prefill", "iteration")}
+        return {**alone, "pipelines": pipelines, "fit": own["fit"], "provenance": own["provenance"]}
+    return {**kept, "pipelines": pipelines}
 
 
 def _content(args: argparse.Namespace, facts: InstanceFacts, measurements: Measurements, fit: Fit) -> dict[str, object]:

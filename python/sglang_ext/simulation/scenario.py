@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import islice
 
+from sglang_ext.costs.engine_profile import PipelineCosts
+from sglang_ext.costs.flow_shop import Hop
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
@@ -27,6 +29,8 @@ from sglang_ext.types import Role
 LAPS = "laps"
 POLICIES = (*(system.value for system in ClusterSystem), *(order.value for order in QueueOrder), LAPS)
 DRAWN_REQUESTS = 2000
+ACTIVATION_BYTES_PER_TOKEN = 16_384  # hidden state and residual of 4,096 values in 16 bits
+HOP_MS, HOP_GB_PER_S = 2.0, 25.0  # where nothing was measured
 _CLUSTER_POLICIES = {system.value for system in ClusterSystem}
 
 
@@ -60,7 +64,8 @@ def make_requests(workload: Workload, args: argparse.Namespace, rate_per_s: floa
 
 def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: bool) -> StageBuilder:
     """What builds the prefill stage. ScenarioError names the option."""
-    for name in ("prefill", "instances_per_node", "kv_tokens", "sp_size", "chunk_tokens", "boundary_tokens"):
+    counts = ("prefill", "instances_per_node", "kv_tokens", "sp_size", "chunk_tokens", "boundary_tokens")
+    for name in (*counts, "short_pp", "long_pp"):
         _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
     if not 0 <= args.improvement_rate < 1:
         raise ScenarioError(f"--improvement-rate must be at least 0 and below 1, got {args.improvement_rate:g}")
@@ -76,8 +81,14 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
         raise ScenarioError(f"--short-instances: --policy {args.policy} keeps no classes apart")
     if short and not 0 < short < args.prefill:
         raise ScenarioError(f"--short-instances must be at least 1 and leave one of {args.prefill}, got {short}")
+    if args.long_pp > 1 and args.policy in _CLUSTER_POLICIES:
+        raise ScenarioError(f"--long-pp: instances that share prompts (--policy {args.policy}) have one stage")
     if short and args.policy in _CLUSTER_POLICIES:
         return _split_builder(args, engine, is_recorded)
+    if args.short_pp > 1 and not short:
+        raise ScenarioError("--short-pp needs --short-instances")
+    if args.move_pools and args.short_pp != args.long_pp:
+        raise ScenarioError("--move-pools: instances of the pools must have as many stages (--short-pp, --long-pp)")
     if args.policy in _CLUSTER_POLICIES:
         return _cluster_builder(args, engine, is_recorded)
     return _instances_builder(args, engine, is_recorded)
@@ -202,8 +213,9 @@ def _instances_builder(args: argparse.Namespace, engine: SimEngine, is_recorded:
     if args.move_pools and not short:
         raise ScenarioError("--move-pools needs --short-instances")
     roles = (Role.SHORT,) * short + (Role.LONG,) * (args.prefill - short) if short else (Role.BOTH,) * args.prefill
+    pipelines = {role: costs for role in set(roles) if (costs := _pipeline(args, engine, role)) is not None}
     policy = _iteration_policy(args, engine)
-    spec = InstancesSpec(roles, engine.coefficients, args.kv_tokens, args.boundary_tokens, engine.iteration)
+    spec = InstancesSpec(roles, engine.coefficients, args.kv_tokens, args.boundary_tokens, engine.iteration, pipelines)
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
         return InstancePool(loop, spec, router_policy(args.router), policy, listener, args.seed, is_recorded)
@@ -217,8 +229,14 @@ def _split_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: boo
     short = args.short_instances
     policy = _iteration_policy(args, engine)
     # Whatever the router sends to an instance that serves both, it serves: only short prompts get here.
+    pipeline = _pipeline(args, engine, Role.SHORT)
     spec = InstancesSpec(
-        (Role.BOTH,) * short, engine.coefficients, args.kv_tokens, args.boundary_tokens, engine.iteration
+        (Role.BOTH,) * short,
+        engine.coefficients,
+        args.kv_tokens,
+        args.boundary_tokens,
+        engine.iteration,
+        {} if pipeline is None else {Role.BOTH: pipeline},
     )
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
@@ -229,18 +247,45 @@ def _split_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: boo
     return build
 
 
-def _iteration_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[Role], IterationPolicy]:
-    limits = InstanceLimits(
-        page_tokens=1, max_chunk_tokens=args.chunk_tokens, max_batch_tokens=args.chunk_tokens, max_requests=64
-    )
+def _pipeline(args: argparse.Namespace, engine: SimEngine, role: Role) -> PipelineCosts | None:
+    """The stages of an instance of this role; None: it has one. A stage holds the KV of its layers."""
+    count = args.short_pp if role is Role.SHORT else args.long_pp
+    if count == 1:
+        return None
+    return engine.on_stages(count, stage_hop(args, engine, count))._replace(kv_tokens=count * args.kv_tokens)
 
+
+def stage_hop(args: argparse.Namespace, engine: SimEngine, stages: int) -> Hop | None:
+    """From stage to stage, as the options say; None: as measured. ScenarioError names the option."""
+    _require_positive("--hop-gb-per-s", args.hop_gb_per_s)
+    _require_positive("--activation-bytes-per-token", args.activation_bytes_per_token)
+    if args.hop_ms is not None and not (math.isfinite(args.hop_ms) and args.hop_ms >= 0):
+        raise ScenarioError(f"--hop-ms must be at least 0, got {args.hop_ms:g}")
+    is_measured = any(one.stages.count == stages for one in engine.pipelines)
+    if is_measured and args.hop_ms is None and args.hop_gb_per_s is None:
+        return None
+    bytes_per_token = args.activation_bytes_per_token or engine.activation_bytes_per_token or ACTIVATION_BYTES_PER_TOKEN
+    hop_ms = HOP_MS if args.hop_ms is None else args.hop_ms
+    return Hop.over_link(bytes_per_token, 1e9 * (args.hop_gb_per_s or HOP_GB_PER_S), hop_ms / 1e3)
+
+
+def _iteration_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[Role], IterationPolicy]:
     def policy(role: Role) -> IterationPolicy:
         if args.policy in {order.value for order in QueueOrder}:
             return ChunkedPrefill(QueueOrder(args.policy), args.chunk_tokens)
         laps_options = LapsOptions(
             mode=LapsMode(role.value), boundary_tokens=args.boundary_tokens, short_ttft_slo_ms=1e3 * args.slo
         )
-        return LapsPolicy(Laps(laps_options, GraphGrid(), engine.coefficients, limits))
+        pipeline = _pipeline(args, engine, role)
+        limits = InstanceLimits(
+            page_tokens=1,
+            max_chunk_tokens=args.chunk_tokens,
+            max_batch_tokens=args.chunk_tokens,
+            max_requests=64,
+            stages=1 if pipeline is None else pipeline.stages.count,
+        )
+        prior = engine.coefficients if pipeline is None else pipeline.coefficients
+        return LapsPolicy(Laps(laps_options, GraphGrid(), prior, limits))
 
     return policy
 

@@ -29,6 +29,9 @@ from sglang_ext.simulation.report import LoadReport, as_json, make_report, table
 from sglang_ext.simulation.run import simulate_for_clients
 from sglang_ext.simulation.scaler import SCALERS
 from sglang_ext.simulation.scenario import (
+    ACTIVATION_BYTES_PER_TOKEN,
+    HOP_GB_PER_S,
+    HOP_MS,
     POLICIES,
     ScenarioError,
     engine_doubts,
@@ -70,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--model", help="name or folder of the model that the engine must be of")
     engine.add_argument("--prefill", type=int, default=16, help="prefill instances")
     engine.add_argument("--instances-per-node", type=int, default=8, help="prefill instances on one node")
-    engine.add_argument("--kv-tokens", type=int, default=1_000_000, help="KV tokens that a prefill instance holds")
+    engine.add_argument(
+        "--kv-tokens", type=int, default=1_000_000, help="KV tokens that a prefill instance holds: for each stage"
+    )
     engine.add_argument(
         "--fail",
         action="append",
@@ -103,6 +108,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="laps: so many serve short prompts alone, the others long ones, 0: all serve both; policies that share "
         "prompts: so many serve short prompts under laps, the others share long ones",
     )
+    policy.add_argument(
+        "--long-pp",
+        type=int,
+        default=1,
+        metavar="P",
+        help="instances that serve long prompts, or all, alone: pipeline stages of each, so many devices",
+    )
+    policy.add_argument(
+        "--short-pp", type=int, default=1, metavar="P", help="--short-instances: pipeline stages of each"
+    )
+    add_hop_arguments(policy)
     policy.add_argument("--move-pools", action="store_true", help="laps: the pressure controller moves instances")
     policy.add_argument(
         "--scaler",
@@ -146,6 +162,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="draw the TTFT distribution, the timeline of "
         "instances, latency against load (with --rates), pool sizes (with --move-pools)",
+    )
+
+
+def add_hop_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add what activations take from stage to stage to a group of arguments; `scenario.stage_hop` reads it."""
+    group.add_argument(
+        "--hop-ms", type=float, metavar="MS", help=f"latency from stage to stage (as measured, else {HOP_MS:g})"
+    )
+    group.add_argument(
+        "--hop-gb-per-s",
+        type=float,
+        metavar="GB",
+        help=f"bandwidth from stage to stage (as measured, else {HOP_GB_PER_S:g})",
+    )
+    group.add_argument(
+        "--activation-bytes-per-token",
+        type=int,
+        metavar="BYTES",
+        help=f"that go from stage to stage (4 for each value of the hidden state, else {ACTIVATION_BYTES_PER_TOKEN})",
     )
 
 
@@ -219,9 +254,12 @@ def _run(args: argparse.Namespace) -> int:
             if outcome.pool_sizes:
                 draw_pools(outcome.pool_sizes, outcome.end_s, args.pictures / f"pools{suffix}.png")
     reports = [report for report, _ in runs]
+    stages = f" of {args.long_pp} stages" if args.long_pp > 1 else ""
+    if args.short_pp > 1:
+        stages += f" (short: {args.short_pp})"
     print(
-        f"{engine.name}; {args.prefill} prefill instances, policy {args.policy}; short: up to {args.boundary_tokens} "
-        "new tokens; time to first token in seconds"
+        f"{engine.name}; {args.prefill} prefill instances{stages}, policy {args.policy}; short: up to "
+        f"{args.boundary_tokens} new tokens; time to first token in seconds"
     )
     print(table(reports))
     if args.json is not None:

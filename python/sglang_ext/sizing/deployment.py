@@ -11,7 +11,7 @@ from typing import NamedTuple
 import yaml
 
 from sglang_ext.cluster.cluster_file import dump_cluster
-from sglang_ext.cluster.config import ClusterConfig, PoolConfig, PoolsConfig, RouterSettings
+from sglang_ext.cluster.config import ClusterConfig, CoordinatorConfig, PoolConfig, PoolsConfig, RouterSettings
 from sglang_ext.sizing.load_trial import ClusterLayout, SloTargets
 from sglang_ext.types import Role
 
@@ -31,6 +31,7 @@ class DeployedModel(NamedTuple):
     name: str  # folder, or name on the Hub
     chunk_tokens: int | None  # None: SGLang's own choice
     is_cpu: bool
+    ring_sizes: tuple[int, ...] = (1, 2, 4)  # how many instances may share a chunk, where they share prompts
 
 
 def helm_values(layout: ClusterLayout, model: DeployedModel, targets: SloTargets) -> dict[str, object]:
@@ -40,6 +41,10 @@ def helm_values(layout: ClusterLayout, model: DeployedModel, targets: SloTargets
     }
     for role, count in layout.pools():
         pool: dict[str, object] = {"role": _CHART_POOLS[role], "replicas": count, "tp": _tp(layout, role)}
+        if layout.pp(role) > 1:
+            pool["pp"] = layout.pp(role)
+        if layout.is_ring and role is Role.LONG:
+            pool["sharesLongPrompts"] = True
         if role.is_prefill:
             pool["args"] = [f"{option}={value}" for option, value in _laps_options(targets)]
             if model.chunk_tokens is not None:
@@ -48,7 +53,14 @@ def helm_values(layout: ClusterLayout, model: DeployedModel, targets: SloTargets
     defaults: dict[str, object] = {"model": model.name}
     if model.is_cpu:
         defaults |= {"gpus": 0, "transferBackend": _CPU_BACKEND}
-    return {"boundaryTokens": layout.boundary_tokens, "poolDefaults": defaults, "pools": pools}
+    values: dict[str, object] = {
+        "boundaryTokens": layout.boundary_tokens,
+        "poolDefaults": defaults,
+        "pools": pools,
+    }
+    if layout.is_ring:
+        values["coordinator"] = {"enabled": True, "spSizes": list(model.ring_sizes)}
+    return values
 
 
 def cluster_config(layout: ClusterLayout, model: DeployedModel, targets: SloTargets) -> ClusterConfig:
@@ -60,11 +72,17 @@ def cluster_config(layout: ClusterLayout, model: DeployedModel, targets: SloTarg
         if role.is_prefill and model.chunk_tokens is not None:
             args = ["--chunked-prefill-size", str(model.chunk_tokens)]
         pools[role.value] = PoolConfig(
-            count=count, tp=_tp(layout, role), args=tuple(args), worker_args=tuple(worker_args)
+            count=count,
+            tp=_tp(layout, role),
+            pp=layout.pp(role),
+            args=tuple(args),
+            worker_args=tuple(worker_args),
         )
+    sizes = ",".join(str(size) for size in model.ring_sizes)
     return ClusterConfig(
         model=model.name,
         pools=PoolsConfig(**pools),
+        coordinator=CoordinatorConfig(enabled=layout.is_ring, args=("--sp-sizes", sizes) if layout.is_ring else ()),
         router=RouterSettings(length_boundary_tokens=layout.boundary_tokens),
     )
 

@@ -13,23 +13,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from sglang_ext.costs.engine_profile import FrontEnd
+from sglang_ext.costs.engine_profile import FrontEnd, PipelineCosts
+from sglang_ext.policy.cdsp.pool_schedule import PrefillOrder
+from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
 from sglang_ext.policy.pools.instance_pressure import quantile
 from sglang_ext.policy.routing.decode_choice import decode_policy
+from sglang_ext.simulation.cluster import ClusterSpec
 from sglang_ext.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
 from sglang_ext.simulation.engines import SimEngine
 from sglang_ext.simulation.events import EventLoop, ServedPrefill, SimRequest, feed
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import LapsPolicy
+from sglang_ext.simulation.long_pool import LongPool, LongPoolOptions
+from sglang_ext.simulation.run import RecordedStage
+from sglang_ext.simulation.scenario import SplitStage
 from sglang_ext.types import Role
 
 ROUTER, DECODE_ROUTER = "predicted_wait", "freeness"  # the router's own defaults
@@ -47,10 +53,17 @@ class ClusterLayout(NamedTuple):
     long: int
     both: int  # that serve all lengths; then there is no short and no long pool
     decode: int
+    long_pp: int = 1  # stages of an instance that serves long prompts, or all
+    is_ring: bool = False  # instances of the long pool share their prompts
 
     @property
     def gpus(self) -> int:
-        return self.tp * (self.short + self.long + self.both) + self.decode_tp * self.decode
+        prefill = self.short + self.long_pp * (self.long + self.both)
+        return self.tp * prefill + self.decode_tp * self.decode
+
+    def pp(self, role: Role) -> int:
+        """Stages of an instance."""
+        return self.long_pp if role in (Role.LONG, Role.BOTH) else 1
 
     def pools(self) -> tuple[tuple[Role, int], ...]:
         """The pools that it has, prefill first, with their instances."""
@@ -58,8 +71,12 @@ class ClusterLayout(NamedTuple):
         return tuple((role, count) for role, count in sizes if count)
 
     def describe(self) -> str:
-        pools = " + ".join(f"{count} {role}" for role, count in self.pools())
+        pools = " + ".join(self._describe(role, count) for role, count in self.pools())
         return f"{pools}, boundary {self.boundary_tokens}, TP {self.tp}"
+
+    def _describe(self, role: Role, count: int) -> str:
+        shape = f" of PP {self.pp(role)}" if self.pp(role) > 1 else ""
+        return f"{count} {role}{' (ring)' if self.is_ring and role is Role.LONG else shape}"
 
 
 class ServiceObjective(StrEnum):
@@ -95,6 +112,17 @@ class SizedEngine(NamedTuple):
     costs: SimEngine
     kv_tokens: int
     chunk_tokens: int
+    pipelines: tuple[PipelineCosts, ...] = ()  # instances of several stages
+    ring: tuple[SpCandidate, ...] = ()  # how many of one stage may share a prompt; empty: none do
+
+    def pipeline(self, stages: int) -> PipelineCosts | None:
+        """An instance of so many stages. KeyError for a number that there is not; None for one."""
+        if stages == 1:
+            return None
+        for one in self.pipelines:
+            if one.stages.count == stages:
+                return one._replace(kv_tokens=one.kv_tokens or stages * self.kv_tokens)
+        raise KeyError(stages)
 
     def alone_s(self, prompt_tokens: int) -> float:
         """Time to first token of a prompt on an idle instance, nothing cached."""
@@ -102,12 +130,15 @@ class SizedEngine(NamedTuple):
         total_s = front_end.entry_delay_s(prompt_tokens) + front_end.return_delay_s(prompt_tokens)
         return total_s + self.compute_s(prompt_tokens)
 
-    def compute_s(self, prompt_tokens: int) -> float:
-        """Time of its iterations."""
+    def compute_s(self, prompt_tokens: int, stages: int = 1) -> float:
+        """Time of its iterations, on the slowest stage."""
         total_s = 0.0
+        pipeline = self.pipeline(stages)
         for done in range(0, prompt_tokens, self.chunk_tokens):
             chunk = min(self.chunk_tokens, prompt_tokens - done)
-            if self.costs.iteration is not None:
+            if pipeline is not None:
+                total_s += pipeline.stage_s(chunk, done)
+            elif self.costs.iteration is not None:
                 total_s += self.costs.iteration.iteration_s([(chunk, done)])
             else:
                 total_s += self.costs.coefficients.chunk_s(chunk, done)
@@ -208,25 +239,55 @@ def run_load_trial(setup: TrialSetup, trial: LoadTrial) -> LoadVerdict:
         meter.on_finished,
     )
     meter.decode = decode
+    feed(loop, meter.queued_requests(), _prefill_stage(loop, layout, engine, targets, meter))
+    loop.run()
+    return meter.verdict()
+
+
+def _prefill_stage(
+    loop: EventLoop, layout: ClusterLayout, engine: SizedEngine, targets: SloTargets, meter: _Meter
+) -> RecordedStage:
     roles = tuple(role for role, count in layout.pools() for _ in range(count) if role.is_prefill)
-    limits = InstanceLimits(1, engine.chunk_tokens, engine.chunk_tokens, MOST_BATCH_REQUESTS)
+    pipelines = {role: costs for role in set(roles) if (costs := engine.pipeline(layout.pp(role))) is not None}
 
     def policy(role: Role) -> LapsPolicy:
+        costs = pipelines.get(role)
+        limits = InstanceLimits(
+            1, engine.chunk_tokens, engine.chunk_tokens, MOST_BATCH_REQUESTS, stages=layout.pp(role)
+        )
         options = LapsOptions(
             mode=LapsMode(role.value),
             boundary_tokens=layout.boundary_tokens,
             short_ttft_slo_ms=1e3 * targets.short_ttft_s,
             long_slo_stretch=targets.long_stretch,
         )
-        return LapsPolicy(Laps(options, GraphGrid(), engine.costs.coefficients, limits))
+        prior = engine.costs.coefficients if costs is None else costs.coefficients
+        return LapsPolicy(Laps(options, GraphGrid(), prior, limits))
 
-    spec = InstancesSpec(
-        roles, engine.costs.coefficients, engine.kv_tokens, layout.boundary_tokens, engine.costs.iteration
+    def instances(roles: tuple[Role, ...], policy: Callable[[Role], LapsPolicy]) -> InstancePool:
+        spec = InstancesSpec(
+            roles,
+            engine.costs.coefficients,
+            engine.kv_tokens,
+            layout.boundary_tokens,
+            engine.costs.iteration,
+            pipelines,
+        )
+        return InstancePool(loop, spec, router_policy(ROUTER), policy, meter, 0, False)
+
+    if not layout.is_ring:
+        return instances(roles, policy)
+    # Whatever the router sends to an instance that serves both, it serves: only short prompts get there.
+    short = instances((Role.BOTH,) * layout.short, lambda _: policy(Role.SHORT))
+    ring = LongPool(
+        loop,
+        ClusterSpec(layout.long, kv_tokens=engine.kv_tokens),
+        [one for one in engine.ring if one.size <= layout.long],
+        LongPoolOptions(PrefillOrder.ON_TIME, targets.short_ttft_s, targets.long_stretch),
+        meter,
+        False,
     )
-    pool = InstancePool(loop, spec, router_policy(ROUTER), policy, meter, 0, False)
-    feed(loop, meter.queued_requests(), pool)
-    loop.run()
-    return meter.verdict()
+    return SplitStage(layout.boundary_tokens, short, ring, layout.short)
 
 
 def _with_instances(spec: DecodeSpec, instances: int) -> DecodeSpec:
@@ -279,11 +340,13 @@ class _Meter:
         request = served.request
         deadline_s, objective = self._deadlines_s[request.key]
         ended_s = served.first_token_s + self._front_end.return_delay_s(request.prompt_tokens)
-        assert served.role is not None
-        self._roles[request.key] = served.role
+        role = served.role or Role.LONG
+        if self._trial.layout.is_ring and role is Role.BOTH:
+            role = Role.SHORT
+        self._roles[request.key] = role
         if ended_s - self._sent_s[request.key] > deadline_s:
             self._is_late[request.key] = 1
-            self._count(objective, served.role)
+            self._count(objective, role)
         assert self.decode is not None
         self.decode.on_first_token(served)
 

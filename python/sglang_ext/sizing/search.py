@@ -41,15 +41,20 @@ class LayoutFamily(NamedTuple):
     tp: int
     decode_tp: int
     is_split: bool
+    long_pp: int = 1
+    is_ring: bool = False
 
     @property
     def gpus_each(self) -> Sizes:
         """GPUs of an instance of each pool."""
-        return (self.tp, self.tp, self.decode_tp) if self.is_split else (self.tp, self.decode_tp)
+        long = self.tp * self.long_pp
+        return (self.tp, long, self.decode_tp) if self.is_split else (long, self.decode_tp)
 
     def layout(self, sizes: Sizes) -> ClusterLayout:
         short, long, both = (*sizes[:2], 0) if self.is_split else (0, 0, sizes[0])
-        return ClusterLayout(self.boundary_tokens, self.tp, self.decode_tp, short, long, both, sizes[-1])
+        return ClusterLayout(
+            *(self.boundary_tokens, self.tp, self.decode_tp, short, long, both, sizes[-1], self.long_pp, self.is_ring)
+        )
 
 
 class SizedLayout(NamedTuple):
@@ -173,7 +178,11 @@ def guessed_sizes(family: LayoutFamily, setup: TrialSetup, load: float) -> Sizes
     short_s = sum(
         engine.compute_s(one.prompt_tokens) for one in setup.requests if one.prompt_tokens <= family.boundary_tokens
     )
-    prefill_s = sum(engine.compute_s(one.prompt_tokens) for one in setup.requests)
+    long_s = sum(
+        engine.compute_s(one.prompt_tokens, family.long_pp)
+        for one in setup.requests
+        if one.prompt_tokens > family.boundary_tokens or not family.is_split
+    )
     duration_s = max(1e-9, setup.requests[-1].arrival_s - setup.requests[0].arrival_s) / load
     # A decode instance of a batch of n makes n tokens in base + n x per_request.
     decode = setup.decode
@@ -184,8 +193,8 @@ def guessed_sizes(family: LayoutFamily, setup: TrialSetup, load: float) -> Sizes
         return max(1, round(work_s / duration_s / GUESSED_UTILISATION))
 
     if family.is_split:
-        return instances(short_s), instances(prefill_s - short_s), instances(tokens_s)
-    return instances(prefill_s), instances(tokens_s)
+        return instances(short_s), instances(long_s), instances(tokens_s)
+    return instances(long_s), instances(tokens_s)
 
 
 def busiest_part(requests: Sequence[SimRequest], count: int, engine: SizedEngine) -> tuple[SimRequest, ...]:

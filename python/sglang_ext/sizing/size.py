@@ -22,7 +22,14 @@ from sglang_ext.cluster.config import ConfigError
 from sglang_ext.costs.engine_profile import MeasuredServer, ProfileError, load_measured_server
 from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.simulation.pictures import PicturesError, check_pictures, draw_cost
-from sglang_ext.simulation.scenario import LAPS, ScenarioError, decode_spec, engine_doubts, make_requests
+from sglang_ext.simulation.scenario import (
+    LAPS,
+    ScenarioError,
+    decode_spec,
+    engine_doubts,
+    make_requests,
+    stage_hop,
+)
 from sglang_ext.simulation.simulate import add_decode_instance_arguments
 from sglang_ext.simulation.workload import WorkloadError, load_workload
 from sglang_ext.sizing.deployment import DeployedModel, cluster_config, helm_values, write_cluster, write_values
@@ -36,12 +43,14 @@ from sglang_ext.sizing.load_trial import (
     TrialSetup,
     run_load_trial,
 )
+from sglang_ext.sizing.plan import PlanError, add_link_arguments, ring_candidates
 from sglang_ext.sizing.search import LayoutFamily, LayoutSearch, SizedLayout, guessed_sizes, parts_of
 
 T = TypeVar("T")
 BOUNDARIES = (256, 512, 1024, 2048, 4096, 8192)
 LEAST_SHARE = 0.01  # of the prompts, on each side of a boundary that is tried unasked
 KV_TOKENS, CHUNK_TOKENS = 1_000_000, 8192  # where the profile does not tell
+LARGEST_RING = 8  # instances that share a chunk
 MOST_DRAWN = 3  # kinds of layout
 PICTURE_LOADS = (0.5, 1.0)  # times the trace's: what these cost is drawn, too
 
@@ -91,6 +100,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="boundaries to try (powers of two that part the trace)",
     )
+    space.add_argument(
+        "--long-pp",
+        type=int,
+        nargs="+",
+        metavar="P",
+        help="pipeline stages of instances that serve long prompts, or all (1, and what the profile has)",
+    )
+    space.add_argument(
+        "--ring", action="store_true", help="long pools whose instances share prompts (a coordinator), too"
+    )
     space.add_argument("--show", type=int, default=5, help="how many layouts to print; more are searched for longer")
     space.add_argument("--processes", type=int, help="simulations at a time (one per core)")
     instances = parser.add_argument_group("instances")
@@ -98,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instances.add_argument("--chunk-tokens", type=int, help="most tokens of an iteration (the profile's)")
     instances.add_argument("--decode-tp", type=int, help="GPUs of a decode instance (the smallest TP of the profiles)")
     add_decode_instance_arguments(instances)
+    add_link_arguments(parser.add_argument_group("links of pipelines and rings"))
     output = parser.add_argument_group("output")
     output.add_argument("--model", help="what the written files serve: folder or name on the Hub (the profile's)")
     output.add_argument(
@@ -113,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     prefix = "sglang-ext size: error:"
     try:
         return _run(args)
-    except (SizingError, ScenarioError, WorkloadError, EngineError, ProfileError, PicturesError) as error:
+    except (SizingError, PlanError, ScenarioError, WorkloadError, EngineError, ProfileError, PicturesError) as error:
         option = {
             WorkloadError: "--trace: ",
             EngineError: "--profile: ",
@@ -165,7 +185,10 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{done} simulations in {time.monotonic() - started_s:.0f} s", file=sys.stderr)
     if args.out is not None:
         _write(args, sizing, sized, points, rate_per_s)
-        print(f"wrote values.yaml, cluster.yaml, layouts.json and cost.png in {args.out}")
+        has_values = (args.out / "values.yaml").exists()
+        print(f"wrote {'values.yaml, ' * has_values}cluster.yaml, layouts.json and cost.png in {args.out}")
+        if not has_values:
+            print("no values.yaml: in the chart CPU engines alone share long prompts so far")
     return 0
 
 
@@ -185,6 +208,7 @@ def read_sizing(args: argparse.Namespace) -> Sizing:
     except ValueError as error:
         raise SizingError(str(error)) from None
     engines, server = _engines(args)
+    engines = {tp: _with_long_shapes(args, tp, engine) for tp, engine in engines.items()}
     requests = make_requests(load_workload(args.trace), args, args.rate)
     if not requests[-1].arrival_s > requests[0].arrival_s:
         raise SizingError("--trace: all requests arrive at once, so there is no load to size for")
@@ -199,7 +223,24 @@ def read_sizing(args: argparse.Namespace) -> Sizing:
         raise SizingError(f"--max-gpus: the smallest layout takes {least} GPUs, got {args.max_gpus}")
     chunk_tokens = args.chunk_tokens or server.chunk_tokens
     model = args.model or engines[min(engines)].costs.name.partition(" on ")[0]
-    return Sizing(setup, families, DeployedModel(model, chunk_tokens, server.is_cpu))
+    sizes = tuple(one.size for one in engines[min(engines)].ring)
+    return Sizing(setup, families, DeployedModel(model, chunk_tokens, server.is_cpu, sizes))
+
+
+def _with_long_shapes(args: argparse.Namespace, tp: int, engine: SizedEngine) -> SizedEngine:
+    """The instance with what it may be for long prompts: pipelines, and groups that share a prompt."""
+    counts = set(args.long_pp or (1, *(one.stages.count for one in engine.costs.pipelines)))
+    for count in counts:
+        if count < 1:
+            raise SizingError(f"--long-pp must be at least 1, got {count}")
+    try:
+        pipelines = tuple(
+            engine.costs.on_stages(count, stage_hop(args, engine.costs, count)) for count in sorted(counts - {1})
+        )
+    except EngineError as error:
+        raise SizingError(f"--long-pp: {error}") from None
+    ring = ring_candidates(args, engine.costs, min(LARGEST_RING, args.max_gpus // tp)) if args.ring else ()
+    return engine._replace(pipelines=pipelines, ring=ring)
 
 
 def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], MeasuredServer]:
@@ -226,8 +267,10 @@ def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], Measured
 def sized_engine(name: str, kv_tokens: int | None = None, chunk_tokens: int | None = None) -> SizedEngine:
     """An instance of the profile or engine `name`; what is not given is the profile's. EngineError, ProfileError."""
     costs, server = load_engine(name), _server(name)
+    # A pipeline holds as much as all its stages.
+    measured_tokens = server.kv_tokens and max(1, server.kv_tokens // (server.pp or 1))
     return SizedEngine(
-        costs, kv_tokens or server.kv_tokens or KV_TOKENS, chunk_tokens or server.chunk_tokens or CHUNK_TOKENS
+        costs, kv_tokens or measured_tokens or KV_TOKENS, chunk_tokens or server.chunk_tokens or CHUNK_TOKENS
     )
 
 
@@ -258,8 +301,14 @@ def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tu
         ]
     # Of one pool the boundary says only what is scheduled as short: where the objectives change.
     common = min(boundaries or BOUNDARIES, key=lambda one: abs(one - max(short, default=prompts[0])))
-    families = [LayoutFamily(boundary, tp, decode_tp, True) for tp in setup.engines for boundary in boundaries]
-    families += [LayoutFamily(common, tp, decode_tp, False) for tp in setup.engines]
+    families: list[LayoutFamily] = []
+    for is_split, of in ((True, boundaries), (False, [common])):
+        for tp, engine in setup.engines.items():
+            counts = args.long_pp or (1, *(one.stages.count for one in engine.pipelines))
+            for boundary in of:
+                families += [LayoutFamily(boundary, tp, decode_tp, is_split, count) for count in sorted(set(counts))]
+                if is_split and engine.ring:
+                    families.append(LayoutFamily(boundary, tp, decode_tp, True, is_ring=True))
     return tuple(families)
 
 
@@ -396,7 +445,8 @@ def _points(
 
 
 def _family(layout: ClusterLayout) -> LayoutFamily:
-    return LayoutFamily(layout.boundary_tokens, layout.tp, layout.decode_tp, layout.both == 0)
+    is_split = layout.both == 0
+    return LayoutFamily(layout.boundary_tokens, layout.tp, layout.decode_tp, is_split, layout.long_pp, layout.is_ring)
 
 
 def _table(sized: Sequence[SizedLayout], setup: TrialSetup, headroom: float, rate_per_s: float) -> str:
@@ -433,7 +483,10 @@ def _write(
         f"{best.layout.describe()}: {best.layout.gpus} GPUs\nfound by: "
         f"{shlex.join(['sglang-ext', *sys.argv[1:]])}\nholds up to x{best.load:.2f} of the trace's load"
     )
-    write_values(args.out / "values.yaml", heading, helm_values(best.layout, sizing.model, targets))
+    if best.layout.is_ring and not sizing.model.is_cpu:
+        (args.out / "values.yaml").unlink(missing_ok=True)
+    else:
+        write_values(args.out / "values.yaml", heading, helm_values(best.layout, sizing.model, targets))
     try:
         config = cluster_config(best.layout, sizing.model, targets)
     except ConfigError as error:
@@ -460,6 +513,8 @@ def _write(
     series = {}
     for family, found in points.items():
         name = f"{'split at' if family.is_split else 'one pool,'} {family.boundary_tokens}, TP {family.tp}"
+        if family.long_pp > 1 or family.is_ring:
+            name += ", ring" if family.is_ring else f", PP {family.long_pp}"
         most = {gpus: max(load for cost, load in found if cost == gpus) for gpus, _ in found}
         series[name] = [(gpus, load * rate_per_s) for gpus, load in most.items()]
     draw_cost(series, rate_per_s, args.headroom * rate_per_s, args.out / "cost.png")

@@ -83,6 +83,7 @@ def test_medha_gains_are_against_the_better_baseline_figure_by_figure() -> None:
     found["loongserve-split"] = figures_of(p99_s=3.0, long_p50_s=2.0)
     found["pool"] = figures_of(p99_s=5.0, long_p99_s=3.0)
     found["ours-lars"] = figures_of(p99_s=1.0, long_p99_s=6.0)
+    found["spp"] = figures_of(p99_s=7.0, long_p50_s=3.0)
     assert papers_medha.gains(found) == pytest.approx(
         {
             "median_gain": 2.0,
@@ -96,6 +97,11 @@ def test_medha_gains_are_against_the_better_baseline_figure_by_figure() -> None:
             "long_p99_gain_over_whole": 0.75,
             "p99_gain_over_lars": 0.5,
             "long_p99_gain_over_lars": 1.5,
+            "p50_gain_over_pipelines": 8.0,
+            "p90_gain_over_pipelines": 1.0,
+            "p99_gain_over_pipelines": 3.5,
+            "long_p50_gain_over_pipelines": 0.75,
+            "long_p99_gain_over_pipelines": 2.0,
         }
     )
 
@@ -113,4 +119,9 @@ def test_ours_and_what_it_is_compared_with_differ_by_one_thing() -> None:
     ours = systems["ours"]
     assert systems["pool"] == ours._replace(short_instances=0)
     assert systems["ours-lars"].short_instances == ours.short_instances
+    assert {name for name, one in systems.items() if one.pipelines is not None} == set(papers_medha.PIPELINES)
+    for name in papers_medha.PIPELINES:
+        pipelines, short = systems[name].pipelines, systems[name].short_instances
+        assert pipelines is not None
+        assert pipelines.count * pipelines.stages + short == papers_medha.INSTANCES
     assert systems["ours-lars"].candidates == ours.candidates

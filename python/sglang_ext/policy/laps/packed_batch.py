@@ -34,12 +34,20 @@ def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float
     short prefills' objective at least and a third at most (and 2.4 times the fixed cost, if that is more): the longest
     batch and the next one then end within five sixths of the objective, which leaves the rest to what was not foreseen.
 
-    In a pipeline the one that waits passes the first stage's longest batch (1/2 of the objective for one stage), and
-    then all stages with its own (1/3 on each): both shares shrink by (1/2 + 1/3) / (1/2 + P/3) for P stages.
+    Of a pipeline's `stages` it is the time on each: `stage_share`.
     """
-    short_slo_s *= 5 / (3 + 2 * stages)
+    short_slo_s *= stage_share(stages)
     wanted_s = min(max(_OVERHEADS * fixed_s, _LEAST_OF_SLO * short_slo_s), _MOST_OF_SLO * short_slo_s)
     return max(wanted_s, _LEAST_OVERHEADS * fixed_s)
+
+
+def stage_share(stages: int) -> float:
+    """What a batch may take on each of P stages, over what it may take on an instance of one stage.
+
+    A short prefill that waits passes the first stage's longest batch (1/2 of the objective for one stage), and then all
+    stages with its own (1/3 on each): both shares shrink by (1/2 + 1/3) / (1/2 + P/3).
+    """
+    return 5 / (3 + 2 * stages)
 
 
 def without_shorts_s(round_s: float) -> float:

@@ -22,6 +22,7 @@ from sglang_ext.policy.laps.cost_model import CostCoefficients
 
 SP = {"size": 1, "a_s": 0.03, "b_s_per_token": 5e-5, "c_s_per_token2": 2e-9, "d_s_per_token2": 1e-9}
 PREFILL = {"alpha_s": 1e-10, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.01}
+STAGES = {"stages": 2, "prefill": PREFILL, "hop": {"fixed_s": 0.001, "token_s": 1e-8}}
 ITERATION = IterationCost(0.01, 0.001, 1e-5, 0.0, 1e-10, 2e-9, 1e-9)
 FRONT_END = FrontEnd(0.002, 1e-6, 0.003, 0.0)
 HEAD = {"format": FORMAT, "version": 1, "model": "m"}
@@ -78,7 +79,7 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> 
         ({"format": FORMAT, "model": "m", "prefill": PREFILL}, "version missing is not the one this program reads, 1"),
         ({**HEAD, "version": 2, "prefill": PREFILL}, "version 2 is not the one this program reads, 1"),
         ({"format": FORMAT, "version": 1, "prefill": PREFILL}, '"model" is missing'),
-        (HEAD, 'a profile has "sp" or "prefill"'),
+        (HEAD, 'a profile has "sp", "prefill" or "pipelines"'),
         ({**HEAD, "sp": []}, '"sp" is a list of at least one SP size'),
         ({**HEAD, "sp": [{"size": 1}]}, '"sp": a_s must be a number of at least 0'),
         ({**HEAD, "sp": [{**SP, "size": 1.5}]}, "size 1.5 is not a whole number of at least 1"),
@@ -93,6 +94,18 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> 
             '"iteration": a token costs nothing',
         ),
         ({**HEAD, "prefill": PREFILL, "front_end": {"before_s": "x"}}, '"front_end": before_s must be a number'),
+        ({**HEAD, "pipelines": []}, '"pipelines" is a list of at least one number of stages'),
+        ({**HEAD, "pipelines": [{"stages": 1}]}, '"pipelines": 1 stages are not a whole number of at least 2'),
+        ({**HEAD, "pipelines": [{"stages": 2}]}, '"pipelines", 2 stages: "prefill" is missing'),
+        ({**HEAD, "pipelines": [STAGES, STAGES]}, '"pipelines" has a number of stages twice'),
+        (
+            {**HEAD, "pipelines": [{**STAGES, "hop": {"fixed_s": -1}}]},
+            '"pipelines", 2 stages: "hop": fixed_s must be a number of at least 0',
+        ),
+        (
+            {**HEAD, "pipelines": [{**STAGES, "relative": [0.5, 0.9]}]},
+            "2 stages: relative times of 2 stages are as many numbers above 0, the largest 1",
+        ),
         ({**HEAD, "prefill": PREFILL, "gap_s": -1}, "gap_s must be a number of at least 0"),
         ({**HEAD, "prefill": PREFILL, "fit": {}}, "max_error must be a number of at least 0"),
         ({**HEAD, "prefill": PREFILL, "max_error": 0.2, "fit": {"sp 1": {}}}, '"fit, sp 1": error_p90 must be'),

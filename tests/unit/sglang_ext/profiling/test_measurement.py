@@ -9,7 +9,7 @@ import pytest
 from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.profiling.http_client import InstanceError
 from sglang_ext.profiling.instance import CutError, RunTimes
-from sglang_ext.profiling.measured_points import BusyRun, MeasuredHandOver, Measurements, Notes
+from sglang_ext.profiling.measured_points import BusyRun, MeasuredHandOver, MeasuredPace, Measurements, Notes
 from sglang_ext.profiling.measurement import HAND_OVER_ROUNDS, busy_request_s, gap_s, measure
 from sglang_ext.profiling.points import Point
 
@@ -49,6 +49,10 @@ class FakeInstance:
     def run_busy(self) -> BusyRun:
         self.log.append("busy")
         return BusyRun(16, (1, 3), 3.0)
+
+    def run_pace(self, repeats: int) -> MeasuredPace:
+        self.log.append("pace")
+        return MeasuredPace(512, (1.0,) * repeats, (0.4, 0.6))
 
 
 def notes_at(tmp_path: Path) -> Notes:
@@ -138,6 +142,22 @@ def test_hand_overs_are_noted_too(tmp_path: Path) -> None:
     again = FakeInstance()
     run(again, notes_at(tmp_path), [A], hand_overs=[16, 128])
     assert again.log == []
+
+
+def test_of_a_pipeline_the_pace_is_measured_once(tmp_path: Path) -> None:
+    instance = FakeInstance()
+    found = measure(
+        instance, [A], [], notes_at(tmp_path), 2, may_skip=False, on_progress=lambda *_: None, is_pipeline=True
+    )
+    assert found.pace == MeasuredPace(512, (1.0, 1.0), (0.4, 0.6))
+    assert found.pace.share == 0.5
+    assert found.gaps_s == found.busy == ()
+    assert instance.log.count("pace") == 1
+    again = FakeInstance()
+    known = measure(
+        again, [A], [], notes_at(tmp_path), 2, may_skip=False, on_progress=lambda *_: None, is_pipeline=True
+    )
+    assert (known, again.log) == (found, [])
 
 
 def test_what_a_busy_instance_needs_for_a_request_beside_its_iterations(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.costs.engine_profile import IterationCost, load_profile
+from sglang_ext.costs.flow_shop import Chunk
 from sglang_ext.profiling.measurement import HAND_OVER_ROUNDS
+from sglang_ext.simulation.engines import load_engine
 from support.timed_instance import STAND_IN, TimedInstance, timed_instance
 
 COST = IterationCost(0.02, 0.0, 4e-5, 0.0, 0.0, 2e-9, 1e-9)  # both papers' forms hold
@@ -106,6 +108,87 @@ def test_with_a_decode_instance_prefixes_and_hand_overs_are_measured(instance: T
     assert [one["prompt_tokens"] for one in content["hand_over"]] == [16, 128, 1024]
     assert [sum(run["batches"]) for run in content["busy"]] == [16] * 5
     assert {point["cached_tokens"] for point in content["points"]} == {0, 1024}
+
+
+# ---- pipelines ----
+
+ONE_STAGE = IterationCost(0.01, 0.0, 2e-5, 0.0, 0.0, 1e-9, 5e-10)
+
+
+@pytest.fixture
+def pipeline() -> Iterator[TimedInstance]:
+    with timed_instance(ONE_STAGE.iteration_s) as running:
+        running.stages = running.server_info["pp_size"] = 3
+        yield running
+
+
+def test_what_a_stage_takes_and_a_hop(
+    pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline.hop_s = 0.004
+    pipeline.refused_flushes = 2
+    out = tmp_path / "p.json"
+    points = ("--new-tokens", "16", "128", "512", "--cached-tokens", "0", "1024", "--batch-sizes", "1")
+    assert profile(pipeline, out, *points, "--repeats", "2") == 0
+    read = load_profile(out)
+    assert (read.candidates, read.coefficients, read.iteration) == ((), None, None)
+    (costs,) = read.pipelines
+    assert (costs.stages.count, costs.stages.relative, costs.kv_tokens) == (3, (), 20_000)
+    # By the pace of full chunks; of what is left of a passage hops and a share of short chunks cannot be told apart.
+    assert costs.stage_s(512, 0) == pytest.approx(ONE_STAGE.iteration_s([(512, 0)]), rel=1e-3)
+    for tokens in (16, 128, 512):
+        passage_s = costs.stages.passage_s(Chunk(costs.stage_s(tokens, 0), tokens))
+        assert passage_s == pytest.approx(3 * ONE_STAGE.iteration_s([(tokens, 0)]) + 0.008, rel=0.02)
+    assert costs.stages.hop.time_s(512) == pytest.approx(0.004, rel=0.05)
+    printed = capsys.readouterr().out
+    assert "times are those of a passage through 3 stages. A chunk of 512 tokens passes in 69.11" in printed
+    assert "results follow each other every 20.37" in printed
+    assert "A hop takes" in printed
+    engine = load_engine(str(out))
+    assert engine.on_stages(3) == costs
+    assert engine.coefficients.chunk_s(512, 0) == pytest.approx(3 * ONE_STAGE.iteration_s([(512, 0)]), rel=1e-3)
+
+
+def test_stages_of_unequal_speed(pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.faster = 0.75
+    out = tmp_path / "p.json"
+    assert profile(pipeline, out, *QUICK) == 0
+    (costs,) = load_profile(out).pipelines
+    assert costs.stages.relative == pytest.approx((0.75, 0.75, 1.0), rel=0.02)
+    assert costs.stage_s(512, 1024) == pytest.approx(ONE_STAGE.iteration_s([(512, 1024)]), rel=0.02)
+    assert "Hops cannot be told from that." in capsys.readouterr().out
+
+
+def test_numbers_of_stages_are_added_to_each_other(
+    instance: TimedInstance, pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single, both, again, other = (tmp_path / f"{number}.json" for number in range(4))
+    assert profile(instance, single, *QUICK) == 0
+    assert profile(pipeline, both, *QUICK, "--add-to", str(single)) == 0
+    alone, read = load_profile(single), load_profile(both)
+    assert read._replace(pipelines=()) == alone
+    assert [one.stages.count for one in read.pipelines] == [3]
+    # In the other direction, and a number of stages that is there already.
+    assert profile(instance, again, *QUICK, "--add-to", str(both)) == 0
+    assert load_profile(again)._replace(front_end=None) == read._replace(front_end=None)
+    assert profile(pipeline, both, *QUICK, "--add-to", str(both)) == 0
+    assert load_profile(both).pipelines == read.pipelines
+    assert load_engine(str(both)).on_stages(2).stages.count == 2  # reckoned
+    pipeline.model_info["model_path"] = "models/another"
+    capsys.readouterr()
+    assert profile(pipeline, other, *QUICK, "--add-to", str(single)) == 2
+    (error,) = errors(capsys)
+    assert error.endswith("the profile is of model models/tiny-llama, the instance serves models/another")
+
+
+def test_a_pipeline_without_room_for_its_pace(
+    pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline.server_info["max_total_num_tokens"] = 2000
+    assert profile(pipeline, tmp_path / "p.json", *QUICK) == 2
+    (error,) = errors(capsys)
+    assert "the time of a stage is measured with 5 prompts of a chunk each: --chunked-prefill-size of the" in error
+    assert error.endswith("is 512, its KV cache holds 2000 tokens")
 
 
 def test_an_interrupted_measurement_goes_on(

@@ -82,7 +82,7 @@ def test_a_bad_fit_is_known(tmp_path: Path) -> None:
 
 
 def test_a_wrong_profile_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match='a profile has "sp" or "prefill"') as caught:
+    with pytest.raises(EngineError, match='a profile has "sp", "prefill" or "pipelines"') as caught:
         load_engine(write(tmp_path / "p.json"))
     assert "\n" not in str(caught.value)
     with pytest.raises(EngineError, match=r"neither table1, .* nor a profile that can be read"):

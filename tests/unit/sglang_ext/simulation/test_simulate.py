@@ -105,6 +105,46 @@ def test_pictures_are_drawn(lengths: str, tmp_path: Path) -> None:
     assert all(path.stat().st_size > 1000 for path in folder.iterdir())
 
 
+def test_rounds_of_several_stages_are_short_for_short_prompts(tmp_path: Path) -> None:
+    """With the rounds of one stage these would take half a second."""
+    engine = tmp_path / "engine.json"
+    costs = {"alpha_s": 0.0, "token_s": 4e-5, "read_s": 0.0, "kappa_s": 0.05}
+    content = {"format": "sglang-ext engine profile", "version": 1, "model": "m", "prefill": costs}
+    engine.write_text(json.dumps(content), encoding="utf-8")
+    workload = tmp_path / "workload.csv"
+    rows = ["0,90000,2", *(f"{0.1 + 0.31 * number},50,2" for number in range(1, 8))]
+    workload.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
+    out = tmp_path / "out.json"
+    arguments = ["simulate", "--workload", str(workload), "--engine", str(engine), "--policy", "laps", "--prefill", "1"]
+    arguments += ["--long-pp", "4", "--hop-ms", "0", "--slo", "0.3", "--boundary-tokens", "1024", "--json", str(out)]
+    assert main([*arguments, "--chunk-tokens", "16384"]) == 0
+    (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
+    assert run["ttft"]["short"]["max_s"] <= 0.32
+
+
+def test_instances_of_several_stages(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On as many devices: a prompt alone takes far less time, with a slow hop more."""
+    common = ["simulate", "--workload", lengths, "--rate", "0.02", "--requests", "20", "--policy", "laps"]
+    medians_s = []
+    for number, stages in enumerate(
+        (
+            ["--prefill", "4"],
+            ["--prefill", "1", "--long-pp", "4"],
+            ["--prefill", "1", "--long-pp", "4", "--hop-ms", "500"],
+        )
+    ):
+        out = tmp_path / f"{number}.json"
+        assert main([*common, *stages, "--json", str(out)]) == 0
+        (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
+        medians_s.append(run["ttft"]["long"]["p50_s"])
+    assert medians_s[1] < 0.6 * medians_s[0]
+    assert medians_s[2] > medians_s[1] + 1.4
+    assert "1 prefill instances of 4 stages, policy laps" in capsys.readouterr().out
+    for policy in ("pool", "laps"):
+        pools = ["--policy", policy, "--prefill", "3", "--short-instances", "1", "--short-pp", "2"]
+        assert main([*common, *pools]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,6 +159,17 @@ def test_pictures_are_drawn(lengths: str, tmp_path: Path) -> None:
         (["--rate", "1", "--fail", "3:x:1"], "--fail '3:x:1' is not INSTANCE:AT:FOR, such as 3:60:120"),
         (["--rate", "1", "--fail", "16:0:1"], "--fail '16:0:1': there are instances 0 to 15"),
         (["--rate", "1", "--policy", "laps", "--move-pools"], "--move-pools needs --short-instances"),
+        (
+            ["--rate", "1", "--policy", "laps", "--move-pools", "--short-instances", "1", "--long-pp", "2"],
+            "--move-pools: instances of the pools must have as many stages (--short-pp, --long-pp)",
+        ),
+        (["--rate", "1", "--policy", "laps", "--short-pp", "2"], "--short-pp needs --short-instances"),
+        (["--rate", "1", "--policy", "laps", "--long-pp", "0"], "--long-pp must be above 0, got 0"),
+        (
+            ["--rate", "1", "--policy", "laps", "--long-pp", "2", "--hop-ms", "-1"],
+            "--hop-ms must be at least 0, got -1",
+        ),
+        (["--rate", "1", "--long-pp", "2"], "--long-pp: instances that share prompts (--policy tetris) have one stage"),
         (["--rate", "1", "--warm-up", "1"], "--warm-up must be at least 0 and below 1, got 1"),
         (["--rate", "1", "--decode", "1", "--transfer-gb-per-s", "0"], "--transfer-gb-per-s must be above 0, got 0"),
         (["--rate", "1", "--slo", "nan"], "--slo must be above 0, got nan"),

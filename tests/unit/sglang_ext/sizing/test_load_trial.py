@@ -66,6 +66,21 @@ def test_the_way_of_a_request_counts_for_its_time() -> None:
     assert quick.late == late.late == 0
 
 
+def test_a_pipeline_keeps_its_rounds_short_for_short_prompts() -> None:
+    """LAPS on several stages gives a round its share of the time; with that of one stage these take 0.5 s."""
+    costs = SimEngine("made up", (), CostCoefficients(0.0, 4e-5, 0.0, 0.05))
+    engine = SizedEngine(costs, 100_000, 16_384, (costs.on_stages(4),))
+    shorts = [SimRequest(key, 0.1 + 0.31 * key, 50, 2) for key in range(1, 8)]
+    requests = (SimRequest(0, 0.0, 90_000, 2), *shorts)
+    targets = SloTargets(0.3, 3.0, 0.05, 1.0)
+    layout = ClusterLayout(1024, 1, 1, 0, 0, 1, 1, long_pp=4)
+    trial = LoadTrial(layout, 1.0, is_complete=True)
+    short = run_load_trial(TrialSetup(requests, {1: engine}, DECODE, targets), trial).figures[SHORT]
+    assert short.requests == 7
+    assert short.p99_s <= 0.33
+    assert engine.compute_s(90_000, 4) == pytest.approx(engine.compute_s(90_000) / 4)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_as_many_may_be_late_as_the_attainment_leaves(allowed: bool) -> None:
     """Of six prompts at once on one instance some are late; one request in ten may be."""

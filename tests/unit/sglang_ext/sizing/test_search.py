@@ -143,6 +143,19 @@ FAMILIES = (
 )
 
 
+def test_the_gpus_of_a_family_are_those_of_its_layouts() -> None:
+    for is_split, pp, is_ring in (
+        (True, 1, False),
+        (True, 4, False),
+        (True, 1, True),
+        (False, 1, False),
+        (False, 4, False),
+    ):
+        family = LayoutFamily(512, 2, 3, is_split, pp, is_ring)
+        sizes = (5, 3, 2) if is_split else (5, 2)
+        assert family.layout(sizes).gpus == sum(a * b for a, b in zip(family.gpus_each, sizes, strict=True))
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_of_simulated_layouts_the_cheapest_is_that_of_trying_all(seed: int) -> None:
     most_gpus = 7

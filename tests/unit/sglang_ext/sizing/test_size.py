@@ -40,7 +40,9 @@ PROFILE = {
 TARGETS = SloTargets(0.3, 3.0, 0.05)
 SPLIT = ClusterLayout(1024, 2, 1, 1, 3, 0, 4)
 ONE_POOL = ClusterLayout(512, 1, 2, 0, 0, 3, 1)
-LAYOUTS = {"split pools": SPLIT, "one pool for all lengths": ONE_POOL}
+PIPELINES = ClusterLayout(1024, 2, 1, 1, 2, 0, 4, long_pp=4)
+RING = ClusterLayout(1024, 1, 1, 1, 4, 0, 2, is_ring=True)
+LAYOUTS = {"split pools": SPLIT, "one pool for all lengths": ONE_POOL, "pipelines": PIPELINES}
 
 
 @pytest.fixture
@@ -130,6 +132,33 @@ def test_profiles_of_several_tp_are_compared(
     assert sorted(int(row.split()[0]) for row in rows) == [int(row.split()[0]) for row in rows]
 
 
+def test_an_objective_that_no_instance_holds_alone_takes_a_pipeline_or_a_ring(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long prompts of 2.8 s within 1.2 s: no number of instances apart does it, several that share a prompt do."""
+    pytest.importorskip("matplotlib")
+    trace = tmp_path / "long.csv"
+    rows = [f"{number / 2},{30_000 if number % 8 == 0 else 100 + number},5" for number in range(60)]
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
+    arguments = ["size", "--trace", str(trace), "--profile", profile, "--slo-short-ms", "1200"]
+    arguments += ["--slo-long-stretch", "1", "--max-gpus", "10", "--processes", "1", "--boundary-tokens", "512"]
+    objective = ["--attainment", "1"]
+    assert main([*arguments, *objective]) == 1
+    capsys.readouterr()
+    out = tmp_path / "out"
+    shapes = ["--long-pp", "1", "4", "--ring", "--hop-ms", "1", "--out", str(out)]
+    assert main([*arguments, *objective, *shapes]) == 0
+    layouts = json.loads((out / "layouts.json").read_text(encoding="utf-8"))["layouts"]
+    assert {one["long_pp"] for one in layouts if not one["is_ring"]} == {4}
+    assert any(one["is_ring"] for one in layouts)
+    best = layouts[0]
+    config = load_cluster(out / "cluster.yaml")
+    assert config.coordinator.enabled == best["is_ring"]
+    assert config.pools.long.pp == (best["long_pp"] if best["long"] else 1)
+    # In the chart CPU engines alone share prompts.
+    assert (out / "values.yaml").exists() != best["is_ring"]
+
+
 def test_where_nothing_holds_it_says_what_breaks(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["size", "--trace", trace, "--profile", profile, "--slo-short-ms", "12", "--slo-long-stretch", "1"]
     assert main([*arguments, "--max-gpus", "6", "--processes", "1", "--boundary-tokens", "512"]) == 1
@@ -155,9 +184,24 @@ def test_up_takes_its_file_and_reads_what_was_written(name: str, is_cpu: bool, t
     for role, pool in config.pools.by_role():
         if pool.count:
             assert pool.tp == (layout.tp if role.is_prefill else layout.decode_tp)
+            assert pool.pp == layout.pp(role)
             assert pool.args == (("--chunked-prefill-size", "4096") if role.is_prefill else ())
             assert ("--laps-short-ttft-slo-ms" in pool.worker_args) == role.is_prefill
     assert main(["up", "--config", str(tmp_path / "cluster.yaml"), "--dry-run"]) == 0
+
+
+def test_a_ring_is_a_coordinator_and_its_members() -> None:
+    model = DeployedModel("org/made-up", 4096, True, (1, 2, 4))
+    config = cluster_config(RING, model, TARGETS)
+    assert config.coordinator.enabled
+    assert config.coordinator.args == ("--sp-sizes", "1,2,4")
+    values: Any = helm_values(RING, model, TARGETS)
+    assert values["coordinator"] == {"enabled": True, "spSizes": [1, 2, 4]}
+    shared = {name for name, pool in values["pools"].items() if pool is not None and "sharesLongPrompts" in pool}
+    assert shared == {"prefill-long"}
+    assert RING.describe() == "1 short + 4 long (ring) + 2 decode, boundary 1024, TP 1"
+    assert PIPELINES.describe() == "1 short + 2 long of PP 4 + 4 decode, boundary 1024, TP 2"
+    assert PIPELINES.gpus == 2 * (1 + 2 * 4) + 4
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -179,6 +223,7 @@ def test_the_chart_renders_the_values() -> None:
         for layout in LAYOUTS.values()
         for is_cpu in (False, True)
     ]
+    cases.append((RING, helm_values(RING, DeployedModel("org/made-up", 4096, True), TARGETS)))
     done = subprocess.run(
         [sys.executable, "tools/render_chart.py", "--cases"],
         input=json.dumps([values for _, values in cases]),
@@ -238,6 +283,9 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     ),
     "a decode step of nothing": (["--decode-step-ms", "0"], "--decode-step-ms must be above 0, got 0"),
     "a rate of nothing": (["--rate", "0"], "--rate must be above 0, got 0"),
+    "no stages": (["--long-pp", "0"], "--long-pp must be at least 1, got 0"),
+    "a link of nothing": (["--ring", "--ring-gb-per-s", "0"], "--ring-gb-per-s must be above 0, got 0"),
+    "a hop of less than nothing": (["--long-pp", "2", "--hop-ms", "-1"], "--hop-ms must be at least 0, got -1"),
     "one request": (["--requests", "1"], "--trace: all requests arrive at once, so there is no load to size for"),
 }
 
