@@ -140,6 +140,11 @@ class Sent:
         return self
 
     @property
+    def is_ended(self) -> bool:
+        """Whether all legs have been answered."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
     def prefill_s(self) -> float:
         """Until prefill answered: computed, and its KV gone."""
         return self._ended_s[0] - self._began_s

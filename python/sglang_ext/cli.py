@@ -42,7 +42,8 @@ COMMANDS = {
         "sglang_ext.sequence_parallel.coordinator_command", "let several instances of a long pool share long prefills"
     ),
     "timeline": Command(
-        "sglang_ext.sequence_parallel.timeline", "draw who computed what when in a long pool, or in a recording"
+        "sglang_ext.sequence_parallel.timeline",
+        "draw who computed what when in a long pool, in a pipeline, or in a recording",
     ),
     "top": Command("sglang_ext.live_view.top_command", "show pools and requests of a running router in the terminal"),
     "record": Command("sglang_ext.live_view.record_command", "write what the live page of a router shows to a file"),

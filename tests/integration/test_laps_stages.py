@@ -57,6 +57,16 @@ def any_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield from checked_pair(*request.param)
 
 
+@pytest.fixture(
+    params=[
+        pytest.param((STAGES, DECODE), id="tcp"),
+        pytest.param((HANDSHAKE_STAGES, HANDSHAKE_DECODE), id="handshake"),
+    ]
+)
+def by_any_transfer(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    yield from checked_pair(*request.param)
+
+
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     yield from checked_pair(STAGES, DECODE)
@@ -84,17 +94,18 @@ def test_greedy_tokens_with_several_parked_and_shorts_between(any_pair: Pair) ->
     assert any_pair.status()["parks"] - parks_before >= len(PRIORITIES) - 1
 
 
-def test_four_at_once_that_share_a_prefix(pair: Pair) -> None:
-    prefix = pair.send(700, seed=1020)
+def test_four_at_once_that_share_a_prefix(by_any_transfer: Pair) -> None:
+    prefix = by_any_transfer.send(700, seed=1020)
     assert prefix.is_exact()
-    longs = [pair.send(1500 + number, seed=1021 + number, prefix=prefix.prompt) for number in range(4)]
-    shorts = [pair.send(SHORT_TOKENS + number, seed=1030 + number) for number in range(4)]
+    longs = [by_any_transfer.send(1500 + number, seed=1021 + number, prefix=prefix.prompt) for number in range(4)]
+    shorts = [by_any_transfer.send(SHORT_TOKENS + number, seed=1030 + number) for number in range(4)]
     assert all(request.is_exact() for request in (*shorts, *longs))
 
 
 @pytest.mark.parametrize("stage", ["chunking", "parked"])
-def test_abort(pair: Pair, stage: str) -> None:
+def test_abort(by_any_transfer: Pair, stage: str) -> None:
     """Chunks of it are under way on both stages; what is left is not computed (SGLang's own loop would)."""
+    pair = by_any_transfer
     before_tokens = pair.prefill.load()["total_prefill_uncached_tokens"]
     victim = pair.send(LONG_TOKENS, seed=1040, rid=f"in-stages-{stage}", priority="low")
     pair.wait_for(lambda status: 0 < status["long"]["tokens"] < LONG_TOKENS)
@@ -112,15 +123,15 @@ def test_abort(pair: Pair, stage: str) -> None:
     assert computed_tokens < (1 + len(others)) * LONG_TOKENS
 
 
-def test_abort_of_everything_with_several_parked(pair: Pair) -> None:
+def test_abort_of_everything_with_several_parked(by_any_transfer: Pair) -> None:
     longs = []
     for number, priority in enumerate(PRIORITIES[1:]):
-        longs.append(pair.send(LONG_TOKENS, seed=1050 + number, priority=priority))
-        pair.wait_for_running(parked=number)
-    for engine in (pair.prefill, pair.decode):
+        longs.append(by_any_transfer.send(LONG_TOKENS, seed=1050 + number, priority=priority))
+        by_any_transfer.wait_for_running(parked=number)
+    for engine in (by_any_transfer.prefill, by_any_transfer.decode):
         engine.post("/abort_request", {"rid": "", "abort_all": True})
     assert all(were_aborted(long, ABORT_LIMIT_S) for long in longs)
-    assert pair.send(LONG_TOKENS, seed=1060).is_exact()
+    assert by_any_transfer.send(LONG_TOKENS, seed=1060).is_exact()
 
 
 def test_modes_switch_under_load(pair: Pair) -> None:

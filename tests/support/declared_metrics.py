@@ -79,8 +79,10 @@ def _registered() -> list[tuple[str, str, tuple[str, ...]]]:
     from sglang_ext.sequence_parallel.tickets import OpenTickets
     from sglang_ext.sglang_plugin.handshake.metrics import TransferMetrics
     from sglang_ext.sglang_plugin.laps.metrics import PrometheusMetrics
+    from sglang_ext.sglang_plugin.laps.stage_times import StageMetrics
 
     PrometheusMetrics()
+    StageMetrics(0)
     TransferMetrics(receive_backends=1)
     registered = [one for one in REGISTRY._collector_to_names if hasattr(one, "_labelnames")]
     found = [(one._name, one._type, one._labelnames) for one in registered]

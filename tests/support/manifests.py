@@ -249,7 +249,8 @@ def check_command(pods: Pods) -> None:
 
 def check_group(pods: Pods, engine_arguments: list[str]) -> None:
     """The ranks of an instance fit on its pods' GPUs."""
-    ranks = int(next(word for word in engine_arguments if word.startswith("--tp-size=")).partition("=")[2])
+    given = dict(word.partition("=")[::2] for word in engine_arguments)
+    ranks = int(given["--tp-size"]) * int(given.get("--pp-size", 1))
     requests, limits = pods.container["resources"]["requests"], pods.container["resources"].get("limits", {})
     gpus = [name for name in limits if "/" in name and "gpu" in name]
     assert any(word.startswith("--nnodes=") for word in engine_arguments) == (pods.nodes > 1)

@@ -34,6 +34,7 @@ class RankReport(NamedTuple):
     plans: int  # how often it was handed the plan itself
     steps: list[list[list[object]]]  # per round and step: whole keys and the cut one
     keys: list[list[int]]  # per round in which they were agreed on
+    numbers: list[int]  # in every third round, that of the first stage's rank
 
 
 def random_plan(seed: int) -> RoundPlan:
@@ -111,7 +112,7 @@ def _run_rank(rank: int, ranks: int, stages: int, rounds: int, folder: str) -> N
     agreement = _agreement(rank, ranks, stages)
     is_first = rank < ranks
     decisions = plans = 0
-    steps, agreed_keys = [], []
+    steps, agreed_keys, numbers = [], [], []
     for number in range(rounds):
 
         def decide(seed: int = number) -> RoundPlan:
@@ -119,6 +120,8 @@ def _run_rank(rank: int, ranks: int, stages: int, rounds: int, folder: str) -> N
             decisions += 1
             return random_plan(seed)
 
+        if number % 3 == 0:
+            numbers.append(agreement.agree_number(1000 * number + rank))
         keys = random_keys(number)
         if keys is not None:
             found = keys if is_first else [-1]
@@ -126,6 +129,6 @@ def _run_rank(rank: int, ranks: int, stages: int, rounds: int, folder: str) -> N
         plan, agreed = agreement.agree(decide)
         plans += plan is not None
         steps.append([_step_as_json(step) for step in agreed])
-    Path(folder, f"rank{rank}.json").write_text(json.dumps([decisions, plans, steps, agreed_keys]))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps([decisions, plans, steps, agreed_keys, numbers]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

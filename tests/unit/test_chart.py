@@ -26,6 +26,7 @@ from support.monitoring_files import documented_scrape
 RENDERED = ROOT / "deploy/k8s"
 
 CPU_POOL = {"gpus": 0, "transferBackend": "sglang_ext_tcp", "args": ["--threads=4", "--kv-memory-mib=4096"]}
+DIVIDED = {"role": "decode", "tp": 4, "dcp": 2, "sglangArgs": ["--attention-backend=flashmla"]}
 STAGED = {"role": "prefill-long", "tp": 2, "pp": 2}
 LARGE = {"nodes": 2, "tp": 16, "extraResources": {"rdma/hca": 8}, "addCapabilities": ["IPC_LOCK"]}
 ROLES = ("prefill-short", "prefill-long", "decode")
@@ -55,6 +56,7 @@ ACCEPTED: dict[str, Document] = {
         }
     },
     "pipeline stages": {"pools": {"prefill-long": STAGED, "prefill-short": {"role": "prefill-short", "pp": 2}}},
+    "KV-parallel decode": {"pools": {"prefill": {"role": "prefill"}, "decode": DIVIDED}},
     "two revisions": {
         "pools": {
             **{
@@ -190,6 +192,19 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         {"pools": {"prefill-long": {**STAGED, "nodes": 3}}},
         "pools.prefill-long: tp 2 times pp 2 is not a multiple of nodes 3",
     ),
+    "KV-parallel prefill": (
+        {"pools": {"prefill-long": {"role": "prefill-long", "tp": 2, "dcp": 2}}},
+        "pools.prefill-long: dcp 2, and only decode divides KV among ranks",
+    ),
+    "KV among ranks that do not divide": (
+        {"pools": {"decode": {**DIVIDED, "tp": 3}}},
+        "pools.decode: tp 3 is not a multiple of dcp 2",
+    ),
+    "KV-parallel decode and handshake": (
+        {"poolDefaults": {"transferBackend": "handshake"}, "pools": {"decode": DIVIDED}},
+        "pools.decode: dcp 2 does not go with transferBackend handshake",
+    ),
+    "KV-parallel decode on CPUs": ({"pools": {"decode": {**DIVIDED, **CPU_POOL}}}, "dcp 2 is for GPUs alone"),
     "decode in stages": ({"pools": {"decode": {"role": "decode", "pp": 2}}}, "only prefill runs in stages"),
     "stages in the coordinator's pool": (
         {"coordinator": {"enabled": True}, "pools": {"prefill-long": {**STAGED, "sharesLongPrompts": True}}},

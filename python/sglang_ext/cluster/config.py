@@ -75,6 +75,13 @@ class PoolConfig:
     pp: int = field(
         metadata=_help("pipeline stages of each prefill instance, each with so many tensor-parallel ranks"), default=1
     )
+    dcp: int = field(
+        metadata=_help(
+            "KV-parallel decode: so many of the `tp` ranks of each decode instance divide a sequence's KV among them "
+            "(GPUs and latent attention alone; SGLang's --dcp-size)"
+        ),
+        default=1,
+    )
     ports: tuple[int, ...] = field(
         metadata=_help("HTTP port of each instance; 0 or left out: a free one is picked"), default=()
     )
@@ -104,6 +111,9 @@ class PoolConfig:
         check_at_least("count", self.count, 0)
         check_at_least("tp", self.tp, 1)
         check_at_least("pp", self.pp, 1)
+        check_at_least("dcp", self.dcp, 1)
+        if self.tp % self.dcp:
+            raise ConfigError("dcp", f"is {self.dcp}, of which tp {self.tp} is not a multiple")
         if self.threads is not None:
             check_at_least("threads", self.threads, 1)
         for name in ("ports", "bootstrap_ports"):
@@ -166,6 +176,9 @@ class PoolsConfig:
             raise ConfigError("decode.bootstrap_ports", "only prefill instances have a bootstrap server")
         if self.decode.pp > 1:
             raise ConfigError("decode.pp", "only prefill runs in pipeline stages")
+        for role, pool in self.by_role():
+            if role.is_prefill and pool.dcp > 1:
+                raise ConfigError(f"{role}.dcp", "only decode divides KV among ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +337,9 @@ class ClusterConfig:
         check_choice("restart", self.restart, ("never", "on-failure"))
         if self.coordinator.enabled and not self.pools.long.count:
             raise ConfigError("coordinator.enabled", "there are no long instances that could share prompts")
+        if self.coordinator.enabled and self.pools.decode.dcp > 1:
+            reason = "is {}, and instances that share prompts send KV by handshake, which sends every rank all of it"
+            raise ConfigError("pools.decode.dcp", reason.format(self.pools.decode.dcp))
         if self.coordinator.enabled and self.pools.long.pp > 1:
             reason = "is {}, and a long instance that shares prompts has all layers"
             raise ConfigError("pools.long.pp", reason.format(self.pools.long.pp))

@@ -15,7 +15,7 @@ from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
 from sglang_ext.cluster.state import POOL_KEY_FILE
 from sglang_ext.sglang_plugin.device import cuda_device_count, torch_has_cuda
-from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.sglang_plugin.launch_plan import last_value, shared_cpu_environment
 from sglang_ext.types import Role
 
 ROUTER_NAME = "router"
@@ -150,6 +150,8 @@ def make_plan(
     """
     ports = iter(free_ports)
     device = resolve_device(config, machine)
+    if config.pools.decode.dcp > 1 and device != "cuda":
+        raise ConfigError("pools.decode.dcp", f"is {config.pools.decode.dcp}, which SGLang has for GPUs alone")
     model_name = config.served_model_name or model.name
     rank_count = sum(pool.count * pool.ranks for _, pool in config.pools.by_role())
     threads = max(1, len(machine.core_ids) // rank_count)
@@ -164,7 +166,7 @@ def make_plan(
             transfer_options += ("--transfer-transport", "nixl")  # which moves a GPU's memory
         settings = config.coordinator
         port, http_port = settings.port or next(ports), settings.http_port or next(ports)
-        if _last_value("--key-file", settings.args) is None:
+        if last_value(settings.args, "--key-file") is None:
             pool_key_file = config.folder.resolve() / POOL_KEY_FILE
             member_options = ("--cdsp-key-file", str(pool_key_file))
         coordinator = _coordinator(config, port, http_port, pool_key_file)
@@ -249,7 +251,7 @@ def _worker_command(
     given = (*config.worker_args, *pool.worker_args)
     if role.is_prefill and not _decides_boundary((*given, *config.args, *pool.args)):
         # The router's own arguments win over the setting.
-        asked = _last_value("--length-boundary-tokens", config.router.args)
+        asked = last_value(config.router.args, "--length-boundary-tokens")
         boundary_tokens = asked or str(config.router.length_boundary_tokens)
         if boundary_tokens != "0":
             command += ["--laps-boundary-tokens", boundary_tokens]
@@ -259,6 +261,8 @@ def _worker_command(
         command += ["--tp-size", str(pool.tp)]
     if pool.pp > 1:
         command += ["--pp-size", str(pool.pp)]
+    if pool.dcp > 1:
+        command += ["--dcp-size", str(pool.dcp)]
     return (*command, *memory_share, *config.args, *pool.args)
 
 
@@ -270,19 +274,9 @@ def _memory_share(users: int) -> tuple[str, ...]:
 
 def _decides_boundary(arguments: Sequence[str]) -> bool:
     """Whether these arguments of an instance say where short ends, or that its scheduler does not ask."""
-    if _last_value("--laps-mode", arguments) == "off":
+    if last_value(arguments, "--laps-mode") == "off":
         return True
     return any(argument.startswith(("--laps-boundary-tokens", "--laps-kv-")) for argument in arguments)
-
-
-def _last_value(option: str, arguments: Sequence[str]) -> str | None:
-    """What the last `OPTION VALUE` or `OPTION=VALUE` gives; None where there is none."""
-    found = None
-    for position, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == option:
-            found = value if equals else "".join(arguments[position + 1 : position + 2])
-    return found
 
 
 _PREFILL_OPTIONS = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", Role.BOTH: "--prefill"}
@@ -344,10 +338,10 @@ def _page_url(config: ClusterConfig, router_url: str) -> str | None:
     arguments = config.router.args
     if "--disable-ui" in arguments:
         return None
-    port = _last_value("--ui-port", arguments)
+    port = last_value(arguments, "--ui-port")
     if port in (None, "0"):
         return f"{router_url}/ui"
-    host = _last_value("--ui-host", arguments) or "127.0.0.1"
+    host = last_value(arguments, "--ui-host") or "127.0.0.1"
     return f"http://{_url_host(_reachable(host))}:{port}/ui"
 
 

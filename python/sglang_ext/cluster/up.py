@@ -55,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{role}-pp", type=int, metavar="N", default=absent, help=f"pipeline stages per {role} instance"
         )
     parser.add_argument(
+        "--decode-dcp",
+        type=int,
+        metavar="N",
+        default=absent,
+        help="KV-parallel decode: ranks of a decode instance that divide a sequence's KV among them (GPUs)",
+    )
+    parser.add_argument(
         "--coordinator",
         action="store_true",
         default=absent,
@@ -133,6 +140,7 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
         *((role, ("pools", role, "count")) for role in ROLES),
         *((f"{role}_tp", ("pools", role, "tp")) for role in ROLES),
         *((f"{role}_pp", ("pools", role, "pp")) for role in PREFILL_ROLES),
+        ("decode_dcp", ("pools", "decode", "dcp")),
     ):
         if option in given:
             _put(settings, path, given[option])

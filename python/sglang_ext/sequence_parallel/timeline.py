@@ -1,6 +1,7 @@
 """`sglang-ext timeline`: what each instance of a long pool did when, as a Gantt chart of its coordinator's /status.
 
-Of a recording of the live page it draws the latest requests on their prefill instances, or makes a page that plays it.
+Of instances with pipeline stages it draws the latest batches on each stage, with the bubbles between them. Of a
+recording of the live page it draws the latest requests on their prefill instances, or makes a page that plays it.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ class Activity(StrEnum):
     COMPUTE = "compute"
     RING = "ring"  # waited for keys and values of others
     IDLE = "idle"  # had not begun its part of the step, or had done it before the others
+    BUBBLE = "bubble"  # a pipeline stage without a batch, while another one had one
     COLLECT = "collect"  # all KV to the prompt's own instance
     FAILED = "failed"  # a step that came to nothing
 
 
 _LEGEND_REQUESTS = 8
-_HATCHES = {Activity.REBALANCE: "////", Activity.COLLECT: "\\\\\\\\", Activity.FAILED: "xxxx"}
+_HATCHES = {Activity.REBALANCE: "////", Activity.COLLECT: "\\\\\\\\", Activity.FAILED: "xxxx", Activity.BUBBLE: "...."}
 _SHADES = {Activity.RING: 0.45, Activity.IDLE: 0.15, Activity.COLLECT: 0.6, Activity.REBALANCE: 0.8}
 _LABELS = {
     Activity.COMPUTE: "computes",
     Activity.REBALANCE: "moves earlier KV",
     Activity.RING: "waits in the ring",
     Activity.IDLE: "ordered, not at it",
+    Activity.BUBBLE: "bubble",
     Activity.COLLECT: "all KV to its own instance",
     Activity.FAILED: "came to nothing",
 }
@@ -119,6 +122,111 @@ def timeline_of_recording(recorded: Recorded, most_requests: int = 20) -> Timeli
             if bar.end_s > bar.start_s
         ]
     return Timeline(tuple(sorted({bar.instance for bar in bars})), tuple(requests), tuple(bars), (), began_s)
+
+
+def timeline_of_stages(statuses: Mapping[str, object], most_batches: int = 20) -> Timeline:
+    """The latest batches on the pipeline stages of instances: a lane for each stage, a colour for each batch.
+
+    `statuses` are those of `GET /laps/stages`, by the instance's name. TimelineError where one is none.
+    """
+    batches: dict[str, list[_StagedBatch]] = {}
+    lanes: list[str] = []
+    for name, status in statuses.items():
+        try:
+            found, count = _batches_of(name, status)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise TimelineError(f"not the status of stages ({type(error).__name__}: {error})") from None
+        batches[name] = found[-most_batches:]
+        lanes += [_lane(name, stage) for stage in range(count)]
+    began_s = min((one.start_s for some in batches.values() for one in some), default=0.0)
+    requests: list[ShownRequest] = []
+    bars: list[Bar] = []
+    for name, some in batches.items():
+        bars += _bubbles(some, len(requests), began_s)
+        for position, one in enumerate(some, len(requests)):
+            bars += [
+                Bar(_lane(name, stage), position, Activity.COMPUTE, start_s - began_s, end_s - began_s)
+                for stage, (start_s, end_s) in one.stages.items()
+            ]
+            start_s, end_s = one.start_s - began_s, one.end_s - began_s
+            requests.append(ShownRequest(name, one.new_tokens, one.text, start_s, end_s, None))
+    return Timeline(tuple(lanes), tuple(requests), tuple(bars), (), began_s)
+
+
+class _StagedBatch(NamedTuple):
+    """One batch of an instance, and when each stage computed it."""
+
+    instance: str
+    new_tokens: int
+    text: str
+    stages: dict[int, tuple[float, float]]
+
+    @property
+    def start_s(self) -> float:
+        return min(start_s for start_s, _ in self.stages.values())
+
+    @property
+    def end_s(self) -> float:
+        return max(end_s for _, end_s in self.stages.values())
+
+
+def _batches_of(name: str, status: Any) -> tuple[list[_StagedBatch], int]:
+    """In their order, and how many stages there are."""
+    batches: dict[int, _StagedBatch] = {}
+    for stage in status["stages"]:
+        for one in stage["rounds"]:
+            requests = int(one["requests"])
+            text = f"{requests} prompts" if requests > 1 else f"behind {int(one['prefix_tokens']):,}"
+            batch = batches.setdefault(int(one["number"]), _StagedBatch(name, int(one["new_tokens"]), text, {}))
+            batch.stages[int(stage["pp_rank"])] = (float(one["start_s"]), float(one["end_s"]))
+    return [batches[number] for number in sorted(batches)], len(status["stages"])
+
+
+def _bubbles(batches: Sequence[_StagedBatch], first: int, began_s: float) -> list[Bar]:
+    """Where a stage of an instance computed nothing while a batch was on its way; `first`: position of the first batch.
+
+    A bubble has the colour of the first batch that was on its way then.
+    """
+    bars = []
+    under_way = _union([(one.start_s, one.end_s) for one in batches])
+    for stage in sorted({stage for one in batches for stage in one.stages}):
+        busy = sorted(one.stages[stage] for one in batches if stage in one.stages)
+        for start_s, end_s in _without(under_way, busy):
+            position = next(number for number, one in enumerate(batches, first) if one.end_s > start_s)
+            lane = _lane(batches[0].instance, stage)
+            bars.append(Bar(lane, position, Activity.BUBBLE, start_s - began_s, end_s - began_s))
+    return bars
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that any of these covers."""
+    merged: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(spans):
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
+        else:
+            merged.append((start_s, end_s))
+    return merged
+
+
+def _without(spans: Sequence[tuple[float, float]], covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What of `spans` is not `covered`; both in order."""
+    left = []
+    for start_s, end_s in spans:
+        at_s = start_s
+        for from_s, until_s in covered:
+            if until_s <= at_s or from_s >= end_s:
+                continue
+            if from_s > at_s:
+                left.append((at_s, from_s))
+            at_s = until_s
+        if at_s < end_s:
+            left.append((at_s, end_s))
+    return left
+
+
+def _lane(instance: str, stage: int) -> str:
+    return f"{instance} stage {stage}"
 
 
 def plan_text(chunks: Sequence[tuple[int, int]]) -> str:
@@ -279,31 +387,46 @@ def _style(activity: Activity, colour: str) -> dict[str, Any]:
 
 
 class StatusUnavailableError(RuntimeError):
-    """The coordinator does not answer; the text is one line for the user."""
+    """The coordinator, or an instance, does not answer; the text is one line for the user."""
 
 
 def read_status(url: str) -> Any:
     """The coordinator's /status, parsed. StatusUnavailableError."""
+    return _read(url, "/status")
+
+
+def read_stages_of(url: str) -> Any:
+    """An instance's /laps/stages, parsed. StatusUnavailableError."""
+    return _read(url, "/laps/stages")
+
+
+def _read(url: str, path: str) -> Any:
     address = url if "://" in url else f"http://{url}"
     if not address.startswith("http://"):
         raise StatusUnavailableError("is not an http:// address")
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/status", timeout=_STATUS_TIMEOUT_S) as reply:
+        with urllib.request.urlopen(address.rstrip("/") + path, timeout=_STATUS_TIMEOUT_S) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         error.close()
-        raise StatusUnavailableError(f"/status answered {error.code}") from None
+        raise StatusUnavailableError(f"{path} answered {error.code}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise StatusUnavailableError(f"does not answer ({reason})") from None
     except ValueError:
-        raise StatusUnavailableError("/status is not JSON") from None
+        raise StatusUnavailableError(f"{path} is not JSON") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `sglang-ext timeline`."""
     add = parser.add_argument
     add("--coordinator", metavar="URL", default="http://127.0.0.1:8991", help="HTTP address of the coordinator")
+    add(
+        "--instance",
+        action="append",
+        metavar="URL",
+        help="a prefill instance of several pipeline stages, instead of a coordinator; may be given again",
+    )
     add(
         "--recording",
         type=Path,
@@ -317,7 +440,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("timeline.png"),
         help="picture to write: .png, .svg or .pdf; of a recording .html, too: the page that plays it",
     )
-    add("--requests", type=int, metavar="N", default=20, help="how many of the latest prompts")
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        default=20,
+        help="how many of the latest prompts, or batches of each instance",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -326,6 +455,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(f"--requests must be at least 1, got {arguments.requests}", 2)
     if arguments.recording is not None:
         return _show_recording(arguments)
+    if arguments.instance:
+        return _show_stages(arguments)
     try:
         timeline = timeline_of(read_status(arguments.coordinator), arguments.requests)
         if not timeline.requests:
@@ -336,6 +467,25 @@ def run(arguments: argparse.Namespace) -> int:
     except TimelinePictureError as error:
         return _fail(f"--out: {error}", 1)
     print(f"{len(timeline.requests)} prompts on {len(timeline.instances)} instances: {arguments.out}")
+    return 0
+
+
+def _show_stages(arguments: argparse.Namespace) -> int:
+    """Draw the stages of instances; the exit status."""
+    statuses: dict[str, Any] = {}
+    for url in arguments.instance:
+        try:
+            statuses[url.partition("://")[2] or url] = read_stages_of(url)
+        except StatusUnavailableError as error:
+            return _fail(f"--instance {url}: {error}", 1)
+    try:
+        timeline = timeline_of_stages(statuses, arguments.requests)
+        draw_timeline(timeline, arguments.out, title="Batches on the pipeline stages")
+    except TimelineError as error:
+        return _fail(f"--instance: {error}", 1)
+    except TimelinePictureError as error:
+        return _fail(f"--out: {error}", 1)
+    print(f"{len(timeline.requests)} batches on {len(timeline.instances)} stages: {arguments.out}")
     return 0
 
 

@@ -25,7 +25,17 @@ LAUNCH_MODULE = "sglang_ext.sglang_plugin.launch"
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
 TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 PIPELINE_PARALLEL_FLAGS = ("--pp-size", "--pipeline-parallel-size")
+DECODE_CONTEXT_FLAGS = ("--dcp-size", "--decode-context-parallel-size")
 DATA_PARALLEL_FLAGS = ("--dp", "--dp-size", "--data-parallel-size")
+# What of SGLang 0.5.23 has a path for decode context parallelism (KV-parallel decode), on CUDA and for latent
+# attention; others compute from a part of the KV as if it were all, without an error.
+DECODE_CONTEXT_ATTENTION = ("flashinfer", "flashmla", "cutedsl_mla", "trtllm_mla")
+DECODE_CONTEXT_TRANSFERS = ("mooncake", "nixl")
+DECODE_CONTEXT_MODELS = frozenset(
+    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "KimiLinearForCausalLM"}
+)
+# SGLang fills in this one for prefills where decode has the former.
+_PREFILL_OF_DECODE_ATTENTION = {"cutedsl_mla": "trtllm_mla"}
 TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
 CPU_CHUNK_TOKENS = 512
@@ -99,8 +109,10 @@ def build_launch(
     """
     stages = size_of(worker.engine_arguments, PIPELINE_PARALLEL_FLAGS)
     ranks = size_of(worker.engine_arguments, TENSOR_PARALLEL_FLAGS) * stages
-    problem = data_parallel_problem(size_of(worker.engine_arguments, DATA_PARALLEL_FLAGS)) or pipeline_problem(
-        stages, worker.role, model, sglang
+    problem = (
+        data_parallel_problem(size_of(worker.engine_arguments, DATA_PARALLEL_FLAGS))
+        or pipeline_problem(stages, worker.role, model, sglang)
+        or decode_context_problem(worker, machine.device, sglang)
     )
     if problem is not None:
         raise ValueError(problem)
@@ -256,6 +268,72 @@ def pipeline_problem(stages: int, role: Role, model: ModelFacts | None, sglang: 
     if model is not None and model.layers < stages:
         return f"--pp-size {stages}: the model has {model.layers} layers, and a stage needs at least one"
     return None
+
+
+def decode_context_problem(worker: WorkerOptions, device: Device, sglang: SglangVersion) -> str | None:
+    """Why an instance whose ranks share out the KV of a decode (`--dcp-size`) is refused; None where it is not.
+
+    Which models go with it, `decode_context_model_problem` says.
+    """
+    size = size_of(worker.engine_arguments, DECODE_CONTEXT_FLAGS)
+    if size == 1:
+        return None
+    ranks = size_of(worker.engine_arguments, TENSOR_PARALLEL_FLAGS)
+    backend = worker.transfer_backend or default_backend(device)
+    attention = last_value(worker.engine_arguments, "--attention-backend")
+    decode_attention = last_value(worker.engine_arguments, "--decode-attention-backend") or attention
+    prefill_attention = (
+        last_value(worker.engine_arguments, "--prefill-attention-backend")
+        or attention
+        or _PREFILL_OF_DECODE_ATTENTION.get(decode_attention or "")
+    )
+    reason = None
+    if worker.role.is_prefill:
+        reason = "only decode shares out its KV among ranks; a prefill instance has --tp-size and --pp-size"
+    elif device is not Device.CUDA:
+        reason = "SGLang has it for GPUs alone"
+    elif sglang < V23:
+        reason = f"needs SGLang {V23} or later"
+    elif ranks % size:
+        reason = f"--tp-size {ranks} is not a multiple of it"
+    elif backend not in DECODE_CONTEXT_TRANSFERS:
+        wanted = " or ".join(DECODE_CONTEXT_TRANSFERS)
+        reason = f"--transfer-backend {backend} sends every rank the whole KV; use {wanted}"
+    elif not {decode_attention, prefill_attention} <= set(DECODE_CONTEXT_ATTENTION):
+        found = decode_attention if decode_attention not in DECODE_CONTEXT_ATTENTION else prefill_attention
+        which = "the attention that SGLang chooses" if found is None else f"--attention-backend {found}"
+        reason = f"{which} may ignore it; name one that has it: {', '.join(DECODE_CONTEXT_ATTENTION)}"
+    return None if reason is None else f"--dcp-size {size}: {reason}"
+
+
+def decode_context_model_problem(arguments: Sequence[str], architecture: str | None) -> str | None:
+    """Why a model does not go with `--dcp-size`; None where it does. `architecture` None: its config cannot be read.
+
+    The ranks of a group must have the same KV heads. With latent attention (MLA) all have; of other models SGLang
+    divides the heads among the ranks all the same, but for Qwen3.5, and stores wrong KV. To these no prefill instance
+    without `--dcp-size` can send, either: SGLang deals the KV out for latent attention alone.
+    """
+    size = size_of(arguments, DECODE_CONTEXT_FLAGS)
+    if size == 1 or architecture in DECODE_CONTEXT_MODELS:
+        return None
+    if architecture is None:
+        return (
+            f"--dcp-size {size}: --model-path must be a local folder, whose config tells whether ranks share KV heads"
+        )
+    return (
+        f"--dcp-size {size}: {architecture} is not among the models whose ranks share KV that prefill sends whole: "
+        + ", ".join(sorted(DECODE_CONTEXT_MODELS))
+    )
+
+
+def last_value(arguments: Sequence[str], flag: str) -> str | None:
+    """What the last `FLAG VALUE` or `FLAG=VALUE` gives; None where there is none."""
+    found = None
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            found = value if equals else "".join(arguments[position + 1 : position + 2])
+    return found
 
 
 def size_of(arguments: Sequence[str], flags: Sequence[str]) -> int:

@@ -27,6 +27,7 @@ from sglang_ext.sglang_plugin.launch_plan import (
     StartMethod,
     WorkerOptions,
     build_launch,
+    decode_context_model_problem,
     size_of,
 )
 from sglang_ext.sglang_plugin.model_facts import has_tied_embeddings, read_architecture, read_model_facts
@@ -186,6 +187,10 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
         problem = tied_head_problem(architecture, is_tied=has_tied_embeddings(options.model_path))
         if problem is not None:
             return problem
+    architecture = read_architecture(options.model_path) if options.model_is_local else None
+    problem = decode_context_model_problem(options.engine_arguments, architecture)
+    if problem is not None:
+        return problem
     return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)
 
 

@@ -80,9 +80,14 @@ capabilities:
 {{- $pp := int $pool.pp -}}
 {{- if and (gt $pp 1) (eq $pool.role "decode") }}{{ fail (printf "pools.%s: pp %d, and only prefill runs in stages" $name $pp) }}{{ end -}}
 {{- if and (gt $pp 1) $pool.sharesLongPrompts }}{{ fail (printf "pools.%s: sharesLongPrompts needs all layers in each instance, and pp is %d" $name $pp) }}{{ end -}}
+{{- $dcp := int $pool.dcp -}}
+{{- if and (gt $dcp 1) (ne $pool.role "decode") }}{{ fail (printf "pools.%s: dcp %d, and only decode divides KV among ranks" $name $dcp) }}{{ end -}}
+{{- if mod $tp $dcp }}{{ fail (printf "pools.%s: tp %d is not a multiple of dcp %d" $name $tp $dcp) }}{{ end -}}
+{{- if and (gt $dcp 1) (eq $pool.transferBackend "handshake") }}{{ fail (printf "pools.%s: dcp %d does not go with transferBackend handshake" $name $dcp) }}{{ end -}}
 {{- $ranks := mul $tp $pp -}}
 {{- if mod $ranks $nodes }}{{ fail (ternary (printf "pools.%s: tp %d is not a multiple of nodes %d" $name $tp $nodes) (printf "pools.%s: tp %d times pp %d is not a multiple of nodes %d" $name $tp $pp $nodes) (eq $pp 1)) }}{{ end -}}
 {{- if kindIs "invalid" $pool.gpus }}{{ $_ := set $pool "gpus" (div $ranks $nodes) }}{{ end -}}
+{{- if and (gt $dcp 1) (eq (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: dcp %d is for GPUs alone" $name $dcp) }}{{ end -}}
 {{- if and $pool.exclusiveTopology (eq $nodes 1) }}{{ fail (printf "pools.%s: exclusiveTopology is for instances of several nodes" $name) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (not $.Values.coordinator.enabled) }}{{ fail (printf "pools.%s: sharesLongPrompts needs coordinator.enabled" $name) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (eq $pool.role "decode") }}{{ fail (printf "pools.%s: sharesLongPrompts is for prefill" $name) }}{{ end -}}

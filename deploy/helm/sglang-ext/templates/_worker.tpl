@@ -93,6 +93,9 @@ spec:
         {{- if gt (int $pool.pp) 1 }}
         - --pp-size={{ $pool.pp }}
         {{- end }}
+        {{- if gt (int $pool.dcp) 1 }}
+        - --dcp-size={{ $pool.dcp }}
+        {{- end }}
         {{- with $pool.servedModelName }}
         - --served-model-name={{ . }}
         {{- end }}

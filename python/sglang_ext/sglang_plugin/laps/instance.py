@@ -35,6 +35,7 @@ from sglang_ext.sglang_plugin.laps.rank_agreement import (
     SingleRankAgreement,
     StageLink,
 )
+from sglang_ext.sglang_plugin.laps.stage_times import StageMonitor, build_monitor
 from sglang_ext.sglang_plugin.options import options_from_environment
 from sglang_ext.types import LengthClass
 
@@ -47,6 +48,7 @@ _PRIOR = {
 }
 
 
+NOW_S = time.perf_counter
 # SGLang's method that says how many tokens a started prefill gets at most: from 0.5.23 on.
 STARTED_LIMIT = "shortest_prefill_chunk_limit"
 _COPIED_BYTES = 64 << 20  # more than a cache holds
@@ -68,10 +70,18 @@ class DecisionTimes:
 class LapsInstance:
     """The policy of one scheduler process and what surrounds it. Only the deciding rank's policy is asked."""
 
-    def __init__(self, policy: Laps, agreement: RankAgreement, metrics: LapsMetrics, stages: int = 1) -> None:
+    def __init__(
+        self,
+        policy: Laps,
+        agreement: RankAgreement,
+        metrics: LapsMetrics,
+        stages: int = 1,
+        stage: StageMonitor | None = None,
+    ) -> None:
         self.policy = policy
         self.agreement = agreement
         self.stages = stages  # of a pipeline
+        self.stage = stage  # this one; None where there is no other
         self.clock = IterationClock(stages)
         self.decisions = DecisionTimes()
         self.generation = 0  # counts mode switches, so that one that did nothing can be told from one that did
@@ -80,7 +90,7 @@ class LapsInstance:
         self.parks = 0  # times that an unfinished long prefill made room for something else
         self._is_yielding = False  # the long prefill in hand has been parked already
         self._metrics = metrics
-        self.now_s = time.perf_counter
+        self.now_s = NOW_S
 
     def note_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
         """SGLang has built this batch of the plan."""
@@ -143,7 +153,8 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     )
     agreement = _agreement(scheduler)
     counts = agreement.is_deciding and scheduler.server_args.enable_metrics
-    return LapsInstance(policy, agreement, PrometheusMetrics.shared() if counts else NoMetrics(), stages)
+    metrics = PrometheusMetrics.shared() if counts else NoMetrics()
+    return LapsInstance(policy, agreement, metrics, stages, build_monitor(scheduler, agreement, NOW_S))
 
 
 def with_write_cost(options: LapsOptions, scheduler: Any) -> LapsOptions:

@@ -19,7 +19,7 @@ from sglang_ext.policy.laps.round_plan import Cut, PrefillBatch, RoundPlan
 PLAN_NUMBERS = 1024
 _STEP_HEAD = 3  # numbers of a step before its keys
 _STEPS = 3
-_MESSAGES_PER_ROUND = 2  # at most: the keys of prefills that have failed, and a plan
+_MESSAGES_PER_ROUND = 3  # at most: for how long there has been work, the keys of prefills that have failed, a plan
 _STAGE_TAG = int.from_bytes(b"SxLp", byteorder="big")  # SGLang's own tags are made in this way
 # Most requests of a batch whose plan travels: two of that size, and one long prefill alone (see `encode`).
 MAX_BATCH_REQUESTS = (PLAN_NUMBERS - 1 - _STEPS * _STEP_HEAD - 1) // 2
@@ -50,6 +50,10 @@ class RankAgreement(Protocol):
         """What `find` says on the first stage, the same on every stage. Its ranks find the same by themselves."""
         ...
 
+    def agree_number(self, number: int) -> int:
+        """That of the same rank of the first stage."""
+        ...
+
 
 class SingleRankAgreement:
     """No tensor parallelism: nothing travels."""
@@ -62,6 +66,9 @@ class SingleRankAgreement:
 
     def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
         return find()
+
+    def agree_number(self, number: int) -> int:
+        return number
 
 
 class BroadcastAgreement:
@@ -83,6 +90,9 @@ class BroadcastAgreement:
 
     def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
         return find()
+
+    def agree_number(self, number: int) -> int:
+        return number
 
 
 class StageLink:
@@ -134,6 +144,9 @@ class PipelineAgreement:
         keys = list(find())[: PLAN_NUMBERS - 1] if self._is_first else []
         numbers = self._link.pass_on((len(keys), *keys))
         return numbers[1 : 1 + numbers[0]]
+
+    def agree_number(self, number: int) -> int:
+        return self._link.pass_on((number,))[0]
 
 
 def steps_of(plan: RoundPlan) -> tuple[Step, ...]:

@@ -99,6 +99,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         laps = self._laps
         if laps is None:
             return super().get_new_batch_prefill(running_batch)
+        if laps.stage is not None:
+            laps.stage.begin_round()
         began_s = laps.now_s()
         laps.clock.note_round(began_s)
         self._building_s = 0.0
@@ -348,7 +350,11 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             length_class = LengthClass.LONG if 2 * long_tokens > sum(batch.extend_lens) else LengthClass.SHORT
             laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
             traces = note_launch(batch.reqs, batch.extend_lens, batch.prefix_lens)
+            if laps.stage is not None:
+                laps.stage.note_launch()
             result = super().run_batch(batch, *args, **kwargs)
+            if laps.stage is not None:
+                laps.stage.note_launched(batch.extend_lens, batch.prefix_lens)
             shape = replayed_shape(self.tp_worker.model_runner)
             if shape is not None:
                 laps.clock.note_replay(shape)
@@ -366,6 +372,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             return
         for trace in traces:
             trace.note_result()
+        if laps.stage is not None:
+            laps.stage.note_result()
         now_s = laps.now_s()
         sample = laps.clock.note_result(now_s)
         if sample is not None:

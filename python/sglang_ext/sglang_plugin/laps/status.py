@@ -1,4 +1,5 @@
-"""What a prefill instance reports of its queues, and how its mode is switched: `GET /laps`, `POST /laps/mode`.
+"""What a prefill instance reports of its queues and stages, and how its mode is switched: `GET /laps`,
+`GET /laps/stages`, `POST /laps/mode`.
 
 The router's controller reads this, so the names are a contract between the two. The routes are on the engine's own HTTP
 server; the status and the switch come from its scheduler through SGLang's control messages.
@@ -7,6 +8,7 @@ server; the status and the switch come from its scheduler through SGLang's contr
 from __future__ import annotations
 
 import json
+import os
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from sglang_ext.policy.laps.round_plan import ClassReport, LapsMode, RoundSnapshot
+from sglang_ext.sglang_plugin.laps.stage_times import FOLDER_VARIABLE, read_stages
 from sglang_ext.types import LengthClass
 
 if TYPE_CHECKING:
@@ -72,12 +75,22 @@ def add_routes(app: FastAPI) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     app.add_api_route("/laps", get_status, methods=["GET"])
+    app.add_api_route("/laps/stages", get_stages, methods=["GET"])
     app.add_api_route("/laps/mode", auth_level(AuthLevel.ADMIN_OPTIONAL)(set_mode), methods=["POST"])
 
 
 async def get_status() -> JSONResponse:
     """Queues, window and depth, cost fit, mode."""
     return JSONResponse(await _status())
+
+
+async def get_stages() -> JSONResponse:
+    """Busy time, bubbles and latest rounds of each pipeline stage on this machine."""
+    stages = read_stages(os.environ.get(FOLDER_VARIABLE))
+    if not stages:
+        message = "there are no pipeline stages, or none has computed yet"
+        return _error(message, "not_found", None, HTTPStatus.NOT_FOUND)
+    return JSONResponse({"stages": stages})
 
 
 async def set_mode(request: Request) -> JSONResponse:

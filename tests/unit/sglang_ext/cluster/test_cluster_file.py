@@ -111,11 +111,12 @@ ENV = st.dictionaries(st.text(string.ascii_uppercase, min_size=1, max_size=5), W
 
 @st.composite
 def pools(draw: st.DrawFn, *, prefill: bool) -> PoolConfig:
-    count = draw(st.integers(1, 3))
+    count, tp = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     return PoolConfig(
         count=count,
-        tp=draw(st.integers(1, 4)),
+        tp=tp,
         pp=draw(st.integers(1, 4)) if prefill else 1,
+        dcp=1 if prefill else draw(st.sampled_from([1, tp])),
         ports=(0,) * draw(st.integers(0, count)),
         bootstrap_ports=(0,) * draw(st.integers(0, count if prefill else 0)),
         threads=draw(st.none() | st.integers(1, 8)),

@@ -32,6 +32,8 @@ def test_a_cluster_needs_prefill_and_decode() -> None:
         ({"count": -1}, "count: must be at least 0, not -1"),
         ({"tp": 0}, "tp: must be at least 1, not 0"),
         ({"pp": 0}, "pp: must be at least 1, not 0"),
+        ({"dcp": 0}, "dcp: must be at least 1, not 0"),
+        ({"dcp": 2, "tp": 3}, "dcp: is 2, of which tp 3 is not a multiple"),
         ({"threads": 0}, "threads: must be at least 1, not 0"),
         ({"ports": (0, 1)}, "ports: 2 ports for a pool of 1"),
         ({"ports": (70000,)}, "ports[0]: 70000 is not a port (0 to 65535)"),
@@ -57,6 +59,16 @@ def test_stages_are_of_prefill_and_not_of_a_pool_that_shares_prompts() -> None:
     with pytest.raises(ConfigError, match=r"^pools.long.pp: is 2, and a long instance that shares prompts has all"):
         ClusterConfig(model="m", pools=PoolsConfig(long=staged, decode=plain), coordinator=shared)
     ClusterConfig(model="m", pools=PoolsConfig(long=plain, short=staged, decode=plain), coordinator=shared)
+
+
+def test_kv_parallel_decode_is_of_decode_and_not_behind_a_coordinator() -> None:
+    divided, plain = PoolConfig(tp=2, dcp=2), PoolConfig()
+    with pytest.raises(ConfigError, match=r"^long.dcp: only decode divides KV among ranks$"):
+        PoolsConfig(long=divided, decode=plain)
+    pools = PoolsConfig(long=plain, decode=divided)
+    assert pools.decode.ranks == 2
+    with pytest.raises(ConfigError, match=r"^pools.decode.dcp: is 2, and instances that share prompts send KV by"):
+        ClusterConfig(model="m", pools=pools, coordinator=CoordinatorConfig(enabled=True))
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])

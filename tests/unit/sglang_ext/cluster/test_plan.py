@@ -167,6 +167,16 @@ def test_stages_have_gpus_and_are_told_of() -> None:
         plan_of(cluster(**pools), Host(CPU.core_ids, 3))
 
 
+def test_kv_parallel_decode_is_passed_on_to_gpus_alone() -> None:
+    config = cluster(both=PoolConfig(), decode=PoolConfig(tp=4, dcp=2))
+    plan = plan_of(config, Host(CPU.core_ids, 5))
+    assert gpus_of(plan) == ["0", "1,2,3,4"]
+    assert plan.instances[1].command[-4:] == ("--tp-size", "4", "--dcp-size", "2")
+    assert "--dcp-size" not in plan.instances[0].command
+    with pytest.raises(ConfigError, match=r"^pools.decode.dcp: is 2, which SGLang has for GPUs alone$"):
+        plan_of(config)
+
+
 def test_gpus_by_hand() -> None:
     config = cluster(both=PoolConfig(count=2, gpus=("3", "1")), decode=PoolConfig())
     assert gpus_of(plan_of(config, Host(CPU.core_ids, 4))) == ["3", "1", "0"]

@@ -53,6 +53,8 @@ def test_options_alone() -> None:
         "--model", "m", "--long", "1", "--long-tp", "2", "--long-pp", "3", "--short-pp", "2", "--decode", "1"
     )
     assert (staged.pools.long.tp, staged.pools.long.pp, staged.pools.short.pp) == (2, 3, 2)
+    divided = config_of("--model", "m", "--both", "1", "--decode", "1", "--decode-tp", "4", "--decode-dcp", "2")
+    assert (divided.pools.decode.tp, divided.pools.decode.dcp) == (4, 2)
     assert config.args == ("--dtype", "float32")
 
 

@@ -37,6 +37,7 @@ from sglang_ext.sequence_parallel.timeline import (
     draw_timeline,
     run,
     timeline_of,
+    timeline_of_stages,
 )
 
 
@@ -181,3 +182,72 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert first == "sglang-ext timeline: --requests must be at least 1, got 0"
     assert second.endswith("is not an http:// address")
     assert "does not answer" in third
+
+
+def stages(*rounds: list[tuple[float, float]]) -> dict[str, Any]:
+    """`GET /laps/stages`: when each stage computed which batch."""
+    return {
+        "stages": [
+            {
+                "pp_rank": stage,
+                "rounds": [
+                    {
+                        "number": number,
+                        "start_s": 100.0 + start_s,
+                        "end_s": 100.0 + end_s,
+                        "requests": 1 + number,
+                        "new_tokens": 10,
+                        "prefix_tokens": 1000,
+                    }
+                    for number, (start_s, end_s) in enumerate(found)
+                ],
+            }
+            for stage, found in enumerate(rounds)
+        ]
+    }
+
+
+def test_stages_have_lanes_of_their_own_with_their_bubbles(tmp_path: Path) -> None:
+    """Two batches follow each other, then nothing runs, then a third one is alone."""
+    status = stages([(0, 2), (2, 4), (20, 21)], [(2, 3), (4, 7), (21, 23)])
+    found = timeline_of_stages({"a:1": status})
+    assert found.instances == ("a:1 stage 0", "a:1 stage 1")
+    assert [(one.tokens, one.plan) for one in found.requests] == [
+        (10, "behind 1,000"),
+        (10, "2 prompts"),
+        (10, "3 prompts"),
+    ]
+    bubbles = {
+        (bar.instance, bar.request, bar.start_s, bar.end_s) for bar in found.bars if bar.activity is Activity.BUBBLE
+    }
+    assert bubbles == {
+        ("a:1 stage 0", 1, 4.0, 7.0),
+        ("a:1 stage 0", 2, 21.0, 23.0),
+        ("a:1 stage 1", 0, 0.0, 2.0),
+        ("a:1 stage 1", 1, 3.0, 4.0),
+        ("a:1 stage 1", 2, 20.0, 21.0),
+    }
+    computed = [(bar.request, bar.start_s, bar.end_s) for bar in found.bars if bar.activity is Activity.COMPUTE]
+    assert sorted(computed) == [(0, 0, 2), (0, 2, 3), (1, 2, 4), (1, 4, 7), (2, 20, 21), (2, 21, 23)]
+    draw_timeline(found, tmp_path / "stages.svg")
+    assert "stage 1" in (tmp_path / "stages.svg").read_text()
+
+
+def test_of_each_instance_the_latest_batches_are_shown() -> None:
+    found = timeline_of_stages({"a": stages([(0, 1), (1, 2)], [(1, 2), (2, 3)]), "b": stages([(5, 6)], [])}, 1)
+    assert found.instances == ("a stage 0", "a stage 1", "b stage 0", "b stage 1")
+    assert [(one.owner, one.offered_s) for one in found.requests] == [("a", 0.0), ("b", 4.0)]
+    assert timeline_of_stages({"a": stages([], [])}).bars == ()
+
+
+@pytest.mark.parametrize(
+    "status", [None, {}, {"stages": [{"pp_rank": 0}]}, {"stages": [{"pp_rank": 0, "rounds": [{}]}]}]
+)
+def test_what_is_no_status_of_stages_draws_no_timeline(status: object) -> None:
+    with pytest.raises(TimelineError, match="not the status of stages"):
+        timeline_of_stages({"a": status})
+
+
+def test_the_command_says_what_it_cannot_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parse("--instance", "127.0.0.1:1")) == 1
+    assert "timeline: --instance 127.0.0.1:1: does not answer" in capsys.readouterr().err

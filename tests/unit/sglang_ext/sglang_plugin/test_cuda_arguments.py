@@ -26,6 +26,30 @@ sys.path.append(str(ROOT / "bench"))
 from gpu import figure6, two_engines  # noqa: E402
 from support.engines import PLAIN_SERVER  # noqa: E402
 
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
 CUDA = MachineFacts(Device.CUDA, tuple(range(8)), 32 << 30)
 WORKERS = {
     "short": (Role.SHORT, ()),
@@ -104,6 +128,26 @@ def test_sglang_accepts_what_a_pool_on_gpus_starts_with(name: str, tmp_path: Pat
     assert "error" not in found, found
     assert found["disaggregation_transfer_backend"] == "handshake"
     assert found["disable_overlap_schedule"] is (cdsp is not None)
+
+
+def test_sglang_accepts_kv_parallel_decode(tmp_path: Path) -> None:
+    """Of a model with latent attention; and it does refuse what `sglang-ext worker` calls unsupported by SGLang."""
+    model = tmp_path / "deepseek"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(DEEPSEEK))
+    worker = WorkerOptions(
+        *(Role.DECODE, str(model), True),
+        transfer_backend="nixl",
+        engine_arguments=("--tp", "2", "--dcp-size", "2", "--attention-backend", "flashinfer"),
+    )
+    launch = build_launch(worker, CUDA)
+    refused = [word if word != "nixl" else "handshake" for word in launch.argv[3:]]
+    command_lines = {"accepted": launch.argv[3:], "refused": tuple(refused)}
+    found = view(tmp_path / "qwen", dict(launch.environment), command_lines, [])["command_lines"]
+    assert "error" not in found["accepted"], found["accepted"]
+    assert (found["accepted"]["dcp_size"], found["accepted"]["tp_size"]) == (2, 2)
+    assert found["accepted"]["attention_backend"] == "flashinfer"
+    assert "PD decode DCP requires --disaggregation-transfer-backend" in found["refused"]["error"]
 
 
 def test_sglang_accepts_what_workers_start_with(answer: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -170,6 +171,73 @@ def test_processes_are_told_of_stages() -> None:
         told = options_from_environment(environment)
         assert told is not None
         assert told.stages == stages
+
+
+DECODE_CONTEXT = replace(
+    SHORT,
+    role=Role.DECODE,
+    transfer_backend="nixl",
+    engine_arguments=("--tp", "4", "--dcp-size", "2", "--attention-backend", "flashinfer"),
+)
+
+
+def test_kv_parallel_decode_is_passed_on() -> None:
+    own = DECODE_CONTEXT.engine_arguments
+    assert build_launch(DECODE_CONTEXT, CUDA).argv[-len(own) :] == own
+    by_phase = ("--tp", "2", "--decode-context-parallel-size=2", "--decode-attention-backend", "cutedsl_mla")
+    assert build_launch(replace(DECODE_CONTEXT, engine_arguments=by_phase), CUDA).argv[-5:] == by_phase
+    one = replace(SHORT, engine_arguments=("--dcp-size", "1"))
+    assert build_launch(one, CPU).argv[-2:] == ("--dcp-size", "1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "sglang", "problem"),
+    [
+        ({"role": Role.LONG}, CUDA, V23, "only decode shares out its KV among ranks"),
+        ({}, CPU, V23, "SGLang has it for GPUs alone"),
+        ({}, CUDA, V17, "needs SGLang 0.5.23 or later"),
+        ({"transfer_backend": "handshake"}, CUDA, V23, "--transfer-backend handshake sends every rank the whole KV"),
+        ({"transfer_backend": "sglang_ext_tcp"}, CUDA, V23, "--transfer-backend sglang_ext_tcp sends every rank"),
+        ({"engine_arguments": ("--tp", "3", "--dcp-size=2")}, CUDA, V23, "--tp-size 3 is not a multiple of it"),
+        ({"engine_arguments": ("--dcp-size=2",)}, CUDA, V23, "--tp-size 1 is not a multiple of it"),
+        (
+            {"engine_arguments": ("--tp", "2", "--dcp-size=2")},
+            CUDA,
+            V23,
+            "the attention that SGLang chooses may ignore it",
+        ),
+        (
+            {"engine_arguments": ("--tp", "2", "--dcp-size=2", "--attention-backend", "fa3")},
+            CUDA,
+            V23,
+            "--attention-backend fa3 may ignore it; name one that has it: flashinfer, ",
+        ),
+        (
+            {
+                "engine_arguments": (
+                    *("--tp", "2", "--dcp-size=2", "--attention-backend=flashinfer"),
+                    "--decode-attention-backend=triton",
+                )
+            },
+            CUDA,
+            V23,
+            "--attention-backend triton may ignore it",
+        ),
+        (
+            {"engine_arguments": ("--tp", "2", "--dcp-size=2", "--decode-attention-backend=flashmla")},
+            CUDA,
+            V23,
+            "the attention that SGLang chooses may ignore it",
+        ),
+    ],
+)
+def test_kv_parallel_decode_that_would_be_wrong_is_refused(
+    changes: dict[str, Any], machine: MachineFacts, sglang: SglangVersion, problem: str
+) -> None:
+    options = replace(DECODE_CONTEXT, **changes)
+    with pytest.raises(ValueError, match=rf"^--dcp-size 2: {problem}") as it:
+        build_launch(options, machine, None, sglang)
+    assert "\n" not in str(it.value)
 
 
 def test_compilation_is_off_unless_asked_for() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.sglang_plugin import transfer_backend, worker
-from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.device import Device, MachineFacts
 from sglang_ext.sglang_plugin.launch_plan import LaunchCommand
 from sglang_ext.sglang_plugin.versions import SglangVersion
 
@@ -88,6 +88,43 @@ def test_stages_that_a_model_cannot_have_are_one_clear_line(
     options = ("--role", "long", "--model-path", str(tmp_path), "--device", "cpu", "--", "--pp-size", stages)
     became: list[LaunchCommand] = []
     status = worker.run(parse(*options), become=lambda command: became.append(command) or 0)
+    error = capsys.readouterr().err
+    assert (status, len(became)) == ((0, 1) if problem is None else (2, 0))
+    assert error.count("\n") == (problem is not None)
+    assert error.startswith("" if problem is None else f"sglang-ext worker: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "problem"),
+    [
+        ("DeepseekV3ForCausalLM", "2", None),
+        ("LlamaForCausalLM", "1", None),
+        # Its ranks would store KV of heads that are not theirs.
+        ("LlamaForCausalLM", "2", "--dcp-size 2: LlamaForCausalLM is not among the models whose ranks share KV"),
+        # Its ranks share KV heads, but prefill cannot deal them out.
+        ("Qwen3_5ForCausalLM", "2", "--dcp-size 2: Qwen3_5ForCausalLM is not among"),
+        # SGLang has no disaggregation for its sparse attention with it.
+        ("DeepseekV32ForCausalLM", "2", "--dcp-size 2: DeepseekV32ForCausalLM is not among"),
+        (None, "2", "--dcp-size 2: --model-path must be a local folder"),
+    ],
+)
+def test_kv_parallel_decode_of_other_models_is_one_clear_line(
+    architecture: str | None,
+    size: str,
+    problem: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "inspect_machine", lambda _: MachineFacts(Device.CUDA, (0, 1), 1 << 30))
+    monkeypatch.setattr(worker, "why_unavailable", lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps({} if architecture is None else {"architectures": [architecture]}))
+    options = ("--role", "decode", "--model-path", str(tmp_path), "--transfer-backend", "nixl", "--", "--tp", "2")
+    became: list[LaunchCommand] = []
+    status = worker.run(
+        parse(*options, "--dcp-size", size, "--attention-backend", "flashmla"),
+        become=lambda command: became.append(command) or 0,
+    )
     error = capsys.readouterr().err
     assert (status, len(became)) == ((0, 1) if problem is None else (2, 0))
     assert error.count("\n") == (problem is not None)

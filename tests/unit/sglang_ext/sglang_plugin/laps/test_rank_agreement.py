@@ -101,4 +101,5 @@ def test_every_stage_follows_the_first_one(stages: int, ranks: int, tmp_path: Pa
     for position, report in enumerate(reports):
         assert report.steps == expected
         assert report.keys == keys
+        assert report.numbers == [1000 * number + position % ranks for number in range(0, rounds, 3)]
         assert (report.decisions, report.plans) == ((rounds, rounds) if position == 0 else (0, 0))

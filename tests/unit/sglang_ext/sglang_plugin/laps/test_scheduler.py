@@ -363,6 +363,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     engine.tp_worker = SimpleNamespace(model_runner=None)
     engine._laps = SimpleNamespace(
         clock=IterationClock(),
+        stage=None,
         decisions=DecisionTimes(),
         now_s=lambda: float(next(times_s)),
         policy=SimpleNamespace(note_iteration=learned.append),
