@@ -205,6 +205,7 @@ class LiveView:
         self._ended: dict[str, tuple[int, int]] = dict.fromkeys(CLASSES, (0, 0))
         self._in_flight = 0
         self._elsewhere: dict[str, int | None] | None = None
+        self._lanes: dict[str, int] | None = None
         self._seen_elsewhere: dict[int, tuple[int, int]] = {}  # what each has counted, as it told last
         self._ended_elsewhere = [0, 0]  # since the stream began
         self._ttfts = {name: _Ttfts() for name in CLASSES}
@@ -311,6 +312,10 @@ class LiveView:
             "ended": answered,
             "failed": failed,
         }
+
+    def take_lanes(self, telling: int, silent: int, missed: int) -> None:
+        """How many instances tell what they did, how many answer without it, and what was left out."""
+        self._lanes = {"telling": telling, "silent": silent, "missed": missed}
 
     @property
     def followed(self) -> tuple[Hashable, ...]:
@@ -488,6 +493,7 @@ class LiveView:
             "deferred": sum([len(rows) for rows in pending.values()]),
             "dropped": self._skipped_ends + sum([rows.dropped for rows in pending.values()]),
             "elsewhere": self._elsewhere,
+            "lanes": self._lanes,
         }
         self._stride = max(1, -(-self._untracked_ends // MAX_ENDED))
         self._untracked_ends = 0

@@ -26,6 +26,7 @@ OVERRIDDEN = {
     "get_new_batch_prefill": ["running_batch"],
     "run_batch": ["batch", "pp_proxy_tensors"],
     "process_batch_result": ["batch", "result"],
+    "process_disagg_prefill_inflight_queue": ["rids_to_check"],
     "is_fully_idle": ["for_health_check"],
     "abort_request": ["recv_req"],
     "process_pending_chunked_abort": [],
