@@ -50,7 +50,10 @@ def rows_of(recorded: Path, kind: str) -> list[dict[str, Any]]:
 
 def latest_spans(recorded: Path) -> list[dict[str, Any]]:
     """Every span, as it was told last."""
-    spans = {(one["instance"], one["kind"], round(one["start_s"], 3)): one for one in rows_of(recorded, "spans")}
+    spans = {
+        (one["instance"], one["kind"], round(one["start_s"], 3), one["label"]): one
+        for one in rows_of(recorded, "spans")
+    }
     return list(spans.values())
 
 
@@ -107,6 +110,12 @@ def test_a_recording_of_real_instances_has_their_requests_queues_and_loads(
     assert {row.mode for number, row in recorded.instances.items() if number in prefills} <= {"short", "long", "both"}
 
 
+# What the lanes have drawn, and of how many tokens it shows the KV on its way.
+LANES = (
+    "[...liveView.state.inst.keys()].flatMap(number => ((liveView.laneOf(number) || {hits: []}).hits)"
+    ".filter(h => h.span).map(h => ({number, span: h.span})))"
+)
+LANES_TELL = f"{LANES}.filter(s => s.span.kind === 'transfer').reduce((sum, s) => sum + s.span.tokens, 0)"
 LANE_LENGTHS = (31, 41, 51, 61, 901)
 
 
@@ -125,12 +134,12 @@ def test_lanes_have_the_batches_chunks_and_transfers_of_what_was_sent(router: Ru
     recorded = read_recording(out)
     pools = {number: row.pool for number, row in recorded.instances.items()}
     spans = latest_spans(out)
-    batches = [span for span in spans if span["kind"] == "prefill"]
+    batches = [span for span in spans if span["kind"] == "prefill" and not span["label"].startswith("HEALTH_CHECK")]
     short = [span for span in batches if span["length_class"] == "short"]
     long = [span for span in batches if span["length_class"] == "long"]
     assert len(short) + len(long) == len(batches), batches
     shorts, longs = LANE_LENGTHS[:-1], LANE_LENGTHS[-1:]
-    assert sum(span["tokens"] for span in short) == sum(shorts)
+    assert sum(span["tokens"] for span in short) == sum(shorts), short
     assert sum(span["requests"] for span in short) == len(shorts)
     assert sum(span["tokens"] for span in long) == sum(longs)
     assert {pools[span["instance"]] for span in short} == {"short"}
@@ -178,7 +187,14 @@ def test_the_page_shows_real_instances_and_their_requests(router: RunningRouter,
             )
             assert f"{LENGTHS[-1]} tokens" in detail
             await page.evaluate("document.getElementById('tab-time').click()")
-            await asyncio.sleep(1.0)
+            await page.until(f"{LANES_TELL} === {sum(LENGTHS)}", 60.0)
+            # What is under the mouse is told with its numbers.
+            for kind, text in (("prefill", "new tokens"), ("transfer", "tokens")):
+                shown = await page.until(
+                    f"(s => s && liveView.textOf(s.number, s.span))({LANES}.find(s => s.span.kind === '{kind}'))"
+                )
+                assert text in shown, shown
+                assert "request" in shown
             await page.screenshot(SHOTS / "real-time.png")
             assert [error for error in page.errors if "401" not in error] == []
 

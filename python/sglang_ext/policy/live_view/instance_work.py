@@ -26,7 +26,7 @@ class BatchMember(NamedTuple):
 
     key: int  # of the instance's own
     name: str
-    length_class: LengthClass | None  # None: of neither, as a health check
+    length_class: LengthClass | None  # None: of neither, as a health check, which counts only where it is alone
     new_tokens: int
     tokens_left: int  # that later chunks compute
 
@@ -140,7 +140,7 @@ def _parked(waited: _Unfinished, end_s: float | None) -> WorkRecord:
 
 
 def _batch(launched: _Launched, start_s: float, end_s: float) -> WorkRecord:
-    members = launched.members
+    members = [one for one in launched.members if one.length_class is not None] or launched.members
     tokens = dict.fromkeys(LengthClass, 0)
     for member in members:
         if member.length_class is not None:

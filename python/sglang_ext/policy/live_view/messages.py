@@ -69,7 +69,7 @@ class RequestRow(NamedTuple):
 
 
 class SpanRow(NamedTuple):
-    """What one instance did from when to when. One that comes again with the same start has gone on."""
+    """What one instance did from when to when. One that comes again with the same start and label has gone on."""
 
     instance: Annotated[int, "number of the instance"]
     kind: Annotated[str, "prefill, parked, transfer; of a long pool compute, ring, rebalance, idle, collect or failed"]

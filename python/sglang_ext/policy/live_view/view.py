@@ -193,8 +193,8 @@ class LiveView:
         self._untracked_ends = 0  # since the last frame
         self._skipped_ends = 0
         self._untracked: list[RequestRow] = []  # of these, what is kept
-        self._pending_spans: _Pending[tuple[int, str, float]] = _Pending()
-        self._span_ends: dict[tuple[int, str, float], float] = {}  # of the latest, as they were told
+        self._pending_spans: _Pending[tuple[int, str, float, str]] = _Pending()
+        self._span_ends: dict[tuple[int, str, float, str], float] = {}  # of the latest, as they were told
         self._pending_events: _Pending[int] = _Pending()
         self._last_event = 0
         self._prompts: dict[int, PromptRow] = {}
@@ -418,7 +418,7 @@ class LiveView:
                 span.tokens,
                 span.requests,
             )
-            key = number, span.kind, round(start_s, 3)
+            key = number, span.kind, round(start_s, 3), span.label
             if self._span_ends.get(key) == row.end_s:
                 continue
             if key not in self._span_ends and len(self._span_ends) >= MAX_SPANS:

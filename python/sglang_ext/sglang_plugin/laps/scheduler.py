@@ -20,6 +20,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode, poll_and_all_reduce_attn_cp_tp_group
 from sglang.srt.environ import envs
@@ -479,7 +480,7 @@ def _members(batch: Any) -> list[BatchMember]:
     """The requests of a batch that is about to be launched."""
     members = []
     for request, new_tokens, prefix in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
-        entry = entry_of(request)
+        entry = None if request.rid.startswith(HEALTH_CHECK_RID_PREFIX) else entry_of(request)
         key, length_class = (-1, None) if entry is None else (entry.key, entry.length_class)
         tokens_left = 0 if entry is None else int(request.seqlen) - prefix - new_tokens
         members.append(BatchMember(key, request.rid, length_class, new_tokens, tokens_left))

@@ -47,14 +47,22 @@ def test_batches_are_told_with_their_class_requests_and_tokens() -> None:
     run(log, 2.0, chunk(3, 256, 44))
     run(log, 3.0, short(4, 10), chunk(3, 44, 0))
     run(log, 4.0, BatchMember(-1, "health", None, 1, 0))
+    run(log, 5.0, BatchMember(-1, "health", None, 1, 0), short(5, 7))
     told = [record[:5] for record in read(log).records]
     assert told == [
         ("prefill", 1.0, 2.0, "short", "short-1 and 1 more, graph 32x2"),
         ("prefill", 2.0, 3.0, "long", "long-3"),
         ("prefill", 3.0, 4.0, "mixed", "44 long and 10 short tokens"),
         ("prefill", 4.0, 5.0, None, "health"),
+        ("prefill", 5.0, 6.0, "short", "short-5"),
     ]
-    assert [(record.tokens, record.requests) for record in read(log).records] == [(50, 2), (256, 1), (54, 2), (1, 1)]
+    assert [(record.tokens, record.requests) for record in read(log).records] == [
+        (50, 2),
+        (256, 1),
+        (54, 2),
+        (1, 1),
+        (7, 1),
+    ]
 
 
 def test_a_prefill_is_parked_from_the_end_of_its_chunk_until_its_next_one_begins_if_others_ran() -> None:
