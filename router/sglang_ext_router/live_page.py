@@ -254,6 +254,10 @@ class LivePage:
                 "has ended are of those that it serves. How many are in flight, and loads of instances, are of all "
                 "routers."
             )
+        notes.append(
+            "Lanes have what prefill instances tell of their batches, parked prefills and KV on its way, up to a second "
+            f"late, with more than {ASKED_PER_S} instances later."
+        )
         if self._router.long_pool is None:
             notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not told.")
         return notes
