@@ -255,8 +255,8 @@ class LivePage:
                 "routers."
             )
         notes.append(
-            "Lanes have what prefill instances tell of their batches, parked prefills and KV on its way, up to a second "
-            f"late, with more than {ASKED_PER_S} instances later."
+            "Lanes have what prefill instances tell of their batches, parked prefills and KV on its way, up to a "
+            f"second late; later where there are more than {ASKED_PER_S}."
         )
         if self._router.long_pool is None:
             notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not told.")

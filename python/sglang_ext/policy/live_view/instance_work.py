@@ -52,7 +52,7 @@ class InstanceWork(NamedTuple):
     records: tuple[WorkRecord, ...]
 
 
-class _Launched(NamedTuple):
+class _BatchInFlight(NamedTuple):
     number: int
     members: tuple[BatchMember, ...]
     shape: str
@@ -74,13 +74,13 @@ class WorkLog:
         self._last = 0
         self._records = {kind: deque[tuple[int, WorkRecord]](maxlen=KEPT_RECORDS) for kind in KINDS}
         self._launches = 0
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_BatchInFlight] = deque()
         self._unfinished: dict[int, _Unfinished] = {}
 
     def note_launch(self, now_s: float, members: Iterable[BatchMember]) -> None:
         """A batch is launched. A prefill in it that waited while others ran was parked until now."""
         self._launches += 1
-        launched = _Launched(self._launches, tuple(members), "")
+        launched = _BatchInFlight(self._launches, tuple(members), "")
         self._launched.append(launched)
         for member in launched.members:
             waited = self._unfinished.pop(member.key, None)
@@ -139,7 +139,7 @@ def _parked(waited: _Unfinished, end_s: float | None) -> WorkRecord:
     )
 
 
-def _batch(launched: _Launched, start_s: float, end_s: float) -> WorkRecord:
+def _batch(launched: _BatchInFlight, start_s: float, end_s: float) -> WorkRecord:
     members = [one for one in launched.members if one.length_class is not None] or launched.members
     tokens = dict.fromkeys(LengthClass, 0)
     for member in members:

@@ -69,7 +69,7 @@ def test_a_prefill_is_parked_from_the_end_of_its_chunk_until_its_next_one_begins
     log = WorkLog()
     run(log, 1.0, chunk(1, 256, 600))
     run(log, 2.5, chunk(1, 256, 344))
-    assert [one.kind for one in read(log, parked={1}).records] == ["prefill", "prefill"], "nobody ran between"
+    assert [one.kind for one in read(log, parked={1}).records] == ["prefill", "prefill"], "no other batch ran between"
     run(log, 4.0, short(2))
     (going_on,) = [one for one in read(log, parked={1}, now_s=5.0).records if one.kind == "parked"]
     assert going_on[:4] == ("parked", 3.5, None, "long")
