@@ -422,7 +422,8 @@ class LiveView:
             if self._span_ends.get(key) == row.end_s:
                 continue
             if key not in self._span_ends and len(self._span_ends) >= MAX_SPANS:
-                del self._span_ends[next(iter(self._span_ends))]
+                for old in list(self._span_ends)[: MAX_SPANS // 2]:  # at once: a first one is slow to find each time
+                    del self._span_ends[old]
             self._span_ends[key] = row.end_s
             self._pending_spans.put(key, row)
 
