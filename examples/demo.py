@@ -271,7 +271,8 @@ def _keep(cluster: Cluster) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-    body = f'{{"model": "{cluster.plan.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    messages = '[{"role": "user", "content": "Hello!"}]'
+    body = f'{{"model": "{cluster.plan.model_name}", "max_tokens": 40, "messages": {messages}}}'
     command = ["curl", f"{cluster.url}/v1/chat/completions", "-H", "content-type: application/json", "-d", body]
     _step("still serving; Ctrl-C stops. Try:")
     print(shlex.join(command), flush=True)

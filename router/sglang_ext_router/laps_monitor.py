@@ -14,6 +14,7 @@ from sglang_ext.policy.laps.round_plan import LapsMode
 from sglang_ext.policy.pools.instance_pressure import InstanceSignals
 from sglang_ext.types import LengthClass
 from sglang_ext_router.probe import LAPS_PATH, Prober
+from sglang_ext_router.work_reader import WorkReader
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
 REPORT_PATH = LAPS_PATH
@@ -123,12 +124,18 @@ class LapsMonitor:
         self.reports: dict[int, InstanceReport] = {}
         self.stock: set[int] = set()  # ids of instances that have no report
         self.refreshed_s: float | None = None
+        self.work_reader: WorkReader | None = None  # while a page is open: what instances did is asked for, too
 
-    async def read(self, worker: Worker) -> InstanceReport:
+    async def read(self, worker: Worker, work_reader: WorkReader | None = None) -> InstanceReport:
         """Ask one instance; NotServedError or NoReportError without an answer that can be used."""
+        query = "" if work_reader is None else work_reader.query(worker)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return read_report(await self._prober.get_json(worker, REPORT_PATH))
+                answer = await self._prober.get_json(worker, REPORT_PATH + query)
+            report = read_report(answer)
+            if work_reader is not None and work_reader is self.work_reader:
+                work_reader.take(worker, answer)
+            return report
         except aiohttp.ClientResponseError as error:
             if error.status == 404:
                 raise NotServedError(f"{worker.url} does not serve {REPORT_PATH}") from None
@@ -143,12 +150,14 @@ class LapsMonitor:
         for gone in self.reports.keys() - known:
             del self.reports[gone]
         self.stock &= known
+        if self.work_reader is not None:
+            self.work_reader.keep(known)
         await asyncio.gather(*(self._take(worker) for worker in workers))
         self.refreshed_s = self._clock()
 
     async def _take(self, worker: Worker) -> None:
         try:
-            report = await self.read(worker)
+            report = await self.read(worker, self.work_reader)
         except NotServedError:
             self.reports.pop(worker.id, None)
             if worker.id not in self.stock:

@@ -1,8 +1,8 @@
 """`/ui`: the live page, and `/ui/stream`, which tells it what happens, as server-sent events.
 
 While no page is open nothing is gathered. While one is, this looks at the requests under way four times a second and at
-the instances once, and asks them for their queues once a second, or less often where they are many. All pages get the
-same frames.
+the instances once, and asks these for their queues and what they did once a second, less often where they are many.
+All pages get the same frames.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sglang_ext_router.model_pools import ModelPools
 from sglang_ext_router.pools import worker_state
 from sglang_ext_router.services import Runnable, Services
 from sglang_ext_router.siblings import SiblingLink
+from sglang_ext_router.work_reader import WorkReader
 from sglang_ext_router.workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -186,6 +187,9 @@ class LivePage:
         if view is not None:
             viewer.send(self._hello)
             view.resend()
+            work_reader = self._router.controller.monitor.work_reader
+            if work_reader is not None:
+                work_reader.begin_anew()
 
     def stop(self) -> None:
         """End all streams, and open none any more."""
@@ -209,7 +213,8 @@ class LivePage:
         objectives = {"short": config.controller_short_slo_secs, "long": config.controller_long_slo_secs}
         self._ticks = 0
         self._moves = {(move.started_at_s, move.url): move.outcome for move in router.controller.moves}
-        router.services.view = LiveView(router.loop.time(), objectives)
+        view = router.services.view = LiveView(router.loop.time(), objectives)
+        router.controller.monitor.work_reader = WorkReader(router.loop.time, view.add_spans)
         self._hello = hello(
             source="router",
             name=f"{config.host}:{config.port}",
@@ -223,6 +228,7 @@ class LivePage:
 
     def _end(self) -> None:
         self._router.services.view = None
+        self._router.controller.monitor.work_reader = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -248,6 +254,10 @@ class LivePage:
                 "has ended are of those that it serves. How many are in flight, and loads of instances, are of all "
                 "routers."
             )
+        notes.append(
+            "Lanes have what prefill instances tell of their batches, parked prefills and KV on its way, up to a "
+            f"second late; later where there are more than {ASKED_PER_S}."
+        )
         if self._router.long_pool is None:
             notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not told.")
         return notes
@@ -266,6 +276,9 @@ class LivePage:
             view.take_elsewhere(self._elsewhere())
             self._tell_moves(view, now_s)
             self._tell_long_pool(view)
+            work_reader = self._router.controller.monitor.work_reader
+            if work_reader is not None:
+                view.take_lanes(work_reader.telling, work_reader.silent, work_reader.missed)
         self._ticks += 1
         counts = Counts(self._router.requests_queued, len(self._router.running), self._ended())
         running = tuple(self._router.running)
@@ -361,6 +374,8 @@ class LivePage:
         while True:
             prefills = sum(worker.role.is_prefill for worker in router.registry)
             interval_s = max(MIN_ASK_S, prefills / ASKED_PER_S)
+            if monitor.work_reader is not None:
+                monitor.work_reader.share_out(prefills, interval_s)
             if monitor.refreshed_s is None or router.loop.time() - monitor.refreshed_s >= interval_s:
                 await monitor.refresh()
             await asyncio.sleep(interval_s)

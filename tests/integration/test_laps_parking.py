@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,44 @@ def test_greedy_tokens_with_shorts_between_chunks(paged: Pair, shorts: int) -> N
     parks = paged.status()["parks"] - parks_before
     assert parks >= min(1, shorts)
     assert parks <= shorts
+
+
+def test_what_ran_and_who_was_parked_meanwhile_is_told(pair: Pair) -> None:
+    cursor = pair.prefill.get("/laps?since=0").body["work"]["last"]
+    parked_one = pair.send(LONG_TOKENS, seed=1, rid="parked-one", priority="low")
+    pair.wait_for_running(parked=0)
+    urgent_one = pair.send(LONG_TOKENS + 1, seed=2, rid="urgent-one", priority="real-time")
+    pair.wait_for_running(parked=1)
+    going_on = pair.prefill.get(f"/laps?since={cursor}").body["work"]
+    assert ("parked-one", None) in [(one[4], one[2]) for one in going_on["records"] if one[0] == "parked"]
+    told: list[list[Any]] = []
+    missed = 0
+    until_s = time.monotonic() + 60
+    while sum(record[6] for record in told if record[0] == "transfer") < 2:
+        work = pair.prefill.get(f"/laps?since={cursor}").body["work"]
+        told += [record for record in work["records"] if record[2] is not None]
+        cursor = work["last"]
+        missed += work["missed"]  # where this test was stalled for longer than 64 batches take
+        assert time.monotonic() < until_s, told
+    assert urgent_one.is_exact()
+    assert parked_one.is_exact()
+    tokens = 2 * LONG_TOKENS + 1
+    batches = [record for record in told if record[0] == "prefill" and record[3] is not None]
+    assert {record[3] for record in batches} == {"long"}
+    computed_tokens = sum(record[5] for record in batches)
+    assert computed_tokens == tokens or (missed and computed_tokens < tokens)
+    assert sum(record[5] for record in told if record[0] == "transfer") == tokens
+    ends = [record[2] for record in batches]
+    assert ends == sorted(ends)
+    parked = [record for record in told if record[0] == "parked" and record[4] == "parked-one"]
+    assert parked
+    for _, start_s, end_s, length_class, _, left_tokens, _ in parked:
+        meanwhile = [one for one in told if one[0] == "prefill" and start_s <= one[1] and one[2] <= end_s + 0.1]
+        assert meanwhile
+        assert length_class == "long"
+        assert 0 < left_tokens < LONG_TOKENS
+    assert "work" not in pair.status(), "only where it is asked for"
+    assert pair.prefill.get("/laps?since=-1").status in (400, 422)
 
 
 def test_several_are_parked_at_once(pair: Pair) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +28,7 @@ SHOTS = Path(__file__).parents[2] / "run" / "live-page"
 LENGTHS = (30, 40, 50, 60, 900)
 
 
-def serve(router: RunningRouter) -> list[str]:
+def serve(router: RunningRouter, lengths: Sequence[int] = LENGTHS) -> list[str]:
     """Short prompts and a long one, all at once; their request ids."""
 
     def ask(length: int) -> str:
@@ -38,14 +38,23 @@ def serve(router: RunningRouter) -> list[str]:
         assert reply.status == 200
         return headers["x-request-id"]
 
-    with ThreadPoolExecutor(len(LENGTHS)) as threads:
-        return list(threads.map(ask, LENGTHS))
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        return list(threads.map(ask, lengths))
 
 
 def rows_of(recorded: Path, kind: str) -> list[dict[str, Any]]:
     """All rows of a kind, in order."""
     hello, *frames = check_lines(recorded.read_bytes().splitlines())
     return [dict(zip(hello["fields"][kind], row, strict=True)) for frame in frames for row in frame.get(kind, ())]
+
+
+def latest_spans(recorded: Path) -> list[dict[str, Any]]:
+    """Every span, as it was told last."""
+    spans = {
+        (one["instance"], one["kind"], round(one["start_s"], 3), one["label"]): one
+        for one in rows_of(recorded, "spans")
+    }
+    return list(spans.values())
 
 
 def reported(recorded: Path) -> set[int]:
@@ -101,6 +110,55 @@ def test_a_recording_of_real_instances_has_their_requests_queues_and_loads(
     assert {row.mode for number, row in recorded.instances.items() if number in prefills} <= {"short", "long", "both"}
 
 
+# What the lanes have drawn, and of how many tokens it shows the KV on its way.
+LANES = (
+    "[...liveView.state.inst.keys()].flatMap(number => ((liveView.laneOf(number) || {hits: []}).hits)"
+    ".filter(h => h.span).map(h => ({number, span: h.span})))"
+)
+LANES_TELL = f"{LANES}.filter(s => s.span.kind === 'transfer').reduce((sum, s) => sum + s.span.tokens, 0)"
+LANE_LENGTHS = (31, 41, 51, 61, 901)
+
+
+def test_lanes_have_the_batches_chunks_and_transfers_of_what_was_sent(router: RunningRouter, tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    with recording(router, out):
+        serve(router, LANE_LENGTHS)
+        end_s = running_s() + 60
+
+        def done() -> bool:
+            sent = [span for span in latest_spans(out) if span["kind"] == "transfer"]
+            return sum(span["requests"] for span in sent) >= len(LANE_LENGTHS)
+
+        while not done():
+            assert running_s() < end_s, latest_spans(out)
+    recorded = read_recording(out)
+    pools = {number: row.pool for number, row in recorded.instances.items()}
+    spans = latest_spans(out)
+    batches = [span for span in spans if span["kind"] == "prefill" and not span["label"].startswith("HEALTH_CHECK")]
+    short = [span for span in batches if span["length_class"] == "short"]
+    long = [span for span in batches if span["length_class"] == "long"]
+    assert len(short) + len(long) == len(batches), batches
+    shorts, longs = LANE_LENGTHS[:-1], LANE_LENGTHS[-1:]
+    assert sum(span["tokens"] for span in short) == sum(shorts), short
+    assert sum(span["requests"] for span in short) == len(shorts)
+    assert sum(span["tokens"] for span in long) == sum(longs)
+    assert {pools[span["instance"]] for span in short} == {"short"}
+    assert {pools[span["instance"]] for span in long} == {"long"}
+    for one in spans:
+        assert 0 <= one["start_s"] <= one["end_s"] <= recorded.end_s + 0.5
+    sent = [span for span in spans if span["kind"] == "transfer"]
+    assert sum(span["tokens"] for span in sent) == sum(LANE_LENGTHS)
+    # The request that the router saw took at least as long as what its instance did for it.
+    (told,) = (one for one in recorded.requests.values() if one.prompt_tokens == LANE_LENGTHS[-1])
+    assert told.sent_s is not None
+    assert told.prefilled_s is not None
+    for one in long:
+        assert one["instance"] == told.prefill
+        assert told.sent_s - 0.5 <= one["start_s"] <= one["end_s"] <= told.prefilled_s + 0.5
+    frame = list(check_lines(out.read_bytes().splitlines()))[-1]
+    assert frame["lanes"] == {"telling": 2, "silent": 0, "missed": 0}
+
+
 @needs_browser
 def test_the_page_shows_real_instances_and_their_requests(router: RunningRouter, engines: list[Engine]) -> None:
     async def look() -> None:
@@ -129,7 +187,14 @@ def test_the_page_shows_real_instances_and_their_requests(router: RunningRouter,
             )
             assert f"{LENGTHS[-1]} tokens" in detail
             await page.evaluate("document.getElementById('tab-time').click()")
-            await asyncio.sleep(1.0)
+            await page.until(f"{LANES_TELL} === {sum(LENGTHS)}", 60.0)
+            # What is under the mouse is told with its numbers.
+            for kind, text in (("prefill", "new tokens"), ("transfer", "tokens")):
+                shown = await page.until(
+                    f"(s => s && liveView.textOf(s.number, s.span))({LANES}.find(s => s.span.kind === '{kind}'))"
+                )
+                assert text in shown, shown
+                assert "request" in shown
             await page.screenshot(SHOTS / "real-time.png")
             assert [error for error in page.errors if "401" not in error] == []
 

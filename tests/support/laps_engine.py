@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from urllib.parse import parse_qs
 
+from sglang_ext.policy.live_view.instance_work import WORK_KEY, WorkLog
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from support.router_process import FAST, Cluster, running_router
@@ -46,6 +48,9 @@ class LapsEngine(ScriptedEngine):
         self.switches: list[str] = []
         self.laps_status = 200
         self.report: dict[str, Any] = {}
+        self.work: WorkLog | None = None  # what it did, on the clock of the event loop; None: of an earlier version
+        self.parked: set[int] = set()  # keys in `work` of what is parked now
+        self.queries: list[str] = []  # behind the question mark of each GET /laps
         self.tell()
 
     def tell(self, *, backlog_s: float = 0.0, utilisation: float = 0.1, slo_violation_rate: float = 0.0) -> None:
@@ -67,7 +72,13 @@ class LapsEngine(ScriptedEngine):
         if request.path == "/laps":
             if self.laps_status != 200:
                 return status(self.laps_status)
-            return reply({**self.report, "mode": self.mode, "generation": self.generation})
+            self.queries.append(request.target.partition("?")[2])
+            asked = parse_qs(self.queries[-1])
+            told = {}
+            if self.work is not None and "since" in asked:
+                since, most = int(asked["since"][0]), int(asked["most"][0])
+                told = {WORK_KEY: self.work.answer(request.at_s, self.parked, since, most)}
+            return reply({**self.report, **told, "mode": self.mode, "generation": self.generation})
         if request.path == "/laps/mode":
             return self._switch(json.loads(request.body)["mode"])
         return super()._control(request)

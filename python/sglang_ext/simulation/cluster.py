@@ -26,6 +26,7 @@ from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.events import (
     BusyInterval,
     EventLoop,
+    PlannedChunks,
     PrefillListener,
     ServedPrefill,
     SimRequest,
@@ -202,6 +203,7 @@ class PlannedCluster:
         self._waiting: dict[int, SimRequest] = {}  # no plan while instances are down, or hold too much
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
+        self.plans: list[PlannedChunks] = []
 
     def arrive(self, request: SimRequest) -> None:
         self._policy.note_arrival(self._loop.now_s)
@@ -273,8 +275,13 @@ class PlannedCluster:
         self._listener.on_first_token(ServedPrefill(request, start_s, committed.end_s))
 
     def _record(self, committed: _Committed, until_s: float) -> None:
-        for chunk in committed.chunks:
+        key = committed.request.key
+        left = tuple((chunk.tokens, chunk.instances) for chunk in committed.chunks)
+        self.plans.append(PlannedChunks(committed.planned_s, key, left))
+        for number, chunk in enumerate(committed.chunks, 1):
             start_s = committed.planned_s + chunk.start_s
+            if start_s < until_s:
+                self.plans.append(PlannedChunks(start_s, key, left[number:]))
             end_s = min(start_s + chunk.compute_s, until_s)
             if start_s < end_s:
                 self.timeline += [
@@ -294,6 +301,7 @@ class PlannedCluster:
             committed.is_lost = True
             if self._is_recorded:
                 self._record(committed, now_s)
+                self.plans.append(PlannedChunks(now_s, committed.request.key, ()))
             del self._committed[committed.request.key]
         self._free_s = [now_s] * self._spec.instances
         for committed in self._committed.values():

@@ -109,6 +109,14 @@ class BusyInterval(NamedTuple):
     owner: int | None = None  # of a shared prompt: the instance that it was sent to, where there is one
 
 
+class PlannedChunks(NamedTuple):
+    """Chunks of a shared prompt that are planned and not begun, from a time on until the prompt's next record."""
+
+    at_s: float
+    key: int  # of the request
+    chunks: tuple[tuple[int, tuple[int, ...]], ...]  # new tokens, and instances
+
+
 class PrefillListener(Protocol):
     """Is told what a prefill stage does, at the time of the event."""
 

@@ -29,12 +29,20 @@ from sglang_ext.policy.cdsp.orders import (
     PromptTicket,
     RunChunk,
 )
+from sglang_ext.policy.cdsp.pool_requests import NextChunk
 from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule, PrefillOrder, fastest_s
 from sglang_ext.policy.cdsp.price_planner import PriceOptions, PricePlanner
 from sglang_ext.policy.cdsp.sharding import count_tokens
 from sglang_ext.policy.cdsp.sp_cost import SpCandidate
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
-from sglang_ext.simulation.events import BusyInterval, EventLoop, PrefillListener, ServedPrefill, SimRequest
+from sglang_ext.simulation.events import (
+    BusyInterval,
+    EventLoop,
+    PlannedChunks,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +128,8 @@ class LongPool:
         self._noise = Random(f"noise {options.noise_seed}")
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
+        self.plans: list[PlannedChunks] = []
+        self._planned: dict[int, tuple[NextChunk, ...]] = {}  # by request, as recorded last
         for instance in range(spec.instances):
             self._join(instance)
 
@@ -183,6 +193,17 @@ class LongPool:
         waiting = deque(orders)
         while waiting:
             waiting.extend(self._carry_out_one(waiting.popleft()))
+        if self._is_recorded:
+            self._record_plans()
+
+    def _record_plans(self) -> None:
+        """What has been decided anew."""
+        planned = {key: chunks for key in self._progress if (chunks := self.coordinator.planned(key))}
+        for key in planned | self._planned:
+            if planned.get(key) != self._planned.get(key):
+                left = tuple((chunk.new_tokens, chunk.members) for chunk in planned.get(key, ()))
+                self.plans.append(PlannedChunks(self._loop.now_s, key, left))
+        self._planned = planned
 
     def _carry_out_one(self, order: Order) -> Sequence[Order]:
         now_s = self._loop.now_s

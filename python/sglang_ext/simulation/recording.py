@@ -7,9 +7,10 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from sglang_ext.policy.live_view.instance_work import PARKED, TRANSFER
 from sglang_ext.policy.live_view.messages import MIN_INTERVAL_S, InstanceRow, LoadRow, PromptRow, hello
 from sglang_ext.policy.live_view.view import MAX_PROMPTS, Counts, LiveView, SeenInstance, SeenRequest, SeenSpan
-from sglang_ext.simulation.events import BusyInterval, SimRequest
+from sglang_ext.simulation.events import BusyInterval, PlannedChunks, SimRequest
 from sglang_ext.simulation.instances import WatchedInstance
 from sglang_ext.simulation.run import Outcome
 from sglang_ext.types import Role
@@ -79,7 +80,12 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
     lives = _lives(outcome, run)
     spans = sorted(outcome.timeline, key=lambda busy: busy.end_s)
     classes = {life.key: life.length_class for life in lives}
-    watched, decoding, shared = _Watched(outcome, run, classes), _Decoding(lives, run), _SharedPrompts(lives, spans)
+    watched, decoding = _Watched(outcome, run, classes), _Decoding(lives, run)
+    shared = _SharedPrompts(lives, spans, outcome.plans)
+    told_spans = sorted(
+        chain((_span(busy, classes) for busy in spans), _parked(spans, lives), _transfers(lives)),
+        key=lambda span: span.end_s,
+    )
     moves = iter([*outcome.moves, None])
     move = next(moves)
     running: dict[int, _Life] = {}
@@ -115,9 +121,9 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
             view.take_in_flight([], Counts(0, 0, {}), now_s)  # from nothing on
         view.take_in_flight(in_flight, Counts(0, len(running), totals), now_s)
         first = told
-        while told < len(spans) and spans[told].end_s <= now_s:
+        while told < len(told_spans) and told_spans[told].end_s <= now_s:
             told += 1
-        view.add_spans(_span(busy, classes) for busy in spans[first:told])
+        view.add_spans(told_spans[first:told])
         frame = view.frame(now_s)
         if frame is not None:
             yield frame
@@ -143,6 +149,40 @@ def _span(busy: BusyInterval, classes: dict[int, str]) -> SeenSpan:
         busy.tokens,
         1 + len(busy.others),
     )
+
+
+def _parked(spans: Sequence[BusyInterval], lives: Sequence[_Life]) -> Iterator[SeenSpan]:
+    """When a long prompt waited between two chunks on an instance that computed others meanwhile."""
+    long = {life.key: life for life in lives if life.length_class == "long"}
+    work: dict[int, list[BusyInterval]] = {}
+    for busy in sorted(spans, key=lambda busy: busy.start_s):
+        if not busy.group:
+            work.setdefault(busy.instance, []).append(busy)
+    for instance, intervals in work.items():
+        chunks: dict[int, tuple[int, float, int]] = {}  # by request: the place and end of its latest one, tokens so far
+        for place, busy in enumerate(intervals):
+            for key in (busy.key, *busy.others):
+                life = long.get(key)
+                if life is None:
+                    continue
+                last = chunks.get(key)
+                done = 0 if last is None else last[2]
+                # Of a batch of several it is not noted how many tokens were whose.
+                is_known = done >= 0 and not busy.others and busy.tokens is not None
+                chunks[key] = place, busy.end_s, done + (busy.tokens or 0) if is_known else -1
+                if last is not None and place > last[0] + 1 and busy.start_s > last[1]:
+                    left = None if done < 0 else max(0, life.request.new_tokens - done)
+                    label = f"request {key}"
+                    yield SeenSpan(_name(instance), PARKED, last[1], busy.start_s, "long", label, left)
+
+
+def _transfers(lives: Sequence[_Life]) -> Iterator[SeenSpan]:
+    """When KV was on its way to decode instances that were simulated, from the instance that computed it last."""
+    for life in lives:
+        start_s, end_s = life.first_token_s, life.transferred_s
+        if life.decode is not None and life.instance is not None and start_s is not None and end_s is not None:
+            tokens = life.request.prompt_tokens
+            yield SeenSpan(life.instance, TRANSFER, start_s, end_s, None, f"request {life.key}", tokens)
 
 
 def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
@@ -215,7 +255,7 @@ def _seen(life: _Life, now_s: float) -> SeenRequest:
 class _SharedPrompts:
     """Prompts whose chunks are shared by instances, at a time that only grows."""
 
-    def __init__(self, lives: Sequence[_Life], spans: Sequence[BusyInterval]) -> None:
+    def __init__(self, lives: Sequence[_Life], spans: Sequence[BusyInterval], plans: Sequence[PlannedChunks]) -> None:
         self._chunks: dict[int, list[BusyInterval]] = {}  # by request: one interval of each
         by_chunk = sorted((busy for busy in spans if busy.group), key=lambda busy: (busy.key, busy.start_s))
         for _, intervals in groupby(by_chunk, lambda busy: (busy.key, busy.start_s)):
@@ -223,8 +263,15 @@ class _SharedPrompts:
             self._chunks.setdefault(busy.key, []).append(busy)
         self._lives = [life for life in lives if life.key in self._chunks]
         self._offered = 0
+        self._plans = sorted(plans, key=lambda plan: plan.at_s)
+        self._decided = 0
+        self._planned: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}  # by request, as decided last
 
     def at(self, now_s: float) -> list[PromptRow]:
+        while self._decided < len(self._plans) and self._plans[self._decided].at_s <= now_s:
+            plan = self._plans[self._decided]
+            self._planned[plan.key] = plan.chunks
+            self._decided += 1
         while self._offered < len(self._lives) and self._lives[self._offered].request.arrival_s <= now_s:
             self._offered += 1
         return [self._row(life, now_s) for life in self._lives[max(0, self._offered - MAX_PROMPTS) : self._offered]]
@@ -247,7 +294,7 @@ class _SharedPrompts:
                 for busy in chunks
                 if busy.start_s <= now_s
             ],
-            [],
+            [(tokens, list(map(_name, group))) for tokens, group in self._planned.get(life.key, ())],
         )
 
 

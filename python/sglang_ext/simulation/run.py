@@ -19,6 +19,7 @@ from sglang_ext.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
 from sglang_ext.simulation.events import (
     BusyInterval,
     EventLoop,
+    PlannedChunks,
     PrefillListener,
     ServedPrefill,
     SimRequest,
@@ -47,6 +48,14 @@ StageBuilder = Callable[[EventLoop, PrefillListener], RecordedStage]
 
 class _FailingStage(Protocol):
     def schedule_failure(self, failure: Failure) -> None: ...
+
+
+@runtime_checkable
+class PlanningStage(Protocol):
+    """A stage that can say what was planned for a prompt when."""
+
+    @property
+    def plans(self) -> list[PlannedChunks]: ...
 
 
 @runtime_checkable
@@ -90,6 +99,7 @@ class Outcome:
     moves: list[SimulatedMove] = field(default_factory=list)
     scalings: list[Scaling] = field(default_factory=list)
     watched: list[tuple[float, list[WatchedInstance]]] = field(default_factory=list)
+    plans: list[PlannedChunks] = field(default_factory=list)
 
 
 def simulate(
@@ -141,6 +151,7 @@ def simulate(
         controller.moves if controller else [],
         scaler.scalings if scaler else [],
         watch.seen if watch else [],
+        stage.plans if isinstance(stage, PlanningStage) else [],
     )
 
 

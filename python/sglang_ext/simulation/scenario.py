@@ -17,10 +17,10 @@ from sglang_ext.policy.pools.instance_pressure import PressureSettings
 from sglang_ext.simulation.cluster import ClusterSpec, Failure
 from sglang_ext.simulation.decode import DecodeSpec
 from sglang_ext.simulation.engines import SimEngine
-from sglang_ext.simulation.events import BusyInterval, EventLoop, PrefillListener, SimRequest
+from sglang_ext.simulation.events import BusyInterval, EventLoop, PlannedChunks, PrefillListener, SimRequest
 from sglang_ext.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.run import KeepingStage, RecordedStage, RunOptions, StageBuilder
+from sglang_ext.simulation.run import KeepingStage, PlanningStage, RecordedStage, RunOptions, StageBuilder
 from sglang_ext.simulation.scaler import ScalerSettings
 from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.simulation.workload import Workload, drawn_requests, scaled, session_requests
@@ -168,6 +168,15 @@ class SplitStage:
             for busy in self._long.timeline
         )
         return [*self._short.timeline, *shifted]
+
+    @property
+    def plans(self) -> list[PlannedChunks]:
+        """Of the long instances, which alone share prompts."""
+        first = self._short_instances
+        return [
+            plan._replace(chunks=tuple((tokens, tuple(one + first for one in group)) for tokens, group in plan.chunks))
+            for plan in (self._long.plans if isinstance(self._long, PlanningStage) else ())
+        ]
 
     def arrive(self, request: SimRequest) -> None:
         self._stage_of(request).arrive(request)

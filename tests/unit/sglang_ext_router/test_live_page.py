@@ -17,13 +17,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from sglang_ext.policy.live_view.instance_work import BatchMember, WorkLog
 from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, MIN_INTERVAL_S
 from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext.types import LengthClass, Role
-from sglang_ext_router import live_page
+from sglang_ext_router import live_page, work_reader
 from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.controller import MoveRecord
 from sglang_ext_router.long_pool import pool_prompts, pool_spans
+from support.laps_engine import SLOW, controlled, laps
 from support.linked_routers import processes
 from support.raw_client import RawClient
 from support.router_process import RunningRouter, cluster
@@ -197,6 +199,39 @@ async def test_the_queues_of_instances_are_asked_for_while_a_page_is_open() -> N
         assert "/laps" not in asked
         async with following(served):
             await served.until(lambda: "/laps" in [one.path for one in served.short[0].control])
+
+
+async def test_what_instances_did_is_told_while_a_page_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "MIN_ASK_S", 0.05)
+    monkeypatch.setattr(work_reader, "MAX_RECORDS_PER_S", 100_000)
+    async with controlled(short=1, long=1, stock=1, controller="off", **SLOW) as served:
+        short = laps(served.short[0])
+        short.work = WorkLog()
+        async with following(served, "admin") as page, following(served, "admin") as another:
+            await served.until(lambda: "since=0&most=64" in short.queries)
+            now_s = asyncio.get_running_loop().time()
+            short.work.note_launch(now_s, [BatchMember(key, f"r{key}", LengthClass.SHORT, 20, 0) for key in range(3)])
+            short.work.note_result(now_s, now_s + 0.25)
+            number = page.named(short.url[7:])["instance"]
+            await served.until(lambda: number in page.rows.get("spans", {}))
+            told = page.rows["spans"][number]
+            assert (told["kind"], told["length_class"], told["label"]) == ("prefill", "short", "r0 and 2 more")
+            assert (told["tokens"], told["requests"]) == (60, 3)
+            assert told["end_s"] - told["start_s"] == pytest.approx(0.25, abs=1e-3)
+            await served.until(lambda: another.rows.get("spans") == page.rows["spans"])
+            await served.until(lambda: "since=1&most=64" in short.queries)
+            # One tells, one is of an earlier version; stock SGLang has no lanes at all.
+            await served.until(lambda: page.frame["lanes"] == {"telling": 1, "silent": 1, "missed": 0})
+            for second in range(200):
+                short.work.note_transfers(now_s + second, now_s + second + 0.5, 10, ["r"])
+            await served.until(lambda: page.frame["lanes"]["missed"] == 200 - 64)
+            # Another page is told what is kept, and what it has not seen does not count.
+            async with following(served, "admin") as late:
+                await served.until(lambda: bool(late.rows.get("spans")))
+                assert late.frame["lanes"]["missed"] == 200 - 64
+        assert served.router.controller.monitor.work_reader is None
+        await served.router.controller.monitor.refresh()
+        assert short.queries[-1] == "", "no page is open"
 
 
 async def test_nothing_is_gathered_without_a_viewer() -> None:

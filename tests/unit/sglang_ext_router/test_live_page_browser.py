@@ -11,11 +11,13 @@ from urllib.parse import quote
 
 import pytest
 
-from sglang_ext.types import Role
+from sglang_ext.policy.live_view.instance_work import BatchMember, WorkLog
+from sglang_ext.types import LengthClass, Role
 from sglang_ext_router import live_page
 from sglang_ext_router.config import RouterConfig
 from support.browser import browser, needs_browser
 from support.engines import free_port
+from support.laps_engine import controlled, laps
 from support.linked_routers import processes
 from support.router_process import cluster
 from support.running_time import running_s
@@ -86,6 +88,45 @@ async def test_pools_requests_and_a_click_show_what_the_api_says_and_a_lost_conn
         assert [error for error in page.errors if not error.startswith(LOST)] == []
         addresses = {url.partition("://")[2].partition("/")[0] for url in page.requested if url.startswith("http")}
         assert addresses == {f"127.0.0.1:{served.port}"}
+
+
+async def test_lanes_show_batches_parked_prefills_and_transfers_that_instances_tell_with_their_numbers() -> None:
+    async with controlled(short=1, long=2, controller="off") as served, browser() as opened:
+        engine = laps(served.long[0])
+        work = engine.work = WorkLog()
+        page = await opened.open(f"http://127.0.0.1:{served.port}/ui#key=admin")
+        await page.until("document.getElementById('state').textContent === 'live'")
+        await page.evaluate("document.getElementById('tab-time').click()")
+        now_s = asyncio.get_running_loop().time()
+        runs = [
+            [BatchMember(1, "long-one", LengthClass.LONG, 256, 744)],
+            [BatchMember(2, "short-one", LengthClass.SHORT, 20, 0), BatchMember(3, "r3", LengthClass.SHORT, 30, 0)],
+            [BatchMember(1, "long-one", LengthClass.LONG, 744, 0), BatchMember(4, "r4", LengthClass.SHORT, 6, 0)],
+        ]
+        for number, members in enumerate(runs):
+            work.note_launch(now_s + number, members)
+            work.note_result(now_s + number, now_s + number + 0.9)
+        work.note_transfers(now_s + 2.5, now_s + 3.5, 1000, ["long-one"])
+        row = f"[...liveView.state.inst.values()].find(o => o.row.name === {json.dumps(engine.url[7:])}).row"
+        lane = f"liveView.laneOf({row}.instance)"
+        kinds = f"(lane => lane && [...new Set(lane.hits.filter(h => h.span).map(h => h.span.kind))].sort())({lane})"
+        await page.until(f"({kinds} || []).length === 3")
+        assert await page.evaluate(kinds) == ["parked", "prefill", "transfer"]
+        told = f"new Set({lane}.hits.map(h => liveView.textOf({row}.instance, h.span)))"
+        texts = await page.evaluate(f"[...{told}].map(text => text.split('\\n').slice(1))")
+        assert sorted(texts) == [
+            ["KV on its way to decode for 1.00 s", "long-one", "1,000 tokens, 1 request"],
+            ["batch of both classes for 900 ms", "744 long and 6 short tokens", "750 new tokens, 2 requests"],
+            ["long chunk for 900 ms", "long-one", "256 new tokens, 1 request"],
+            ["parked between two chunks for 1.10 s", "long-one", "744 tokens left, 1 request"],
+            ["short batch for 900 ms", "short-one and 1 more", "50 new tokens, 2 requests"],
+        ]
+        # What is computed stands above what waits and what is on its way.
+        heights = await page.evaluate(f"{lane}.hits.map(h => [h.span.kind, h.y])")
+        computed = max(y for kind, y in heights if kind == "prefill")
+        assert all(y > computed for kind, y in heights if kind != "prefill")
+        await page.until("document.getElementById('notes').innerText.includes('2 prefill instances do not tell')")
+        assert page.errors == []
 
 
 async def test_a_router_with_a_key_is_asked_with_it_and_the_key_is_never_in_an_address() -> None:

@@ -69,16 +69,18 @@ class RequestRow(NamedTuple):
 
 
 class SpanRow(NamedTuple):
-    """What one instance did from when to when. One that comes again with the same start has gone on."""
+    """What one instance did from when to when. One that comes again with the same start and label has gone on."""
 
     instance: Annotated[int, "number of the instance"]
-    kind: Annotated[str, "prefill, compute, ring, rebalance, idle, collect or failed"]
+    kind: Annotated[str, "prefill, parked, transfer; of a long pool compute, ring, rebalance, idle, collect or failed"]
     start_s: Annotated[float, "its beginning"]
     end_s: Annotated[float, "its end, or the time of the message while it goes on"]
-    length_class: Annotated[str | None, "short or long"]
-    label: Annotated[str, "the request or prompt"]
-    tokens: Annotated[int | None, "new prompt tokens"]
-    requests: Annotated[int, "requests in the batch"]
+    length_class: Annotated[str | None, "short, long, or mixed of a batch of both"]
+    label: Annotated[str, "the request or prompt, or what the batch is made of"]
+    tokens: Annotated[
+        int | None, "new prompt tokens; of a parked prefill those that are left, of a transfer those whose KV was sent"
+    ]
+    requests: Annotated[int, "requests in the batch or transfer"]
 
 
 class EventRow(NamedTuple):
@@ -152,6 +154,9 @@ FRAME_FIELDS = {
     "elsewhere": "of the router's other processes, or the other routers of its group, as of a second ago: `routers`, "
     "how many; `in_flight`, sent or waiting there; `ended` and `failed` since the stream began, null where they do not "
     "tell; null without any",
+    "lanes": "of prefill instances: `telling`, how many tell what they did; `silent`, how many answer without it; "
+    "`missed`, batches, parked times and transfers since the stream began that no span tells of, as they were too "
+    "many; null in a simulation",
 }
 HELLO_FIELDS = {
     "kind": "hello",

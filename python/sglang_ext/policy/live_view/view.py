@@ -193,8 +193,8 @@ class LiveView:
         self._untracked_ends = 0  # since the last frame
         self._skipped_ends = 0
         self._untracked: list[RequestRow] = []  # of these, what is kept
-        self._pending_spans: _Pending[tuple[int, str, float]] = _Pending()
-        self._span_ends: dict[tuple[int, str, float], float] = {}  # of the latest, as they were told
+        self._pending_spans: _Pending[tuple[int, str, float, str]] = _Pending()
+        self._span_ends: dict[tuple[int, str, float, str], float] = {}  # of the latest, as they were told
         self._pending_events: _Pending[int] = _Pending()
         self._last_event = 0
         self._prompts: dict[int, PromptRow] = {}
@@ -205,6 +205,7 @@ class LiveView:
         self._ended: dict[str, tuple[int, int]] = dict.fromkeys(CLASSES, (0, 0))
         self._in_flight = 0
         self._elsewhere: dict[str, int | None] | None = None
+        self._lanes: dict[str, int] | None = None
         self._seen_elsewhere: dict[int, tuple[int, int]] = {}  # what each has counted, as it told last
         self._ended_elsewhere = [0, 0]  # since the stream began
         self._ttfts = {name: _Ttfts() for name in CLASSES}
@@ -312,6 +313,10 @@ class LiveView:
             "failed": failed,
         }
 
+    def take_lanes(self, telling: int, silent: int, missed: int) -> None:
+        """How many instances tell what they did, how many answer without it, and what was left out."""
+        self._lanes = {"telling": telling, "silent": silent, "missed": missed}
+
     @property
     def followed(self) -> tuple[Hashable, ...]:
         """Keys of the requests that are followed on their way."""
@@ -413,11 +418,12 @@ class LiveView:
                 span.tokens,
                 span.requests,
             )
-            key = number, span.kind, round(start_s, 3)
+            key = number, span.kind, round(start_s, 3), span.label
             if self._span_ends.get(key) == row.end_s:
                 continue
             if key not in self._span_ends and len(self._span_ends) >= MAX_SPANS:
-                del self._span_ends[next(iter(self._span_ends))]
+                for old in list(self._span_ends)[: MAX_SPANS // 2]:  # at once: a first one is slow to find each time
+                    del self._span_ends[old]
             self._span_ends[key] = row.end_s
             self._pending_spans.put(key, row)
 
@@ -488,6 +494,7 @@ class LiveView:
             "deferred": sum([len(rows) for rows in pending.values()]),
             "dropped": self._skipped_ends + sum([rows.dropped for rows in pending.values()]),
             "elsewhere": self._elsewhere,
+            "lanes": self._lanes,
         }
         self._stride = max(1, -(-self._untracked_ends // MAX_ENDED))
         self._untracked_ends = 0

@@ -23,6 +23,7 @@ from sglang_ext.policy.laps.round_plan import (
     PrefillBatch,
     RoundSnapshot,
 )
+from sglang_ext.policy.live_view.instance_work import WorkLog
 from sglang_ext.sglang_plugin.device import Device
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
 from sglang_ext.sglang_plugin.laps.metrics import LapsMetrics, NoMetrics, PrometheusMetrics
@@ -83,6 +84,7 @@ class LapsInstance:
         self.stages = stages  # of a pipeline
         self.stage = stage  # this one; None where there is no other
         self.clock = IterationClock(stages)
+        self.work = WorkLog()
         self.decisions = DecisionTimes()
         self.generation = 0  # counts mode switches, so that one that did nothing can be told from one that did
         self.current_key: int | None = None  # the long prefill whose chunk ran last
@@ -253,6 +255,7 @@ class IterationClock:
         self._busy_s = dict.fromkeys(LengthClass, 0.0)
         self._started_s: float | None = None
         self._last_end_s = float("-inf")
+        self.latest_s = (0.0, 0.0)  # beginning and end of the iteration that ended last
         self._was_idle = True
         self._round_s: float | None = None
 
@@ -299,8 +302,10 @@ class IterationClock:
         Raises IndexError when none was launched.
         """
         launched = self._launched.popleft()
-        duration_s = now_s - max(launched.at_s, self._last_end_s)
+        start_s = max(launched.at_s, self._last_end_s)
+        duration_s = now_s - start_s
         self._last_end_s = now_s
+        self.latest_s = start_s, now_s
         self._busy.append((now_s, duration_s, launched.length_class))
         self._busy_s[launched.length_class] += duration_s
         self._forget(now_s)

@@ -20,6 +20,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode, poll_and_all_reduce_attn_cp_tp_group
 from sglang.srt.environ import envs
@@ -30,11 +31,12 @@ from sglang.srt.managers.io_struct import (
     SetInternalStateReqOutput,
 )
 from sglang.srt.managers.load_snapshot import LoadSnapshot
-from sglang.srt.managers.schedule_batch import NextBatchPlan
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
 from sglang_ext.policy.laps.round_plan import LapsMode, PrefillBatch, RoundSnapshot
+from sglang_ext.policy.live_view.instance_work import WORK_KEY, BatchMember
 from sglang_ext.sglang_plugin.graphs.runner import graph_status, replayed_shape
 from sglang_ext.sglang_plugin.handshake.late_slots import late_tokens
 from sglang_ext.sglang_plugin.laps.instance import STARTED_LIMIT, LapsInstance, build_instance
@@ -52,7 +54,7 @@ from sglang_ext.sglang_plugin.laps.queued_request import (
     requested_slo_s,
 )
 from sglang_ext.sglang_plugin.laps.rank_agreement import Step
-from sglang_ext.sglang_plugin.laps.status import MODE_PARAMETER, MODES, STATUS_KEY, status_of
+from sglang_ext.sglang_plugin.laps.status import MODE_PARAMETER, MODES, STATUS_KEY, status_of, work_wanted
 from sglang_ext.sglang_plugin.laps.waiting_requests import WaitingRequests
 from sglang_ext.sglang_plugin.request_traces import note_launch, trace_of
 from sglang_ext.types import LengthClass
@@ -348,7 +350,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                 if (entry := entry_of(request)) is not None and entry.length_class is LengthClass.LONG
             )
             length_class = LengthClass.LONG if 2 * long_tokens > sum(batch.extend_lens) else LengthClass.SHORT
-            laps.clock.note_launch(laps.now_s(), length_class, batch.extend_lens, batch.prefix_lens)
+            now_s = laps.now_s()
+            laps.clock.note_launch(now_s, length_class, batch.extend_lens, batch.prefix_lens)
+            laps.work.note_launch(now_s, _members(batch))
             traces = note_launch(batch.reqs, batch.extend_lens, batch.prefix_lens)
             if laps.stage is not None:
                 laps.stage.note_launch()
@@ -358,8 +362,10 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             shape = replayed_shape(self.tp_worker.model_runner)
             if shape is not None:
                 laps.clock.note_replay(shape)
+                shape_text = f"{shape.length_tokens}x{shape.requests}"
+                laps.work.note_shape(shape_text)
                 for trace in traces:
-                    trace.note_shape(f"{shape.length_tokens}x{shape.requests}")
+                    trace.note_shape(shape_text)
             return result
         return super().run_batch(batch, *args, **kwargs)
 
@@ -376,6 +382,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             laps.stage.note_result()
         now_s = laps.now_s()
         sample = laps.clock.note_result(now_s)
+        laps.work.note_result(*laps.clock.latest_s)
         if sample is not None:
             laps.policy.note_iteration(sample)
         for request in ending:
@@ -383,6 +390,27 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             if entry is not None:
                 laps.has_tree_grown = True
                 laps.policy.note_first_token(now_s, entry.length_class, entry.arrival_s, entry.deadline_s)
+
+    def process_disagg_prefill_inflight_queue(self, *args: Any, **kwargs: Any) -> list[Any]:
+        # Before SGLang ends them: a backend may forget what it knows of a transfer then.
+        began_s = {id(request): _transfer_start_s(request) for request in self.disagg_prefill_inflight_queue}
+        done: list[Any] = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+        laps = self._laps
+        if laps is not None and done:
+            sent = [
+                (start_s, request)
+                for request in done
+                if (start_s := began_s.get(id(request))) is not None
+                and not isinstance(request.finished_reason, FINISH_ABORT)
+            ]
+            if sent:
+                laps.work.note_transfers(
+                    min(start_s for start_s, _ in sent),
+                    laps.now_s(),
+                    sum(len(request.origin_input_ids) for _, request in sent),
+                    [request.rid for _, request in sent],
+                )
+        return done
 
     # ---------------------------------------------------------------- parked requests, wherever SGLang counts
 
@@ -440,6 +468,10 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         if laps is not None and laps.agreement.is_deciding:
             status = status_of(laps, self._snapshot(laps), locked_tokens=self.tree_cache.protected_size())
             graphs = graph_status(self.tp_worker.model_runner)
+            wanted = work_wanted(recv_req.rid)
+            if wanted is not None:
+                parked = {entry.key for request in self._parked if (entry := entry_of(request)) is not None}
+                status[WORK_KEY] = laps.work.answer(laps.now_s(), parked, *wanted)
             output.internal_state[STATUS_KEY] = status if graphs is None else {**status, "graphs": graphs}
         return output
 
@@ -451,6 +483,23 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             return SetInternalStateReqOutput(updated=False)
         self._laps.switch_mode(LapsMode(MODES[int(number)]))
         return SetInternalStateReqOutput(updated=True)
+
+
+def _members(batch: Any) -> list[BatchMember]:
+    """The requests of a batch that is about to be launched."""
+    members = []
+    for request, new_tokens, prefix in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
+        entry = None if request.rid.startswith(HEALTH_CHECK_RID_PREFIX) else entry_of(request)
+        key, length_class = (-1, None) if entry is None else (entry.key, entry.length_class)
+        tokens_left = 0 if entry is None else int(request.seqlen) - prefix - new_tokens
+        members.append(BatchMember(key, request.rid, length_class, new_tokens, tokens_left))
+    return members
+
+
+def _transfer_start_s(request: Any) -> float | None:
+    """When its first KV was handed over to the transfer; None before, and where the backend does not tell."""
+    start_s: float | None = getattr(request.disagg_kv_sender, "_transfer_start_time", None)
+    return start_s
 
 
 def _most_tokens(step: Step, whole: Sequence[Any], cut: Sequence[Any], page_tokens: int) -> int:

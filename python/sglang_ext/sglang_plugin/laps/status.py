@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 
 from sglang_ext.policy.laps.round_plan import ClassReport, LapsMode, RoundSnapshot
+from sglang_ext.policy.live_view.instance_work import KEPT_RECORDS
 from sglang_ext.sglang_plugin.laps.stage_times import FOLDER_VARIABLE, read_stages
 from sglang_ext.types import LengthClass
 
@@ -26,6 +27,23 @@ STATUS_KEY = "sglang_ext_laps"
 MODE_PARAMETER = "sglang_ext_laps_mode"
 # SGLang's control message carries numbers alone.
 MODES: dict[int | float, str] = {number: mode.value for number, mode in enumerate(LapsMode)}
+
+
+# SGLang's control message for a status has room for a name alone; a status without it tells nothing of the work.
+_WORK_PREFIX = "sglang_ext_work:"
+
+
+def work_request(since: int, most: int) -> str:
+    """The name of a control message that asks for the work, too: behind a cursor, at most so many records."""
+    return f"{_WORK_PREFIX}{since}:{most}"
+
+
+def work_wanted(name: str | None) -> tuple[int, int] | None:
+    """Cursor and number of records in the name of a control message; None where it asks for no work."""
+    if name is None or not name.startswith(_WORK_PREFIX):
+        return None
+    since, _, most = name.removeprefix(_WORK_PREFIX).partition(":")
+    return int(since), int(most)
 
 
 def mode_number(mode: LapsMode) -> int:
@@ -79,9 +97,11 @@ def add_routes(app: FastAPI) -> None:
     app.add_api_route("/laps/mode", auth_level(AuthLevel.ADMIN_OPTIONAL)(set_mode), methods=["POST"])
 
 
-async def get_status() -> JSONResponse:
-    """Queues, window and depth, cost fit, mode."""
-    return JSONResponse(await _status())
+async def get_status(
+    since: Annotated[int | None, Query(ge=0)] = None, most: Annotated[int, Query(ge=1, le=KEPT_RECORDS)] = KEPT_RECORDS
+) -> JSONResponse:
+    """Queues, window and depth, cost fit, mode; with `since`, a cursor, also what the instance did since."""
+    return JSONResponse(await _status(None if since is None else work_request(since, most)))
 
 
 async def get_stages() -> JSONResponse:
@@ -115,9 +135,13 @@ async def set_mode(request: Request) -> JSONResponse:
     return JSONResponse({"mode": status["mode"], "previous": previous, "generation": status["generation"]})
 
 
-async def _status() -> dict[str, Any]:
-    states = await _tokenizer_manager().get_internal_state()
-    status: dict[str, Any] = states[0][STATUS_KEY]  # there is one scheduler
+async def _status(name: str | None = None) -> dict[str, Any]:
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager = _tokenizer_manager()
+    manager.auto_create_handle_loop()
+    outputs = await manager.get_internal_state_communicator(GetInternalStateReq(rid=name))
+    status: dict[str, Any] = outputs[0].internal_state[STATUS_KEY]  # there is one scheduler
     return status
 
 

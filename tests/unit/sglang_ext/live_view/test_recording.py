@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.live_view.recording import RecordingError, check_lines, read_recording, write_page
-from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, PromptRow, RequestRow, schema
+from sglang_ext.policy.live_view.messages import MAX_MESSAGE_BYTES, PromptRow, RequestRow, SpanRow, schema
 from sglang_ext.sequence_parallel.timeline import Activity, timeline_of_recording
 from support.live_recordings import StreamingRouter, shared_recording, simulated_recording, streaming_router
 
@@ -111,6 +112,7 @@ def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_p
 def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path) -> None:
     """As a coordinator tells them: every new token in one chunk, each where the lanes have it, and nothing early."""
     prompts: dict[int, PromptRow] = {}
+    planned: set[tuple[int, int]] = set()  # prompt, and how many chunks it had begun
     names: dict[int, str] = {}
     worked: set[tuple[str, float, float]] = set()
     frames = [json.loads(line) for line in shared_recording(tmp_path).read_bytes().splitlines()[1:]]
@@ -121,6 +123,13 @@ def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path)
             assert row.offered_s <= frame["at_s"]
             assert all(start_s <= frame["at_s"] for _, _, start_s, _ in row.chunks)
             prompts[row.prompt] = row
+            done = sum(tokens for tokens, *_ in row.chunks) + sum(tokens for tokens, _ in row.planned)
+            assert done <= row.tokens - row.cached_tokens
+            if row.planned:
+                assert row.ended_s is None
+                assert all(members for _, members in row.planned)
+                planned.add((row.prompt, len(row.chunks)))
+    assert any(begun for _, begun in planned), "a chunk waits for its members while another one is computed"
     ended = [row for row in prompts.values() if row.ended_s is not None]
     assert len(ended) > 20
     assert any(len(row.chunks) > 1 for row in ended)
@@ -131,6 +140,48 @@ def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path)
         for _, members, start_s, end_s in row.chunks:
             assert {(member, start_s, end_s) for member in members} <= worked
     assert {len(members) for row in ended for _, members, _, _ in row.chunks} >= {1, 2, 4}
+
+
+def test_a_planner_that_keeps_to_its_plans_computes_each_chunk_as_it_was_planned(tmp_path: Path) -> None:
+    workload = tmp_path / "w.csv"
+    rows = [f"{number * 0.2:.1f},{30_000 if number % 3 else 9_000},10" for number in range(30)]
+    workload.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "\n".join(rows))
+    out = tmp_path / "r.jsonl"
+    common = ["simulate", "--workload", str(workload), "--prefill", "8", "--record", str(out)]
+    assert main([*common, "--policy", "tetris"]) == 0
+    plans: dict[int, list[list[Any]]] = {}
+    chunks: dict[int, list[list[Any]]] = {}
+    for line in out.read_bytes().splitlines()[1:]:
+        for row in map(PromptRow._make, json.loads(line).get("prompts", ())):
+            assert not (row.planned and row.ended_s is not None)
+            plans.setdefault(row.prompt, []).extend(row.planned)
+            chunks[row.prompt] = [chunk[:2] for chunk in row.chunks]
+    assert any(plans.values())
+    assert all(chunk in chunks[prompt] for prompt, planned in plans.items() for chunk in planned)
+
+
+def test_parked_prompts_and_transfers_of_a_simulated_run_are_lanes_as_those_of_a_served_one(recording: Path) -> None:
+    recorded = read_recording(recording)
+    names = {number: row.pool for number, row in recorded.instances.items()}
+    lines = recording.read_bytes().splitlines()
+    spans = [SpanRow._make(row) for line in lines[1:] for row in json.loads(line).get("spans", ())]
+    transfers = [span for span in spans if span.kind == "transfer"]
+    ended = [one for one in recorded.requests.values() if one.outcome == "ok"]
+    assert len(transfers) >= len(ended)
+    by_label = {span.label: span for span in transfers}
+    for one in ended:
+        span = by_label[one.id]
+        assert (span.start_s, span.end_s) == (one.first_token_s, one.prefilled_s)
+        assert (span.tokens, names[span.instance] != "decode") == (one.prompt_tokens, True)
+    parked = [span for span in spans if span.kind == "parked"]
+    assert parked
+    batches = [span for span in spans if span.kind == "prefill"]
+    for wait in parked:
+        assert any(
+            one.instance == wait.instance and wait.start_s <= one.start_s and one.end_s <= wait.end_s for one in batches
+        )
+        assert wait.length_class == "long"
+        assert wait.tokens is None or wait.tokens > 0
 
 
 def test_moves_of_a_simulated_run_have_their_reason(recording: Path) -> None:

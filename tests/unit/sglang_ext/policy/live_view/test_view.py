@@ -365,6 +365,7 @@ def test_spans_are_told_once_again_when_they_go_on_and_never_of_unknown_instance
     span = SeenSpan("a:1", "compute", 1.0, 2.0, "long", "a prompt", 10, 1)
     assert told(1.0, span, span._replace(instance="b:1")) == [[1, "compute", 1.0, 2.0, "long", "a prompt", 10, 1]]
     assert told(2.0, span) == []
+    assert len(told(2.5, span._replace(label="another"), span._replace(label="a third"))) == 2
     assert told(3.0, span._replace(end_s=4.0)) == [[1, "compute", 1.0, 4.0, "long", "a prompt", 10, 1]]
     view.resend()
     assert len(told(4.0, span._replace(end_s=4.0))) == 1

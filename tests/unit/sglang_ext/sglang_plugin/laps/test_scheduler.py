@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.policy.laps.round_plan import PriorityClass
+from sglang_ext.policy.live_view.instance_work import WorkLog
 from sglang_ext.sglang_plugin.hook_table import V23
 from sglang_ext.sglang_plugin.versions import installed_sglang
 from sglang_ext.types import LengthClass
@@ -26,6 +27,7 @@ OVERRIDDEN = {
     "get_new_batch_prefill": ["running_batch"],
     "run_batch": ["batch", "pp_proxy_tensors"],
     "process_batch_result": ["batch", "result"],
+    "process_disagg_prefill_inflight_queue": ["rids_to_check"],
     "is_fully_idle": ["for_health_check"],
     "abort_request": ["recv_req"],
     "process_pending_chunked_abort": [],
@@ -364,6 +366,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     engine._laps = SimpleNamespace(
         clock=IterationClock(),
         stage=None,
+        work=WorkLog(),
         decisions=DecisionTimes(),
         now_s=lambda: float(next(times_s)),
         policy=SimpleNamespace(note_iteration=learned.append),
@@ -371,7 +374,8 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     )
     extend = SimpleNamespace(is_extend=lambda: True)
     batch = SimpleNamespace(forward_mode=extend, reqs=[], extend_lens=[10, 20], prefix_lens=[0, 5])
-    batch.reqs = 2 * [SimpleNamespace(inflight_middle_chunks=1, sampling_params=SimpleNamespace(custom_params=None))]
+    one = SimpleNamespace(inflight_middle_chunks=1, sampling_params=SimpleNamespace(custom_params=None), rid="r")
+    batch.reqs = [one, one]
     for is_replayed in (None, True, False, None, True):
         shape[0] = GraphShape(32, 2) if is_replayed else None
         if engine.get_new_batch_prefill(None).batch_to_run is not None:  # two readings of the time, or one
@@ -381,3 +385,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     assert engine._laps.decisions == DecisionTimes(3, 3.0)
     assert [(one.new_tokens, one.is_replayed) for one in learned] == [(64, True), (30, False), (64, True)]
     assert {one.attention_work for one in learned} == {10.0 * 10 + 20 * 30}
+    told = engine._laps.work.answer(100.0, (), 0, 64)["records"]
+    assert [record[4] for record in told] == ["r and 1 more, graph 32x2", "r and 1 more", "r and 1 more, graph 32x2"]
+    assert [record[2] - record[1] for record in told] == [one.duration_s for one in learned]
+    assert {(record[5], record[6]) for record in told} == {(30, 2)}, "tokens without the padding of a graph"
