@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -15,13 +16,16 @@ from sglang_ext.profiling.points import Point
 from sglang_ext.simulation.engines import load_engine
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
-from support.pipeline import CHUNK_TOKENS, STOCK_STAGES
 from support.pipeline import DECODE as PIPELINE_DECODE
+from support.pipeline import STOCK_STAGES
 
 pytestmark = pytest.mark.integration
 
 STOCK = EngineSpec(Role.LONG, worker_options=("--laps-mode", "off"))
 DECODE = EngineSpec(Role.DECODE)
+# Long enough for its time to be told from that of 16 tokens on any machine.
+CHUNK_TOKENS = 2048
+STAGES = replace(STOCK_STAGES, arguments=("--pp-size", "2", "--chunked-prefill-size", str(CHUNK_TOKENS)))
 POINTS = ("--new-tokens", "16", "256", "--cached-tokens", "0", "512", "--batch-tokens", "16", "--batch-sizes", "8")
 
 
@@ -82,7 +86,7 @@ def test_what_queues_behind_a_chunk_follows_it_at_once() -> None:
 
 def test_what_a_stage_of_a_pipeline_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two stages: the file has what one takes, beside an instance of one stage, and a simulation with it adds up."""
-    prefill, decode = FLEET.get(STOCK_STAGES, PIPELINE_DECODE)
+    prefill, decode = FLEET.get(STAGES, PIPELINE_DECODE)
     out = tmp_path / "profile.json"
     points = ("--new-tokens", "16", str(CHUNK_TOKENS), "--cached-tokens", "0", "512", "--batch-sizes", "1")
     arguments = ["profile", "engine", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *points]

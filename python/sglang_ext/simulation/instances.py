@@ -254,7 +254,9 @@ class InstancePool:
     def _cache(self, block_tokens: int) -> PrefixIndex:
         cache = self._caches.get(block_tokens)
         if cache is None:
-            cache = self._caches[block_tokens] = PrefixIndex(max(1, self._spec.kv_tokens // block_tokens))
+            # Of pools with different room the index has the smaller one's.
+            kv_tokens = min(one.most_kv_tokens for one in self.instances)
+            cache = self._caches[block_tokens] = PrefixIndex(max(1, kv_tokens // block_tokens))
             for one in self.instances:
                 if one.is_alive:
                     cache.add_worker(one.number)
