@@ -63,7 +63,7 @@ WARM_UP_PROMPTS = 2  # the cost models of LAPS learn from them
 
 
 class Alone(NamedTuple):
-    """Seconds of one prompt in each way; `chunks_s` of each chunk on each stage."""
+    """Seconds of one prompt in each way; of each chunk on each stage its time, and its start after the first launch."""
 
     stock_s: float
     two_stock_s: float  # until both of two independent prompts have their first token
@@ -71,6 +71,7 @@ class Alone(NamedTuple):
     ring_s: float
     span_s: float  # on the stages, from the first launch to the last end
     chunks_s: list[list[float]]
+    starts_s: list[list[float]]
     chunks_tokens: list[int]
 
     @property
@@ -245,6 +246,7 @@ class Bench:
             ring_s,
             last[-1]["end_s"] - first[0]["start_s"],
             [[one["end_s"] - one["start_s"] for one in chunk] for chunk in chunks],
+            [[one["start_s"] - first[0]["start_s"] for one in chunk] for chunk in chunks],
             [chunk[0]["new_tokens"] for chunk in chunks],
         )
 
