@@ -126,7 +126,7 @@ def test_pools_flow_lanes_and_a_click_show_what_the_recording_says(recording: Pa
             box = await page.evaluate(
                 "(b => [b.x, b.y])(document.getElementById('lane-canvas').getBoundingClientRect())"
             )
-            hit = max(hits, key=lambda one: one["x"])
+            hit = max((one for one in hits if one["span"]["kind"] == "prefill"), key=lambda one: one["x"])
             await page.send("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + hit["x"], y=box[1] + hit["y"])
             tip = await page.until("(tip => !tip.hidden && tip.innerText)(document.getElementById('lane-tip'))")
             assert hit["id"] in tip
