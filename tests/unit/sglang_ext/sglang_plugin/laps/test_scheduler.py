@@ -76,7 +76,7 @@ def request(seqlen: int, prefix_len: int = 0) -> Any:
     return SimpleNamespace(seqlen=seqlen, prefix_len=prefix_len, num_matched_prefix_tokens=prefix_len)
 
 
-def stock_inquirer(waiting: list[Any], chunked: Any) -> Any:
+def stock_inquirer(waiting: list[Any], chunked: Any, bootstrapping: Sequence[Any] = ()) -> Any:
     """SGLang's own, over these requests; what it does not need for them is absent."""
     from dataclasses import fields
 
@@ -89,6 +89,7 @@ def stock_inquirer(waiting: list[Any], chunked: Any) -> Any:
         "waiting_queue_prefix_matched": lambda: True,
         "get_recent_cache_hit_rate": lambda: 0.0,
         "get_chunked_req": lambda: chunked,
+        "get_disagg_prefill_bootstrap_queue": lambda: SimpleNamespace(queue=list(bootstrapping)),
     }
     return SchedulerLoadInquirer(**values)
 
