@@ -1,6 +1,6 @@
 """A long prompt through two pipeline stages, on one instance, and in a ring of two; and short prompts beside it.
 
-    python bench/pipeline.py [--rounds 4] [--tokens 4096,7168] [--full | --trial] [--out FOLDER]
+    python bench/pipeline.py [--rounds 4] [--tokens 4096,7168] [--short-slo-ms MS] [--full | --trial] [--out FOLDER]
 
 SmolLM2-135M in float32, one thread a stage or an instance, each on one of two cores, KV to decode by handshake through
 shared memory. Interleaved, round by round, for each length:
@@ -156,6 +156,7 @@ class Bench:
         self._lengths: list[int] = arguments.tokens
         self._round_ms: float | None = arguments.round_ms
         self._ring_chunk_ms: float = arguments.ring_chunk_ms
+        self._short_slo_ms: float | None = arguments.short_slo_ms
         self._engines: dict[str, BenchEngine] = {}
         self._coordinator = PoolCoordinator(scratch)
 
@@ -169,14 +170,15 @@ class Bench:
             *("--cdsp-coordinator", self._coordinator.address, "--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
         )
         round_ms = () if self._round_ms is None else ("--laps-round-ms", str(self._round_ms))
+        slo = () if self._short_slo_ms is None else ("--laps-short-ttft-slo-ms", str(self._short_slo_ms))
         stages = ("--pp-size", str(STAGES))
         for name, role, options, engine_arguments in (
             ("stock-0", "long", stock, ONE_CHUNK),
             ("stock-1", "long", stock, ONE_CHUNK),
             ("pipeline", "long", (*transfer, *round_ms), stages),
-            ("pipeline-small", "both", transfer, stages),
-            ("pool-0", "both", member, ()),
-            ("pool-1", "both", member, ()),
+            ("pipeline-small", "both", (*transfer, *slo), stages),
+            ("pool-0", "both", (*member, *slo), ()),
+            ("pool-1", "both", (*member, *slo), ()),
             ("decode", "decode", transfer, ()),
         ):
             engine = BenchEngine.start(
@@ -361,6 +363,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--ring-chunk-ms", type=float, default=400, help="longest chunk of the ring beside short prompts (default: 400)"
+    )
+    parser.add_argument(
+        "--short-slo-ms", type=float, help="objective of the short prompts, of both ways (LAPS's own default)"
     )
     parser.add_argument("--full", action="store_true", help="15 rounds, an hour")
     parser.add_argument("--trial", action="store_true", help="one round of 4,096 tokens, to see that it works")
