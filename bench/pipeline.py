@@ -58,6 +58,7 @@ SHARED_FROM_TOKENS = 3000
 SHORT_TOKENS = 64
 SHORT_GAP_S = (0.5, 1.1)  # between two short prompts, drawn evenly
 END_S = 1140.0  # after the start
+DECODE_KV_MIB = 2048  # two of the longest prompts, and SGLang's reserve of 512 tokens for each short one beside them
 STAGES_TIMEOUT_S = 20.0
 WARM_UP_PROMPTS = 2  # the cost models of LAPS learn from them
 
@@ -179,7 +180,7 @@ class Bench:
             ("pipeline-small", "both", (*transfer, *slo), stages),
             ("pool-0", "both", (*member, *slo), ()),
             ("pool-1", "both", (*member, *slo), ()),
-            ("decode", "decode", transfer, ()),
+            ("decode", "decode", (*transfer, "--kv-memory-mib", str(DECODE_KV_MIB)), ()),
         ):
             engine = BenchEngine.start(
                 role, self._model, self._scratch, worker_options=options, engine_arguments=engine_arguments
