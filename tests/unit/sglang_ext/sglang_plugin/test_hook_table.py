@@ -42,6 +42,7 @@ def test_what_the_oldest_version_does_without() -> None:
         *("prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler", "cdsp-release"),
         *("scoring-metadata", "scoring-finish", "hint-guard-generate", "layer-streams"),
         *("tied-head", "tied-head-weights", "stage-layers", "stage-polls"),
+        *("slots-announced", "slots-called"),
     }
 
 
