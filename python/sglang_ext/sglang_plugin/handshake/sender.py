@@ -34,6 +34,7 @@ from sglang_ext.trace_keys import Key, SpanName
 
 _GIVEN_UP = "the request was given up on the prefill instance"
 _ABORTED = "the request was aborted on the prefill instance"
+_WATCH_EVERY_S = 0.5  # of many prompts that wait, each is polled in every round of the scheduler
 
 
 class _RankTransfer(NamedTuple):
@@ -64,6 +65,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         for room in attempts_of(bootstrap_room):
             mgr.refused_rooms.forget(room)
         self._made_s = time.perf_counter()
+        self._watched_s = float("-inf")  # when it was last asked whether those that have no slots yet are there
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     @property
@@ -309,11 +311,13 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     def _wait_for_slots(self, without_slots: Sequence[Invitation]) -> None:
         """Decode knows of the request and has no slots for it: it may wait as long as the decode ranks are there."""
-        if without_slots:
-            self.init_time = time.time()  # SGLang's limit for an invitation counts from its last sign
+        now_s = time.perf_counter()
+        if not without_slots or now_s - self._watched_s < _WATCH_EVERY_S:
+            return
+        self._watched_s = now_s
+        self.init_time = time.time()  # SGLang's limit for an invitation counts from its last sign
         for invitation in without_slots:
-            waited_s = time.perf_counter() - self._made_s
-            problem = self.kv_mgr.endpoint.why_lost(invitation.receiver, waited_s, invitation.epoch)
+            problem = self.kv_mgr.endpoint.why_lost(invitation.receiver, now_s - self._made_s, invitation.epoch)
             if problem is not None:
                 self.kv_mgr.fail(self.bootstrap_room, problem)
 

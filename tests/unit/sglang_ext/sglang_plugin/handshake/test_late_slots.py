@@ -72,3 +72,38 @@ def test_their_tokens_wait_in_load_reports() -> None:
 
     queue = SimpleNamespace(queue=[request(0.0, 5), late(1, 1.0, 1000, INVITATION), late(2, 2.0, 70), request(1.0, 3)])
     assert late_tokens(queue) == 1000
+
+
+def watched(answers: list[str | None], times_s: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A sender whose decode rank has no slots yet, polled at these times; what it asked, and what failed."""
+    from sglang_ext.sglang_plugin.handshake import sender as sender_module
+
+    asked: list[tuple[str, float, int | None]] = []
+    failed: list[tuple[int, str]] = []
+
+    def why_lost(receiver: str, waited_s: float, epoch: int | None) -> str | None:
+        asked.append((receiver, waited_s, epoch))
+        return answers[len(asked) - 1]
+
+    invitation = INVITATION._replace(epoch=3)
+    sender = late(7, 0.0, 1000, invitation).disagg_kv_sender
+    sender._made_s, sender._watched_s, sender.init_time = 10.0, float("-inf"), 0.0
+    endpoint = SimpleNamespace(invitations=lambda _: (invitation,), why_lost=why_lost)
+    sender.kv_mgr = SimpleNamespace(endpoint=endpoint, fail=lambda room, reason: failed.append((room, reason)))
+    for now_s in times_s:
+        monkeypatch.setattr(sender_module.time, "perf_counter", lambda now_s=now_s: now_s)
+        sender._advance()
+    monkeypatch.undo()
+    return asked, failed, sender.init_time
+
+
+def test_one_that_waits_is_not_timed_out_and_its_decode_rank_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = [10.0, 10.1, 10.4, 10.6, 11.2]
+    asked, failed, init_time_s = watched([None, None, "lost decode"], times_s, monkeypatch)
+    assert [(receiver, round(waited_s, 6), epoch) for receiver, waited_s, epoch in asked] == [
+        ("decode", 0.0, 3),
+        ("decode", 0.6, 3),
+        ("decode", 1.2, 3),
+    ]
+    assert failed == [(7, "lost decode")]
+    assert init_time_s > 0

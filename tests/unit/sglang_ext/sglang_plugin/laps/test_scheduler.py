@@ -119,6 +119,17 @@ def test_requests_that_a_batch_is_built_without_are_waiting() -> None:
     assert ours.get_num_waiting_uncached_tokens() == 100 + 30 + 70 + 600
 
 
+def test_prompts_that_decode_has_no_slots_for_yet_are_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.sglang_plugin.laps import scheduler
+
+    bootstrapping = [request(900)]
+    seen: list[Any] = []
+    monkeypatch.setattr(scheduler, "late_tokens", lambda queue: seen.append(queue.queue) or 900)
+    ours = over(stock_inquirer([request(100)], None, bootstrapping), [])
+    assert ours.get_num_waiting_uncached_tokens() == 100 + 900
+    assert seen == [bootstrapping]
+
+
 def test_it_sees_requests_that_are_parked_later() -> None:
     parked: list[Any] = []
     ours = over(stock_inquirer([], chunked=None), parked)
