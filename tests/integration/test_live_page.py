@@ -145,13 +145,16 @@ def test_lanes_have_the_batches_chunks_and_transfers_of_what_was_sent(router: Ru
     assert {pools[span["instance"]] for span in short} == {"short"}
     assert {pools[span["instance"]] for span in long} == {"long"}
     for one in spans:
-        assert 0 <= one["start_s"] <= one["end_s"] <= recorded.end_s + 0.5
+        # A health check that the instance was at when the page came began before it, and has a time below 0.
+        assert 0 <= one["end_s"] <= recorded.end_s + 0.5
+        assert one["start_s"] <= one["end_s"]
     sent = [span for span in spans if span["kind"] == "transfer"]
     assert sum(span["tokens"] for span in sent) == sum(LANE_LENGTHS)
     # The request that the router saw took at least as long as what its instance did for it.
     (told,) = (one for one in recorded.requests.values() if one.prompt_tokens == LANE_LENGTHS[-1])
     assert told.sent_s is not None
     assert told.prefilled_s is not None
+    assert all(span["start_s"] >= 0 for span in (*short, *long, *sent))
     for one in long:
         assert one["instance"] == told.prefill
         assert told.sent_s - 0.5 <= one["start_s"] <= one["end_s"] <= told.prefilled_s + 0.5

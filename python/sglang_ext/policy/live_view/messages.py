@@ -73,7 +73,7 @@ class SpanRow(NamedTuple):
 
     instance: Annotated[int, "number of the instance"]
     kind: Annotated[str, "prefill, parked, transfer; of a long pool compute, ring, rebalance, idle, collect or failed"]
-    start_s: Annotated[float, "its beginning"]
+    start_s: Annotated[float, "its beginning; below 0: before that of the stream"]
     end_s: Annotated[float, "its end, or the time of the message while it goes on"]
     length_class: Annotated[str | None, "short, long, or mixed of a batch of both"]
     label: Annotated[str, "the request or prompt, or what the batch is made of"]
