@@ -134,8 +134,9 @@ class HandshakeEndpoint:
 
     # ---- decode side ----
 
-    def expect(self, need: Need, invite: Iterable[str] = ()) -> None:
-        """Slots are ready for a request; the prefill endpoints at the addresses `invite` are invited.
+    def expect(self, need: Need, invite: Iterable[str] = (), last: Iterable[str] = ()) -> None:
+        """Slots are ready for a request; the prefill endpoints at the addresses `invite` are invited, those of them
+        that are `last` when all others have acknowledged.
 
         Raises ValueError when its transfer id is in use or has been.
         """
@@ -145,17 +146,18 @@ class HandshakeEndpoint:
             self._received[need.transfer_id] = TransferStatus(Stage.WAITING, None, "", False)
             for address in invited:
                 self._watches.note(address, now_s)
-            self._send_all(self._sent_invitations.invite(need, invited, now_s))
+            self._send_all(self._sent_invitations.invite(need, invited, now_s, last=last))
             self._carry_out(actions)
 
-    def announce(self, need: Need, addresses: Iterable[str]) -> None:
-        """Invite the prefill endpoints at `addresses` to a request that has no slots yet: `slot_call` tells when it
-        needs them, and `expect` follows. `cancel` and `expect` without slots end it, as any that is not expected."""
+    def announce(self, need: Need, addresses: Iterable[str], last: Iterable[str] = ()) -> None:
+        """Invite the prefill endpoints at `addresses` to a request that has no slots yet, `last` as for `expect`:
+        `slot_call` tells when it needs them, and `expect` follows. `cancel` and `expect` without slots end it, as any
+        that is not expected."""
         with self._lock:
             now_s, invited = self._clock(), tuple(addresses)
             for address in invited:
                 self._watches.note(address, now_s)
-            self._send_all(self._sent_invitations.invite(need, invited, now_s, has_slots=False))
+            self._send_all(self._sent_invitations.invite(need, invited, now_s, has_slots=False, last=last))
 
     def slot_call(self, transfer_id: TransferId) -> SlotCall | None:
         """The answer to `announce`; None while the request only waits in prefill's queue."""
@@ -338,7 +340,7 @@ class HandshakeEndpoint:
                     self._loop.send(message.receiver, call)
                 self.waker.notify()
             elif isinstance(message, InvitationSeen):
-                self._sent_invitations.seen(message)
+                self._send_all(self._sent_invitations.seen(message, now_s))
             elif isinstance(message, SlotCall):
                 if self._sent_invitations.on_call(message):
                     self.waker.notify()

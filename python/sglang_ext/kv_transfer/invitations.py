@@ -3,6 +3,9 @@
 An invitation says what this decode rank wants (tokens from the first that it has not cached, its heads, its layers)
 and where its endpoint is. With several decode ranks a prefill rank gets one from each that it holds heads of.
 
+Of an instance in pipeline stages the first one is invited when all others have acknowledged: whatever it begins, they
+can send.
+
 A long prompt comes without slots at first, so that decode holds no room for what waits in prefill's queue. The prefill
 instance calls for them shortly before its turn, and is invited anew.
 
@@ -71,15 +74,23 @@ class SlotCall(NamedTuple):
 
 
 class _SentInvitation:
-    """An invitation, and the prefill ranks that have not acknowledged it."""
+    """An invitation, the prefill ranks that have not acknowledged it, and those that get it after all others."""
 
-    def __init__(self, invitation: Invitation, addresses: Iterable[str], now_s: float) -> None:
+    def __init__(self, invitation: Invitation, addresses: Iterable[str], last: Iterable[str], now_s: float) -> None:
         self.invitation = invitation
         self.addresses = set(addresses)
+        self.last = set(last)
         self.unacknowledged = set(self.addresses)
         self.sent_s = now_s
         self.since_s = now_s
         self.call: SlotCall | None = None
+
+    @property
+    def next_addresses(self) -> set[str]:
+        """Who is to get it now. A withdrawal holds for whoever hears of it first."""
+        if self.invitation.withdrawn is not None:
+            return self.unacknowledged
+        return self.unacknowledged - self.last or self.unacknowledged
 
 
 class SentInvitations:
@@ -110,15 +121,16 @@ class SentInvitations:
         return not any(pending.unacknowledged or pending.invitation.awaits_call for pending in self._pending.values())
 
     def invite(
-        self, need: Need, addresses: Iterable[str], now_s: float, *, has_slots: bool = True
+        self, need: Need, addresses: Iterable[str], now_s: float, *, has_slots: bool = True, last: Iterable[str] = ()
     ) -> Iterator[tuple[str, Invitation]]:
-        """Tell all addresses that the KV of a request may come, or that it may once prefill has called for slots."""
+        """Tell all addresses that the KV of a request may come, or that it may once prefill has called for slots; those
+        of them that are `last` when all others have acknowledged (`seen`)."""
         invitation = Invitation(
             *(need.transfer_id, self._receiver, need.whole, None, need.first_token, self._decode_rank),
             has_slots=has_slots,
             epoch=self._epoch,
         )
-        pending = self._pending[need.transfer_id] = _SentInvitation(invitation, addresses, now_s)
+        pending = self._pending[need.transfer_id] = _SentInvitation(invitation, addresses, last, now_s)
         return self._send(pending, now_s)
 
     def on_call(self, message: SlotCall) -> bool:
@@ -146,15 +158,22 @@ class SentInvitations:
         pending.since_s = now_s
         return self._send(pending, now_s)
 
-    def seen(self, message: InvitationSeen) -> None:
-        """A prefill rank acknowledges an invitation or a withdrawal."""
+    def seen(self, message: InvitationSeen, now_s: float) -> Iterator[tuple[str, Invitation]]:
+        """A prefill rank acknowledges an invitation or a withdrawal; what is sent then, to those that come last."""
         pending = self._pending.get(message.transfer_id)
-        if pending is None or message.has_slots != pending.invitation.has_slots:
-            return
-        if message.is_withdrawal == (pending.invitation.withdrawn is not None):
-            pending.unacknowledged.discard(message.sender)
-            if not pending.unacknowledged and message.is_withdrawal:
-                del self._pending[message.transfer_id]
+        if (
+            pending is None
+            or message.has_slots != pending.invitation.has_slots
+            or message.is_withdrawal != (pending.invitation.withdrawn is not None)
+            or message.sender not in pending.unacknowledged
+        ):
+            return iter(())
+        pending.unacknowledged.discard(message.sender)
+        if not pending.unacknowledged and message.is_withdrawal:
+            del self._pending[message.transfer_id]
+        if message.is_withdrawal or not pending.last or pending.unacknowledged != pending.last:
+            return iter(())
+        return self._send(pending, now_s)
 
     def finish(self, transfer_id: TransferId) -> None:
         """The request is complete: neither invitation nor withdrawal is retransmitted."""
@@ -181,7 +200,7 @@ class SentInvitations:
     @staticmethod
     def _send(pending: _SentInvitation, now_s: float) -> Iterator[tuple[str, Invitation]]:
         pending.sent_s = now_s
-        return iter([(address, pending.invitation) for address in sorted(pending.unacknowledged)])
+        return iter([(address, pending.invitation) for address in sorted(pending.next_addresses)])
 
 
 class ReceivedInvitations:

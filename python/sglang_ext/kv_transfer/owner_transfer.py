@@ -49,21 +49,29 @@ class _Rows(NamedTuple):
 class LayerStream:
     """Positions that are being computed, of one attempt: each layer leaves when it is there, in order.
 
-    Made by `OwnerTransfer.stream`, and used by the same thread.
+    `send` gets the first of the layers that are there, their number, and what says that they are. Made by
+    `OwnerTransfer.stream`, and used by the same thread.
     """
 
-    def __init__(self, span: TokenSpan, layer_count: int, send: Callable[[int, DeviceEvent | None], None]) -> None:
+    def __init__(self, span: TokenSpan, layer_count: int, send: Callable[[int, int, DeviceEvent | None], None]) -> None:
         self.span = span
         self.sent_layers = 0
         self._layer_count = layer_count
-        self._send: Callable[[int, DeviceEvent | None], None] | None = send
+        self._send: Callable[[int, int, DeviceEvent | None], None] | None = send
 
     def layer_ready(self, layer: int, computed: DeviceEvent | None = None) -> None:
         """Keys and values of a layer are there, or will be once `computed` is. Ignored after `close`, and unless it is
         the next one."""
         if self._send is not None and layer == self.sent_layers < self._layer_count:
             self.sent_layers += 1
-            self._send(layer, computed)
+            self._send(layer, 1, computed)
+
+    def rest_ready(self, computed: DeviceEvent | None = None) -> None:
+        """Keys and values of all layers that have not left are there, or will be. Ignored after `close`."""
+        rest = self._layer_count - self.sent_layers
+        if self._send is not None and rest:
+            self._send(self.sent_layers, rest, computed)
+            self.sent_layers = self._layer_count
 
     def close(self) -> None:
         """What has not left yet is sent with the whole chunk."""
@@ -160,9 +168,9 @@ class OwnerTransfer:
 
         first_layer = self._source.first_layer
 
-        def send(layer: int, computed: DeviceEvent | None) -> None:
+        def send(layer: int, count: int, computed: DeviceEvent | None) -> None:
             for start, stop, place in pieces:
-                part = PartRows(first_layer + layer, 1, place, stop - start, False)
+                part = PartRows(first_layer + layer, count, place, stop - start, False)
                 handle.part(chunk, part, slots[start - first_token : stop - first_token], computed=computed)
 
         stream = LayerStream(span, self._source.layer_count, send)

@@ -245,15 +245,6 @@ HOOK_TABLE: tuple[Hook, ...] = (
         needs_stages=True,
     ),
     Hook(
-        name="stage-polls",
-        why="the first stage asks for all whether decode is ready; a later one of the handshake looks for itself, too",
-        kind=HookKind.AROUND,
-        implementation="sglang_ext.sglang_plugin.handshake.sender:poll_stages",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"}),
-        needs_stages=True,
-        needs_handshake=True,
-    ),
-    Hook(
         name="slots-announced",
         why="decode takes slots for a prompt when it arrives; a long one gets them when its turn in prefill is near",
         kind=HookKind.AROUND,

@@ -41,8 +41,10 @@ class ExtensionOptions:
 
     @property
     def streams_layers(self) -> bool:
-        """Whether this is a prefill instance whose KV leaves for decode by layer."""
-        return self.role.is_prefill and self.transfer is not None and self.transfer.stream_layer_bytes is not None
+        """Whether this is a prefill instance whose KV leaves for decode by layer, or with its batch."""
+        if not self.role.is_prefill or self.transfer is None:
+            return False
+        return self.transfer.stream_layer_bytes is not None or self.stages > 1
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), sort_keys=True)}

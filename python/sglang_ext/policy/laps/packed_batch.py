@@ -8,6 +8,7 @@ Short prefills run alone where mixing costs them more than it saves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, sqrt
 from typing import NamedTuple
 
 from sglang_ext.policy.laps.cost_model import CostCoefficients
@@ -20,6 +21,7 @@ _OVERHEADS = 8.0  # a batch takes so many times what every batch costs anew, whi
 _LEAST_OF_SLO = 0.2
 _MOST_OF_SLO = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS = 2.4  # whatever the objective: below, next to nothing is computed
+_LONG_MODE_ROUNDS = 3.0
 _WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
 _WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
 _MOST_UTILISATION = 0.95
@@ -44,15 +46,36 @@ def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float
 def stage_share(stages: int) -> float:
     """What a batch may take on each of P stages, over what it may take on an instance of one stage.
 
-    A short prefill that waits passes the first stage's longest batch (1/2 of the objective for one stage), and then all
-    stages with its own (1/3 on each): both shares shrink by (1/2 + 1/3) / (1/2 + P/3).
+    A short prefill that waits follows the longest batch (1/2 of the objective for one stage) through all stages, and
+    ends on the last one with its own (1/3): both shares shrink by (1/2 + 1/3) / (P/2 + 1/3).
     """
-    return 5 / (3 + 2 * stages)
+    return 5 / (2 + 3 * stages)
 
 
 def without_shorts_s(round_s: float) -> float:
     """The budget while no short prefill waits."""
     return _WITHOUT_SHORTS * round_s
+
+
+def long_mode_round_s(round_s: float, kappa_s: float, backlog_s: float, stages: int = 1) -> float:
+    """The budget on an instance for long prefills: three rounds.
+
+    In a pipeline less, if that is sooner: chunks of t make a backlog of W on each stage end after W + kappa W / t, and
+    the last stage begins (P - 1) t later; the sum is least at t = sqrt(kappa W / (P - 1)).
+    """
+    most_s = _LONG_MODE_ROUNDS * round_s
+    if stages == 1:
+        return most_s
+    best_s = sqrt(kappa_s * backlog_s / (stages - 1)) / _WITHOUT_SHORTS
+    return min(most_s, max(round_s, best_s))
+
+
+def even_share_s(work_s: float, budget_s: float) -> float:
+    """The time of each of the fewest equal parts of this work that keep the budget.
+
+    In a pipeline the stages wait for the longest chunk, and a last one that is shorter brings nothing.
+    """
+    return work_s / max(1, ceil(work_s / budget_s)) if budget_s > 0 else budget_s
 
 
 class LongRoom(NamedTuple):
@@ -147,15 +170,27 @@ def fill_with_longs(
 
 
 def run_shorts_alone(
-    now_s: float, shorts: FormedBatch, mixed_s: float, saved_s: float, waiting: int, utilisation: float
+    now_s: float,
+    shorts: FormedBatch,
+    mixed_s: float,
+    saved_s: float,
+    waiting: int,
+    utilisation: float,
+    stages: int = 1,
 ) -> bool:
     """Whether the short prefills should not share their batch with long ones.
 
     They do not where one of them would be late for it that is on time alone, nor where what they wait for together
     outweighs twice the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones and the next to come,
     1 / (1 - utilisation) times as many in all. With captured graphs little is saved, and they run alone.
+
+    In a pipeline (`mixed_s` is the time on each of its `stages`) a short batch follows a long one through the later
+    stages, however short it is, and each stage waits meanwhile: sharing saves that as well.
     """
-    alone_end_s, mixed_end_s = now_s + shorts.predicted_s, now_s + mixed_s
+    behind_s = (stages - 1) * mixed_s
+    alone_end_s, mixed_end_s = now_s + shorts.predicted_s + behind_s, now_s + mixed_s + behind_s
+    if stages > 1:
+        saved_s += mixed_s - shorts.predicted_s
     for member in shorts.members:
         if alone_end_s <= member.request.deadline_s < mixed_end_s:
             return True

@@ -12,7 +12,9 @@ from sglang_ext.policy.laps.packed_batch import (
     LongParts,
     LongRoom,
     cut_of,
+    even_share_s,
     fill_with_longs,
+    long_mode_round_s,
     run_shorts_alone,
     without_shorts_s,
 )
@@ -24,7 +26,6 @@ from sglang_ext.policy.laps.slack import RankedPrefill
 _MOST_SHORTS = 128  # candidates
 _SPARE_SHORTS = 16  # more than a batch holds: some are put back
 _MOST_LONGS = 8  # and those that have been started
-_LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs batches of so many rounds
 _ONLINE, _OFFLINE = Group.WITH_DEADLINE, Group.WITHOUT_DEADLINE
 
 
@@ -99,7 +100,7 @@ def _choose_of_group(
     saved_s = max(0.0, batch.predicted_s - (shorts_s - cost.kappa_s))
     waiting = len(queue) - len(batch.members)
     if model.account.can_run_short() and run_shorts_alone(
-        now_s, batch, mixed.predicted_s, saved_s, waiting, model.busy.share
+        now_s, batch, mixed.predicted_s, saved_s, waiting, model.busy.share, model.limits.stages
     ):
         return RoundPlan((short, mixed), now_s)
     return RoundPlan((mixed, short), now_s)
@@ -123,7 +124,8 @@ def _round_s(
     if group is _OFFLINE:
         return min(round_s, model.yield_s()) if is_online else max(round_s, model.short_slo_s)
     if model.mode is LapsMode.LONG:
-        return _LONG_MODE_ROUNDS * round_s
+        head_s = longs[0].total_s - longs[0].remaining_s if longs else 0.0  # what has been computed of it
+        return long_mode_round_s(round_s, model.cost.kappa_s, backlog_s + head_s, model.limits.stages)
     return round_s
 
 
@@ -211,7 +213,11 @@ def _without_shorts(
     batches: list[PrefillBatch] = []
     if longs:
         budget_s = round_s if shorts or model.options.round_ms is not None else without_shorts_s(round_s)
-        room = _room(model, budget_s - cost.kappa_s, free_kv_tokens, None, may_continue=True)
+        left_s = budget_s - cost.kappa_s
+        if model.limits.stages > 1 and len(longs) == 1:  # another one would share the last chunk
+            request = longs[0].request
+            left_s = even_share_s(cost.chunk_s(request.new_tokens, request.cached_tokens) - cost.kappa_s, left_s)
+        room = _room(model, left_s, free_kv_tokens, None, may_continue=True)
         if not model.limits.mixes_started and longs[0].request.is_started:
             room = room._replace(requests=1)
         parts = fill_with_longs(longs, _started(queue), cost, room)

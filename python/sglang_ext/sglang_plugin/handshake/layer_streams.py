@@ -3,6 +3,9 @@
     run_batch ──who sends?──▶ streams; the pool's set_kv_buffer is watched ──layer 0, layer 1, …──▶ parts
               ──end of the forward pass──▶ not watched any more; `send` brings what is left
 
+On a pipeline stage what is left of any chunk, short ones among them, leaves at the end of the forward pass: their results
+come back after the next batch.
+
 An attention backend that writes a layer otherwise (a kernel that writes as it rotates, a graph that is replayed), or in
 several pieces, ends the streams of its batch at that layer: the rest leaves when the chunk is done, as without them.
 """
@@ -10,7 +13,7 @@ several pieces, ends the streams of its batch at that layer: the rest leaves whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,27 +26,39 @@ from sglang_ext.sglang_plugin.handshake.sender import HandshakeKVSender
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's: computes the batch, and lets long chunks leave by layer."""
-    streams = _begin(batch) if batch.forward_mode.is_extend() else []
-    if not streams:
+    by_layer, whole = _begin(batch) if batch.forward_mode.is_extend() else ([], [])
+    if not by_layer and not whole:
         return original(scheduler, batch, *args, **kwargs)
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    with watch_layers(pool, streams, len(batch.out_cache_loc)):
-        return original(scheduler, batch, *args, **kwargs)
+    try:
+        pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        with watch_layers(pool, by_layer, len(batch.out_cache_loc)) if by_layer else nullcontext():
+            result = original(scheduler, batch, *args, **kwargs)
+        for stream in whole:
+            stream.rest_ready(_computed(batch.out_cache_loc))
+        return result
+    finally:
+        for stream in (*by_layer, *whole):
+            stream.close()
 
 
-def _begin(batch: Any) -> list[LayerStream]:
-    """Streams of those chunks of a batch that are long enough."""
-    streams: list[LayerStream] = []
+def _begin(batch: Any) -> tuple[list[LayerStream], list[LayerStream]]:
+    """Streams of those chunks of a batch that are long enough, and of those that leave with it."""
+    by_layer: list[LayerStream] = []
+    whole: list[LayerStream] = []
     slots = None
     first = 0
     for request, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         sender = getattr(request, "disagg_kv_sender", None)
-        if isinstance(sender, HandshakeKVSender) and sender.may_stream(count):
+        if isinstance(sender, HandshakeKVSender) and (sender.leaves_with_batch or sender.may_stream(count)):
             if slots is None:
                 slots = batch.out_cache_loc.cpu().numpy().astype(np.uint32)
-            streams += sender.stream(start, slots[first : first + count])
+            streams = sender.stream(start, slots[first : first + count])
+            if sender.may_stream(count):
+                by_layer += streams
+            if sender.leaves_with_batch:
+                whole += streams
         first += count
-    return streams
+    return by_layer, whole
 
 
 @contextmanager
@@ -69,13 +84,11 @@ def watch_layers(pool: Any, streams: Sequence[LayerStream], batch_tokens: int) -
         yield
     finally:
         del pool.set_kv_buffer
-        for stream in streams:
-            stream.close()
 
 
-def _computed(keys: torch.Tensor) -> DeviceEvent | None:
+def _computed(on_device: torch.Tensor) -> DeviceEvent | None:
     """What says that the device has come this far; None where a call that has returned has computed."""
-    if keys.device.type != "cuda":
+    if on_device.device.type != "cuda":
         return None
     event: DeviceEvent = torch.cuda.Event()
     event.record()  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             return
         if self.bootstrap_infos is not None:
             self._awaits_call = True
-            self.kv_mgr.endpoint.announce(self._need(array("I"), 0, None), self._prefill_endpoints())
+            self.kv_mgr.endpoint.announce(self._need(array("I"), 0, None), *self._prefill_endpoints())
 
     def send_metadata(
         self,
@@ -102,7 +102,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         """Wait for the KV of the present attempt; whether it can be had."""
         assert self._wanted is not None
         try:
-            self.kv_mgr.endpoint.expect(self._wanted._replace(transfer_id=self._room), self._prefill_endpoints())
+            self.kv_mgr.endpoint.expect(self._wanted._replace(transfer_id=self._room), *self._prefill_endpoints())
         except ValueError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
             return False
@@ -126,7 +126,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         is refused, and no prefill rank waits for it."""
         endpoint = self.kv_mgr.endpoint
         with suppress(ValueError):
-            endpoint.expect(self._need(array("I"), 0, None)._replace(transfer_id=room), self._prefill_endpoints())
+            endpoint.expect(self._need(array("I"), 0, None)._replace(transfer_id=room), *self._prefill_endpoints())
             endpoint.forget(room)
 
     def _need(self, slots: array[int], first_token: int, aux_index: int | None) -> Need:
@@ -143,10 +143,14 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             aux_slot=aux_index,
         )
 
-    def _prefill_endpoints(self) -> list[str]:
-        return [
+    def _prefill_endpoints(self) -> tuple[list[str], list[str]]:
+        """Of every prefill rank; and of those of the first pipeline stage, which decides what is begun."""
+        endpoints = [
             NetworkAddress(info["rank_ip"], int(info["rank_port"])).to_host_port_str() for info in self.bootstrap_infos
         ]
+        # SGLang asks for all stages of a rank, the last one first.
+        stages = len(self.target_pp_ranks)
+        return endpoints, endpoints[stages - 1 :: stages]
 
     def _advance(self) -> None:
         room = self.bootstrap_room

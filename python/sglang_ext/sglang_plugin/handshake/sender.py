@@ -13,7 +13,7 @@ computes itself (`sequence_parallel/kv_streams.py`), and this instance offers wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,11 +121,20 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         min_bytes: int | None = self.kv_mgr.stream_layer_bytes
         return min_bytes is not None and tokens * self.kv_mgr.layer_token_bytes >= min_bytes
 
+    @property
+    def leaves_with_batch(self) -> bool:
+        """Whether any chunk leaves once it is computed. `send` comes when the batch's result does, which on a pipeline
+        stage is after the next batch."""
+        return int(self.kv_mgr.pp_size) > 1
+
     def stream(self, first_token: int, slots: Slots) -> list[LayerStream]:
         """Positions from `first_token` on are about to be computed into `slots`; `send` follows. Notify them of every
-        layer."""
+        layer. What is left of a prompt's last page, which is never read, goes with it."""
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return []
+        rest = -(first_token + len(slots)) % self._page_size
+        if rest:
+            slots = np.concatenate([slots, slots[-1] + np.arange(1, rest + 1, dtype=np.uint32)])
         streams = []
         for outgoing in self._outgoing or ():
             skipped = max(0, outgoing.invitation.first_token - first_token)
@@ -137,9 +146,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         return super().poll()
 
     def poll_pp_consensus(self) -> KVPoll:
-        """The least that all stages say of it; asked on the first one."""
-        self.advance()
-        return super().poll_pp_consensus()
+        """Asked on the first stage, which decode invites when all others have acknowledged."""
+        return self.poll()
 
     def advance(self) -> None:
         """Bring its status up to date."""
@@ -359,14 +367,3 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         for room in {next_attempt(outgoing.transfer.transfer_id) for outgoing in self._outgoing or ()}:
             if room is not None:
                 self.kv_mgr.refused_rooms.refuse(room, reason)
-
-
-def poll_stages(stock: Callable[..., list[int]], pollers: Sequence[Any], *args: Any) -> list[int]:
-    """AROUND `poll_and_all_reduce_prefill_pp(pollers, ...)`, with which every stage learns what the first one polls.
-
-    That is the least of what all stages report, and a later one reports nothing unless it looks for invitations.
-    """
-    for poller in pollers:
-        if isinstance(poller, HandshakeKVSender):
-            poller.advance()
-    return stock(pollers, *args)

@@ -43,10 +43,10 @@ def test_an_invitation_is_retransmitted_until_it_is_acknowledged() -> None:
     assert list(invitations.invite(need(), ["a", "b"], 0.0)) == [("a", INVITATION), ("b", INVITATION)]
     assert not is_idle(invitations)
     assert list(invitations.on_timer(0.9)) == []
-    invitations.seen(InvitationSeen(1, "a", False))
+    assert list(invitations.seen(InvitationSeen(1, "a", False), 0.0)) == []
     assert list(invitations.on_timer(1.0)) == [("b", INVITATION)]
     assert list(invitations.on_timer(1.5)) == []
-    invitations.seen(InvitationSeen(1, "b", False))
+    assert list(invitations.seen(InvitationSeen(1, "b", False), 0.0)) == []
     assert is_idle(invitations)
     assert list(invitations.on_timer(99.0)) == []
 
@@ -58,14 +58,40 @@ def test_an_invitation_tells_how_much_is_cached_also_when_it_is_everything() -> 
     assert (invitation.whole.tokens, invitation.first_token) == ((), 12)
 
 
+def test_the_first_stage_is_invited_when_all_others_have_acknowledged() -> None:
+    invitations = sent()
+    assert list(invitations.invite(need(), ["a", "b", "c"], 0.0, last=["a"])) == [("b", INVITATION), ("c", INVITATION)]
+    assert list(invitations.seen(InvitationSeen(1, "b", False), 0.1)) == []
+    assert list(invitations.on_timer(1.0)) == [("c", INVITATION)]
+    assert list(invitations.seen(InvitationSeen(1, "b", False), 1.1)) == []  # again
+    assert list(invitations.seen(InvitationSeen(1, "c", False), 1.2)) == [("a", INVITATION)]
+    assert list(invitations.seen(InvitationSeen(1, "c", False), 1.3)) == []
+    assert list(invitations.on_timer(2.1)) == []
+    assert list(invitations.on_timer(2.2)) == [("a", INVITATION)]
+    assert list(invitations.seen(InvitationSeen(1, "a", False), 2.3)) == []
+    assert is_idle(invitations)
+    # What it has not been invited to is withdrawn there as well.
+    list(invitations.invite(need(2), ["a", "b"], 3.0, last=["a"]))
+    assert [address for address, _ in invitations.withdraw(2, "gone", 3.1)] == ["a", "b"]
+    assert list(invitations.seen(InvitationSeen(2, "b", True), 3.2)) == []
+    # In stages of several ranks, and without slots.
+    first = list(invitations.invite(need(), ["a", "b", "c", "d"], 4.0, has_slots=False, last=["a", "c"]))
+    assert first == [("b", WITHOUT_SLOTS), ("d", WITHOUT_SLOTS)]
+    assert list(invitations.seen(InvitationSeen(1, "d", False, has_slots=False), 4.1)) == []
+    assert list(invitations.seen(InvitationSeen(1, "b", False, has_slots=False), 4.1)) == [
+        ("a", WITHOUT_SLOTS),
+        ("c", WITHOUT_SLOTS),
+    ]
+
+
 def test_a_withdrawal_goes_to_everybody_and_is_repeated_for_a_while() -> None:
     invitations = sent()
     list(invitations.invite(need(), ["a", "b"], 0.0))
-    invitations.seen(InvitationSeen(1, "a", False))
+    assert list(invitations.seen(InvitationSeen(1, "a", False), 0.0)) == []
     assert list(invitations.withdraw(1, "gone", 5.0)) == [("a", WITHDRAWAL), ("b", WITHDRAWAL)]
     assert list(invitations.withdraw(1, "gone again", 5.0)) == []
-    invitations.seen(InvitationSeen(1, "b", False))  # of the invitation, late
-    invitations.seen(InvitationSeen(1, "a", True))
+    assert list(invitations.seen(InvitationSeen(1, "b", False), 0.0)) == []  # of the invitation, late
+    assert list(invitations.seen(InvitationSeen(1, "a", True), 0.0)) == []
     assert list(invitations.on_timer(6.0)) == [("b", WITHDRAWAL)]
     assert list(invitations.on_timer(15.0)) == []
     assert is_idle(invitations)
@@ -75,8 +101,8 @@ def test_a_withdrawal_that_all_have_acknowledged_is_forgotten() -> None:
     invitations = sent()
     list(invitations.invite(need(), ["a"], 0.0))
     list(invitations.withdraw(1, "gone", 0.0))
-    invitations.seen(InvitationSeen(1, "a", True))
-    invitations.seen(InvitationSeen(1, "a", True))
+    assert list(invitations.seen(InvitationSeen(1, "a", True), 0.0)) == []
+    assert list(invitations.seen(InvitationSeen(1, "a", True), 0.0)) == []
     assert list(invitations.withdraw(1, "gone", 0.0)) == []
 
 
@@ -118,18 +144,18 @@ def test_an_invitation_without_slots_is_repeated_until_it_is_followed_by_one_wit
     assert list(invitations.invite(need(), ["a"], 0.0, has_slots=False)) == [("a", WITHOUT_SLOTS)]
     assert invitations.call_of(1) is None
     assert list(invitations.on_timer(1.0)) == [("a", WITHOUT_SLOTS)]  # not acknowledged
-    invitations.seen(InvitationSeen(1, "a", False, has_slots=False))
+    assert list(invitations.seen(InvitationSeen(1, "a", False, has_slots=False), 0.0)) == []
     assert list(invitations.on_timer(5.9)) == []
     assert list(invitations.on_timer(6.0)) == [("a", WITHOUT_SLOTS)]  # it still holds
     assert not is_idle(invitations)
-    invitations.seen(InvitationSeen(1, "a", False, has_slots=False))
+    assert list(invitations.seen(InvitationSeen(1, "a", False, has_slots=False), 0.0)) == []
     assert invitations.on_call(CALL)
     assert invitations.call_of(1) == CALL
     assert list(invitations.invite(need(), ["a"], 7.0)) == [("a", INVITATION)]
     assert not invitations.on_call(CALL)
-    invitations.seen(InvitationSeen(1, "a", False, has_slots=False))  # of the first one, late
+    assert list(invitations.seen(InvitationSeen(1, "a", False, has_slots=False), 0.0)) == []  # of the first one, late
     assert list(invitations.on_timer(8.0)) == [("a", INVITATION)]
-    invitations.seen(InvitationSeen(1, "a", False))
+    assert list(invitations.seen(InvitationSeen(1, "a", False), 0.0)) == []
     assert list(invitations.on_timer(99.0)) == []
     assert is_idle(invitations)
 

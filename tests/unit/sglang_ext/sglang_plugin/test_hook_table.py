@@ -41,7 +41,7 @@ def test_what_the_oldest_version_does_without() -> None:
     assert missing == {
         *("prefill-abort-notice", "prefill-abort-late-notice", "cdsp-scheduler", "cdsp-release"),
         *("scoring-metadata", "scoring-finish", "hint-guard-generate", "layer-streams"),
-        *("tied-head", "tied-head-weights", "stage-layers", "stage-polls"),
+        *("tied-head", "tied-head-weights", "stage-layers"),
         *("slots-announced", "slots-called"),
     }
 

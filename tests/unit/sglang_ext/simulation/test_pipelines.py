@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -123,13 +124,13 @@ def test_laps_cuts_chunks_of_equal_time() -> None:
 
 
 def test_a_round_of_a_pipeline_has_its_share_of_the_time() -> None:
-    """As LAPS in service: the budget of a round for P stages is 5 / (3 + 2 P) of that for one."""
+    """As LAPS in service: the budget of a round for P stages is 5 / (2 + 3 P) of that for one."""
     options = LapsOptions(short_ttft_slo_ms=300.0)
-    longest_s = {}
+    median_s = {}
     for count in (1, 4):
         served = serve([(0, 100_000)], Stages(count), laps(Stages(count), options))
-        longest_s[count] = max(busy.end_s - busy.start_s for busy in served.timeline)
-    assert longest_s[4] == pytest.approx(longest_s[1] * stage_share(4), rel=0.05)
+        median_s[count] = median(busy.end_s - busy.start_s for busy in served.timeline)
+    assert median_s[4] == pytest.approx(median_s[1] * stage_share(4), rel=0.05)
 
 
 def test_shorts_between_the_chunks_of_a_long_prompt_keep_their_objective() -> None:

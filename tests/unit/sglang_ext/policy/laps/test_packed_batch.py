@@ -14,7 +14,16 @@ from sglang_ext.policy.laps import packed_batch
 from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
 from sglang_ext.policy.laps.graph_grid import GraphGrid
 from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.policy.laps.packed_batch import LongParts, LongRoom, fill_with_longs, packed_round_s, run_shorts_alone
+from sglang_ext.policy.laps.packed_batch import (
+    LongParts,
+    LongRoom,
+    even_share_s,
+    fill_with_longs,
+    long_mode_round_s,
+    packed_round_s,
+    run_shorts_alone,
+    without_shorts_s,
+)
 from sglang_ext.policy.laps.policy import Laps
 from sglang_ext.policy.laps.round_plan import (
     DispatchReason,
@@ -166,6 +175,38 @@ def test_shorts_run_alone_where_they_wait_for_more_than_is_saved() -> None:
     assert run_shorts_alone(0.0, batch, 0.2, 0.001, 4, 0.9), "a captured graph saves next to nothing"
 
 
+def test_the_budget_of_an_instance_for_long_prefills() -> None:
+    assert long_mode_round_s(0.1, 0.02, 5.0) == pytest.approx(0.3)
+    # Of chunks of 1.5 times that: no other length ends sooner on the last of three stages.
+    chunk_s = without_shorts_s(long_mode_round_s(0.1, 0.02, 5.0, stages=3))
+    assert chunk_s == pytest.approx(
+        min((0.15 + 0.001 * n for n in range(300)), key=lambda t: 0.02 * 5.0 / t + 2 * t), abs=1e-3
+    )
+    assert long_mode_round_s(0.1, 0.02, 5000.0, stages=3) == pytest.approx(0.3), "many wait: the fill is paid once"
+    assert long_mode_round_s(0.1, 0.02, 0.01, stages=3) == pytest.approx(0.1)
+
+
+@given(st.floats(0.001, 1e4), st.floats(0.01, 10.0))
+def test_even_parts_keep_the_budget(work_s: float, budget_s: float) -> None:
+    share_s = even_share_s(work_s, budget_s)
+    parts = round(work_s / share_s)
+    assert share_s <= budget_s * (1 + 1e-9)
+    assert share_s * parts == pytest.approx(work_s)
+    assert parts == 1 or work_s / (parts - 1) > budget_s * (1 - 1e-9)
+
+
+def test_shorts_share_their_batch_in_a_pipeline() -> None:
+    """Behind a long chunk they are no earlier on the later stages, and these wait as well as those before."""
+    batch = short_batch(inf, inf, inf)
+    assert run_shorts_alone(0.0, batch, 0.2, 0.01, 0, 0.0)  # 3 x 0.17 s against 2 x 0.01 s
+    assert run_shorts_alone(0.0, batch, 0.2, 0.01, 0, 0.0, stages=2)  # and against 2 x 0.18 s
+    assert not run_shorts_alone(0.0, batch, 0.2, 0.01, 1, 0.0, stages=2)
+    assert not run_shorts_alone(0.0, short_batch(inf), 0.2, 0.01, 0, 0.0, stages=2)
+    # On time alone: after two chunks on the later stages and 0.03 s.
+    assert run_shorts_alone(0.0, short_batch(0.45), 0.2, 1.0, 10, 0.9, stages=3)
+    assert not run_shorts_alone(0.0, short_batch(0.42), 0.2, 1.0, 10, 0.9, stages=3)
+
+
 def test_the_budget_of_a_batch() -> None:
     assert packed_round_s(1e-4, 0.4) == pytest.approx(0.08)  # a fifth of the objective
     assert packed_round_s(0.015, 0.4) == pytest.approx(0.12)  # an eighth of it is lost
@@ -175,10 +216,10 @@ def test_the_budget_of_a_batch() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_longest_wait_is_the_same_through_a_pipeline(stages: int) -> None:
-    """For the first stage's longest batch, half as long again, and then through all stages: 5/6 of the objective."""
+    """Behind the longest batch, half as long again, through all stages, and for its own: 5/6 of the objective."""
     round_s = packed_round_s(0.03, 0.4, stages)
     longest_s = packed_batch.without_shorts_s(round_s)
-    assert longest_s + stages * round_s == pytest.approx(max(5 / 6 * 0.4, (1.5 + stages) * 2.4 * 0.03))
+    assert stages * longest_s + round_s == pytest.approx(max(5 / 6 * 0.4, (1.5 * stages + 1) * 2.4 * 0.03))
 
 
 @pytest.mark.parametrize(("stages", "together"), [(1, 3), (2, 1)])

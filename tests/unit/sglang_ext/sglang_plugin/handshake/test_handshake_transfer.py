@@ -100,6 +100,7 @@ class Rank:
 
         receiver: Any = HandshakeKVReceiver(self.manager, "bootstrap", room)
         receiver.bootstrap_infos = [rank.info for rank in prefill]
+        receiver.target_pp_ranks = [0]
         self.manager.update_status(room, WAITING)  # what `init` does when the bootstrap server has answered
         return receiver
 

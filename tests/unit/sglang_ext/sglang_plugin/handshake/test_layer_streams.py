@@ -38,13 +38,12 @@ def watched(writes: list[tuple[int, int]]) -> tuple[list[int], list[int], PoolTh
     from sglang_ext.sglang_plugin.handshake.layer_streams import watch_layers
 
     pool, sent, seen = PoolThatCounts(), [], []
-    stream = LayerStream(TokenSpan(0, 5), LAYERS, lambda layer, computed: sent.append(layer))
+    stream = LayerStream(TokenSpan(0, 5), LAYERS, lambda layer, count, computed: sent.append(layer))
     with watch_layers(pool, [stream], 5):
         for layer, tokens in writes:
             write(pool, layer, tokens)
             assert pool.written[-1] == FIRST_LAYER + layer
             seen.append(len(sent))
-    stream.layer_ready(stream.sent_layers)
     write(pool, 0, 5)
     return sent, seen, pool
 
@@ -81,15 +80,20 @@ def test_a_pool_is_not_watched_after_a_failure() -> None:
 class SenderOfLongChunks:
     """Streams chunks of at least four tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, leaves_with_batch: bool = False) -> None:
+        self.leaves_with_batch = leaves_with_batch
         self.asked: list[tuple[int, list[int]]] = []
+        self.streams: list[LayerStream] = []
+        self.sent: list[tuple[int, int]] = []
 
     def may_stream(self, tokens: int) -> bool:
         return tokens >= 4
 
     def stream(self, first_token: int, slots: Any) -> list[LayerStream]:
         self.asked.append((first_token, slots.tolist()))
-        return [LayerStream(TokenSpan(first_token, first_token + len(slots)), LAYERS, lambda layer, computed: None)]
+        span = TokenSpan(first_token, first_token + len(slots))
+        self.streams.append(LayerStream(span, LAYERS, lambda layer, count, computed: self.sent.append((layer, count))))
+        return self.streams[-1:]
 
 
 def test_the_long_chunks_of_a_batch_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,3 +123,32 @@ def test_the_long_chunks_of_a_batch_are_streamed(monkeypatch: pytest.MonkeyPatch
     assert not senders[1].asked
     assert senders[2].asked == [(3, [107, 108, 109, 110, 111])]
     assert layer_streams.run_batch(compute, scheduler, batch(False), 8) == (8, False)
+    for stream in (*senders[0].streams, *senders[2].streams):  # they have ended
+        stream.layer_ready(0)
+    assert senders[0].sent == senders[2].sent == []
+
+    # A pipeline stage: whatever has not left by layer leaves with the batch, unless that has failed.
+    def compute_layers(scheduler: Any, batch: Any, layers: int) -> int:
+        for layer in range(layers):
+            write(pool, layer, 21)
+        return layers
+
+    for layers in (0, 2, LAYERS):
+        senders[:] = [SenderOfLongChunks(leaves_with_batch=True) for _ in range(3)]
+        for request, sender in zip(requests, senders, strict=False):
+            request.disagg_kv_sender = sender
+        assert layer_streams.run_batch(compute_layers, scheduler, batch(True), layers) == layers
+        rest = [(layers, LAYERS - layers)] if layers < LAYERS else []
+        assert senders[0].sent == senders[2].sent == [*((layer, 1) for layer in range(layers)), *rest]
+        assert senders[1].sent == [(0, LAYERS)]
+        senders[1].streams[0].layer_ready(LAYERS)
+        assert senders[1].sent == [(0, LAYERS)]
+
+    def fail(scheduler: Any, batch: Any, extra: int) -> None:
+        raise RuntimeError("out of memory")
+
+    senders[1].sent.clear()
+    with pytest.raises(RuntimeError):
+        layer_streams.run_batch(fail, scheduler, batch(True), 8)
+    senders[1].streams[-1].rest_ready()
+    assert not senders[1].sent
