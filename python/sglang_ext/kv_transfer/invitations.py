@@ -87,7 +87,7 @@ class _SentInvitation:
 
     @property
     def next_addresses(self) -> set[str]:
-        """Who is to get it now. A withdrawal holds for whoever hears of it first."""
+        """Who is to get it now. A withdrawal goes to all at once."""
         if self.invitation.withdrawn is not None:
             return self.unacknowledged
         return self.unacknowledged - self.last or self.unacknowledged

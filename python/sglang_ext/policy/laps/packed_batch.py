@@ -71,11 +71,11 @@ def long_mode_round_s(round_s: float, kappa_s: float, backlog_s: float, stages: 
 
 
 def even_share_s(work_s: float, budget_s: float) -> float:
-    """The time of each of the fewest equal parts of this work that keep the budget.
+    """The time of each of the fewest equal parts of this work that keep the budget, or exceed it by a tenth together.
 
     In a pipeline the stages wait for the longest chunk, and a last one that is shorter brings nothing.
     """
-    return work_s / max(1, ceil(work_s / budget_s)) if budget_s > 0 else budget_s
+    return work_s / max(1, ceil(work_s / budget_s - (_WHOLE_WITHIN - 1))) if budget_s > 0 else budget_s
 
 
 class LongRoom(NamedTuple):

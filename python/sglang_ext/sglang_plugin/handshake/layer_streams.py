@@ -3,8 +3,8 @@
     run_batch ──who sends?──▶ streams; the pool's set_kv_buffer is watched ──layer 0, layer 1, …──▶ parts
               ──end of the forward pass──▶ not watched any more; `send` brings what is left
 
-On a pipeline stage what is left of any chunk, short ones among them, leaves at the end of the forward pass: their results
-come back after the next batch.
+On a pipeline stage what is left of any chunk, short ones among them, leaves at the end of the forward pass: their
+results come back after the next batch.
 
 An attention backend that writes a layer otherwise (a kernel that writes as it rotates, a graph that is replayed), or in
 several pieces, ends the streams of its batch at that layer: the rest leaves when the chunk is done, as without them.

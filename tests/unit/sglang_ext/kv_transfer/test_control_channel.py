@@ -79,7 +79,11 @@ messages = st.one_of(
     st.builds(ReceiverAbort, transfers, texts, numbers, numbers, texts, st.booleans()),
     st.builds(ReceiverClosed, transfers, texts, numbers, numbers, st.booleans()),
     st.builds(LayoutRequest, texts),
-    st.builds(Invitation, transfers, texts, shards, st.none() | texts, numbers, st.none() | decode_ranks),
+    st.builds(
+        Invitation,
+        *(transfers, texts, shards, st.none() | texts, numbers, st.none() | decode_ranks, st.booleans()),
+        st.none() | numbers,
+    ),
     st.builds(InvitationSeen, transfers, texts, st.booleans()),
     st.builds(LayoutReply, texts, numbers, texts, texts, layouts),
 )

@@ -463,6 +463,32 @@ def test_slots_are_taken_when_prefill_calls_for_them(make: Make) -> None:
     np.testing.assert_array_equal(target.buffers[4][[7, 8, 9, 20]], source.buffers[4][[3, 2, 1, 0]])
 
 
+def test_who_is_invited_last_knows_that_all_others_have_been(make: Make) -> None:
+    first, second, third, decode = (make(Pool(PoolShape(), seed)) for seed in range(4))
+    addresses = [first.address, second.address, third.address]
+    for room in range(1, 40):
+        decode.announce(need(room, []), addresses, [first.address])
+        wait_until(lambda room=room: bool(first.invitations(room)))  # type: ignore[misc]
+        assert second.invitations(room)
+        assert third.invitations(room)
+        decode.expect(need(room, [room, 2, 3, 4]), addresses, [first.address])
+        wait_until(lambda room=room: first.invitations(room)[0].has_slots)  # type: ignore[misc]
+        assert second.invitations(room)[0].has_slots
+        assert third.invitations(room)[0].has_slots
+
+
+def test_who_is_invited_last_is_not_invited_while_another_is_away(make: Make) -> None:
+    first, second, decode = (make(Pool(PoolShape(), seed)) for seed in range(3))
+    away = second.address
+    second.close()
+    decode.expect(need(1, [1, 2, 3, 4]), [first.address, away], [first.address])
+    time.sleep(4 * OPTIONS.retry_s)
+    assert first.invitations(1) == ()
+    decode.cancel(1, "gone")
+    wait_until(lambda: bool(first.invitations(1)))
+    assert [invitation.withdrawn for invitation in first.invitations(1)] == ["gone"]
+
+
 def test_a_call_comes_before_the_invitation_is_repeated_or_with_it(make: Make) -> None:
     """Another decode rank of the request invites after the call: it is called, too."""
     prefill, first, second = (make(Pool(PoolShape(), seed)) for seed in (1, 2, 3))

@@ -322,11 +322,14 @@ def test_a_layer_that_the_device_has_not_computed_is_not_read(sides: tuple[Side,
     check_arrived(prefill, decode)
 
 
+REST = -1
+
+
 @st.composite
 def some_chunks(draw: st.DrawFn) -> list[tuple[int, int, tuple[int, ...] | None]]:
     """Of twelve tokens: first token, the one after the last, and layers that leave before, where they may."""
     stops = sorted({*draw(st.sets(st.integers(1, 11), max_size=5)), 12})
-    layers = st.sampled_from([None, (), (0,), (0, 1), (0, 1, 2), (1,), (0, 0, 2)])
+    layers = st.sampled_from([None, (), (0,), (0, 1), (0, 1, 2), (1,), (0, 0, 2), (REST,), (0, REST), (0, 1, 2, REST)])
     return [(start, stop, draw(layers)) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
@@ -349,7 +352,7 @@ def test_whatever_has_left_by_layer_the_rest_follows(
         stream = None if layers is None else transfer.stream(start, slots(start, stop))
         for layer in layers or ():
             if stream is not None:
-                stream.layer_ready(layer)
+                stream.rest_ready() if layer == REST else stream.layer_ready(layer)
         until_token = 12 if stop == 12 else stop - stop % 2
         transfer.send(sent, slots(sent, until_token), has_aux=stop == 12)
         sent = until_token

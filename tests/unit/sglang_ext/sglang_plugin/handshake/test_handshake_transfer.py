@@ -164,6 +164,29 @@ def test_chunks_arrive_in_the_slots_of_both_decode_ranks(ranks: tuple[Rank, Rank
     assert all(not rank.manager.request_status for rank in ranks)
 
 
+def test_what_left_with_its_batch_is_not_sent_again(ranks: tuple[Rank, Rank, Rank]) -> None:
+    """Nor is the rest of the prompt's last page: only metadata are left."""
+    prefill, *decode = ranks
+    sender = prefill.sender()
+    receivers = [rank.receiver(prefill) for rank in decode]
+    for receiver in receivers:
+        receiver.send_metadata(np.array([5, 2, 7], np.int32), 3, [], decode_prefix_len=8)
+    wait_until(reaches(sender, WAITING))
+    sender.init(3, 4)
+    slots = np.array([*range(40, 44), *range(12, 16), 24, 25], np.uint32)
+    for stream in sender.stream(8, slots):
+        stream.rest_ready()
+        stream.close()
+    wait_until(lambda: prefill.endpoint.totals().writes == 2)
+    sender.send(np.array([10, 3, 6]), [], num_kv_tokens=10)
+    for polled in (*receivers, sender):
+        wait_until(reaches(polled, SUCCESS))
+    assert prefill.endpoint.totals().writes == 4
+    source, target = [*range(40, 44), *range(12, 16), *range(24, 28)], [*range(20, 24), *range(8, 12), *range(28, 32)]
+    for layer in range(LAYERS):
+        np.testing.assert_array_equal(rows(decode[0], layer, target, 0, 2), rows(prefill, layer, source, 0, 2))
+
+
 def test_a_prompt_that_decode_has_cached_needs_metadata_only(ranks: tuple[Rank, Rank, Rank]) -> None:
     prefill, *decode = ranks
     sender = prefill.sender()
