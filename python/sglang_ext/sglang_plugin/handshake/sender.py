@@ -92,6 +92,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         except ValueError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
             return
+        # A later stage has not been polled: SGLang's limit for an invitation does not hold any more there, either.
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
         if self.trace is not None:
             self.trace.note_handshake(self._made_s)
         if not self._may_be_shared:

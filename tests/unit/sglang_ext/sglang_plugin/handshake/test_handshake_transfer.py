@@ -187,6 +187,21 @@ def test_what_left_with_its_batch_is_not_sent_again(ranks: tuple[Rank, Rank, Ran
         np.testing.assert_array_equal(rows(decode[0], layer, target, 0, 2), rows(prefill, layer, source, 0, 2))
 
 
+def test_a_later_stage_begins_what_it_has_never_polled(ranks: tuple[Rank, Rank, Rank]) -> None:
+    """However long the prompt has waited for its turn."""
+    prefill, *decode = ranks
+    sender = prefill.sender()
+    receivers = [rank.receiver(prefill) for rank in decode]
+    prefill.manager.bootstrap_timeout = 0.0
+    send_metadata(*receivers)
+    wait_until(lambda: len(prefill.endpoint.invitations(ROOM)) == 2)
+    sender.init(2, 0)
+    assert sender.poll() in (WAITING, TRANSFERRING)
+    sender.send(np.array([1, 2]), [], num_kv_tokens=8)
+    for polled in (*receivers, sender):
+        wait_until(reaches(polled, SUCCESS))
+
+
 def test_a_prompt_that_decode_has_cached_needs_metadata_only(ranks: tuple[Rank, Rank, Rank]) -> None:
     prefill, *decode = ranks
     sender = prefill.sender()
