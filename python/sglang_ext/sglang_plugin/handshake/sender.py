@@ -144,17 +144,13 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         return [stream for stream in streams if stream is not None]
 
     def poll(self) -> KVPoll:
-        self.advance()
+        if self.conclude_state is None:
+            self._advance()
         return super().poll()
 
     def poll_pp_consensus(self) -> KVPoll:
         """Asked on the first stage, which decode invites when all others have acknowledged."""
         return self.poll()
-
-    def advance(self) -> None:
-        """Bring its status up to date."""
-        if self.conclude_state is None:
-            self._advance()
 
     def abort(self) -> None:
         super().abort()

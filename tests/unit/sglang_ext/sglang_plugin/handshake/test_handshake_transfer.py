@@ -187,6 +187,23 @@ def test_what_left_with_its_batch_is_not_sent_again(ranks: tuple[Rank, Rank, Ran
         np.testing.assert_array_equal(rows(decode[0], layer, target, 0, 2), rows(prefill, layer, source, 0, 2))
 
 
+def test_the_first_stage_of_each_rank_is_invited_last(ranks: tuple[Rank, Rank, Rank]) -> None:
+    """SGLang names two ranks of three stages as rank 0's stages 2, 1, 0, and rank 1's."""
+    receiver = ranks[1].receiver(ranks[0])
+    receiver.bootstrap_infos = [{"rank_ip": "127.0.0.1", "rank_port": str(port)} for port in range(6)]
+    receiver.target_pp_ranks = [0, 1, 2]
+    invited, last = receiver._prefill_endpoints()
+    assert invited == [f"127.0.0.1:{port}" for port in range(6)]
+    assert last == ["127.0.0.1:2", "127.0.0.1:5"]
+
+
+def test_chunks_of_a_pipeline_stage_leave_with_their_batch(ranks: tuple[Rank, Rank, Rank]) -> None:
+    sender = ranks[0].sender()
+    assert not sender.leaves_with_batch
+    ranks[0].manager.pp_size = 2
+    assert sender.leaves_with_batch
+
+
 def test_a_later_stage_begins_what_it_has_never_polled(ranks: tuple[Rank, Rank, Rank]) -> None:
     """However long the prompt has waited for its turn."""
     prefill, *decode = ranks

@@ -50,6 +50,7 @@ def test_which_chunks_leave_by_layer(kib: str, expected: int | None) -> None:
     assert options is not None
     assert options.stream_layer_bytes == expected
     assert ExtensionOptions(Role.SHORT, Device.CPU, transfer=options).streams_layers is (expected is not None)
+    assert ExtensionOptions(Role.SHORT, Device.CPU, transfer=options, stages=2).streams_layers  # with their batch
     assert not ExtensionOptions(Role.DECODE, Device.CPU, transfer=options).streams_layers
     assert not ExtensionOptions(Role.SHORT, Device.CPU).streams_layers
 
