@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
+from math import inf, sqrt
 from random import Random
 
 import pytest
@@ -380,3 +380,30 @@ def test_chunks_take_equal_times_as_the_prefix_grows(stages: int) -> None:
         assert min(*times_s, batch.predicted_s) >= 0.9 * max(*times_s, batch.predicted_s)
     else:
         assert max(times_s) - min(times_s) <= page_s
+
+
+def of_stages(stages: int, mode: LapsMode, kappa_s: float) -> Laps:
+    cost = CostCoefficients(alpha_s=0.0, token_s=1e-4, read_s=0.0, kappa_s=kappa_s)
+    limits = LIMITS._replace(stages=stages, max_chunk_tokens=1 << 20, max_batch_tokens=1 << 20)
+    options = LapsOptions(mode=mode, boundary_tokens=256, short_ttft_slo_ms=400.0, min_chunk_tokens=1)
+    return Laps(options, GraphGrid(()), cost, limits)
+
+
+@pytest.mark.parametrize(("stages", "requests"), [(1, 1), (2, 2)])
+def test_a_short_prefill_shares_its_batch_in_a_pipeline(stages: int, requests: int) -> None:
+    """Where every batch costs next to nothing anew it runs alone on one stage."""
+    short = QueuedPrefill(1, SHORT, 50, 0, 50, 0.0, 9.0, PriorityClass.NORMAL, False, False)
+    long = QueuedPrefill(2, LONG, 64_000, 0, 64_000, 0.0, 99.0, PriorityClass.NORMAL, False, False)
+    batch = of_stages(stages, LapsMode.BOTH, 1e-5).choose_of(RoundSnapshot(0.0, (short, long), 1 << 20)).batches[0]
+    assert len(batch.keys) == requests
+
+
+def test_chunks_of_a_pipeline_for_long_prefills() -> None:
+    """They take what ends the prompt soonest, from its beginning to its end: sqrt(kappa W / (P - 1))."""
+    request = QueuedPrefill(1, LONG, 64_000, 0, 64_000, 0.0, 99.0, PriorityClass.NORMAL, False, False)
+    laps = of_stages(2, LapsMode.LONG, 0.01)
+    for _ in range(20):
+        batch = laps.choose_of(RoundSnapshot(0.0, (request,), 1 << 20)).batches[0]
+        assert batch.cut is not None
+        assert batch.predicted_s == pytest.approx(sqrt(0.01 * 6.4), rel=0.1)
+        request = request.after_chunk(batch.cut.tokens)
