@@ -68,6 +68,8 @@ class Queue:
             for body in self.bodies:
                 self.legs.append([threads.submit(_post, engine, body) for engine in pair])
             pair[1].wait_for_load(lambda load: load["disaggregation"]["decode_prealloc_queue_reqs"] >= COUNT, 60)
+        # Prefill has been invited to all of them when it has come to the second.
+        pair[1].wait_for_load(lambda load: load["disaggregation"]["decode_prealloc_queue_reqs"] <= COUNT - 2, 60)
 
     def waiting(self) -> int:
         """How many have no slots at decode."""
