@@ -1,15 +1,13 @@
-"""Kernels that SGLang and flashinfer would compile when they are first called, compiled beforehand without a GPU.
+"""Kernels that flashinfer would compile when they are first called, compiled beforehand without a GPU.
 
     python bench/gpu/jit_cache.py SITE [--wheels FOLDER] [--only NAME,...]
 
-SITE is a folder with SGLang and flashinfer as `bundle.py` unpacks them, for Hopper GPUs; nvcc and what it includes come
-from the package index. It adds
+SITE is a folder with flashinfer as `bundle.py` unpacks it, for Hopper GPUs; nvcc and what it includes come from the
+package index. It adds SITE/flashinfer_jit_cache/, which flashinfer finds by importing it.
 
-    SITE/sglang_jit/           what SGLang loads instead of compiling: TVM_FFI_CACHE_DIR
-    SITE/flashinfer_jit_cache/ the same for flashinfer, which finds it by importing it
-
-A module that is not among them is compiled on the GPU machine after all, in seconds to minutes. `environment()` has the
-variables with which that works there.
+What is not among them is compiled on the GPU machine after all, in seconds to minutes, and so are SGLang's own modules:
+SGLang finds a compiled one by a digest of the compiler, of Python and of all that was included, which are others here.
+`environment()` has the variables with which compiling works there.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ if str(BENCH) not in sys.path:
 
 from gpu.pretended_gpu import open_package, pretend  # noqa: E402
 
-SGLANG_FOLDER = "sglang_jit"
 FLASHINFER_PACKAGE = "flashinfer_jit_cache"
 # CUDA 13.0, as the GPU machine's torch has it. Of cuBLAS and cuRAND the headers alone are unpacked.
 TOOLKIT = (
@@ -51,26 +48,11 @@ class JitBuildError(RuntimeError):
 
 
 class JitModule(NamedTuple):
-    """A module that SGLang or flashinfer compiles at run time."""
+    """A module that flashinfer compiles at run time."""
 
     name: str
     needed_by: str
     compile: Callable[[Path], Any]  # in a process that pretends to have a GPU; gets SITE
-
-
-def _sglang(package: str, function: str, *arguments: Any) -> Callable[[Path], Any]:
-    def build(site: Path) -> None:
-        import importlib
-
-        for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.kernels.ops"):
-            open_package(site, name)
-        # These operators are not registered with torch here.
-        unregistered: Any = type(sys)("sglang.srt.utils.custom_op")
-        unregistered.register_custom_op = lambda *args, **kwargs: lambda operator: operator
-        sys.modules[unregistered.__name__] = unregistered
-        getattr(importlib.import_module(f"sglang.kernels.ops.{package}"), function)(*_types(arguments))
-
-    return build
 
 
 def _flashinfer(package: str, function: str, *arguments: Any) -> Callable[[Path], Any]:
@@ -99,21 +81,6 @@ _HEADS = ("bfloat16", "bfloat16", "bfloat16")
 _SIZES = (128, 128, 0, False, False, False)  # head sizes; no positions, window, cap of scores or half-precision scores
 MODULES = (
     JitModule("norm", "every layer of a model in bfloat16", _flashinfer("norm", "gen_norm_module")),
-    JitModule("activation-bf16", "every layer", _sglang("activation.activation", "activation_module", "bfloat16")),
-    JitModule(
-        "rope-bf16-128",
-        "every layer with heads of 128",
-        _sglang("attention.rope", "_jit_fused_rope_module", True, 128, "bfloat16", "bfloat16"),
-    ),
-    JitModule("kv-4x128", "Qwen2.5 7B", _sglang("kvcache.kvcache", "_jit_kvcache_module", 1024, 1024)),
-    JitModule("kv-8x128", "Qwen2.5 14B and 32B", _sglang("kvcache.kvcache", "_jit_kvcache_module", 2048, 2048)),
-    JitModule("activation-fp32", "stage tokens", _sglang("activation.activation", "activation_module", "float32")),
-    JitModule(
-        "rope-fp32-64",
-        "stage tokens",
-        _sglang("attention.rope", "_jit_fused_rope_module", True, 64, "float32", "float32"),
-    ),
-    JitModule("kv-2x64-fp32", "stage tokens", _sglang("kvcache.kvcache", "_jit_kvcache_module", 512, 512)),
     JitModule(
         "paged-prefill",
         "SGLang's flashinfer backend over a prefix",
@@ -183,10 +150,34 @@ def write_flashinfer_package(site: Path) -> None:
     folder = site / FLASHINFER_PACKAGE
     (folder / "jit_cache").mkdir(parents=True, exist_ok=True)
     (folder / "__init__.py").write_text(
-        f"from pathlib import Path\n\n__version__ = {version!r}\n\n\n"
-        'def get_jit_cache_dir():\n    return str(Path(__file__).parent / "jit_cache")\n',
-        encoding="utf-8",
+        _PACKAGE.format(version=version, architecture=f"sm{ARCHITECTURE.replace('.', '')}"), encoding="utf-8"
     )
+
+
+# By the one function flashinfer 0.7 finds modules, by the other one earlier versions.
+_PACKAGE = '''from pathlib import Path
+from types import SimpleNamespace
+
+__version__ = {version!r}
+
+
+def get_jit_cache_dir():
+    return str(Path(__file__).parent / "jit_cache")
+
+
+def get_jit_cache_providers():
+    folder = Path(get_jit_cache_dir())
+    return [
+        SimpleNamespace(
+            provider_id="bundle",
+            distribution=__name__,
+            version=__version__,
+            jit_cache_dir=str(folder),
+            cuda_architectures=[{architecture!r}],
+            modules=[one.name for one in folder.iterdir()],
+        )
+    ]
+'''
 
 
 def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> dict[str, float | str]:
@@ -202,7 +193,6 @@ def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> 
             **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CUDA_PATH")},
             **toolkit_environment(toolkit),
             "LD_LIBRARY_PATH": str(toolkit / "lib"),
-            "TVM_FFI_CACHE_DIR": str(Path(scratch) / SGLANG_FOLDER),
             "FLASHINFER_WORKSPACE_BASE": scratch,
             "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,
         }
@@ -215,19 +205,11 @@ def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> 
             seconds = round(time.perf_counter() - started_s, 1)
             found[module.name] = seconds if done.returncode == 0 else done.stderr.strip()[-2000:]
             print(f"{module.name:<16} {f'{seconds} s' if done.returncode == 0 else 'FAILED'}", flush=True)
-        _keep_libraries(Path(scratch) / SGLANG_FOLDER, site / SGLANG_FOLDER)
     path = site / FLASHINFER_PACKAGE / "built.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     record |= {name: value for name, value in found.items() if isinstance(value, float)}
     path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return found
-
-
-def _keep_libraries(built: Path, target: Path) -> None:
-    """The libraries alone: what they were made of takes more room, and is not looked at."""
-    for library in built.glob("*/*.so"):
-        (target / library.parent.name).mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, target / library.parent.name / library.name)
 
 
 def toolkit_environment(home: Path) -> dict[str, str]:
@@ -236,29 +218,34 @@ def toolkit_environment(home: Path) -> dict[str, str]:
 
 
 def environment(given: Mapping[str, str], site: Path | None, scratch: Path) -> dict[str, str]:
-    """What to add to the environment of SGLang on the GPU machine: compiled modules, and what compiling others needs.
+    """What to add to the environment of SGLang on the GPU machine, so that it runs there and can compile.
 
-    `site` is the unpacked bundle, None where there is none. `scratch` gets a name for the driver's library, under which
-    a linker finds it. Variables that `given` has already are extended or left alone.
+    `site` is the unpacked bundle, None where there is none: its torch takes CUDA's libraries from the machine's.
+    `scratch` gets a name for the driver's library, under which a linker finds it. Variables that `given` has already
+    are extended or left alone.
     """
-    added: dict[str, str] = {}
-    if site is not None and (site / SGLANG_FOLDER).is_dir():
-        added["TVM_FFI_CACHE_DIR"] = str(site / SGLANG_FOLDER)
-    added["CUDA_HOME"] = given.get("CUDA_HOME", "/usr/local/cuda")
-    headers = [Path(entry) / "nvidia/cu13/include" for entry in sys.path if entry]
-    libraries = [home / "lib" for home in (header.parent for header in headers)]
+    added = {"CUDA_HOME": given.get("CUDA_HOME", "/usr/local/cuda")}
+    toolkits = [Path(entry) / "nvidia" for entry in sys.path if entry]
+    headers = [toolkit / "cu13/include" for toolkit in toolkits]
+    linked = [toolkit / "cu13/lib" for toolkit in toolkits]
+    loaded: list[Path] = []
     driver = driver_library()
     if driver is not None:
         scratch.mkdir(parents=True, exist_ok=True)
         link = scratch / "libcuda.so"
         link.unlink(missing_ok=True)
         link.symlink_to(driver)
-        libraries.append(scratch)
-    for name, folders in (("CPATH", headers), ("LIBRARY_PATH", libraries)):
+        linked.append(scratch)
+    if site is not None:
+        loaded = [folder for toolkit in toolkits for folder in sorted(toolkit.glob("*/lib"))]
+        # The machine's is one of an earlier minor version, and no layer here is a convolution.
+        added["PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK"] = "1"
+        if (site / FLASHINFER_PACKAGE / "jit_cache/norm").is_dir():
+            added["FLASHINFER_USE_CUDA_NORM"] = "1"  # what was compiled, not what CuTe would compile there
+    for name, folders in (("CPATH", headers), ("LIBRARY_PATH", linked), ("LD_LIBRARY_PATH", loaded)):
         known = [str(folder) for folder in folders if folder.is_dir()]
-        joined = os.pathsep.join([*filter(None, [given.get(name)]), *known])
-        if joined:
-            added[name] = joined
+        if known:
+            added[name] = os.pathsep.join([*filter(None, [given.get(name)]), *known])
     return added
 
 

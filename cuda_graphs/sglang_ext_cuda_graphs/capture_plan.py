@@ -23,12 +23,21 @@ DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def plan_captures(
-    lengths_tokens: Sequence[int], batch_sizes: Sequence[int], max_tokens: int, max_requests: int
+    lengths_tokens: Sequence[int], batch_sizes: Sequence[int], most_batch_tokens: int, max_requests: int
 ) -> list[GraphShape]:
-    """The shapes of the product that the engine's limits of a batch allow, in the order of capture."""
-    shapes = {GraphShape(length, requests) for length in lengths_tokens for requests in batch_sizes}
-    fitting = [shape for shape in shapes if shape.tokens <= max_tokens and shape.requests <= max_requests]
-    return sorted(fitting, key=lambda shape: (shape.tokens, shape.requests), reverse=True)
+    """The shapes of the product that batches run on, in the order of capture.
+
+    A batch has `most_batch_tokens` at most: of each length, no shape is larger than the smallest that holds so many.
+    """
+    shapes = set()
+    for length in lengths_tokens:
+        for requests in sorted(batch_sizes):
+            if requests > max_requests:
+                break
+            shapes.add(GraphShape(length, requests))
+            if length * requests >= most_batch_tokens:
+                break
+    return sorted(shapes, key=lambda shape: (shape.tokens, shape.requests), reverse=True)
 
 
 # Workspaces of the matrix products, and what two segments of the allocator may have left unused.

@@ -35,11 +35,12 @@ class Source(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """DeviceEvent here: positions from `first_token` on, one slot each."""
+    """In place, or once `computed` is: positions from `first_token` on, one slot each."""
 
     first_token: int
     slots: Slots
     has_aux: bool
+    computed: DeviceEvent | None = None
 
     @property
     def stop(self) -> int:
@@ -177,11 +178,11 @@ class OwnerTransfer:
         self._streams.append(stream)
         return stream
 
-    def send(self, first_token: int, slots: Slots, *, has_aux: bool) -> None:
-        """Positions from `first_token` on are in `slots`, and stay there until it has ended; `has_aux`: the metadata
-        are in place, too. Streams of them end."""
+    def send(self, first_token: int, slots: Slots, *, has_aux: bool, computed: DeviceEvent | None = None) -> None:
+        """Positions from `first_token` on are in `slots`, or will be once `computed` is, and stay there until it has
+        ended; `has_aux`: the metadata are in place, too. Streams of them end."""
         self.offer_rest()
-        rows = _Rows(first_token, slots if self._source.head_count else slots[:0], has_aux)
+        rows = _Rows(first_token, slots if self._source.head_count else slots[:0], has_aux, computed)
         self._rows.append(rows)
         self._deliver(rows)
 
@@ -267,9 +268,8 @@ class OwnerTransfer:
         for low, high, sent_layers in self._not_streamed(rows.first_token, rows.stop):
             for start, stop, place in self._in_rest(low, high):
                 part = PartRows(first_layer + sent_layers, layers - sent_layers, place, stop - start, False)
-                self._handle.part(
-                    self._rest_chunk, part, rows.slots[start - rows.first_token : stop - rows.first_token]
-                )
+                slots = rows.slots[start - rows.first_token : stop - rows.first_token]
+                self._handle.part(self._rest_chunk, part, slots, computed=rows.computed)
         if rows.has_aux and self._source.aux_slot is not None:
             self._handle.part(self._rest_chunk, PartRows(first_layer, layers, 0, 0, True))
 

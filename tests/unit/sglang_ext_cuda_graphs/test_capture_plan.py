@@ -28,9 +28,19 @@ def test_the_papers_grid_has_42_shapes_largest_first() -> None:
 
 
 def test_limits_of_the_engine_bound_it() -> None:
-    plan = plan_captures([8, 16], [1, 2, 4], 32, 3)
-    assert plan == [(16, 2), (8, 2), (16, 1), (8, 1)]
-    assert plan_captures([8], [1], 7, 3) == []
+    plan = plan_captures([8, 16], [1, 4, 2, 8], 32, 4)
+    assert plan == [(8, 4), (16, 2), (8, 2), (16, 1), (8, 1)]
+    assert plan_captures([8], [2], 7, 1) == []
+
+
+def test_no_shape_is_larger_than_what_holds_the_largest_batch() -> None:
+    plan = plan_captures(DEFAULT_LENGTHS_TOKENS, DEFAULT_BATCH_SIZES, 8192, 64)
+    assert plan[:2] == [GraphShape(128, 64), GraphShape(256, 32)]
+    assert GraphShape(256, 64) not in plan
+    assert len(plan) == 41
+    # the next one up where no shape has just so many tokens
+    assert plan_captures([8, 64], [1, 2, 8], 100, 64) == [(64, 2), (8, 8), (64, 1), (8, 2), (8, 1)]
+    assert plan_captures([256], [1, 2], 100, 64) == [(256, 1)]
 
 
 MB = 1_000_000

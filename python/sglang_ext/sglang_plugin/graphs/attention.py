@@ -47,7 +47,10 @@ class CapturedAttention:
         """
         _refuse_other_than_causal(layer, more)
         if save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            # By the class: a capture in the middle of a batch writes none of that batch's layers, for which
+            # `handshake/layer_streams.py` watches the pool.
+            pool = self.token_to_kv_pool
+            type(pool).set_kv_buffer(pool, layer, forward_batch.out_cache_loc, k, v)
         out = torch.zeros_like(q)
         shaped = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         shaped_out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)

@@ -94,7 +94,7 @@ def build_graphs(
     shapes = plan_captures(
         options.lengths_tokens,
         options.batch_sizes,
-        max_tokens=max(2 * model_runner.server_args.max_prefill_tokens, 256),
+        most_batch_tokens=_most_batch_tokens(model_runner.server_args),
         max_requests=model_runner.req_to_token_pool.size,
     )
     if not shapes:
@@ -113,6 +113,14 @@ def build_graphs(
         return graphs
     _capture(graphs, len(shapes))
     return graphs if graphs.captured else None
+
+
+def _most_batch_tokens(server_args: Any) -> int:
+    """New tokens of a batch at most, as SGLang or LAPS forms it."""
+    options = options_from_environment(os.environ)
+    given = None if options is None or options.laps is None else options.laps.max_chunk_tokens
+    chunk = given or server_args.chunked_prefill_size
+    return int(min(chunk, server_args.max_prefill_tokens) if chunk and chunk > 0 else server_args.max_prefill_tokens)
 
 
 def _without_captures(

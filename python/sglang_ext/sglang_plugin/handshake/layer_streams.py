@@ -90,6 +90,6 @@ def _computed(on_device: torch.Tensor) -> DeviceEvent | None:
     """What says that the device has come this far; None where a call that has returned has computed."""
     if on_device.device.type != "cuda":
         return None
-    event: DeviceEvent = torch.cuda.Event()
+    event: DeviceEvent = torch.cuda.Event(blocking=True)  # who waits for it takes no core meanwhile
     event.record()  # type: ignore[attr-defined]
     return event

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from sglang_ext.identifiers import attempts_of, next_attempt
 from sglang_ext.kv_transfer.invitations import Invitation
+from sglang_ext.kv_transfer.outgoing_transfer import DeviceEvent
 from sglang_ext.kv_transfer.owner_transfer import LayerStream, OwnerTransfer, Source
 from sglang_ext.kv_transfer.part_times import layer_ranges
 from sglang_ext.kv_transfer.pool_layout import Slots
@@ -52,6 +53,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     supports_host_tensor_indices = False
 
     _transfer_start_time: float | None
+    _early_send_wait_event: DeviceEvent | None = None  # SGLang sets it before `send`, and means that one alone
     _shared_s: float | None = None  # when it was offered to a pool
     _computed_s: float | None = None  # when the last of it was there
     transfer_times: tuple[float, float] | None = None
@@ -111,9 +113,11 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         if is_last:
             self._computed_s = time.perf_counter()
         slots = token_slots(pages, self._page_size)
+        # A cached prefix leaves before its batch is computed, while the batch before may still be writing it.
+        written, self._early_send_wait_event = self._early_send_wait_event, None
         for outgoing in self._outgoing or ():
             first_token = outgoing.invitation.first_token + index_slice.start * self._page_size
-            outgoing.transfer.send(first_token, slots, has_aux=is_last)
+            outgoing.transfer.send(first_token, slots, has_aux=is_last, computed=written)
         self._record_transfer_indices(pages, None)
         if is_last and not self._outgoing:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)

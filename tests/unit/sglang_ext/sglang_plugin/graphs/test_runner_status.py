@@ -6,10 +6,16 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from sglang_ext.policy.laps.graph_grid import Fallback, GraphGrid, GraphShape
+from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.sglang_plugin.device import Device
+from sglang_ext.sglang_plugin.graphs import capture
 from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner, graph_status, replayed_shape
+from sglang_ext.sglang_plugin.options import ExtensionOptions
+from sglang_ext.types import Role
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DirectRecorder
@@ -96,3 +102,24 @@ def test_it_is_told_which_prefills_were_replayed() -> None:
         runner.choices.pop(0)
     assert seen == [shape, None, None, shape]
     assert replayed_shape(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize(
+    ("chunked", "most_prefill", "laps", "tokens"),
+    [
+        (8192, 16384, None, 8192),
+        (8192, 4096, None, 4096),
+        (-1, 16384, None, 16384),  # no chunks: a batch has what SGLang lets in
+        (None, 16384, None, 16384),
+        (8192, 16384, LapsOptions(), 8192),
+        (8192, 16384, LapsOptions(max_chunk_tokens=12000), 12000),
+        (8192, 16384, LapsOptions(max_chunk_tokens=2048), 2048),
+    ],
+)
+def test_what_a_batch_has_at_most_bounds_the_shapes(
+    monkeypatch: pytest.MonkeyPatch, chunked: int | None, most_prefill: int, laps: LapsOptions | None, tokens: int
+) -> None:
+    for name, value in ExtensionOptions(Role.SHORT, Device.CUDA, laps).to_environment().items():
+        monkeypatch.setenv(name, value)
+    arguments = SimpleNamespace(chunked_prefill_size=chunked, max_prefill_tokens=most_prefill)
+    assert capture._most_batch_tokens(arguments) == tokens

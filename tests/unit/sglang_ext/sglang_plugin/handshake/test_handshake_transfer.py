@@ -164,6 +164,45 @@ def test_chunks_arrive_in_the_slots_of_both_decode_ranks(ranks: tuple[Rank, Rank
     assert all(not rank.manager.request_status for rank in ranks)
 
 
+class EventOfAnEarlierBatch:
+    """The device gets to it when `set` is called."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self.waited_for = threading.Event()
+        self.set = self._reached.set
+
+    def synchronize(self) -> None:
+        self.waited_for.set()
+        assert self._reached.wait(10)
+
+
+def test_a_cached_prefix_is_not_read_before_it_is_written(ranks: tuple[Rank, Rank, Rank]) -> None:
+    """SGLang sends it before its batch; under overlap the batch before may still be writing it on the device."""
+    prefill, *decode = ranks
+    sender = prefill.sender()
+    receivers = [rank.receiver(prefill) for rank in decode]
+    for receiver in receivers:
+        receiver.send_metadata(np.array([5, 2, 7], np.int32), 3, [], decode_prefix_len=8)
+    wait_until(reaches(sender, WAITING))
+    sender.init(3, 4)
+    written = EventOfAnEarlierBatch()
+    sender._early_send_wait_event = written
+    prefill.pool.buffers[0][40:48] = 0
+    sender.send(np.array([10, 11]), num_kv_tokens=8)
+    assert sender._early_send_wait_event is None  # it belongs to this chunk alone
+    assert written.waited_for.wait(10)
+    prefill.pool.buffers[0][40:48] = np.arange(prefill.pool.buffers[0][40:48].size).reshape(
+        prefill.pool.buffers[0][40:48].shape
+    )
+    written.set()
+    sender.send(np.array([6]), [], num_kv_tokens=2)
+    for polled in (*receivers, sender):
+        wait_until(reaches(polled, SUCCESS))
+    source, target = [*range(40, 48), *range(24, 28)], [*range(20, 24), *range(8, 12), *range(28, 32)]
+    np.testing.assert_array_equal(rows(decode[0], 0, target, 0, 2), rows(prefill, 0, source, 0, 2))
+
+
 def test_what_left_with_its_batch_is_not_sent_again(ranks: tuple[Rank, Rank, Rank]) -> None:
     """Nor is the rest of the prompt's last page: only metadata are left."""
     prefill, *decode = ranks

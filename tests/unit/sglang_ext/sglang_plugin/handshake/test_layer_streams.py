@@ -10,6 +10,7 @@ import torch
 
 from sglang_ext.kv_transfer.owner_transfer import LayerStream
 from sglang_ext.policy.handshake.shards import TokenSpan
+from sglang_ext.policy.laps.graph_grid import GraphShape
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
 
@@ -75,6 +76,36 @@ def test_a_pool_is_not_watched_after_a_failure() -> None:
     with pytest.raises(RuntimeError), watch_layers(pool, [], 5):
         raise RuntimeError("out of memory")
     assert "set_kv_buffer" not in vars(pool)
+
+
+def test_a_shape_captured_in_the_middle_of_a_batch_writes_none_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warming a shape up writes as many rows as the batch may have, of nothing: they do not leave."""
+    from sglang_ext.sglang_plugin.graphs import attention
+    from sglang_ext.sglang_plugin.handshake.layer_streams import watch_layers
+
+    class PoolWithBuffers(PoolThatCounts):
+        def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+            return torch.zeros(9, 2, 8)
+
+        get_value_buffer = get_key_buffer
+
+    monkeypatch.setattr(attention, "split_sizes", lambda *args: None)
+    monkeypatch.setattr(attention, "prefix_attention_reference", lambda *args: None)
+    pool, sent = PoolWithBuffers(), []
+    runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=None)
+    captured = attention.CapturedAttention(runner, SimpleNamespace(), GraphShape(5, 1))  # type: ignore[arg-type]
+    stream = LayerStream(TokenSpan(0, 5), LAYERS, lambda layer, count, computed: sent.append(layer))
+    with watch_layers(pool, [stream], 5):
+        for number in range(LAYERS):
+            layer = SimpleNamespace(
+                layer_id=FIRST_LAYER + number, tp_q_head_num=2, qk_head_dim=8, v_head_dim=8, scaling=1.0, logit_cap=0.0
+            )
+            rows = torch.zeros(5, 2 * 8)
+            captured.forward(rows, rows, rows, layer, SimpleNamespace(out_cache_loc=None))
+        assert pool.written == [FIRST_LAYER, FIRST_LAYER + 1, FIRST_LAYER + 2]
+        assert not sent
+        write(pool, 0, 5)
+        assert sent == [0]
 
 
 class SenderOfLongChunks:
