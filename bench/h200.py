@@ -7,7 +7,8 @@
     python bench/h200.py --judge RESULT.json ...      the aims over the results of several commands
     python bench/h200.py --dry-run
 
-On a machine that reaches no network, unpack what `bench/gpu/bundle.py` has packed and put it on PYTHONPATH first.
+On a machine that reaches no network, unpack what `bench/gpu/bundle.py` has packed and put it on PYTHONPATH first; what
+is compiled of this project is laid beside its sources then.
 Stages run in the order given, their steps each in a process with a log of its own in `--out`. One that fails, or that
 has not the time left that it needs before its first result, is reported, and the others go on. The result file is
 `DEVICE-DATE.json`, by the device that ran, and is written after each step; a step that is stopped at the deadline
@@ -34,6 +35,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gpu.bundle import lay_own
 from gpu.card import CARDS, Card, read_card
 from gpu.expected import expected_lines
 from gpu.figure5_picture import draw
@@ -57,6 +59,10 @@ from support.result import give_up, machine, print_result, progress, versions, w
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TRITON = ROOT / ".venv/kernels"
+# What pip puts on the path of an environment.
+CUTLASS = "nvidia_cutlass_dsl/dsl_packages"
+# SGLang's norms for CUDA take half precision alone; Triton multiplies float32 in tf32, and greedy choices would turn.
+FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee"}
 DRY_CARD = Card("cpu", 0.0)
 DRY_DEADLINE_S = 3600.0
 
@@ -74,7 +80,10 @@ class Run:
         self._end_s = time.perf_counter() + deadline_s
         self._is_dry = is_dry
         link = Path(tempfile.gettempdir()) / f"libcuda-{os.getuid()}"
-        self._compiling = {} if is_dry else jit_environment(os.environ, bundle_site(os.environ), link)
+        self._site = None if is_dry else bundle_site(os.environ)
+        self._compiling = {} if is_dry else jit_environment(os.environ, self._site, link)
+        if self._site is not None:
+            progress(f"{lay_own(self._site, ROOT)} compiled files of this project are laid beside its sources")
         date = datetime.now(UTC).isoformat(timespec="seconds")
         name = "dry-run" if is_dry else f"{card.slug}-{date[:19].replace(':', '')}"
         self.path = out / f"{name}.json"
@@ -142,7 +151,11 @@ class Run:
         own = [str(ROOT / name) for name in ("python", "router", "kernels", "cuda_graphs", "tests", "bench")]
         is_interpreted = self._is_dry and step.stage in ("kernels", "kernels-check")
         path = [*([str(TRITON)] if is_interpreted else []), *own, *filter(None, [os.environ.get("PYTHONPATH")])]
+        if self._site is not None:
+            path.append(str(self._site / CUTLASS))
         added = {"TRITON_INTERPRET": "1"} if is_interpreted else {}
+        if step.is_float32 and not self._is_dry:
+            added |= FLOAT32
         # One machine: NVSHMEM need not look for a network between several.
         added |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "NVSHMEM_REMOTE_TRANSPORT": "none"}
         # FlashAttention 3 was carried without the kernels that are not called.

@@ -91,6 +91,11 @@ def destination(built: Path) -> Path:
     return root / built
 
 
+def manifest_of_sources(path_of: Callable[[str], Path] = source_path) -> str:
+    """What tells later whether compiled modules are of the sources that are there."""
+    return json.dumps({module: hashlib.sha256(path_of(module).read_bytes()).hexdigest() for module in HOT_MODULES})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the router's hot path with mypyc.")
     parser.add_argument("--remove", action="store_true", help="remove what was compiled")
@@ -118,8 +123,7 @@ def main() -> int:
             return 1
         for file in built:
             shutil.copy2(Path(folder) / file, destination(file))
-        digests = {module: hashlib.sha256((Path(folder) / module).read_bytes()).hexdigest() for module in HOT_MODULES}
-        MANIFEST.write_text(json.dumps(digests, indent=1))
+        MANIFEST.write_text(manifest_of_sources(lambda module: Path(folder) / module))
     print(f"compiled in {time.monotonic() - started_s:.0f} s", file=sys.stderr)
     return 0
 

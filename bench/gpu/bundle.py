@@ -1,68 +1,77 @@
-"""Packs SGLang for a GPU machine without a network: wheels from the package index, trimmed, in archives.
+"""Packs the engine of `requirements/cuda.lock` for a GPU machine without a network, which has Python 3.12 and CUDA 13.
 
-    python bench/gpu/bundle.py OUT               OUT/site, and OUT/bundle-N.tar.gz of it
-    python bench/gpu/jit_cache.py OUT/site       what would be compiled there for minutes, if anything can be here
-    python bench/gpu/bundle.py OUT --pack        the archives anew
+    python bench/gpu/bundle.py fill OUT               OUT/site, of wheels from the package index, trimmed
+    python bench/gpu/jit_cache.py OUT/site            what flashinfer would compile there for minutes
+    python bench/gpu/bundle.py pack OUT               OUT/part-1-of-N.xz, ...
 
-A machine that takes 64 MiB at a time gets the repository and one archive with each command, so an archive is as large
-as the repository leaves room for. There, in the command that brings it, as the next one may take it away:
+A machine that takes 64 MiB at a time gets the repository and one part with each command, so a part is as large as the
+repository leaves room for. There, in the command that brings it, as the next one may take it away:
 
-    tar xzf bundle-1.tar.gz -C /tmp
+    mkdir -p /tmp/parts && cp part-1-of-N.xz /tmp/parts
+
+and with the last of them
+
+    python3 bench/gpu/bundle.py unpack /tmp/parts /tmp
     PYTHONPATH=/tmp/site python3 bench/h200.py --out FOLDER
 
-For Python 3.12 with torch 2.11 and triton 3.6 for CUDA 13, which are there already; hence SGLang 0.5.17, whose kernels
-are built for that torch (those of 0.5.23 for 2.14). `bundle-1` is enough to measure. The last has what saves minutes or
-adds a stage: modules compiled beforehand, NIXL for two engines, and FlashAttention 3, SGLang's default attention on
-Hopper GPUs, for one more baseline. Of that, and of nothing else, GPU code is taken out that other head sizes, types and
-architectures need (`gpu_code.py`): it runs bfloat16 heads of 128. Left out: FlashMLA, other architectures, and files
-that nothing here imports.
+It is the engine that `make env CUDA=1` installs, torch and Triton included, as the kernels of an SGLang are built for
+one torch. CUDA's libraries and what every such machine has are not in it (`jit_cache.environment` says where they are
+found). GPU code for other architectures is taken out of torch, NCCL and FlashAttention 3 (`gpu_code.py`), of the last
+all but bfloat16 heads of 128, too; so are files that nothing here imports. What is compiled of this project (`own/`)
+is laid beside its sources by `h200.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
+import lzma
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from gpu.gpu_code import keep_gpu_code
-from gpu.jit_cache import FLASHINFER_PACKAGE
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 
-# transformers 5.17 and SGLang 0.5.17 do not go together, hence an older one.
+from compile_hot_path import MANIFEST, destination, manifest_of_sources  # noqa: E402
+
+from gpu.gpu_code import keep_gpu_code  # noqa: E402
+
+LOCK = ROOT / "requirements/cuda.lock"
+PYTHON = "3.12"
+
+# By the names of the lock file: what such a machine lacks or has of another version.
 PACKAGES = (
-    *("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer_python==0.6.15.post1", "apache-tvm-ffi==0.1.11"),
-    *("transformers==5.12.1", "tokenizers==0.22.2", "xgrammar==0.2.1", "compressed-tensors==0.20.0"),
-    *("loguru==0.7.3", "gguf==0.19.0", "pydantic==2.14.3", "pydantic-core==2.50.4", "annotated-types==0.8.0"),
-    *("typing-inspection==0.4.5", "fastapi==0.121.3", "starlette==0.49.3", "uvicorn==0.54.0"),
-    *("python-multipart==0.0.34", "orjson==3.13.0", "pyzmq==27.3.0", "msgspec==0.22.0", "pybase64==1.5.1"),
-    *("setproctitle==1.3.8", "dill==0.4.1", "openai==2.6.1", "sniffio==1.3.1", "distro==1.9.0"),
-    *("partial-json-parser==0.2.1.1.post7", "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1"),
-    *("referencing==0.37.0", "rpds-py==2026.9.1", "soundfile==0.13.1", "cffi==2.1.1", "pycparser==3.12"),
-    *("ipython==9.18.1", "traitlets==5.16.1", "nvshmem4py-cu13==0.4.1", "nixl==1.5.1", "nixl-cu13==1.5.1"),
+    *("torch", "torchvision", "triton", "nvidia-nccl-cu13", "sglang", "sglang-kernel", "flashinfer-python"),
+    *("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core"),
+    *("nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "transformers", "tokenizers", "xgrammar"),
+    *("compressed-tensors", "loguru", "gguf", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
+    *("fastapi", "starlette", "uvicorn", "opentelemetry-api", "python-multipart", "orjson", "pyzmq", "msgspec"),
+    *("pybase64", "setproctitle", "dill", "openai", "sniffio", "distro", "partial-json-parser", "jsonschema"),
+    *("jsonschema-specifications", "referencing", "rpds-py", "soundfile", "cffi", "pycparser", "ipython", "traitlets"),
+    *("nvshmem4py-cu13", "nixl", "nixl-cu13"),
 )
 LEFT_OUT = (
     *("sgl_kernel/flashmla_ops", "sgl_kernel/infllm_ops", "sgl_kernel/sm100/"),
-    *("sglang/srt/server/_core.", "sglang/srt/grpc/_core.", "sglang/srt/multimodal/_core."),
+    *("sglang/srt/rust_extensions/_server.", "sglang/srt/rust_extensions/_grpc."),
+    *("sglang/srt/rust_extensions/_multimodal.", "sglang/srt/rust_extensions/_bench."),
     *("sglang/multimodal_gen/", "sglang/test/", "tools/", "triton_kernels/"),
     *(f"flashinfer/data/cutlass/{name}" for name in ("test", "examples", "docs", "media")),
+    *(f"flashinfer/data/csrc/{name}" for name in ("cake_", "kda/", "gdn/", "fused_moe/")),
+    *("flashinfer/fused_moe/backends/cudnn_frost/artifacts/", "flashinfer/moe_ep/kernel_src/"),
+    # For compiling extensions, and of Triton what profiles or is for later GPUs.
+    *("torch/include/", "torch/share/", "torch/bin/protoc", "nvidia/nccl/include/", "triton/_C/libproton"),
+    *("triton/backends/nvidia/lib/cupti", "triton/backends/nvidia/bin/ptxas-blackwell", "triton/backends/amd/lib"),
     # nvshmem4py: calls from within kernels, and what its modules were generated from
-    *(
-        "nvshmem/core/device/",
-        "nvshmem/bindings/device/",
-        "nvshmem/bindings/nvshmem.cpp",
-        "nvshmem/bindings/ask_smem.cpp",
-    ),
-    *("nvshmem/bindings/cynvshmem.cpp", "nvshmem/bindings/_internal/nvshmem.cpp"),
+    *("nvshmem/core/device/", "nvshmem/bindings/device/", "nvshmem/bindings/nvshmem.cpp"),
+    *("nvshmem/bindings/ask_smem.cpp", "nvshmem/bindings/cynvshmem.cpp", "nvshmem/bindings/_internal/nvshmem.cpp"),
     *("build_utils.py", "build_backend.py", "xgrammar/lib/", "xgrammar/include/"),
     # NIXL between processes of one machine goes over UCX; a plugin is in the wheel twice.
     *("nixl_ep/", "nixl_ep_cu13/", "nixl_cu13.scripts/", "nixl_cu13.libs/nixl/", "nixl_cu13.libs/ucx/libucx_perftest"),
@@ -77,25 +86,37 @@ LEFT_OUT = (
 )
 # What transformers' modelling files were generated from: it passes them over when it looks for models.
 NEVER_IMPORTED = re.compile(r"transformers/models/[^/]+/modular_")
-FLASH_ATTENTION_3 = "sgl_kernel/flash_ops.abi3.so"
-# Values of 128 in bfloat16; and what every call needs, whatever its sizes.
-FLASH_ATTENTION_3_KERNELS = r"ELi128ENS_10bfloat16_tEfNS_4arch4Sm90E|prepare_varlen_num_blocks|FlashAttnFwdCombine"
+# GPU code that is kept; None: all of the architecture.
 HOPPER = 90
-GLIBC_MINORS = (39, 38, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
-# What travels with one command: the repository's files, those that git does not ignore, and one archive.
+GPU_CODE: dict[str, str | None] = {
+    "torch/lib/libtorch_cuda.so": None,
+    "torch/lib/libtorch_cuda_linalg.so": None,
+    "nvidia/nccl/lib/libnccl.so.2": None,
+    # Values of 128 in bfloat16; and what every call needs, whatever its sizes.
+    "sgl_kernel/flash_ops.abi3.so": (
+        r"ELi128ENS_10bfloat16_tEfNS_4arch4Sm90E|prepare_varlen_num_blocks|FlashAttnFwdCombine"
+    ),
+}
+GLIBC_MINORS = (39, 38, 36, 35, 34, 31, 28, 27, 26, 24, 18, 17, 12, 5)
+# What travels with one command: the repository's files, those that git does not ignore, and one part.
 CARRIED_BYTES = 64 * 2**20
 # Kept free for what the repository grows by until then.
 GROWTH_BYTES = 2**20
-# What is no part of the engine, by how the names of its entries begin, in the order in which it fills the room left.
-# Of flashinfer's modules the norm goes first: it stands in every layer, and a machine may lack what compiling it needs.
-EXTRAS = {
-    "flashinfer's norm": ("flashinfer_jit_cache/__init__.py", "flashinfer_jit_cache/jit_cache/norm"),
-    "SGLang's modules": ("sglang_jit",),
-    "flashinfer's attention": ("flashinfer_jit_cache/",),
-    "NIXL": ("nixl", ".nixl"),
-    "FlashAttention 3": (FLASH_ATTENTION_3,),
-}
 STRIPPED_FROM_BYTES = 2**20
+OWN = "own"
+# What is compressed at a time, two threads' work; a part ends with one.
+BLOCK_BYTES = 32 * 2**20
+
+
+def locked(names: Iterable[str], lock: Path = LOCK) -> list[str]:
+    """`name==version` of each. Raises ValueError naming what is not locked."""
+    versions = dict(
+        line.split("==") for line in lock.read_text(encoding="utf-8").splitlines() if "==" in line and line[0] != "#"
+    )
+    missing = [name for name in names if name not in versions]
+    if missing:
+        raise ValueError(f"{lock.name} has no {', '.join(missing)}")
+    return [f"{name}=={versions[name]}" for name in names]
 
 
 def platforms() -> list[str]:
@@ -108,7 +129,7 @@ def download(folder: Path, packages: Sequence[str]) -> None:
     """Wheels for the other machine into `folder`. Raises subprocess.CalledProcessError."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-    command += ["--python-version", "3.12", "--implementation", "cp"]
+    command += ["--python-version", PYTHON, "--implementation", "cp"]
     for name in platforms():
         command += ["--platform", name]
     subprocess.run([*command, "-d", str(folder), *packages], check=True)
@@ -123,7 +144,9 @@ def is_wanted(name: str) -> bool:
     return not name.startswith(LEFT_OUT) and ".data/" not in name and NEVER_IMPORTED.match(name) is None
 
 
-def unpack(wheels: Iterable[Path], site: Path, packages: Sequence[str]) -> None:
+def unpack_wheels(
+    wheels: Iterable[Path], target: Path, packages: Sequence[str], wanted: Callable[[str], bool] = is_wanted
+) -> None:
     """The wanted parts of the wanted wheels. Raises ValueError naming a package without a wheel."""
     missing = {(normalised(name), version) for name, _, version in (one.partition("==") for one in packages)}
     for wheel in sorted(wheels):
@@ -133,119 +156,204 @@ def unpack(wheels: Iterable[Path], site: Path, packages: Sequence[str]) -> None:
         missing.discard((normalised(name), version))
         with zipfile.ZipFile(wheel) as archive:
             for entry in archive.infolist():
-                if is_wanted(entry.filename):
-                    archive.extract(entry, site)
+                if wanted(entry.filename):
+                    archive.extract(entry, target)
     if missing:
         raise ValueError(f"no wheel of {', '.join('=='.join(one) for one in sorted(missing))}")
 
 
-def strip(site: Path) -> None:
-    """Debugging symbols; what holds GPU code or came repaired is left as it is."""
+def trim(site: Path) -> None:
+    """Take out GPU code of other architectures, and symbols; what came repaired is left as it is."""
+    for name, wanted in GPU_CODE.items():
+        kept, kept_bytes = keep_gpu_code(site / name, HOPPER, wanted)
+        print(f"{Path(name).name}: GPU code of {kept} source files kept, {kept_bytes / 2**20:.1f} MiB", flush=True)
     for library in site.rglob("*.so*"):
-        is_left = "common_ops" in library.name or ".libs" in str(library)
+        is_left = "common_ops" in library.name or ".libs" in str(library) or library.is_symlink()
         if not is_left and library.stat().st_size > STRIPPED_FROM_BYTES:
-            subprocess.run(["strip", "--strip-debug", str(library)], check=False)
+            subprocess.run(["strip", "--strip-unneeded", str(library)], check=False)
+    for program in (*site.glob("triton/backends/nvidia/bin/*"), *site.glob("torch/bin/*")):
+        program.chmod(0o755)
 
 
-def repository_bytes(root: Path) -> int:
-    """What travels of the repository: its files that git tracks or does not ignore. Raises OSError,
-    subprocess.CalledProcessError."""
+def compile_own(site: Path, python: str) -> None:
+    """What is compiled of this project into site/own, by folders of the repository.
+
+    Raises subprocess.CalledProcessError.
+    """
+    own = site / OWN
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        for name in repository_files(ROOT):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name)
+        subprocess.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, str(source)], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            compiled = [name for name in archive.namelist() if name.endswith(".so")]
+            for name in compiled:
+                target = own / destination(Path(name)).relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(name))
+    manifest = own / MANIFEST.relative_to(ROOT)
+    manifest.write_text(manifest_of_sources(), encoding="utf-8")
+    print(f"{len(compiled)} modules of this project compiled for Python {PYTHON}", flush=True)
+
+
+def lay_own(site: Path, root: Path) -> int:
+    """Copy what was compiled of this project beside its sources in `root`; how many files."""
+    found = [path for path in (site / OWN).rglob("*") if path.is_file()]
+    for path in found:
+        target = root / path.relative_to(site / OWN)
+        staged = target.with_name(f"{target.name}.new")
+        shutil.copy2(path, staged)
+        staged.replace(target)  # a process that has the old one loaded keeps it
+    return len(found)
+
+
+def fill(out: Path, wheels: Path, python: str) -> None:
+    """Download, unpack and compile everything, trimmed, into an empty OUT/site."""
+    packages = locked(PACKAGES)
+    download(wheels, packages)
+    site = out / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    unpack_wheels(wheels.glob("*.whl"), site, packages)
+    trim(site)
+    compile_own(site, python)
+
+
+def repository_files(root: Path) -> list[str]:
+    """Files that git tracks or does not ignore. Raises OSError, subprocess.CalledProcessError."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
-    return sum((root / name).lstat().st_size for name in set(names) if name and (root / name).is_file())
+    return sorted(name for name in set(names) if name and (root / name).is_file())
 
 
 def part_limit_bytes(root: Path) -> int:
-    """How large one archive may be, so that it and the repository travel together."""
-    return CARRIED_BYTES - GROWTH_BYTES - repository_bytes(root)
+    """How large one part may be, so that it and the repository travel together."""
+    return CARRIED_BYTES - GROWTH_BYTES - sum((root / name).lstat().st_size for name in repository_files(root))
 
 
-def divide(sizes: Mapping[str, int], limit: int, last: Sequence[str] = ()) -> list[list[str]]:
-    """Names into as few parts of at most `limit` as first-fit makes of them: largest first, those of `last` at the end
-    and in their order. One that is larger is alone."""
-    parts: list[list[str]] = []
-    first = sorted(set(sizes).difference(last), key=lambda name: (-sizes[name], name))
-    for name in (*first, *(name for name in last if name in sizes)):
-        fitting = (part for part in parts if sum(sizes[one] for one in part) + sizes[name] <= limit)
-        part = next(fitting, None)
-        if part is None:
-            parts.append(part := [])
-        part.append(name)
-    return parts
+class _Blocks:
+    """A file that hands on what is written to it in pieces of one size."""
 
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self._buffer = bytearray()
 
-def write_archive(target: Path | io.BytesIO, site: Path, names: Iterable[str]) -> None:
-    """A compressed archive of these entries of `site`; FlashAttention 3 is in it only if it is one of them."""
-    options = {"fileobj": target} if isinstance(target, io.BytesIO) else {"name": target}
+    def write(self, data: bytes) -> int:
+        self._buffer += data
+        while len(self._buffer) >= BLOCK_BYTES:
+            self._take(bytes(self._buffer[:BLOCK_BYTES]))
+            del self._buffer[:BLOCK_BYTES]
+        return len(data)
 
-    def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return None if entry.name == f"site/{FLASH_ATTENTION_3}" else entry
-
-    with tarfile.open(mode="w:gz", compresslevel=9, **options) as archive:  # type: ignore[call-overload]
-        for name in sorted(names):
-            archive.add(site / name, f"site/{name}", filter=None if name == FLASH_ATTENTION_3 else kept)
-
-
-def entries(site: Path) -> dict[str, list[str]]:
-    """What goes into one archive or another: entries of `site` by the name of their extra, others by their own."""
-    package = site / FLASHINFER_PACKAGE
-    found = [entry for entry in site.iterdir() if entry != package]
-    found += [*package.glob("*.*"), *package.glob("jit_cache/*"), *site.glob(FLASH_ATTENTION_3)]
-    groups: dict[str, list[str]] = {}
-    for name in sorted(str(entry.relative_to(site)) for entry in found):
-        extra = next((extra for extra, starts in EXTRAS.items() if name.startswith(starts)), name)
-        groups.setdefault(extra, []).append(name)
-    return groups
-
-
-def packed_bytes(site: Path, name: str) -> int:
-    buffer = io.BytesIO()
-    write_archive(buffer, site, [name])
-    return buffer.tell()
-
-
-def fill(site: Path, wheels: Path) -> None:
-    """Download and unpack everything, trimmed, into an empty `site`."""
-    download(wheels, PACKAGES)
-    shutil.rmtree(site, ignore_errors=True)
-    unpack(wheels.glob("*.whl"), site, PACKAGES)
-    strip(site)
-    kept, kept_bytes = keep_gpu_code(site / FLASH_ATTENTION_3, HOPPER, FLASH_ATTENTION_3_KERNELS)
-    print(f"FlashAttention 3: GPU code of {kept} source files kept, {kept_bytes / 2**20:.1f} MiB")
+    def finish(self) -> None:
+        if self._buffer:
+            self._take(bytes(self._buffer))
 
 
 def pack(out: Path, limit_bytes: int) -> int:
-    """Write the archives of `out`/site in place of earlier ones; 1 where one is larger than `limit_bytes`, else 0."""
-    for old in out.glob("bundle-*.tar.gz"):
+    """Write OUT/site as parts of at most `limit_bytes`, in place of earlier ones; how many.
+
+    A part is a file of whole xz streams: all of them behind each other are one compressed archive. Raises ValueError
+    where a part would have room for none.
+    """
+    for old in out.glob("part-*.xz"):
         old.unlink()
-    site = out / "site"
-    groups = entries(site)
-    sizes = {group: sum(packed_bytes(site, name) for name in names) for group, names in groups.items()}
-    status = 0
-    for number, part in enumerate(divide(sizes, limit_bytes, tuple(EXTRAS)), 1):
-        path = out / f"bundle-{number}.tar.gz"
-        write_archive(path, site, (name for group in part for name in groups[group]))
-        packed_mib, limit_mib = path.stat().st_size / 2**20, limit_bytes / 2**20
-        held = ["the engine" if set(part).difference(EXTRAS) else "", *(group for group in EXTRAS if group in part)]
-        print(f"{path} {packed_mib:.1f} of {limit_mib:.1f} MiB: {', '.join(filter(None, held))}")
-        if packed_mib > limit_mib:
-            print(f"{path}: {packed_mib - limit_mib:.1f} MiB more than travel with the repository", file=sys.stderr)
-            status = 1
-    return status
+    with ThreadPoolExecutor(2) as threads:
+        waiting: list[Any] = []
+        sizes: list[int] = []
+
+        def add(compressed: bytes) -> None:
+            if len(compressed) > limit_bytes:
+                raise ValueError(f"a block of {len(compressed)} bytes, and a part takes {limit_bytes}")
+            if not sizes or sizes[-1] + len(compressed) > limit_bytes:
+                sizes.append(0)
+                print(f"part {len(sizes)} ...", flush=True)
+            sizes[-1] += len(compressed)
+            with (out / f"part-{len(sizes)}.xz").open("ab") as part:
+                part.write(compressed)
+
+        def take(block: bytes) -> None:
+            waiting.append(threads.submit(lzma.compress, block))
+            if len(waiting) > 3:
+                add(waiting.pop(0).result())
+
+        blocks = _Blocks(take)
+        with tarfile.open(mode="w|", fileobj=blocks) as archive:  # type: ignore[call-overload]
+            archive.add(out / "site", "site")
+        blocks.finish()
+        for future in waiting:
+            add(future.result())
+    for number, size in enumerate(sizes, 1):
+        (out / f"part-{number}.xz").rename(out / f"part-{number}-of-{len(sizes)}.xz")
+        print(f"part-{number}-of-{len(sizes)}.xz {size / 2**20:.1f} of {limit_bytes / 2**20:.1f} MiB")
+    return len(sizes)
+
+
+class _Joined:
+    """Files read as one."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._data = self._read(paths)
+        self._left = b""
+
+    @staticmethod
+    def _read(paths: Sequence[Path]) -> Iterator[bytes]:
+        for path in paths:
+            with path.open("rb") as file:
+                yield from iter(lambda file=file: file.read(1 << 20), b"")  # type: ignore[misc]
+
+    def read(self, size: int = -1) -> bytes:
+        if not self._left:
+            self._left = next(self._data, b"")
+        size = len(self._left) if size < 0 else size
+        data, self._left = self._left[:size], self._left[size:]
+        return data
+
+
+def unpack(parts: Path, target: Path) -> None:
+    """The archive whose parts are in `parts` into `target`. Raises ValueError naming the parts that are not there,
+    EOFError, lzma.LZMAError or tarfile.TarError for damaged ones."""
+    found: dict[int, Path] = {}
+    count = 0
+    for path in parts.glob("part-*-of-*.xz"):
+        number, count = (int(text) for text in re.findall(r"\d+", path.name)[:2])
+        found[number] = path
+    missing = sorted(set(range(1, count + 1)) - set(found))
+    if missing or not count:
+        raise ValueError(f"{parts} has no part {', '.join(map(str, missing)) or 'at all'} of {count or 'any'}")
+    joined: IO[bytes] = _Joined([found[number] for number in range(1, count + 1)])  # type: ignore[assignment]
+    with lzma.open(joined) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
+        archive.extractall(target, filter="tar")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--wheels", type=Path, default=None, help="where wheels are kept (default: OUT/wheels)")
-    parser.add_argument("--pack", action="store_true", help="pack OUT/site as it is")
+    commands = parser.add_subparsers(dest="command", required=True)
+    filling = commands.add_parser("fill", help="download and unpack")
+    filling.add_argument("out", type=Path)
+    filling.add_argument("--wheels", type=Path, default=None, help="where wheels are kept (default: OUT/wheels)")
+    filling.add_argument("--python", default=f"python{PYTHON}", help="compiles this project (default: %(default)s)")
+    packing = commands.add_parser("pack", help="write the parts of OUT/site")
+    packing.add_argument("out", type=Path)
+    unpacking = commands.add_parser("unpack", help="on the other machine")
+    unpacking.add_argument("parts", type=Path)
+    unpacking.add_argument("target", type=Path)
     arguments = parser.parse_args()
-    site = arguments.out / "site"
-    if not arguments.pack:
-        fill(site, arguments.wheels or arguments.out / "wheels")
-    elif not site.is_dir():
-        parser.error(f"--pack: there is no {site}")
-    return pack(arguments.out, part_limit_bytes(ROOT))
+    try:
+        if arguments.command == "fill":
+            fill(arguments.out, arguments.wheels or arguments.out / "wheels", arguments.python)
+        elif arguments.command == "pack":
+            if not (arguments.out / "site").is_dir():
+                parser.error(f"pack: there is no {arguments.out / 'site'}")
+            pack(arguments.out, part_limit_bytes(ROOT))
+        else:
+            unpack(arguments.parts, arguments.target)
+    except (ValueError, OSError, EOFError, lzma.LZMAError, tarfile.TarError, subprocess.CalledProcessError) as error:
+        print(f"bundle.py {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

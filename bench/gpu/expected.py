@@ -44,7 +44,7 @@ def expected_lines(stage: str, card: Card, selection: Selection) -> Iterator[str
     elif stage == "tokens":
         yield "  the same tokens; logits that differ by 1e-4 or less, with wrong attention by 1 or so"
     elif stage == "two-engines":
-        yield "  all 16 answers one instance's, none of them for another prompt; what workers refuse ends after seconds"
+        yield "  all 16 answers one instance's, none of them for another prompt"
 
 
 def _buckets(model: str, ceilings: Ceilings) -> Iterator[str]:

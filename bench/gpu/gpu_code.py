@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 CONTAINER_MAGIC = 0xBA55ED50
 ELF_MAGIC = b"\x7fELF"
+# GPU code before it was linked with that of other source files.
+LINKED_ALREADY = "__nv_relfatbin"
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _CONTAINER_HEADER = struct.Struct("<IHHQ")
 _IMAGE_HEADER = struct.Struct("<HHIQIIHHI")
@@ -84,18 +86,24 @@ def kernels(data: bytes | mmap.mmap, image: Image) -> list[str]:
     return [one.name.removeprefix(prefix) for one in sections(data, image.at) if one.name.startswith(prefix)]
 
 
-def keep_gpu_code(library: Path, architecture: int, wanted: str) -> tuple[int, int]:
-    """Replace, in place, all images but those of `architecture` that hold a kernel whose name has the pattern `wanted`.
+def keep_gpu_code(library: Path, architecture: int, wanted: str | None = None) -> tuple[int, int]:
+    """Replace, in place, all images but those of `architecture` that hold a kernel whose name has the pattern `wanted`;
+    None: but all of that architecture, compressed ones among them.
 
     Returns how many are kept, and their bytes. Raises ValueError where none is.
     """
-    pattern = re.compile(wanted)
+    pattern = None if wanted is None else re.compile(wanted)
     kept = kept_bytes = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+        for section in sections(data):
+            if section.name == LINKED_ALREADY:
+                data[section.at : section.at + section.size_bytes] = bytes(section.size_bytes)
         found = list(images(data))
         fillers = _smallest(data, found)
         for image in found:
-            if image.architecture == architecture and any(map(pattern.search, kernels(data, image))):
+            if image.architecture == architecture and (
+                pattern is None or any(map(pattern.search, kernels(data, image)))
+            ):
                 kept += 1
                 kept_bytes += image.size_bytes
                 continue
@@ -106,7 +114,7 @@ def keep_gpu_code(library: Path, architecture: int, wanted: str) -> tuple[int, i
                 _mark_uncompressed(data, image)
             data[image.at : image.at + image.size_bytes] = filler.ljust(image.size_bytes, b"\0")
     if not kept:
-        raise ValueError(f"{library.name}: no GPU code for {architecture} with {wanted}")
+        raise ValueError(f"{library.name}: no GPU code for {architecture}{f' with {wanted}' if wanted else ''}")
     return kept, kept_bytes
 
 

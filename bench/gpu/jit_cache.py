@@ -155,7 +155,7 @@ def write_flashinfer_package(site: Path) -> None:
 
 
 # By the one function flashinfer 0.7 finds modules, by the other one earlier versions.
-_PACKAGE = '''from pathlib import Path
+_PACKAGE = """from pathlib import Path
 from types import SimpleNamespace
 
 __version__ = {version!r}
@@ -177,7 +177,7 @@ def get_jit_cache_providers():
             modules=[one.name for one in folder.iterdir()],
         )
     ]
-'''
+"""
 
 
 def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> dict[str, float | str]:

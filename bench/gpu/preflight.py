@@ -3,15 +3,19 @@
     python -m gpu.preflight --out FILE
 
 Each check has an outcome and a time of its own, written as it is known; one that fails stops no other. Those that are
-required are what every later stage needs; the others say which baselines there will be.
+required are what every later stage needs; the others say which baselines there will be, and are tried in processes of
+their own, as a library that is not whole may end the one that calls it, or compile for minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +27,7 @@ from support.result import progress, write_json
 # Of bfloat16, against float32.
 BOUND = 2e-2
 NIXL_TIMEOUT_S = 10.0
+OPTIONAL_LIMIT_S = 60.0
 
 
 class Check(NamedTuple):
@@ -78,10 +83,38 @@ def packages() -> str:
 
 
 def engine() -> str:
-    """Modules that a model runner and a server import."""
-    for name in ("sglang.benchmark.one_batch", "sglang.srt.entrypoints.http_server", "sglang_ext.sglang_plugin.launch"):
+    """Modules that a model runner, a model and a server import, some of them when they are made."""
+    for name in (
+        *("sglang.benchmark.one_batch", "sglang.srt.entrypoints.http_server", "sglang_ext.sglang_plugin.launch"),
+        *("sglang.srt.models.qwen2", "sglang.kernels.ops.gemm.cutedsl_dual_gemm"),
+    ):
         importlib.import_module(name)
     return "SGLang and this project's plugin are imported"
+
+
+def own_modules() -> str:
+    """Decisions take several times as long uncompiled, and a planner of long prompts has no other way."""
+    from sglang_ext.policy.cdsp import native_core  # noqa: F401
+    from sglang_ext_router.compiled import describe_compiled
+
+    is_wrong, said = describe_compiled()
+    if is_wrong or "plain Python" in said:
+        raise MissingError(said)
+    return f"{said}, and so is the planner's core"
+
+
+def sglang_modules() -> str:
+    """What SGLang compiles for a model with heads of 128 in bfloat16, once for all stages."""
+    import torch
+    from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
+    from sglang.kernels.ops.kvcache.kvcache import can_use_store_cache
+
+    _jit_fused_rope_module(True, 128, torch.bfloat16, torch.bfloat16)
+    rows_bytes = [heads * 128 * 2 for heads in (4, 8)]
+    failed = [one for one in rows_bytes if not can_use_store_cache(one, one)]
+    if failed:
+        raise MissingError(f"KV stores of rows of {', '.join(map(str, failed))} bytes do not compile")
+    return "rotary positions and KV stores are compiled"
 
 
 def norm() -> str:
@@ -220,8 +253,10 @@ CHECKS = (
     Check("packages", True, packages),
     Check("compiler", False, compiler),
     Check("engine", True, engine),
+    Check("own modules", True, own_modules),
     Check("norm", True, norm),
     Check("activation", True, activation),
+    Check("SGLang's modules", True, sglang_modules),
     Check("FlashAttention 3", False, flash_attention_3),
     Check("NVSHMEM", True, nvshmem),
     Check("NIXL", False, nixl),
@@ -241,17 +276,42 @@ def run_check(check: Check) -> dict[str, Any]:
     return {"ok": is_ok, "is_required": check.is_required, "detail": detail, "seconds": seconds}
 
 
+def run_apart(check: Check, limit_s: float) -> dict[str, Any]:
+    """The same in a process of its own, which is ended after `limit_s`."""
+    started_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "gpu.preflight", "--only", check.name, "--out", str(out)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+            )
+            problem = f"its process ended with status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {limit_s:.0f} s"
+        if out.is_file():
+            found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))["checks"].get(check.name, {})
+            if found:
+                return found
+    seconds = time.perf_counter() - started_s
+    return {"ok": False, "is_required": check.is_required, "detail": problem, "seconds": seconds}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--within", type=float, default=500.0, help="no check is begun later (s; default: 500)")
+    parser.add_argument("--only", choices=[check.name for check in CHECKS], default=None, help="one check, in here")
     arguments = parser.parse_args()
     end_s = time.perf_counter() + arguments.within
     found: dict[str, Any] = {"checks": {}}
-    for check in CHECKS:
-        if time.perf_counter() > end_s:
+    for check in CHECKS if arguments.only is None else [one for one in CHECKS if one.name == arguments.only]:
+        left_s = end_s - time.perf_counter()
+        if left_s < 0:
             break
-        result = found["checks"][check.name] = run_check(check)
+        is_apart = arguments.only is None and not check.is_required
+        result = run_apart(check, min(left_s, OPTIONAL_LIMIT_S)) if is_apart else run_check(check)
+        found["checks"][check.name] = result
         progress(f"{'yes' if result['ok'] else 'NO '} {check.name:<18} {result['seconds']:6.1f} s  {result['detail']}")
         write_json(arguments.out, found)
     return 0

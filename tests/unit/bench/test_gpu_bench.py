@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-import re
 import struct
 import subprocess
 import sys
-import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -22,19 +20,19 @@ from gpu import buckets, bundle
 from gpu.buckets import REPREFILLS, Bucket, in_order, parse_reprefills
 from gpu.bundle import (
     CARRIED_BYTES,
-    FLASH_ATTENTION_3,
     GROWTH_BYTES,
+    LOCK,
     PACKAGES,
-    divide,
+    lay_own,
+    locked,
     pack,
     part_limit_bytes,
-    repository_bytes,
+    repository_files,
     unpack,
-    write_archive,
+    unpack_wheels,
 )
 from gpu.floor import Ceilings, Shape, floor_s, prefill_bytes, prefill_operations
 from gpu.gpu_code import images, keep_gpu_code, kernels
-from gpu.jit_cache import FLASHINFER_PACKAGE
 from gpu.judgement import join_rows
 from gpu.model_shapes import SHAPES
 from gpu.verdicts import bucket_verdicts, capture_verdicts, figure_5_verdicts, figure_6_verdicts, kernel_verdicts
@@ -84,7 +82,7 @@ def row(
     }
 
 
-def library(path: Path, files: list[list[tuple[int, bytes]]]) -> Path:
+def library(path: Path, files: list[list[tuple[int, bytes]]], host_section: str = ".text") -> Path:
     """An ELF file with a container for each of `files`, of images by architecture."""
 
     def elf(parts: list[tuple[str, bytes]]) -> bytes:
@@ -111,7 +109,7 @@ def library(path: Path, files: list[list[tuple[int, bytes]]]) -> Path:
             flags = 0x108011 if image.startswith(b"\x28") else 0x100011
             content += header.ljust(40, b"\0") + struct.pack("<QQQ", flags, 0, 99 * (flags >> 15 & 1)) + image
         code += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(content)) + content + bytes(-len(content) % 8)
-    path.write_bytes(elf([(".text", b"host code"), (".nv_fatbin", code)]))
+    path.write_bytes(elf([(host_section, b"host code"), (".nv_fatbin", code)]))
     return path
 
 
@@ -148,6 +146,28 @@ def test_gpu_code_that_is_not_wanted_is_replaced(tmp_path: Path) -> None:
     assert list(images(after)) == list(images(before))
     with pytest.raises(ValueError, match=r"flash\.so: no GPU code for 100"):
         keep_gpu_code(path, 100, "head128")
+
+
+def test_gpu_code_of_one_architecture_is_kept_whole(tmp_path: Path) -> None:
+    """As in torch and NCCL: compressed, and in NCCL once more as it was before it was linked."""
+    compressed = [b"\x28\xb5\x2f\xfd" + bytes([number]) * 100 for number in range(4)]
+    path = library(tmp_path / "torch.so", [[(80, compressed[0]), (90, compressed[1])], [(90, compressed[2])]])
+    before = path.read_bytes()
+    assert keep_gpu_code(path, 90) == (2, 2 * 104)
+    after = path.read_bytes()
+    for number, image in enumerate(images(before)):
+        span = slice(image.at, image.at + image.size_bytes)
+        assert after[span] == (bytes(104) if number == 0 else compressed[number])
+    assert len(after) == len(before)
+    with pytest.raises(ValueError, match=r"torch\.so: no GPU code for 100$"):
+        keep_gpu_code(path, 100)
+
+
+def test_gpu_code_that_was_linked_already_is_blanked(tmp_path: Path) -> None:
+    path = library(tmp_path / "nccl.so", [[(90, b"kernel")]], host_section="__nv_relfatbin")
+    assert b"host code" in path.read_bytes()
+    assert keep_gpu_code(path, 90)[0] == 1
+    assert b"host code" not in path.read_bytes()
 
 
 def test_verdicts_take_the_worst_bucket() -> None:
@@ -272,97 +292,102 @@ def test_figure_6_is_judged_at_64_clients_by_the_faster_stock() -> None:
         assert {verdict.value for verdict in figure_6_verdicts(without)} == {None}
 
 
-def test_a_bundle_is_divided_first_fit_largest_first() -> None:
-    assert divide({"a": 5, "b": 4, "c": 3, "d": 2}, 7) == [["a", "d"], ["b", "c"]]
-    assert divide({"huge": 9, "a": 1}, 7) == [["huge"], ["a"]]
-    # What is no part of the engine fills what is left, however large.
-    assert divide({"a": 5, "fa3": 6, "jit": 1, "b": 4}, 9, ["jit", "fa3", "none"]) == [["a", "b"], ["jit", "fa3"]]
-
-
-@given(st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(0, 100)), st.integers(1, 100), st.data())
-def test_every_part_of_a_bundle_fits(sizes: dict[str, int], limit: int, data: st.DataObject) -> None:
-    last = data.draw(st.permutations(sorted(sizes)))[: len(sizes) // 2]
-    parts = divide(sizes, limit, last)
-    assert sorted(name for part in parts for name in part) == sorted(sizes)
-    for part in parts:
-        assert len(part) == 1 or sum(sizes[name] for name in part) <= limit
-    # Two neighbours would not have gone into one.
-    assert all(sum(sizes[name] for part in two for name in part) > limit for two in itertools.pairwise(parts))
-
-
-def test_an_archive_and_the_repository_are_carried_together(tmp_path: Path) -> None:
+def test_a_part_and_the_repository_are_carried_together(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     limit_bytes = part_limit_bytes(root)
-    assert limit_bytes + repository_bytes(root) < CARRIED_BYTES
-    assert limit_bytes >= 54 * 2**20  # what is enough to measure takes 53.6
+    repository_bytes = sum((root / name).stat().st_size for name in repository_files(root))
+    assert limit_bytes + repository_bytes < CARRIED_BYTES
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     for name, size in (("tracked", 1000), ("new", 200), (".gitignore", 8), ("ignored", 5000)):
         (tmp_path / name).write_bytes(b"ignored\n"[:size].ljust(size, b"x"))
     subprocess.run(["git", "-C", tmp_path, "add", "tracked"], check=True)
-    assert repository_bytes(tmp_path) == 1208
+    assert repository_files(tmp_path) == [".gitignore", "new", "tracked"]
+    assert part_limit_bytes(tmp_path) == CARRIED_BYTES - GROWTH_BYTES - 1208
     (tmp_path / "tracked").unlink()  # gone, and still in the index
     assert part_limit_bytes(tmp_path) == CARRIED_BYTES - GROWTH_BYTES - 208
 
 
-def test_flash_attention_3_is_in_no_archive_but_its_own(tmp_path: Path) -> None:
-    kernels_folder = tmp_path / "site/sgl_kernel"
-    kernels_folder.mkdir(parents=True)
-    (tmp_path / "site" / FLASH_ATTENTION_3).write_bytes(b"kernels")
-    (kernels_folder / "__init__.py").write_bytes(b"")
-    for names, members in (
-        (["sgl_kernel"], {"site/sgl_kernel", "site/sgl_kernel/__init__.py"}),
-        ([FLASH_ATTENTION_3], {f"site/{FLASH_ATTENTION_3}"}),
-    ):
-        write_archive(tmp_path / "one.tar.gz", tmp_path / "site", names)
-        with tarfile.open(tmp_path / "one.tar.gz") as archive:
-            assert set(archive.getnames()) == members
+@given(st.lists(st.integers(0, 60_000), max_size=6), st.integers(12_000, 60_000))
+def test_a_site_comes_out_of_its_parts_as_it_was(sizes: list[int], limit_bytes: int) -> None:
+    draw = random.Random(str(sizes))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "BLOCK_BYTES", 10_000)
+        out, site = Path(folder) / "out", Path(folder) / "out/site"
+        (site / "package").mkdir(parents=True)
+        (out / "part-1-of-9.xz").write_bytes(b"of an earlier time")
+        for number, size in enumerate(sizes):
+            # half of it compresses to nothing
+            (site / f"package/file-{number}").write_bytes(draw.randbytes(size // 2) + bytes(size - size // 2))
+        (site / "program").write_text("#!/bin/sh\n")
+        (site / "program").chmod(0o755)
+        count = pack(out, limit_bytes)
+        parts = list(out.glob("*.xz"))
+        assert {path.name for path in parts} == {f"part-{number}-of-{count}.xz" for number in range(1, count + 1)}
+        assert all(path.stat().st_size <= limit_bytes for path in parts)
+        unpack(out, Path(folder) / "there")
+        there = Path(folder) / "there/site"
+        for path in site.rglob("*"):
+            target = there / path.relative_to(site)
+            assert target.is_dir() if path.is_dir() else target.read_bytes() == path.read_bytes()
+        assert (there / "program").stat().st_mode & 0o111
+        assert len(list(there.rglob("*"))) == len(list(site.rglob("*")))
 
 
-def test_a_site_is_packed_as_it_is(
+def test_missing_and_damaged_parts_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bundle.py", str(tmp_path), "--pack"])
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["bundle.py", *map(str, arguments)])
+        assert bundle.main() == 1
+        return capsys.readouterr().err.strip()
+
+    monkeypatch.setattr(bundle, "BLOCK_BYTES", 4096)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/noise").write_bytes(random.Random(1).randbytes(40_000))
+    with pytest.raises(ValueError, match="a block of 4"):
+        pack(tmp_path, 3000)
+    assert pack(tmp_path, 10_000) == 5
+    first, *_, last = sorted(tmp_path.glob("*.xz"))
+    content = last.read_bytes()
+    last.write_bytes(content[:-1000])
+    assert run("unpack", tmp_path, tmp_path / "there").startswith("bundle.py unpack: ")
+    last.unlink()
+    first.unlink()
+    assert run("unpack", tmp_path, tmp_path / "there") == f"bundle.py unpack: {tmp_path} has no part 1, 5 of 5"
+    assert (
+        run("unpack", tmp_path / "none", tmp_path) == f"bundle.py unpack: {tmp_path / 'none'} has no part at all of any"
+    )
+    monkeypatch.setattr(sys, "argv", ["bundle.py", "pack", str(tmp_path / "none")])
     with pytest.raises(SystemExit):
         bundle.main()
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"--pack: there is no {tmp_path / 'site'}")
-    (tmp_path / "site/sgl_kernel").mkdir(parents=True)
-    (tmp_path / "site" / FLASH_ATTENTION_3).write_bytes(b"kernels")
-    (tmp_path / "site/sglang_jit").mkdir()
-    (tmp_path / "bundle-3.tar.gz").write_bytes(b"of an earlier time")
-    assert bundle.main() == 0
-    assert sorted(path.name for path in tmp_path.glob("*.gz")) == ["bundle-1.tar.gz"]
-    with tarfile.open(tmp_path / "bundle-1.tar.gz") as archive:
-        assert set(archive.getnames()) == {"site/sgl_kernel", "site/sglang_jit", f"site/{FLASH_ATTENTION_3}"}
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"pack: there is no {tmp_path / 'none/site'}")
 
 
-def test_no_archive_is_larger_than_may_be_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    site = tmp_path / "site"
-    draw = random.Random(5)
-    kib = {"torch_less": 300, "sgl_kernel": 200, "small": 30, "sglang_jit": 4, "nixl_cu13.libs": 90}
-    kib |= {f"{FLASHINFER_PACKAGE}/jit_cache/{name}": size for name, size in (("norm", 8), ("attention", 90))}
-    for name, size in kib.items():
-        (site / name).mkdir(parents=True)
-        (site / name / "content").write_bytes(draw.randbytes(size * 1024))
-    (site / FLASH_ATTENTION_3).write_bytes(draw.randbytes(250 * 1024))
-    (site / FLASHINFER_PACKAGE / "__init__.py").write_bytes(b"")
-    limit_bytes = 560 * 1024
-    assert pack(tmp_path, limit_bytes) == 0
-    found: list[str] = []
-    for number in (1, 2):
-        path = tmp_path / f"bundle-{number}.tar.gz"
-        assert path.stat().st_size <= limit_bytes
-        with tarfile.open(path) as archive:
-            found += archive.getnames()
-    assert len(found) == len(set(found))
-    assert {f"site/{name}/content" for name in kib} | {f"site/{FLASH_ATTENTION_3}"} <= set(found)
-    with tarfile.open(tmp_path / "bundle-1.tar.gz") as archive:
-        assert {
-            *("site/torch_less", "site/sgl_kernel", "site/small", "site/sglang_jit"),
-            *(f"site/{FLASHINFER_PACKAGE}/__init__.py", f"site/{FLASHINFER_PACKAGE}/jit_cache/norm"),
-        } <= set(archive.getnames())
-    # One entry that is too large by itself cannot be divided: that is an error.
-    assert pack(tmp_path, 280 * 1024) == 1
-    assert re.search(r"bundle-\d\.tar\.gz: 0\.0 MiB more than travel with the repository", capsys.readouterr().err)
+def test_the_bundle_is_of_the_locked_versions(tmp_path: Path) -> None:
+    assert len(PACKAGES) == len(set(PACKAGES))
+    found = dict(one.split("==") for one in locked(PACKAGES))
+    assert list(found) == list(PACKAGES)
+    assert f"sglang=={found['sglang']}" in LOCK.read_text(encoding="utf-8").splitlines()
+    lock = tmp_path / "some.lock"
+    lock.write_text("# torch==1\ntorch==2.14.1\n")
+    assert locked(["torch"], lock) == ["torch==2.14.1"]
+    with pytest.raises(ValueError, match=r"some\.lock has no triton, nixl"):
+        locked(["triton", "torch", "nixl"], lock)
+
+
+def test_what_is_compiled_here_is_laid_beside_its_sources(tmp_path: Path) -> None:
+    for name in ("python/package/one.so", "router/two.so"):
+        path = tmp_path / "site/own" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(name)
+    for folder in ("python/package", "router"):
+        (tmp_path / "repository" / folder).mkdir(parents=True)
+    (tmp_path / "repository/router/two.so").write_text("of an earlier time")
+    assert lay_own(tmp_path / "site", tmp_path / "repository") == 2
+    found = {str(path.relative_to(tmp_path / "repository")) for path in (tmp_path / "repository").rglob("*.*")}
+    assert found == {"python/package/one.so", "router/two.so"}
+    assert (tmp_path / "repository/router/two.so").read_text() == "router/two.so"
+    assert lay_own(tmp_path / "none", tmp_path / "repository") == 0
 
 
 def test_of_a_wheel_its_wanted_entries_are_unpacked(tmp_path: Path) -> None:
@@ -371,12 +396,11 @@ def test_of_a_wheel_its_wanted_entries_are_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "orjson-3.13.0-py3-none-any.whl", "w") as wheel:
         for name in (*kept, *left):
             wheel.writestr(name, "")
-    unpack(tmp_path.glob("*.whl"), tmp_path / "site", ["orjson==3.13.0"])
+    unpack_wheels(tmp_path.glob("*.whl"), tmp_path / "site", ["orjson==3.13.0"])
     found = [str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*") if path.is_file()]
     assert sorted(found) == sorted(kept)
 
 
 def test_a_missing_wheel_is_named(tmp_path: Path) -> None:
-    assert len(PACKAGES) == len({package.partition("==")[0] for package in PACKAGES})
     with pytest.raises(ValueError, match=r"no wheel of orjson==3\.13\.0"):
-        unpack([], tmp_path, ["orjson==3.13.0"])
+        unpack_wheels([], tmp_path, ["orjson==3.13.0"])

@@ -205,6 +205,29 @@ def test_a_step_that_hangs_leaves_time_to_the_next(tmp_path: Path, monkeypatch: 
         assert one.most_s > 2 * one.estimate_s
 
 
+def test_the_environment_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models in float32 run on what SGLang has for them, and Triton multiplies them so; a bundle brings what is
+    compiled of this project, and packages in a folder of their own."""
+    site = tmp_path / "site"
+    (site / "sglang").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    laid: list[tuple[Path, Path]] = []
+    monkeypatch.setattr(h200, "lay_own", lambda *given: laid.append(given) or 55)
+    tokens, buckets = (step("")._replace(stage=stage) for stage in ("tokens", "buckets-7b"))
+    run = h200.Run(tmp_path, H200, 570.0, is_dry=False)
+    assert laid == [(site, h200.ROOT)]
+    exact, fast = run._environment(tokens), run._environment(buckets)
+    assert (exact["SGLANG_FORCE_FUSED_OP_BACKEND"], exact["TRITON_F32_DEFAULT"]) == ("torch", "ieee")
+    assert not {"SGLANG_FORCE_FUSED_OP_BACKEND", "TRITON_F32_DEFAULT"} & set(fast)
+    path = fast["PYTHONPATH"].split(":")
+    assert path[0] == str(h200.ROOT / "python")
+    assert path[-2:] == [str(site), str(site / "nvidia_cutlass_dsl/dsl_packages")]
+    dry = h200.Run(tmp_path, H200, 570.0, is_dry=True)._environment(tokens)
+    assert "SGLANG_FORCE_FUSED_OP_BACKEND" not in dry
+    assert dry["PYTHONPATH"].split(":")[-1] == str(site)
+    assert len(laid) == 1
+
+
 def test_what_has_no_time_left_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_one(tmp_path, step("raise SystemExit('was begun')", start_s=40.0), 50.0, monkeypatch)
     assert list(found) == ["not_measured"]
@@ -234,14 +257,14 @@ def test_what_was_compiled_beforehand_is_found_beside_the_engine(
 ) -> None:
     site = tmp_path / "site"
     (site / "sglang").mkdir(parents=True)
-    (site / "sglang_jit").mkdir()
+    (site / "flashinfer_jit_cache/jit_cache/norm").mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/other:{site}")
     script = "import json, os, sys; open(sys.argv[2], 'w').write(json.dumps(dict(os.environ)))"
     found = run_one(tmp_path, step(script), 60.0, monkeypatch)
-    assert found["TVM_FFI_CACHE_DIR"] == str(site / "sglang_jit")
+    assert found["FLASHINFER_USE_CUDA_NORM"] == "1"
     assert found["CUDA_HOME"]
     assert found["NVSHMEM_REMOTE_TRANSPORT"] == "none"
-    assert found["PYTHONPATH"].endswith(str(site))
+    assert str(site) in found["PYTHONPATH"].split(":")
 
 
 def test_a_stage_that_the_card_does_not_hold_is_a_failure_of_its_own(tmp_path: Path) -> None:
@@ -440,6 +463,18 @@ def test_a_check_that_fails_is_a_line_and_stops_no_other() -> None:
     assert {"norm", "engine", "NVSHMEM"} <= {check.name for check in preflight.CHECKS if check.is_required}
 
 
+def test_a_check_that_may_hang_or_crash_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(h200.HERE))
+    (packages,) = (check for check in preflight.CHECKS if check.name == "packages")
+    found = preflight.run_apart(packages, 60.0)
+    assert found["detail"] == preflight.run_check(packages)["detail"]
+    assert preflight.run_apart(packages, 0.01)["detail"] == "not done after 0 s"
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    ended = preflight.run_apart(packages._replace(is_required=False), 60.0)
+    assert (ended["ok"], ended["is_required"]) == (False, False)
+    assert ended["detail"] == "its process ended with status 1"
+
+
 ANSWERS = {
     "backend": "nixl",
     "answers": 16,
@@ -486,9 +521,7 @@ def test_what_a_device_does_not_take_is_told_and_fails_where_it_must_be() -> Non
     refused = {"not_possible": "transfer backend handshake moves host memory only"}
     for arrangement in ARRANGEMENTS:
         failures = failures_of(record("two-engines", arrangement, refused))
-        assert failures == (
-            [f"two-engines, default: not possible: {refused['not_possible']}"] * (arrangement == "default")
-        )
+        assert failures == [f"two-engines, {arrangement}: not possible: {refused['not_possible']}"]
         assert failures_of(record("two-engines", arrangement, refused, is_dry=True))
         (verdict,) = verdicts_of(record("two-engines", arrangement, refused))
         assert verdict.holds is None

@@ -77,11 +77,17 @@ def test_what_is_compiled_here_must_load_there(tmp_path: Path) -> None:
 def test_flashinfer_finds_its_modules_by_a_package_of_its_version(tmp_path: Path) -> None:
     site = site_with(tmp_path, flashinfer_python="0.6.15.post1")
     jit_cache.write_flashinfer_package(site)
-    script = "import flashinfer_jit_cache as c; print(c.__version__, c.get_jit_cache_dir())"
+    (site / "flashinfer_jit_cache/jit_cache/norm").mkdir()
+    script = (
+        "import flashinfer_jit_cache as c; print(c.__version__, c.get_jit_cache_dir()); "
+        "(one,) = c.get_jit_cache_providers(); "
+        "print(one.version, one.jit_cache_dir, *one.modules, *one.cuda_architectures)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], env={"PYTHONPATH": str(site)}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["0.6.15.post1", str(site / "flashinfer_jit_cache/jit_cache")]
+    where = ["0.6.15.post1", str(site / "flashinfer_jit_cache/jit_cache")]
+    assert done.stdout.split() == [*where, *where, "norm", "sm90a"]
     with pytest.raises(jit_cache.JitBuildError, match="flashinfer is not in"):
         jit_cache.write_flashinfer_package(tmp_path / "elsewhere")
 
@@ -97,24 +103,13 @@ def test_a_module_that_does_not_compile_is_reported(tmp_path: Path) -> None:
     assert json.loads((site / "flashinfer_jit_cache/built.json").read_text()) == {"single-prefill": 315.1}
 
 
-def test_libraries_are_kept_where_sglang_looks_and_nothing_else(tmp_path: Path) -> None:
-    built = tmp_path / "built/sgl_kernel_jit_a__arch_9.0a"
-    built.mkdir(parents=True)
-    for name in ("sgl_kernel_jit_a.so", "cuda.cu", "cuda_0.o", "lock"):
-        (built / name).write_text(name)
-    jit_cache._keep_libraries(built.parent, tmp_path / "kept")
-    kept = [path.relative_to(tmp_path / "kept") for path in (tmp_path / "kept").rglob("*") if path.is_file()]
-    assert kept == [Path("sgl_kernel_jit_a__arch_9.0a/sgl_kernel_jit_a.so")]
-
-
-def test_processes_on_the_gpu_machine_find_modules_headers_and_the_driver(
+def test_processes_on_the_gpu_machine_find_libraries_headers_and_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = tmp_path / "site"
-    (site / "sglang_jit").mkdir(parents=True)
-    packages = tmp_path / "packages"
-    for folder in ("include", "lib"):
-        (packages / "nvidia/cu13" / folder).mkdir(parents=True)
+    site, packages = tmp_path / "site", tmp_path / "packages"
+    site.mkdir()
+    for folder in ("cu13/include", "cu13/lib", "cudnn/lib"):
+        (packages / "nvidia" / folder).mkdir(parents=True)
     driver = tmp_path / "libcuda.so.580.1"
     driver.write_text("")
     monkeypatch.setattr(sys, "path", [str(packages), "", "/nowhere"])
@@ -122,20 +117,25 @@ def test_processes_on_the_gpu_machine_find_modules_headers_and_the_driver(
     scratch = tmp_path / "scratch"
     for _ in range(2):  # once more over the link of the first time
         added = jit_cache.environment({"CPATH": "/mine"}, site, scratch)
-    assert added == {
-        "TVM_FFI_CACHE_DIR": str(site / "sglang_jit"),
+    expected = {
         "CUDA_HOME": "/usr/local/cuda",
         "CPATH": f"/mine:{packages}/nvidia/cu13/include",
         "LIBRARY_PATH": f"{packages}/nvidia/cu13/lib:{scratch}",
+        "LD_LIBRARY_PATH": f"{packages}/nvidia/cu13/lib:{packages}/nvidia/cudnn/lib",
+        "PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK": "1",
     }
+    assert added == expected
     assert (scratch / "libcuda.so").resolve() == driver
+    (site / "flashinfer_jit_cache/jit_cache/norm").mkdir(parents=True)
+    with_norm = jit_cache.environment({"CPATH": "/mine"}, site, scratch)
+    assert with_norm == {**expected, "FLASHINFER_USE_CUDA_NORM": "1"}
 
 
 def test_a_machine_with_none_of_that_is_told_the_usual_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(jit_cache, "driver_library", lambda: None)
     assert jit_cache.environment({}, None, tmp_path) == {"CUDA_HOME": "/usr/local/cuda"}
-    assert jit_cache.environment({"CUDA_HOME": "/opt/cuda"}, tmp_path, tmp_path) == {"CUDA_HOME": "/opt/cuda"}
+    assert jit_cache.environment({"CUDA_HOME": "/opt/cuda"}, None, tmp_path) == {"CUDA_HOME": "/opt/cuda"}
 
 
 def test_unknown_modules_are_refused_by_name(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_unknown_modules_are_refused_by_name(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "--only: gemm: not among norm, activation-bf16" in done.stderr
+    assert "--only: gemm: not among norm, paged-prefill" in done.stderr
 
 
 def test_module_names_are_unique() -> None:
