@@ -1,6 +1,7 @@
 """What the machine has that the stages need, each looked at in seconds, before minutes go into finding out.
 
     python -m gpu.preflight --out FILE
+    python -m gpu.preflight --out FILE --pretend      what can be looked at before: imports, as on a Hopper GPU
 
 Each check has an outcome and a time of its own, written as it is known; one that fails stops no other. Those that are
 required are what every later stage needs; the others say which baselines there will be, and are tried in processes of
@@ -22,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu.pretended_gpu import pretend
 from support.result import progress, write_json
 
 # Of bfloat16, against float32.
@@ -36,6 +38,7 @@ class Check(NamedTuple):
     name: str
     is_required: bool
     run: Callable[[], str]
+    computes: bool = True  # on the device
 
 
 class MissingError(RuntimeError):
@@ -86,10 +89,27 @@ def engine() -> str:
     """Modules that a model runner, a model and a server import, some of them when they are made."""
     for name in (
         *("sglang.benchmark.one_batch", "sglang.srt.entrypoints.http_server", "sglang_ext.sglang_plugin.launch"),
-        *("sglang.srt.models.qwen2", "sglang.kernels.ops.gemm.cutedsl_dual_gemm"),
+        *("sglang.srt.models.qwen2", "sglang.kernels.ops.gemm.cutedsl_dual_gemm", "nvshmem.core"),
+        *(f"sglang.srt.layers.attention.{one}_backend" for one in ("flashattention", "flashinfer", "triton")),
     ):
         importlib.import_module(name)
-    return "SGLang and this project's plugin are imported"
+    return "SGLang, its attention and this project's plugin are imported"
+
+
+def carried_modules() -> str:
+    """What flashinfer need not compile."""
+    from flashinfer.jit import env
+
+    names = sorted(name for provider in env.FLASHINFER_AOT_PROVIDERS for name in provider.modules)
+    if not names:
+        raise MissingError("none of flashinfer's modules was compiled beforehand")
+    return f"flashinfer finds {len(names)} of its modules compiled: {', '.join(name[:24] for name in names)}"
+
+
+def optional_imports() -> str:
+    for name in ("sgl_kernel.flash_attn", "nixl._api", "torchvision"):
+        importlib.import_module(name)
+    return "FlashAttention 3, NIXL and torchvision are imported"
 
 
 def own_modules() -> str:
@@ -250,10 +270,12 @@ def _compare(got: Any, wanted: Any) -> None:
 
 CHECKS = (
     Check("device", True, device),
-    Check("packages", True, packages),
+    Check("packages", True, packages, computes=False),
     Check("compiler", False, compiler),
-    Check("engine", True, engine),
-    Check("own modules", True, own_modules),
+    Check("engine", True, engine, computes=False),
+    Check("own modules", True, own_modules, computes=False),
+    Check("carried modules", False, carried_modules, computes=False),
+    Check("other imports", False, optional_imports, computes=False),
     Check("norm", True, norm),
     Check("activation", True, activation),
     Check("SGLang's modules", True, sglang_modules),
@@ -302,19 +324,25 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--within", type=float, default=500.0, help="no check is begun later (s; default: 500)")
     parser.add_argument("--only", choices=[check.name for check in CHECKS], default=None, help="one check, in here")
+    parser.add_argument("--pretend", action="store_true", help="without a GPU: only what does not compute")
     arguments = parser.parse_args()
     end_s = time.perf_counter() + arguments.within
     found: dict[str, Any] = {"checks": {}}
-    for check in CHECKS if arguments.only is None else [one for one in CHECKS if one.name == arguments.only]:
+    checks = [one for one in CHECKS if arguments.only in (None, one.name)]
+    if arguments.pretend:
+        pretend()
+        checks = [one for one in checks if not one.computes]
+    for check in checks:
         left_s = end_s - time.perf_counter()
         if left_s < 0:
             break
-        is_apart = arguments.only is None and not check.is_required
+        is_apart = arguments.only is None and not check.is_required and not arguments.pretend
         result = run_apart(check, min(left_s, OPTIONAL_LIMIT_S)) if is_apart else run_check(check)
         found["checks"][check.name] = result
         progress(f"{'yes' if result['ok'] else 'NO '} {check.name:<18} {result['seconds']:6.1f} s  {result['detail']}")
         write_json(arguments.out, found)
-    return 0
+    wrong = [one for one in found["checks"].values() if one["is_required"] and not one["ok"]]
+    return 1 if arguments.pretend and wrong else 0
 
 
 if __name__ == "__main__":
