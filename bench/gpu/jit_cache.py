@@ -5,9 +5,9 @@
 SITE is a folder with flashinfer as `bundle.py` unpacks it, for Hopper GPUs; nvcc and what it includes come from the
 package index. It adds SITE/flashinfer_jit_cache/, which flashinfer finds by importing it.
 
-What is not among them is compiled on the GPU machine after all, in seconds to minutes, and so are SGLang's own modules:
-SGLang finds a compiled one by a digest of the compiler, of Python and of all that was included, which are others here.
-`environment()` has the variables with which compiling works there.
+What is not among them is compiled on the GPU machine after all, in seconds to minutes. So are SGLang's own modules,
+which are compiled here to see that they can be, and not kept: SGLang finds a compiled one by a digest of both compilers
+among other things. `environment()` has the variables with which compiling works there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class JitBuildError(RuntimeError):
 
 
 class JitModule(NamedTuple):
-    """A module that flashinfer compiles at run time."""
+    """A module that flashinfer or SGLang compiles at run time."""
 
     name: str
     needed_by: str
@@ -66,6 +66,24 @@ def _flashinfer(package: str, function: str, *arguments: Any) -> Callable[[Path]
         target = site / FLASHINFER_PACKAGE / "jit_cache" / spec.name
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(spec.jit_library_path, target / f"{spec.name}.so")
+
+    return build
+
+
+def _sglang(package: str, function: str, *arguments: Any) -> Callable[[Path], Any]:
+    def build(site: Path) -> None:
+        import importlib
+
+        from sglang_ext.sglang_plugin import cpu_platform
+
+        cpu_platform.install(cpu_platform.CANDIDATES)  # Triton among them, of which nothing is compiled
+        for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.kernels.ops"):
+            open_package(site, name)
+        # These operators are not registered with torch here.
+        unregistered: Any = type(sys)("sglang.srt.utils.custom_op")
+        unregistered.register_custom_op = lambda *args, **kwargs: lambda operator: operator
+        sys.modules[unregistered.__name__] = unregistered
+        getattr(importlib.import_module(f"sglang.kernels.ops.{package}"), function)(*_types(arguments))
 
     return build
 
@@ -96,6 +114,14 @@ MODULES = (
         "ring blocks",
         _flashinfer("attention.modules", "gen_single_prefill_module", "fa3", *_HEADS, *_SIZES),
     ),
+    JitModule("activation", "every layer", _sglang("activation.activation", "activation_module", "bfloat16")),
+    JitModule(
+        "rope",
+        "every layer with heads of 128",
+        _sglang("attention.rope", "_jit_fused_rope_module", True, 128, "bfloat16", "bfloat16"),
+    ),
+    JitModule("kv-4x128", "Qwen2.5 7B", _sglang("kvcache.kvcache", "_jit_kvcache_module", 1024, 1024, 0)),
+    JitModule("kv-8x128", "Qwen2.5 14B and 32B", _sglang("kvcache.kvcache", "_jit_kvcache_module", 2048, 2048, 0)),
 )
 
 
@@ -194,6 +220,7 @@ def build(site: Path, toolkit: Path, modules: Iterable[JitModule] = MODULES) -> 
             **toolkit_environment(toolkit),
             "LD_LIBRARY_PATH": str(toolkit / "lib"),
             "FLASHINFER_WORKSPACE_BASE": scratch,
+            "SGLANG_JIT_CACHE_DIR": scratch,
             "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,
         }
         for module in modules:

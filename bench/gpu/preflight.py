@@ -117,10 +117,10 @@ def own_modules() -> str:
     from sglang_ext.policy.cdsp import native_core  # noqa: F401
     from sglang_ext_router.compiled import describe_compiled
 
-    is_wrong, said = describe_compiled()
-    if is_wrong or "plain Python" in said:
-        raise MissingError(said)
-    return f"{said}, and so is the planner's core"
+    is_wrong, state = describe_compiled()
+    if is_wrong or "plain Python" in state:
+        raise MissingError(state)
+    return f"{state}, and so is the planner's core"
 
 
 def sglang_modules() -> str:

@@ -463,6 +463,31 @@ def test_a_check_that_fails_is_a_line_and_stops_no_other() -> None:
     assert {"norm", "engine", "NVSHMEM"} <= {check.name for check in preflight.CHECKS if check.is_required}
 
 
+@pytest.mark.parametrize("is_well", [True, False])
+def test_without_a_gpu_only_what_does_not_compute_is_looked_at(
+    is_well: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def import_it() -> str:
+        if not is_well:
+            raise ModuleNotFoundError("No module named 'cutlass'")
+        return "imported"
+
+    checks = (
+        preflight.Check("engine", True, import_it, computes=False),
+        preflight.Check("norm", True, lambda: pytest.fail("there is no device")),
+        preflight.Check("NIXL", False, import_it, computes=False),
+    )
+    pretended: list[bool] = []
+    monkeypatch.setattr(preflight, "CHECKS", checks)
+    monkeypatch.setattr(preflight, "pretend", lambda: pretended.append(True))
+    monkeypatch.setattr(sys, "argv", ["preflight", "--pretend", "--out", str(tmp_path / "found.json")])
+    assert preflight.main() == (0 if is_well else 1)
+    assert pretended == [True]
+    found = json.loads((tmp_path / "found.json").read_text())["checks"]
+    assert {name: one["ok"] for name, one in found.items()} == {"engine": is_well, "NIXL": is_well}
+    assert is_well or "cutlass" in found["engine"]["detail"]
+
+
 def test_a_check_that_may_hang_or_crash_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(h200.HERE))
     (packages,) = (check for check in preflight.CHECKS if check.name == "packages")
