@@ -43,8 +43,8 @@ LENGTHS_TOKENS = (3, 9, 24, 60, 130, 300, 700, 1500)
 POOL_FROM_TOKENS = 200
 NEW_TOKENS = 16
 ADDED_TOKENS = 20
-# Natural logarithm between the best two tokens: errors in float32 are far below (in tf32 they would not be: `h200.py`
-# has Triton multiply in float32).
+# Natural logarithm between the best two tokens: errors in float32 are far below. In tf32 they would not be, hence
+# another way for Triton to multiply (`h200.py`).
 TIE = 0.02
 START_TIMEOUT_S = 180.0
 REFUSED = 2  # exit status of a worker that does not start

@@ -217,7 +217,7 @@ def test_the_environment_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = h200.Run(tmp_path, H200, 570.0, is_dry=False)
     assert laid == [(site, h200.ROOT)]
     exact, fast = run._environment(tokens), run._environment(buckets)
-    assert (exact["SGLANG_FORCE_FUSED_OP_BACKEND"], exact["TRITON_F32_DEFAULT"]) == ("torch", "ieee")
+    assert (exact["SGLANG_FORCE_FUSED_OP_BACKEND"], exact["TRITON_F32_DEFAULT"]) == ("torch", "tf32x3")
     assert not {"SGLANG_FORCE_FUSED_OP_BACKEND", "TRITON_F32_DEFAULT"} & set(fast)
     path = fast["PYTHONPATH"].split(":")
     assert path[0] == str(h200.ROOT / "python")
