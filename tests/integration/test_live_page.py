@@ -126,8 +126,11 @@ def test_lanes_have_the_batches_chunks_and_transfers_of_what_was_sent(router: Ru
         end_s = running_s() + 60
 
         def done() -> bool:
+            """All has been sent, and how many instances tell of it, which comes less often, has come after it."""
             sent = [span for span in latest_spans(out) if span["kind"] == "transfer"]
-            return sum(span["requests"] for span in sent) >= len(LANE_LENGTHS)
+            frame = list(check_lines(out.read_bytes().splitlines()))[-1]
+            is_sent = sum(span["requests"] for span in sent) >= len(LANE_LENGTHS)
+            return is_sent and bool((frame.get("lanes") or {}).get("telling"))
 
         while not done():
             assert running_s() < end_s, latest_spans(out)
