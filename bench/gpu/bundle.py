@@ -325,7 +325,9 @@ def unpack(parts: Path, target: Path) -> None:
         raise ValueError(f"{parts} has no part {', '.join(map(str, missing)) or 'at all'} of {count or 'any'}")
     joined: IO[bytes] = _Joined([found[number] for number in range(1, count + 1)])  # type: ignore[assignment]
     with lzma.open(joined) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
-        archive.extractall(target, filter="tar")
+        # As a keyword, Python 3.11 knows it from 3.11.4 on.
+        archive.extraction_filter = getattr(tarfile, "tar_filter", None)
+        archive.extractall(target)
 
 
 def main() -> int:
