@@ -101,8 +101,8 @@ def test_a_recording_of_real_instances_has_their_requests_queues_and_loads(
         assert told.sent_s is not None
         assert told.prefilled_s is not None
         assert told.ended_s is not None
-        # The router may read both replies in one turn of its loop: their times are equal then.
-        assert told.received_s <= told.sent_s < told.prefilled_s <= told.ended_s
+        # Decode has its first token from prefill's rank, so prefill's own answer may come after decode's last.
+        assert told.received_s <= told.sent_s < min(told.prefilled_s, told.ended_s)
         assert told.prefill in names
         assert told.decode in names
     prefills = {number for number, row in recorded.instances.items() if row.pool != "decode"}

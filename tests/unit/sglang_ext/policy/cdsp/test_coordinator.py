@@ -618,8 +618,8 @@ def test_a_prompt_is_not_refused_because_of_a_report_from_before_there_was_room(
     for instance in range(2):
         one.report(instance, MemberReport(0.0, 1000), 0.6)
     one.done_together((0, 1), 1, 0.7)
-    assert one.plan(1.3) == []
-    assert one.plan(1.8)[-1] == Decline(2, 0, DeclineReason.NO_ROOM)
+    assert one.plan(5.6) == []
+    assert one.plan(5.8)[-1] == Decline(2, 0, DeclineReason.NO_ROOM)
 
 
 def test_what_is_free_at_the_end_of_a_step_is_known_before_the_next_report() -> None:
