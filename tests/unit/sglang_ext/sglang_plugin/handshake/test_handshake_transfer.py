@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +164,17 @@ def test_chunks_arrive_in_the_slots_of_both_decode_ranks(ranks: tuple[Rank, Rank
     assert all(not rank.manager.request_status for rank in ranks)
 
 
+def begun(prefill: Rank, decode: Sequence[Rank]) -> tuple[Any, list[Any]]:
+    """A sender that has shaken hands for three pages behind two that decode has cached, and the receivers."""
+    sender = prefill.sender()
+    receivers = [rank.receiver(prefill) for rank in decode]
+    for receiver in receivers:
+        receiver.send_metadata(np.array([5, 2, 7], np.int32), 3, [], decode_prefix_len=8)
+    wait_until(reaches(sender, WAITING))
+    sender.init(3, 4)
+    return sender, receivers
+
+
 class EventOfAnEarlierBatch:
     """The device gets to it when `set` is called."""
 
@@ -180,12 +191,7 @@ class EventOfAnEarlierBatch:
 def test_a_cached_prefix_is_not_read_before_it_is_written(ranks: tuple[Rank, Rank, Rank]) -> None:
     """SGLang sends it before its batch; under overlap the batch before may still be writing it on the device."""
     prefill, *decode = ranks
-    sender = prefill.sender()
-    receivers = [rank.receiver(prefill) for rank in decode]
-    for receiver in receivers:
-        receiver.send_metadata(np.array([5, 2, 7], np.int32), 3, [], decode_prefix_len=8)
-    wait_until(reaches(sender, WAITING))
-    sender.init(3, 4)
+    sender, receivers = begun(prefill, decode)
     written = EventOfAnEarlierBatch()
     sender._early_send_wait_event = written
     prefill.pool.buffers[0][40:48] = 0
@@ -206,12 +212,7 @@ def test_a_cached_prefix_is_not_read_before_it_is_written(ranks: tuple[Rank, Ran
 def test_what_left_with_its_batch_is_not_sent_again(ranks: tuple[Rank, Rank, Rank]) -> None:
     """Nor is the rest of the prompt's last page: only metadata are left."""
     prefill, *decode = ranks
-    sender = prefill.sender()
-    receivers = [rank.receiver(prefill) for rank in decode]
-    for receiver in receivers:
-        receiver.send_metadata(np.array([5, 2, 7], np.int32), 3, [], decode_prefix_len=8)
-    wait_until(reaches(sender, WAITING))
-    sender.init(3, 4)
+    sender, receivers = begun(prefill, decode)
     slots = np.array([*range(40, 44), *range(12, 16), 24, 25], np.uint32)
     for stream in sender.stream(8, slots):
         stream.rest_ready()
