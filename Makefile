@@ -51,11 +51,20 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
+.PHONY: env compiled plain cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
+
+# Compiled modules are an optimisation: the router and the decisions of an instance in machine code (mypyc), the planner
+# and the row copies in C++. Everything runs without them. `make plain` removes them.
+compiled: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 $(COMPILED) $(NATIVE)
+
+plain: $(STAMP)
+	@$(BIN)/python tools/compile_hot_path.py --remove
+	@$(BIN)/python tools/build_native.py --remove
+	@rm -f $(VENV)/.compiled-* $(VENV)/.native-*
 
 # Bytecode is made of what is imported, when it is imported, not of all that is installed: a minute less.
 $(STAMP):

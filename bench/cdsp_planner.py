@@ -35,12 +35,12 @@ from random import Random
 from statistics import fmean, median
 from time import perf_counter_ns
 
-from sglang_ext.policy.cdsp.on_time_order import OnTimeOptions, OnTimeOrder, PendingPrefill
-from sglang_ext.policy.cdsp.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
-from sglang_ext.policy.cdsp.pool_schedule import PoolSchedule, fastest_s, least_work_s
-from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.policy.cdsp.table1 import LARGEST_SIZE, fitted_candidates
+from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, PendingPrefill
+from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
+from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule, fastest_s, least_work_s
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+from sglang_ext.long_pool.decide.table1 import LARGEST_SIZE, fitted_candidates
 from support.cdsp_optimum import unrestricted_optimum_s
 from support.result import machine, print_result, progress
 

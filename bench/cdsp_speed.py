@@ -39,7 +39,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
+from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
 from support.cdsp_pool import HANDSHAKE, Costs, PoolCoordinator, Sent
 from support.engines import BenchEngine, EngineStartError
 from support.processor_time import OtherLoad

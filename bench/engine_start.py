@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedProcess
 from sglang_ext.cluster.process_tree import session_processes
-from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.engine.launch_plan import shared_cpu_environment
 from support.engines import EngineStartError, free_port
 from support.processor_time import OtherLoad, processor_time_s
 from support.random_model import RandomLlama, build_random_llama

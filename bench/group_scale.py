@@ -34,25 +34,25 @@ from typing import Any
 
 import uvloop
 
-from sglang_ext.policy.pools.instance_pressure import (
+from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.admission import Demand
+from sglang_ext_router.decide.endpoint_slices import RoleRules, SliceTable, reconcile
+from sglang_ext_router.decide.instance_pressure import (
     ControllerState,
     InstanceSignals,
     PoolInstance,
     PressureSettings,
     decide,
 )
-from sglang_ext.policy.routing.admission import Demand
-from sglang_ext.policy.routing.endpoint_slices import RoleRules, SliceTable, reconcile
-from sglang_ext.types import LengthClass, Role
-from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.metrics import MetricsSnapshot
-from sglang_ext_router.online_load import SiblingLoad
-from sglang_ext_router.peers import PeerRouters
-from sglang_ext_router.probe import Prober
-from sglang_ext_router.prompt import measure
-from sglang_ext_router.routing import RoutePlanner
-from sglang_ext_router.tls import worker_context
-from sglang_ext_router.workers import Worker, WorkerRegistry
+from sglang_ext_router.group.peers import PeerRouters
+from sglang_ext_router.http.tls import worker_context
+from sglang_ext_router.instances.online_load import SiblingLoad
+from sglang_ext_router.instances.probe import Prober
+from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.observe.metrics import MetricsSnapshot
+from sglang_ext_router.request.prompt import measure
+from sglang_ext_router.request.routing import RoutePlanner
 from support.group_peers import BLOCKS_PER_PROMPT, PeerFigures, PeerLoad, run_instances, run_peers
 from support.processor_time import OtherLoad
 from support.result import machine, print_result, progress, versions

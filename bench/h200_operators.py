@@ -1,6 +1,6 @@
-"""Writes `sglang_ext/simulation/h200_operators.py`: operator times measured on an H200, for a few model shapes.
+"""Writes `sglang_ext/planner/simulation/h200_operators.py`: operator times measured on an H200, for a few model shapes.
 
-    python bench/h200_operators.py FOLDER > python/sglang_ext/simulation/h200_operators.py
+    python bench/h200_operators.py FOLDER > python/sglang_ext/planner/simulation/h200_operators.py
 
 FOLDER is `aiconfigurator_h200`: NVIDIA's aiconfigurator, Apache-2.0, SGLang 0.5.14. Needs `pyarrow`, which nothing else
 here does. Only entries that a shape needs are kept: matrix products of one layer in bfloat16 (`sglang_torch_linear`),

@@ -33,13 +33,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing_transfer import PartRows, SourceChunk
-from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.kv_transfer.transfer_status import Stage
-from sglang_ext.kv_transfer.transport import create_transport
-from sglang_ext.policy.handshake.receive_request import needed
-from sglang_ext.policy.handshake.shards import KVShard, TokenSpan
+from sglang_ext.transfer.decide.receive_request import needed
+from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
+from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
+from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
+from sglang_ext.transfer.endpoint.transfer_status import Stage
+from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.transfer.transports.transport import create_transport
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, write_json
 

@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import NamedTuple
 
-from sglang_ext.policy.laps import policy as policy_module
-from sglang_ext.policy.laps.cost_model import CostCoefficients
-from sglang_ext.policy.laps.graph_grid import GraphGrid
-from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.policy.laps.policy import Laps
-from sglang_ext.policy.laps.round_plan import InstanceLimits, PriorityClass, QueuedPrefill
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide import policy as policy_module
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import InstanceLimits, PriorityClass, QueuedPrefill
 from support.processor_time import OtherLoad
 from support.result import machine, print_result, progress
 

@@ -34,8 +34,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
-from sglang_ext.sglang_plugin.cpu_platform.prefix_attention import STOCK_ATTENTION_VARIABLE
+from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
+from sglang_ext.cpu.prefix_attention import STOCK_ATTENTION_VARIABLE
 from support.cdsp_pool import Sent
 from support.engines import BenchEngine, EngineStartError
 from support.processor_time import OtherLoad, processor_time_s

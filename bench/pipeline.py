@@ -43,7 +43,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from sglang_ext.cluster.process_tree import all_processes
-from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
+from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
 from support.cdsp_pool import HANDSHAKE, Costs, PoolCoordinator, Sent
 from support.engines import BenchEngine, EngineStartError
 from support.mixed_load import percentile

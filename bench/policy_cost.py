@@ -16,16 +16,16 @@ from random import Random
 from time import process_time
 from timeit import Timer
 
-from sglang_ext.policy.routing.admission import AdmissionQueue
-from sglang_ext.policy.routing.circuit_breaker import CircuitBreaker
-from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES, decode_policy
-from sglang_ext.policy.routing.pd_actions import Leg
-from sglang_ext.policy.routing.pd_protocol import PDProtocol
-from sglang_ext.policy.routing.pool_choice import FixedBoundary, choose_pool, is_in_doubt
-from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES, prefill_policy
-from sglang_ext.policy.routing.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
-from sglang_ext.policy.routing.token_estimate import TokenEstimator
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
+from sglang_ext_router.decide.admission import AdmissionQueue
+from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
+from sglang_ext_router.decide.decode_choice import DECODE_POLICIES, decode_policy
+from sglang_ext_router.decide.pd_actions import Leg
+from sglang_ext_router.decide.pd_protocol import PDProtocol
+from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool, is_in_doubt
+from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, prefill_policy
+from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
+from sglang_ext_router.decide.token_estimate import TokenEstimator
 
 Decision = Callable[[], object]
 PROMPT_BYTES = 480

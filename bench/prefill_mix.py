@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from sglang_ext.policy.laps.round_plan import Composition
+from sglang_ext.laps.decide.round_plan import Composition
 from support.engines import BenchEngine, EngineStartError
 from support.idle_ttft import IdleTtft, measure_idle_ttft
 from support.mixed_load import Replayer, TraceMix, load_mix, percentile

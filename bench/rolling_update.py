@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from sglang_ext.cluster.fork_client import ForkClient, ForkedProcess
 from sglang_ext.cluster.ports import pick_free_ports
-from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.engine.launch_plan import shared_cpu_environment
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, versions
 from support.rolling_pods import Cluster, Pod, PodError, Process, Service, run_program

@@ -25,7 +25,7 @@ from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, Po
 from sglang_ext.cluster.display import PlainDisplay
 from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
-from sglang_ext.models.smollm2 import MODEL_NAME, ModelError, ensure_smollm2
+from sglang_ext.cpu.models.smollm2 import MODEL_NAME, ModelError, ensure_smollm2
 from support.bench_serving import BenchServing, BenchServingError, ClassLoad, ClassResult
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, versions

@@ -37,9 +37,9 @@ from typing import NamedTuple
 from sglang_ext.cluster.cluster_file import dump_cluster, load_cluster
 from sglang_ext.cluster.config import ClusterConfig, PoolConfig
 from sglang_ext.cluster.state import STATE_FILE
-from sglang_ext.sizing import size
-from sglang_ext.sizing.deployment import DeployedModel, cluster_config
-from sglang_ext.sizing.load_trial import ClusterLayout, LoadTrial, ServiceObjective, TrialSetup, run_load_trial
+from sglang_ext.planner.sizing import size
+from sglang_ext.planner.sizing.deployment import DeployedModel, cluster_config
+from sglang_ext.planner.sizing.load_trial import ClusterLayout, LoadTrial, ServiceObjective, TrialSetup, run_load_trial
 from support.engines import BenchEngine, EngineStartError
 from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
 from support.processor_time import OtherLoad

@@ -40,8 +40,8 @@ from sglang_ext.cluster.display import make_display
 from sglang_ext.cluster.plan import Host, find_machine, resolve_device
 from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
-from sglang_ext.models.smollm2 import ModelError, ensure_smollm2
-from sglang_ext.sequence_parallel.timeline import (
+from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
+from sglang_ext.live.timeline import (
     StatusUnavailableError,
     TimelineError,
     TimelinePictureError,
@@ -50,7 +50,7 @@ from sglang_ext.sequence_parallel.timeline import (
     read_status,
     timeline_of,
 )
-from sglang_ext.sequence_parallel.timeline import draw_timeline as draw_pool_timeline
+from sglang_ext.live.timeline import draw_timeline as draw_pool_timeline
 
 EXAMPLES = Path(__file__).resolve().parent
 START_TIMEOUT_S = 600.0

@@ -54,8 +54,8 @@ class NativeModule:
 
 
 NATIVE_MODULES = (
-    NativeModule("python", "sglang_ext/policy/cdsp", "_core", "native"),
-    NativeModule("python", "sglang_ext/kv_transfer", "_rows", "native"),
+    NativeModule("python", "sglang_ext/long_pool/decide", "_core", "native"),
+    NativeModule("python", "sglang_ext/transfer/transports", "_rows", "native"),
 )
 
 

@@ -28,22 +28,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"sglang_ext": ROOT / "python", "sglang_ext_router": ROOT / "router"}
 HOT_MODULES = (
-    "sglang_ext/policy/nnls.py",
-    *(f"sglang_ext/policy/laps/{name}.py" for name in (
-        *("boundary", "cost_model", "graph_grid", "instance_model", "long_prefill", "on_time", "packed_batch"),
+    "sglang_ext/graphs/decide/graph_grid.py",
+    *(f"sglang_ext/laps/decide/{name}.py" for name in (
+        *("boundary", "cost_model", "instance_model", "long_prefill", "nnls", "on_time", "packed_batch"),
         *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "slack", "time_sharing"),
         "wait_depth",
     )),
-    *(f"sglang_ext/policy/live_view/{name}.py" for name in ("encoding", "view")),
-    *(f"sglang_ext/policy/routing/{name}.py" for name in (
+    *(f"sglang_ext/live/decide/{name}.py" for name in ("encoding", "view")),
+    *(f"sglang_ext_router/decide/{name}.py" for name in (
         *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
         *("pool_choice", "prefill_choice", "prefill_progress", "prefix_index", "retry_budget", "token_estimate"),
     )),
-    *(f"sglang_ext_router/{name}.py" for name in (
-        *("aborting", "access", "admitted_request", "attempt", "client_requests", "histograms"),
-        *("http1", "metrics", "model_pools", "request_parser"),
-        *("prepared_request", "prompt", "relay", "replies", "request_body", "request_fields", "request_ids", "routing"),
-        *("services", "unread_replies", "upstream", "waiting_request", "workers"),
+    *(f"sglang_ext_router/http/{name}.py" for name in (
+        "access", "client_requests", "http1", "replies", "request_parser", "unread_replies",
+    )),
+    *(f"sglang_ext_router/instances/{name}.py" for name in ("model_pools", "workers")),
+    *(f"sglang_ext_router/observe/{name}.py" for name in ("histograms", "metrics")),
+    *(f"sglang_ext_router/request/{name}.py" for name in (
+        *("aborting", "admitted_request", "attempt", "prepared_request", "prompt", "relay", "request_body"),
+        *("request_fields", "request_ids", "routing", "services", "upstream", "waiting_request"),
     )),
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"

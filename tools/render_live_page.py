@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.policy.live_view.messages import FRAME_FIELDS, HELLO_FIELDS, ROWS, described
+from sglang_ext.live.decide.messages import FRAME_FIELDS, HELLO_FIELDS, ROWS, described
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "ui.md"
@@ -66,7 +66,7 @@ def _kind(types: dict[str, Any]) -> str:
 
 async def draw(picture: Path) -> None:
     """Record a simulated run, and take a picture of the page that shows all of it."""
-    from sglang_ext.live_view.recording import write_page
+    from sglang_ext.live.recording import write_page
     from support.browser import browser
     from support.live_recordings import shared_recording
 

@@ -65,9 +65,9 @@ def prepare_process() -> None:
     if not HAS_GPU:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        from sglang_ext.sglang_plugin import cpu_platform
+        from sglang_ext import cpu
 
-        cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
+        cpu.install((*cpu.CANDIDATES, *cpu.BENCHMARK_CANDIDATES))
 
 
 def engine_options(
@@ -220,7 +220,7 @@ def spread_weights(model_runner: Any) -> None:
 @contextmanager
 def attention_to_oneself() -> Iterator[None]:
     """What is captured meanwhile has attention that leaves out all tokens but the query's own."""
-    from sglang_ext.sglang_plugin.graphs import runner
+    from sglang_ext.graphs.sglang import runner
 
     class ToOneself(runner.CapturedAttention):
         def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,9 +257,9 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
     """A runner with all shapes captured, and what that took."""
     import torch
 
-    from sglang_ext.sglang_plugin.graphs.capture import build_graphs, cuda_recorder
-    from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
-    from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
+    from sglang_ext.graphs.sglang.capture import build_graphs, cuda_recorder
+    from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions, conflict
+    from sglang_ext.graphs.sglang.runner import GridPrefillRunner
     from sglang_ext_cuda_graphs.recorders import DirectRecorder
 
     problem = conflict(model_runner)

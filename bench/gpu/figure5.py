@@ -27,8 +27,8 @@ import aiohttp
 from gpu import figure6
 from gpu.model_shapes import write_model
 from gpu.stage_plan import RATES_PER_S
-from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
+from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions
+from sglang_ext.laps.decide.options import LapsOptions
 from support.result import write_json
 
 WINDOWS_MS = (0.0, 5.0, 15.0, 30.0)

@@ -41,11 +41,11 @@ from gpu.card import busy_samples
 from gpu.model_shapes import write_model
 from gpu.stage_plan import CONCURRENCIES
 from sglang_ext.cluster.ports import pick_free_ports
-from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.sglang_plugin.device import Device
-from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions
-from sglang_ext.sglang_plugin.options import ExtensionOptions
-from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
+from sglang_ext.engine.device import Device
+from sglang_ext.engine.options import ExtensionOptions
+from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.transfer.sglang.transfer_backend import STAND_IN
 from sglang_ext.types import Role
 from support.result import write_json
 
@@ -180,7 +180,7 @@ def launch_command(
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     device = Device.CUDA if has_gpu else Device.CPU
     environment |= ExtensionOptions(Role.BOTH, device, system.laps, graphs=system.graphs).to_environment()
-    return [sys.executable, "-m", "sglang_ext.sglang_plugin.launch", *flags], environment
+    return [sys.executable, "-m", "sglang_ext.engine.launch", *flags], environment
 
 
 def has_default_attention() -> bool:
@@ -244,7 +244,7 @@ def entry_point_folder() -> Iterator[str]:
         told.mkdir()
         (told / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-ext-bench\nVersion: 0\n")
         (told / "entry_points.txt").write_text(
-            "[sglang.srt.plugins]\nsglang_ext = sglang_ext.sglang_plugin.entry_point:register\n"
+            "[sglang.srt.plugins]\nsglang_ext = sglang_ext.engine.entry_point:register\n"
         )
         yield folder
 

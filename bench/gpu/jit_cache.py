@@ -74,9 +74,9 @@ def _sglang(package: str, function: str, *arguments: Any) -> Callable[[Path], An
     def build(site: Path) -> None:
         import importlib
 
-        from sglang_ext.sglang_plugin import cpu_platform
+        from sglang_ext import cpu
 
-        cpu_platform.install(cpu_platform.CANDIDATES)  # Triton among them, of which nothing is compiled
+        cpu.install(cpu.CANDIDATES)  # Triton among them, of which nothing is compiled
         for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.kernels.ops"):
             open_package(site, name)
         # These operators are not registered with torch here.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gpu.ceilings import median_s
-from sglang_ext.policy.laps.graph_grid import GraphShape
+from sglang_ext.graphs.decide.graph_grid import GraphShape
 from sglang_ext_cuda_graphs.recorders import CudaRecorder
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_
 from sglang_ext_kernels.prefix_attention import prefix_attention_reference, split_prefix_attention_, splits_of

@@ -88,7 +88,7 @@ def packages() -> str:
 def engine() -> str:
     """Modules that a model runner, a model and a server import, some of them when they are made."""
     for name in (
-        *("sglang.benchmark.one_batch", "sglang.srt.entrypoints.http_server", "sglang_ext.sglang_plugin.launch"),
+        *("sglang.benchmark.one_batch", "sglang.srt.entrypoints.http_server", "sglang_ext.engine.launch"),
         *("sglang.srt.models.qwen2", "sglang.kernels.ops.gemm.cutedsl_dual_gemm", "nvshmem.core"),
         *(f"sglang.srt.layers.attention.{one}_backend" for one in ("flashattention", "flashinfer", "triton")),
     ):
@@ -114,7 +114,7 @@ def optional_imports() -> str:
 
 def own_modules() -> str:
     """Decisions take several times as long uncompiled, and a planner of long prompts has no other way."""
-    from sglang_ext.policy.cdsp import native_core  # noqa: F401
+    from sglang_ext.long_pool.decide import native_core  # noqa: F401
     from sglang_ext_router.compiled import describe_compiled
 
     is_wrong, state = describe_compiled()
@@ -203,7 +203,7 @@ def flashinfer() -> str:
 
 
 def nvshmem() -> str:
-    from sglang_ext.sequence_parallel.nvshmem_memory import load_nvshmem
+    from sglang_ext.long_pool.mesh.nvshmem_memory import load_nvshmem
 
     load_nvshmem()
     return f"nvshmem4py {version('nvshmem4py-cu13')}"

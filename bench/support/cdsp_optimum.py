@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_ext.policy.cdsp.planner import CdspRequest, PlannerConfig
-from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
-from sglang_ext.policy.cdsp.sp_cost import SpCost
+from sglang_ext.long_pool.decide.planner import CdspRequest, PlannerConfig
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
+from sglang_ext.long_pool.decide.sp_cost import SpCost
 
 
 def unrestricted_optimum_s(

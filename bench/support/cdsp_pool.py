@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_ext.policy.cdsp.sp_cost import ChunkSample, fit_sp_cost
+from sglang_ext.long_pool.decide.sp_cost import ChunkSample, fit_sp_cost
 from support.engines import BenchEngine, EngineStartError, free_port
 
 HANDSHAKE = ("--transfer-backend", "handshake")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from sglang_ext_router.peers import INTERVAL_S, FrameCodes, greet, welcome
+from sglang_ext_router.group.peers import INTERVAL_S, FrameCodes, greet, welcome
 
 PREPARED = 8  # messages of each peer, sent in turn
 BLOCKS_PER_PROMPT = 32  # 8 KB

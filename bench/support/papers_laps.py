@@ -29,15 +29,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.laps.cost_model import CostCoefficients
-from sglang_ext.policy.laps.graph_grid import GraphGrid
-from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.policy.laps.policy import Laps
-from sglang_ext.policy.laps.round_plan import InstanceLimits
-from sglang_ext.simulation.instances import LEAST_LOADED, InstancePool, InstancesSpec, router_policy
-from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.run import RunOptions, simulate
-from sglang_ext.simulation.workload import WorkloadError, drawn_requests, load_workload
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import InstanceLimits
+from sglang_ext.planner.simulation.instances import LEAST_LOADED, InstancePool, InstancesSpec, router_policy
+from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
+from sglang_ext.planner.simulation.run import RunOptions, simulate
+from sglang_ext.planner.simulation.workload import WorkloadError, drawn_requests, load_workload
 from sglang_ext.types import Role
 from support.papers_tetris import bisect_rate
 from support.result import give_up, progress

@@ -44,25 +44,25 @@ from statistics import fmean
 from typing import NamedTuple
 
 from sglang_ext.costs.flow_shop import Hop
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.policy.cdsp.table1 import fitted_candidates, fitted_cost
-from sglang_ext.policy.laps.cost_model import CostCoefficients
-from sglang_ext.policy.laps.graph_grid import GraphGrid
-from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.policy.laps.packed_batch import packed_round_s
-from sglang_ext.policy.laps.policy import Laps
-from sglang_ext.policy.laps.round_plan import Composition, InstanceLimits, LapsMode
-from sglang_ext.policy.pools.instance_pressure import quantile
-from sglang_ext.simulation.cluster import ClusterSpec
-from sglang_ext.simulation.engines import TABLE1, load_engine
-from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
-from sglang_ext.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
-from sglang_ext.simulation.iteration_policies import IterationPolicy, LapsPolicy
-from sglang_ext.simulation.run import RecordedStage, RunOptions, simulate
-from sglang_ext.simulation.scenario import SplitStage
-from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
-from sglang_ext.simulation.workload import WorkloadError, load_workload, poisson_s
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.laps.decide.packed_batch import packed_round_s
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import Composition, InstanceLimits, LapsMode
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+from sglang_ext.long_pool.decide.table1 import fitted_candidates, fitted_cost
+from sglang_ext.planner.simulation.cluster import ClusterSpec
+from sglang_ext.planner.simulation.engines import TABLE1, load_engine
+from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, SimRequest
+from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
+from sglang_ext.planner.simulation.iteration_policies import IterationPolicy, LapsPolicy
+from sglang_ext.planner.simulation.run import RecordedStage, RunOptions, simulate
+from sglang_ext.planner.simulation.scenario import SplitStage
+from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.planner.simulation.workload import WorkloadError, load_workload, poisson_s
 from sglang_ext.types import Role
+from sglang_ext_router.decide.instance_pressure import quantile
 from support.result import give_up, progress
 
 INSTANCES = 16

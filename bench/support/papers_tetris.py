@@ -14,19 +14,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.policy.pools.instance_pressure import quantile
-from sglang_ext.simulation.cluster import ClusterSpec
-from sglang_ext.simulation.engines import SimEngine, load_engine
-from sglang_ext.simulation.events import (
+from sglang_ext.planner.simulation.cluster import ClusterSpec
+from sglang_ext.planner.simulation.engines import SimEngine, load_engine
+from sglang_ext.planner.simulation.events import (
     EventLoop,
     PrefillListener,
     ServedPrefill,
     SimRequest,
     feed,
 )
-from sglang_ext.simulation.run import Collector, CriticalLoad
-from sglang_ext.simulation.systems import ClusterSystem, SystemOptions, build_cluster
-from sglang_ext.simulation.workload import drawn_requests, load_workload
+from sglang_ext.planner.simulation.run import Collector, CriticalLoad
+from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.planner.simulation.workload import drawn_requests, load_workload
+from sglang_ext_router.decide.instance_pressure import quantile
 
 INSTANCES = 16
 LIMIT_FACTOR = 25.0

@@ -8,8 +8,8 @@ from multiprocessing import get_context
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.simulation.engines import ENGINE_NAMES, EngineError, load_engine
-from sglang_ext.simulation.workload import WorkloadError
+from sglang_ext.planner.simulation.engines import ENGINE_NAMES, EngineError, load_engine
+from sglang_ext.planner.simulation.workload import WorkloadError
 from support.papers_tetris import FLUID, Measured, Scale, Trace, Ttft, load_trace, measure, measure_ttft, systems
 from support.result import give_up, progress
 

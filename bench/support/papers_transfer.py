@@ -14,14 +14,14 @@ import argparse
 from multiprocessing import get_context
 from typing import NamedTuple
 
-from sglang_ext.policy.pools.instance_pressure import quantile
-from sglang_ext.simulation.cluster import ClusterSpec
-from sglang_ext.simulation.decode import DecodeSpec
-from sglang_ext.simulation.engines import load_engine
-from sglang_ext.simulation.events import EventLoop, PrefillListener
-from sglang_ext.simulation.run import RecordedStage, RunOptions, simulate
-from sglang_ext.simulation.systems import build_cluster
-from sglang_ext.simulation.workload import WorkloadError
+from sglang_ext.planner.simulation.cluster import ClusterSpec
+from sglang_ext.planner.simulation.decode import DecodeSpec
+from sglang_ext.planner.simulation.engines import load_engine
+from sglang_ext.planner.simulation.events import EventLoop, PrefillListener
+from sglang_ext.planner.simulation.run import RecordedStage, RunOptions, simulate
+from sglang_ext.planner.simulation.systems import build_cluster
+from sglang_ext.planner.simulation.workload import WorkloadError
+from sglang_ext_router.decide.instance_pressure import quantile
 from support.papers_tetris import INSTANCES, Trace, arrivals, judged_by, load_trace, systems
 from support.result import give_up, progress
 

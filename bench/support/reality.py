@@ -13,17 +13,17 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from sglang_ext.cluster.process_tree import all_processes
-from sglang_ext.policy.laps.graph_grid import GraphGrid
-from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.policy.laps.policy import Laps
-from sglang_ext.policy.laps.round_plan import InstanceLimits, LapsMode
-from sglang_ext.profiling.instance import HttpInstance
-from sglang_ext.profiling.points import Point
-from sglang_ext.simulation.engines import SimEngine, load_engine
-from sglang_ext.simulation.events import EventLoop, PrefillListener, SimRequest
-from sglang_ext.simulation.instances import LEAST_LOADED, InstancePool, InstancesSpec, router_policy
-from sglang_ext.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
-from sglang_ext.simulation.run import RunOptions, simulate_for_clients
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import InstanceLimits, LapsMode
+from sglang_ext.planner.profiling.instance import HttpInstance
+from sglang_ext.planner.profiling.points import Point
+from sglang_ext.planner.simulation.engines import SimEngine, load_engine
+from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, SimRequest
+from sglang_ext.planner.simulation.instances import LEAST_LOADED, InstancePool, InstancesSpec, router_policy
+from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
+from sglang_ext.planner.simulation.run import RunOptions, simulate_for_clients
 from sglang_ext.types import Role
 from support.engines import BenchEngine
 from support.mixed_load import Arrival, Outcome, percentile

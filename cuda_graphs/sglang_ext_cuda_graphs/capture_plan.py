@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from sglang_ext.policy.laps.graph_grid import GraphShape
+from sglang_ext.graphs.decide.graph_grid import GraphShape
 
 DEFAULT_LENGTHS_TOKENS = (8, 16, 32, 64, 128, 256)
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sglang_ext.policy.laps.graph_grid import Fallback, GraphGrid, GraphShape
+from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape
 from sglang_ext_cuda_graphs.capture_plan import CaptureCost, MemoryLedger
 from sglang_ext_cuda_graphs.recorders import Recorder, Recording, collection_frozen
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_

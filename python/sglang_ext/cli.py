@@ -27,7 +27,7 @@ class Command(NamedTuple):
 
 _PROFILES = {
     "engine": Command(
-        "sglang_ext.profiling.profile_engine", "measure a running instance and fit what its prefills cost"
+        "sglang_ext.planner.profiling.profile_engine", "measure a running instance and fit what its prefills cost"
     ),
 }
 _BATCHES = {
@@ -37,26 +37,27 @@ _BATCHES = {
 COMMANDS = {
     "up": Command("sglang_ext.cluster.up", "start a whole cluster (pools and router) and keep it healthy"),
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
-    "worker": Command("sglang_ext.sglang_plugin.worker", "start one SGLang instance with a role"),
+    "worker": Command("sglang_ext.engine.worker", "start one SGLang instance with a role"),
     "coordinator": Command(
-        "sglang_ext.sequence_parallel.coordinator_command", "let several instances of a long pool share long prefills"
+        "sglang_ext.long_pool.coordinator.coordinator_command",
+        "let several instances of a long pool share long prefills",
     ),
     "timeline": Command(
-        "sglang_ext.sequence_parallel.timeline",
+        "sglang_ext.live.timeline",
         "draw who computed what when in a long pool, in a pipeline, or in a recording",
     ),
-    "top": Command("sglang_ext.live_view.top_command", "show pools and requests of a running router in the terminal"),
-    "record": Command("sglang_ext.live_view.record_command", "write what the live page of a router shows to a file"),
-    "doctor": Command("sglang_ext.sglang_plugin.doctor", "tell what this machine can run and what is missing"),
-    "run-module": Command(
-        "sglang_ext.sglang_plugin.run_module", "run one of SGLang's tools, such as sglang.bench_serving"
-    ),
-    "model": Command("sglang_ext.models.smollm2", "fetch and convert the small demonstration model"),
+    "top": Command("sglang_ext.live.top_command", "show pools and requests of a running router in the terminal"),
+    "record": Command("sglang_ext.live.record_command", "write what the live page of a router shows to a file"),
+    "doctor": Command("sglang_ext.engine.doctor", "tell what this machine can run and what is missing"),
+    "run-module": Command("sglang_ext.engine.run_module", "run one of SGLang's tools, such as sglang.bench_serving"),
+    "model": Command("sglang_ext.cpu.models.smollm2", "fetch and convert the small demonstration model"),
     "profile": Command("", "measure what the simulator and the planner reckon with", _PROFILES),
     "batch": Command("", "offline runs: files of requests, and scores of a teacher", _BATCHES),
-    "simulate": Command("sglang_ext.simulation.simulate", "simulate a workload on any number of instances"),
-    "plan": Command("sglang_ext.sizing.plan", "tell whether a pool should be a pipeline or a ring, and why"),
-    "size": Command("sglang_ext.sizing.size", "find the cheapest pools that hold latency objectives under a trace"),
+    "simulate": Command("sglang_ext.planner.simulation.simulate", "simulate a workload on any number of instances"),
+    "plan": Command("sglang_ext.planner.sizing.plan", "tell whether a pool should be a pipeline or a ring, and why"),
+    "size": Command(
+        "sglang_ext.planner.sizing.size", "find the cheapest pools that hold latency objectives under a trace"
+    ),
 }
 
 

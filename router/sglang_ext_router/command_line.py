@@ -7,10 +7,10 @@ import os
 from dataclasses import MISSING, fields
 from typing import Any
 
-from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
-from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
 from sglang_ext.types import Role
 from sglang_ext_router.config import KEYS, RouterConfig, RouterConfigError, WorkerAddress, flag_of, parse_worker_url
+from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
+from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
 _PREFILL_OPTIONS = (

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglang_ext.policy.laps.boundary import DEFAULT_BOUNDARY_TOKENS
-from sglang_ext.policy.pools.instance_pressure import PressureSettings
-from sglang_ext.policy.routing.decode_choice import DECODE_POLICIES
-from sglang_ext.policy.routing.prefill_choice import PREFILL_POLICIES
-from sglang_ext.policy.routing.served_models import parse_alias
+from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.types import Role
-from sglang_ext_router.api_keys import ApiKeyFileError, read_api_keys
+from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
+from sglang_ext_router.decide.instance_pressure import PressureSettings
+from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
+from sglang_ext_router.decide.served_models import parse_alias
+from sglang_ext_router.http.api_keys import ApiKeyFileError, read_api_keys
 
 
 class RouterConfigError(ValueError):

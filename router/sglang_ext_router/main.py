@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from sglang_ext_router.access_log import AccessLog
 from sglang_ext_router.command_line import add_arguments, config_from_arguments
 from sglang_ext_router.compiled import describe_compiled
 from sglang_ext_router.config import RouterConfig, RouterConfigError
-from sglang_ext_router.discovery import role_rules
-from sglang_ext_router.kubernetes_api import connect_kubernetes
-from sglang_ext_router.peers import PeerRouters
+from sglang_ext_router.group.peers import PeerRouters
+from sglang_ext_router.group.siblings import DatagramSiblings, SiblingLink
+from sglang_ext_router.group.supervisor import child_place, is_child, supervise
+from sglang_ext_router.http.tls import client_context, worker_context
+from sglang_ext_router.instances.discovery import role_rules
+from sglang_ext_router.instances.kubernetes_api import connect_kubernetes
+from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.router import Router
-from sglang_ext_router.siblings import DatagramSiblings, SiblingLink
-from sglang_ext_router.supervisor import child_place, is_child, supervise
-from sglang_ext_router.tls import client_context, worker_context
 
 __all__ = ["add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)

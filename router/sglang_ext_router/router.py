@@ -13,23 +13,32 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from sglang_ext.policy.laps.boundary import DEFAULT_BOUNDARY_TOKENS
-from sglang_ext.policy.routing.admission import AdmissionQueue, Demand
-from sglang_ext.policy.routing.pd_protocol import RetryPolicy
-from sglang_ext.policy.routing.retry_budget import RetryBudget
+from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.types import LengthClass
-from sglang_ext_router.aborting import Aborter
-from sglang_ext_router.access import GENERATION_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
-from sglang_ext_router.access_log import AccessLog
-from sglang_ext_router.asgi_bridge import AsgiCall
-from sglang_ext_router.body_reader import BodyReader
-from sglang_ext_router.client_ports import ClientPorts
-from sglang_ext_router.client_requests import Request
 from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_url
-from sglang_ext_router.control import build_app, methods_of
-from sglang_ext_router.controller import PoolController
-from sglang_ext_router.discovery import Discovery
-from sglang_ext_router.exposition import (
+from sglang_ext_router.control.control_plane import build_app, methods_of
+from sglang_ext_router.control.controller import PoolController
+from sglang_ext_router.decide.admission import AdmissionQueue, Demand
+from sglang_ext_router.decide.pd_protocol import RetryPolicy
+from sglang_ext_router.decide.retry_budget import RetryBudget
+from sglang_ext_router.group.lease import LeaseHolder
+from sglang_ext_router.group.siblings import NoSiblings, SiblingLink
+from sglang_ext_router.http.access import GENERATION_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
+from sglang_ext_router.http.asgi_bridge import AsgiCall
+from sglang_ext_router.http.client_ports import ClientPorts
+from sglang_ext_router.http.client_requests import Request
+from sglang_ext_router.http.http1 import ClientConnection
+from sglang_ext_router.http.tls import worker_context
+from sglang_ext_router.instances.discovery import Discovery
+from sglang_ext_router.instances.kubernetes_api import connect_kubernetes, own_namespace
+from sglang_ext_router.instances.long_pool import LongPoolMonitor
+from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.instances.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
+from sglang_ext_router.instances.pool_offers import PoolOffers
+from sglang_ext_router.instances.probe import Prober
+from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.observe.access_log import AccessLog
+from sglang_ext_router.observe.exposition import (
     gauge_families,
     group_families,
     pool_families,
@@ -39,27 +48,18 @@ from sglang_ext_router.exposition import (
     request_families,
     worker_families,
 )
-from sglang_ext_router.http1 import ClientConnection
-from sglang_ext_router.kubernetes_api import connect_kubernetes, own_namespace
-from sglang_ext_router.lease import LeaseHolder
-from sglang_ext_router.live_page import LivePage
-from sglang_ext_router.long_pool import LongPoolMonitor
-from sglang_ext_router.metrics import MetricsSnapshot, RouterMetrics
-from sglang_ext_router.model_pools import ModelPools
-from sglang_ext_router.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
-from sglang_ext_router.pool_offers import PoolOffers
-from sglang_ext_router.probe import Prober
-from sglang_ext_router.reply_builder import ReplyBuilder
-from sglang_ext_router.request_ids import RoomAllocator
-from sglang_ext_router.routing import RoutePlanner
-from sglang_ext_router.services import Admissible, Runnable, Services
-from sglang_ext_router.siblings import NoSiblings, SiblingLink
-from sglang_ext_router.tls import worker_context
-from sglang_ext_router.tokenising import Tokenisers
-from sglang_ext_router.traces import Tracer
-from sglang_ext_router.upstream import UpstreamPools
-from sglang_ext_router.waiting_request import WaitingRequest
-from sglang_ext_router.workers import Worker, WorkerRegistry
+from sglang_ext_router.observe.live_page import LivePage
+from sglang_ext_router.observe.metrics import MetricsSnapshot, RouterMetrics
+from sglang_ext_router.observe.traces import Tracer
+from sglang_ext_router.request.aborting import Aborter
+from sglang_ext_router.request.body_reader import BodyReader
+from sglang_ext_router.request.reply_builder import ReplyBuilder
+from sglang_ext_router.request.request_ids import RoomAllocator
+from sglang_ext_router.request.routing import RoutePlanner
+from sglang_ext_router.request.services import Admissible, Runnable, Services
+from sglang_ext_router.request.tokenising import Tokenisers
+from sglang_ext_router.request.upstream import UpstreamPools
+from sglang_ext_router.request.waiting_request import WaitingRequest
 
 logger = logging.getLogger(__name__)
 

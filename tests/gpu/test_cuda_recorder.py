@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from sglang_ext.policy.laps.graph_grid import GraphShape
+from sglang_ext.graphs.decide.graph_grid import GraphShape
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import CudaRecorder

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_ext.sequence_parallel.device_streams import CudaStreams
-from sglang_ext.sequence_parallel.mesh import Membership, Mesh, MeshError
-from sglang_ext.sequence_parallel.nccl_library import NcclLibrary
-from sglang_ext.sequence_parallel.nccl_mesh import Communicator, NcclMeshes
-from sglang_ext.sequence_parallel.peer_links import PeerLinks
-from sglang_ext.sequence_parallel.staged_mesh import StagedMeshes
+from sglang_ext.long_pool.mesh.device_streams import CudaStreams
+from sglang_ext.long_pool.mesh.mesh import Membership, Mesh, MeshError
+from sglang_ext.long_pool.mesh.nccl_library import NcclLibrary
+from sglang_ext.long_pool.mesh.nccl_mesh import Communicator, NcclMeshes
+from sglang_ext.long_pool.mesh.peer_links import PeerLinks
+from sglang_ext.long_pool.mesh.staged_mesh import StagedMeshes
 
 pytestmark = pytest.mark.gpu
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -130,8 +130,8 @@ def test_over_nccl_between_two() -> None:
 def test_nvshmem_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails without nvshmem4py, which `requirements/cuda.lock` has: a skip would look like a pass."""
     monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "none")  # no network between machines is looked for
-    from sglang_ext.sequence_parallel.mailbox_mesh import MailboxMesh
-    from sglang_ext.sequence_parallel.nvshmem_memory import NvshmemMemory
+    from sglang_ext.long_pool.mesh.mailbox_mesh import MailboxMesh
+    from sglang_ext.long_pool.mesh.nvshmem_memory import NvshmemMemory
 
     device = torch.device("cuda", 0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sglang_ext.policy.cdsp.sharding import Interleaving
+from sglang_ext.long_pool.decide.sharding import Interleaving
 from support.chunk_plans import LOGIT_TOLERANCE, Plan, check, random_plan, steps_of
 from support.ring_instances import RingInstances, ring_instances
 from support.tiny_model import TinyModelShape, tiny_model

@@ -15,7 +15,7 @@ import pytest
 from sglang_ext.cluster import fork_client
 from sglang_ext.cluster.fork_client import ForkClient, ForkServerError
 from sglang_ext.cluster.process_tree import session_processes
-from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.engine.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
 from support import engines
 from support.engines import FLEET, EngineSpec, free_port
@@ -79,7 +79,7 @@ def test_an_engine_is_a_child_of_its_client_and_says_what_it_is() -> None:
     (engine,) = FLEET.get(EngineSpec(Role.SHORT, name="forked"))
     stat = Path(f"/proc/{engine.process.pid}/stat").read_text().rpartition(")")[2].split()
     assert (int(stat[1]), int(stat[3])) == (os.getpid(), engine.process.pid)  # parent, session
-    assert len(engine.process_ids("sglang_ext.sglang_plugin.launch --model-path")) == 1
+    assert len(engine.process_ids("sglang_ext.engine.launch --model-path")) == 1
     assert len(engine.process_ids("sglang::scheduler")) == 1
     assert len(engine.process_ids("sglang::detokenizer")) == 1
     assert OWN_IMPORTS not in engine.log_path.read_text()
@@ -135,7 +135,7 @@ CLIENT = """
 import os, sys, time
 from pathlib import Path
 from sglang_ext.cluster.fork_client import ForkClient
-from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.engine.launch_plan import shared_cpu_environment
 folder = Path(sys.argv[1])
 client = ForkClient(folder / "server.log", {**os.environ, **shared_cpu_environment(is_offline=True)})
 with (folder / "engine.log").open("wb") as output:

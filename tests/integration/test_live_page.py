@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.live_view.recording import check_lines, read_recording
+from sglang_ext.live.recording import check_lines, read_recording
 from sglang_ext.types import Role
 from support.browser import browser, needs_browser
 from support.engines import FLEET, Engine, EngineSpec

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.policy.laps.graph_grid import GraphShape
-from sglang_ext.sglang_plugin.graphs.graph_options import CAPTURED_ARCHITECTURES
+from sglang_ext.graphs.decide.graph_grid import GraphShape
+from sglang_ext.graphs.sglang.graph_options import CAPTURED_ARCHITECTURES
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
 from support.graph_engine import Outcome, Request, Setting, run_batches, run_ranks

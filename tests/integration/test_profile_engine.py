@@ -10,10 +10,10 @@ from statistics import median
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.profiling.http_client import InstanceError
-from sglang_ext.profiling.instance import HttpInstance
-from sglang_ext.profiling.points import Point
-from sglang_ext.simulation.engines import load_engine
+from sglang_ext.planner.profiling.http_client import InstanceError
+from sglang_ext.planner.profiling.instance import HttpInstance
+from sglang_ext.planner.profiling.points import Point
+from sglang_ext.planner.simulation.engines import load_engine
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
 from support.pipeline import DECODE as PIPELINE_DECODE

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_ext.policy.cdsp.sharding import Interleaving
-from sglang_ext.sequence_parallel.pool_history import PrefillEnd, PrefillRecord
-from sglang_ext.sequence_parallel.pool_settings import PoolSettings
+from sglang_ext.long_pool.coordinator.pool_history import PrefillEnd, PrefillRecord
+from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
+from sglang_ext.long_pool.decide.sharding import Interleaving
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineFleet, EngineSpec
 from support.laps import Pair, Prefill

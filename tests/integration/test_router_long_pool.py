@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.sequence_parallel.timeline import timeline_of
+from sglang_ext.live.timeline import timeline_of
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
 from support.handshake_process import wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.models.smollm2 import ensure_smollm2
+from sglang_ext.cpu.models.smollm2 import ensure_smollm2
 
 pytestmark = [
     pytest.mark.integration,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.sequence_parallel.timeline import Activity, draw_timeline, read_stages_of, timeline_of_stages
+from sglang_ext.live.timeline import Activity, draw_timeline, read_stages_of, timeline_of_stages
 from support.engines import FLEET, Engine
 from support.laps import Pair
 from support.pipeline import DECODE, SHAPE, STAGES

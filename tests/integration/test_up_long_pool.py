@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.sequence_parallel import timeline
+from sglang_ext.live import timeline
 from support.reference import greedy_reference, random_prompt
 from support.stand_in_cluster import wait_until_gone
 from support.up_process import Up, up

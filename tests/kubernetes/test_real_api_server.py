@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.policy.pools.leadership import LeaseSettings
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.kubernetes_api import ApiAnswerError, connect_kubernetes
-from sglang_ext_router.lease import LeaseHolder
+from sglang_ext_router.decide.leadership import LeaseSettings
+from sglang_ext_router.group.lease import LeaseHolder
+from sglang_ext_router.instances.kubernetes_api import ApiAnswerError, connect_kubernetes
 from support.kubernetes_api_server import NAMESPACE, SLICES, ApiServer
 from support.router_process import FAST, RunningRouter, running_router, until
 from support.scripted_engine import ScriptedEngine

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from sglang_ext.policy.cdsp.planner import CdspRequest, ChunkPlan, PlannerConfig
-from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost, TabulatedCost
-from sglang_ext.policy.cdsp.table1 import LATENCY_S, PROMPT_TOKENS
+from sglang_ext.long_pool.decide.planner import CdspRequest, ChunkPlan, PlannerConfig
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.long_pool.decide.table1 import LATENCY_S, PROMPT_TOKENS
 
 RATES = (0.0, 1 / 16, 1 / 4, 1 / 2)
 PLENTY = 1 << 30

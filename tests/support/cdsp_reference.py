@@ -12,9 +12,9 @@ from itertools import combinations, pairwise
 from math import ceil
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.planner import CdspRequest, PlannerConfig
-from sglang_ext.policy.cdsp.price_planner import PrefillSnapshot
-from sglang_ext.policy.cdsp.sp_cost import SpCost, TabulatedCost
+from sglang_ext.long_pool.decide.planner import CdspRequest, PlannerConfig
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
+from sglang_ext.long_pool.decide.sp_cost import SpCost, TabulatedCost
 
 
 class ReferenceChunk(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ext.policy.cdsp.sharding import Interleaving, KvSegment, lay_out
+from sglang_ext.long_pool.decide.sharding import Interleaving, KvSegment, lay_out
 from support.ring_instances import RingInstances, Step
 
 LOGIT_TOLERANCE = 1e-4

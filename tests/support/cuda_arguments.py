@@ -63,10 +63,10 @@ def prepare() -> None:
     """What must be so before SGLang is imported."""
     sys.path[:0] = [str(ROOT / "bench")]
     from gpu.pretended_gpu import pretend
-    from sglang_ext.sglang_plugin import cpu_platform
+    from sglang_ext import cpu
 
     pretend()
-    cpu_platform.install(STOOD_IN)
+    cpu.install(STOOD_IN)
     sys.meta_path.insert(0, MockedPackages())
 
 
@@ -117,7 +117,7 @@ def main() -> int:
     from sglang.srt.plugins import load_plugins
 
     from gpu.model_shapes import write_model
-    from sglang_ext.sglang_plugin.verification import verify_hooks
+    from sglang_ext.engine.verification import verify_hooks
 
     load_plugins()
     verify_hooks()

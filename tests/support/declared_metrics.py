@@ -74,12 +74,12 @@ def _registered() -> list[tuple[str, str, tuple[str, ...]]]:
     """Of an instance's plugin and of the coordinator: name, kind and labels."""
     from prometheus_client import REGISTRY
 
-    from sglang_ext.sequence_parallel.coordinator_server import _PoolCollector
-    from sglang_ext.sequence_parallel.pool_history import PoolHistory
-    from sglang_ext.sequence_parallel.tickets import OpenTickets
-    from sglang_ext.sglang_plugin.handshake.metrics import TransferMetrics
-    from sglang_ext.sglang_plugin.laps.metrics import PrometheusMetrics
-    from sglang_ext.sglang_plugin.laps.stage_times import StageMetrics
+    from sglang_ext.laps.sglang.metrics import PrometheusMetrics
+    from sglang_ext.laps.sglang.stage_times import StageMetrics
+    from sglang_ext.long_pool.coordinator.coordinator_server import _PoolCollector
+    from sglang_ext.long_pool.coordinator.pool_history import PoolHistory
+    from sglang_ext.long_pool.coordinator.tickets import OpenTickets
+    from sglang_ext.transfer.sglang.metrics import TransferMetrics
 
     PrometheusMetrics()
     StageMetrics(0)

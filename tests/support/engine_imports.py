@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 
-from sglang_ext.sglang_plugin import cpu_platform
-from sglang_ext.sglang_plugin.preload import preload
+from sglang_ext import cpu
+from sglang_ext.engine.preload import preload
 
-cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
+cpu.install((*cpu.CANDIDATES, *cpu.BENCHMARK_CANDIDATES))
 preload()
 for module in ("torch.distributed", "sglang.benchmark.one_batch"):
     importlib.import_module(module)

@@ -29,7 +29,7 @@ from typing import Any
 from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedProcess
 from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.cluster.process_tree import send_signal, session_processes
-from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.engine.launch_plan import shared_cpu_environment
 from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 

@@ -80,7 +80,7 @@ def run_ranks(model: Path, batches: Sequence[Sequence[Request]], setting: Settin
 def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int, setting: Setting) -> list[Outcome]:
     import torch
 
-    from sglang_ext.sglang_plugin import cpu_platform
+    from sglang_ext import cpu
 
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -89,11 +89,11 @@ def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int,
         cores = sorted(os.sched_getaffinity(0))
         bound = (str(cores[one % len(cores)]) for one in range(setting.ranks))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
-    cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
+    cpu.install((*cpu.CANDIDATES, *cpu.BENCHMARK_CANDIDATES))
     torch.set_num_threads(1)
-    from sglang_ext.sglang_plugin.graphs.capture import build_graphs
-    from sglang_ext.sglang_plugin.graphs.graph_options import Capture, GraphOptions, conflict
-    from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
+    from sglang_ext.graphs.sglang.capture import build_graphs
+    from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions, conflict
+    from sglang_ext.graphs.sglang.runner import GridPrefillRunner
     from support.ring_instances import Place, model_runner
 
     engine = model_runner(model, Place(0, 1, rank, setting.ranks, port), setting.page_tokens, "float32")
@@ -129,8 +129,8 @@ def _hooked(engine: Any, grid: Any) -> Any:
     import pytest
     from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
 
-    from sglang_ext.sglang_plugin.graphs.capture import with_grid
-    from sglang_ext.sglang_plugin.graphs.runner import GridPrefillRunner
+    from sglang_ext.graphs.sglang.capture import with_grid
+    from sglang_ext.graphs.sglang.runner import GridPrefillRunner
     from sglang_ext_cuda_graphs.recorders import CudaRecorder
     from support.fake_cuda import Cuda
 

@@ -39,8 +39,8 @@ def run_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
 def _run(rank: int, size: int, folder: str) -> None:
     import torch.distributed
 
-    from sglang_ext.sequence_parallel.mesh import MeshError
-    from sglang_ext.sequence_parallel.ranks import GroupRanks, all_ranks_or_raise
+    from sglang_ext.long_pool.member.ranks import GroupRanks, all_ranks_or_raise
+    from sglang_ext.long_pool.mesh.mesh import MeshError
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     ranks = GroupRanks(torch.distributed.new_group(list(range(size)), backend="gloo"), first_global_rank=0)

@@ -12,8 +12,8 @@ from random import Random
 from typing import NamedTuple
 
 from sglang_ext.identifiers import TransferAttempt, TransferId, next_attempt
-from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.protocol import (
+from sglang_ext.transfer.decide.options import HandshakeOptions
+from sglang_ext.transfer.decide.protocol import (
     Allow,
     Failing,
     Fence,
@@ -38,10 +38,10 @@ from sglang_ext.policy.handshake.protocol import (
     UseGrant,
     WritePart,
 )
-from sglang_ext.policy.handshake.receive_request import needed
-from sglang_ext.policy.handshake.receiver import Receiver
-from sglang_ext.policy.handshake.sender import Part, Sender, SenderPhase
-from sglang_ext.policy.handshake.shards import KVShard
+from sglang_ext.transfer.decide.receive_request import needed
+from sglang_ext.transfer.decide.receiver import Receiver
+from sglang_ext.transfer.decide.sender import Part, Sender, SenderPhase
+from sglang_ext.transfer.decide.shards import KVShard
 
 DECODE = "decode:1"
 WRITE_LIMIT_S = 4.0  # a write ends within this, whatever happens to its process

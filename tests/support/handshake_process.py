@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
-from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.kv_transfer.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
-from sglang_ext.kv_transfer.transport import create_transport
-from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.protocol import ReceiveRecord
-from sglang_ext.policy.handshake.receive_request import needed
-from sglang_ext.policy.handshake.shards import KVShard
+from sglang_ext.transfer.decide.options import HandshakeOptions
+from sglang_ext.transfer.decide.protocol import ReceiveRecord
+from sglang_ext.transfer.decide.receive_request import needed
+from sglang_ext.transfer.decide.shards import KVShard
+from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
+from sglang_ext.transfer.endpoint.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
+from sglang_ext.transfer.endpoint.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
+from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.transfer.transports.transport import create_transport
 from support.preloaded import preloaded_context
 
 ANSWER_TIMEOUT_S = 60.0

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
-from sglang_ext.policy.live_view.instance_work import WORK_KEY, WorkLog
+from sglang_ext.live.decide.instance_work import WORK_KEY, WorkLog
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from support.router_process import FAST, Cluster, running_router

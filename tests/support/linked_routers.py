@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.siblings import DatagramSiblings
+from sglang_ext_router.group.siblings import DatagramSiblings
 from support.router_process import FAST, RunningRouter, running_router
 from support.scripted_engine import ScriptedEngine
 

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from sglang_ext.cli import main
-from sglang_ext.policy.live_view.messages import InstanceRow, LoadRow, PromptRow, hello
-from sglang_ext.policy.live_view.view import Counts, LiveView, SeenInstance, SeenSpan
+from sglang_ext.live.decide.messages import InstanceRow, LoadRow, PromptRow, hello
+from sglang_ext.live.decide.view import Counts, LiveView, SeenInstance, SeenSpan
 
 
 def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from sglang_ext.policy.routing.endpoint_slices import RoleRules, read_slice
-from sglang_ext.sequence_parallel import coordinator_command
-from sglang_ext.sglang_plugin import worker
+from sglang_ext.engine import worker
+from sglang_ext.long_pool.coordinator import coordinator_command
 from sglang_ext.types import Role
 from sglang_ext_router import command_line as router_command_line
-from sglang_ext_router.access import PROBE_PATHS
 from sglang_ext_router.command_line import config_from_arguments
 from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.decide.endpoint_slices import RoleRules, read_slice
+from sglang_ext_router.http.access import PROBE_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
 COORDINATOR_PATHS = frozenset({"/health"})

@@ -16,11 +16,14 @@ from typing import Protocol
 
 import torch
 
-from sglang_ext.policy.cdsp.orders import MemberReport
-from sglang_ext.sequence_parallel.link_frames import PeerAddress
-from sglang_ext.sequence_parallel.member import Collected, Outcome, PoolMember
-from sglang_ext.sequence_parallel.mesh import Lane, Membership, MeshError, Pending
-from sglang_ext.sequence_parallel.messages import (
+from sglang_ext.long_pool.coordinator.pool_protocol import NewMember, PoolProtocol
+from sglang_ext.long_pool.decide.orders import MemberReport
+from sglang_ext.long_pool.link_frames import PeerAddress
+from sglang_ext.long_pool.member.pool_link import ReplicatedLink
+from sglang_ext.long_pool.member.pool_member import Collected, Outcome, PoolMember
+from sglang_ext.long_pool.member.ranks import SINGLE_RANK, Ranks
+from sglang_ext.long_pool.mesh.mesh import Lane, Membership, MeshError, Pending
+from sglang_ext.long_pool.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
     FromMember,
@@ -28,9 +31,6 @@ from sglang_ext.sequence_parallel.messages import (
     ToMember,
     Welcome,
 )
-from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
-from sglang_ext.sequence_parallel.pool_protocol import NewMember, PoolProtocol
-from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, Ranks
 from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
 RECEIVE_TIMEOUT_S = 0.3

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sglang_ext.sequence_parallel.pool_link import ReplicatedLink
+from sglang_ext.long_pool.member.pool_link import ReplicatedLink
 from support.memory_pool import FakeLink, MemoryMember, Wires
 from support.toy_engine import ToyPool
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.kv_transfer.transport import why_unavailable
+from sglang_ext.transfer.transports.transport import why_unavailable
 
 FOLDER = Path(__file__).parents[2] / ".venv/mooncake"
 

@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 
-from sglang_ext.sequence_parallel.nccl_library import UNIQUE_ID_BYTES, NcclError
+from sglang_ext.long_pool.mesh.nccl_library import UNIQUE_ID_BYTES, NcclError
 from support.lazy_device import AbortedError, LazyDevice
 
 _LOOK_S = 0.005

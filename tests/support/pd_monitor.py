@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from sglang_ext.policy.routing.pd_actions import (
+from sglang_ext.types import RequestState
+from sglang_ext_router.decide.pd_actions import (
     AbortLeg,
     Actions,
     CloseClient,
@@ -25,8 +26,7 @@ from sglang_ext.policy.routing.pd_actions import (
     ScheduleRetry,
     StartLegs,
 )
-from sglang_ext.policy.routing.pd_protocol import PDProtocol
-from sglang_ext.types import RequestState
+from sglang_ext_router.decide.pd_protocol import PDProtocol
 
 FAULTS = (500, 502, 503, 504)
 BUSY = (408, 429)

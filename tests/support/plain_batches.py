@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import inf
 
-from sglang_ext.policy.laps.cost_model import CostCoefficients
-from sglang_ext.policy.laps.graph_grid import GraphGrid, GraphShape
-from sglang_ext.policy.laps.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch, apart_s
-from sglang_ext.policy.laps.slack import RankedPrefill
+from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.laps.decide.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch, apart_s
+from sglang_ext.laps.decide.slack import RankedPrefill
 
 
 class PlainBatch:

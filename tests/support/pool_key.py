@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from sglang_ext.sequence_parallel.messages import (
+from sglang_ext.long_pool.messages import (
     PROTOCOL_VERSION,
     Challenge,
     Hello,

@@ -135,11 +135,11 @@ class _Member:
     def __init__(self, pipe: Connection, address: str, spec: MemberSpec) -> None:
         import torch
 
-        from sglang_ext.policy.cdsp.orders import MemberReport
-        from sglang_ext.sequence_parallel.member import PoolMember
-        from sglang_ext.sequence_parallel.messages import PROTOCOL_VERSION, Hello
-        from sglang_ext.sequence_parallel.peer_links import PeerLinks
-        from sglang_ext.sequence_parallel.pool_link import TcpLink
+        from sglang_ext.long_pool.decide.orders import MemberReport
+        from sglang_ext.long_pool.member.pool_link import TcpLink
+        from sglang_ext.long_pool.member.pool_member import PoolMember
+        from sglang_ext.long_pool.mesh.peer_links import PeerLinks
+        from sglang_ext.long_pool.messages import PROTOCOL_VERSION, Hello
         from support.toy_engine import LAYERS, ToyEngine, ToyPool
 
         torch.set_num_threads(1)
@@ -200,7 +200,7 @@ class _Member:
         self._pipe.send(("offered", number))
 
     def _end(self, outcome: Any) -> None:
-        from sglang_ext.sequence_parallel.member import Collected
+        from sglang_ext.long_pool.member.pool_member import Collected
         from support.toy_engine import kv_of
 
         token_ids, prefix = self._lent[outcome.request]

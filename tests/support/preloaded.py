@@ -12,7 +12,7 @@ import sys
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
-from sglang_ext.sglang_plugin.launch_plan import shared_cpu_environment
+from sglang_ext.engine.launch_plan import shared_cpu_environment
 
 IMPORTS = "support.engine_imports"
 

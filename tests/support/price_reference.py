@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, PriceOptions, WaitingPrompt
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate
+from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PriceOptions, WaitingPrompt
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 
 EVERYWHERE = None
 

@@ -9,13 +9,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from sglang_ext.policy.cdsp.price_planner import Placement, PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.sequence_parallel.coordinator_server import CoordinatorServer
-from sglang_ext.sequence_parallel.pool_cost import PoolCosts
-from sglang_ext.sequence_parallel.pool_history import PoolStatus
-from sglang_ext.sequence_parallel.pool_protocol import PoolProtocol
-from sglang_ext.sequence_parallel.pool_settings import Identity, PoolSettings
+from sglang_ext.long_pool.coordinator.coordinator_server import CoordinatorServer
+from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
+from sglang_ext.long_pool.coordinator.pool_history import PoolStatus
+from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
+from sglang_ext.long_pool.coordinator.pool_settings import Identity, PoolSettings
+from sglang_ext.long_pool.decide.price_planner import (
+    Placement,
+    PrefillSnapshot,
+    PriceOptions,
+    PricePlanner,
+    WaitingPrompt,
+)
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from support.engines import free_port
 
 MOST_CHUNKS = 4

@@ -7,13 +7,13 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from sglang_ext.policy.laps.round_plan import (
+from sglang_ext.laps.decide.round_plan import (
     Cut,
     DispatchReason,
     PrefillBatch,
     RoundPlan,
 )
-from sglang_ext.sglang_plugin.laps.rank_agreement import (
+from sglang_ext.laps.sglang.rank_agreement import (
     MAX_BATCH_REQUESTS,
     BroadcastAgreement,
     PipelineAgreement,

@@ -192,7 +192,7 @@ class _Instance:
     def __init__(self, model: str, place: Place, page_tokens: int, dtype: str) -> None:
         import torch
 
-        from sglang_ext.sglang_plugin import cpu_platform
+        from sglang_ext import cpu
 
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -202,10 +202,10 @@ class _Instance:
         if place.ranks > 1:
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, bound))
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        cpu_platform.install((*cpu_platform.CANDIDATES, *cpu_platform.BENCHMARK_CANDIDATES))
+        cpu.install((*cpu.CANDIDATES, *cpu.BENCHMARK_CANDIDATES))
         torch.set_num_threads(1)
-        from sglang_ext.sequence_parallel.shard import Shard
-        from sglang_ext.sglang_plugin.cdsp.engine import SchedulerEngine
+        from sglang_ext.long_pool.member.shard import Shard
+        from sglang_ext.long_pool.sglang.engine import SchedulerEngine
 
         self._runner = model_runner(model, place, page_tokens, dtype)
         self._ranks = _ranks(place)
@@ -222,13 +222,13 @@ class _Instance:
         self._place = place
 
     def listen(self) -> Any:
-        from sglang_ext.sequence_parallel.peer_links import PeerLinks
+        from sglang_ext.long_pool.mesh.peer_links import PeerLinks
 
         self._links = PeerLinks("127.0.0.1", b"", STEP_TIMEOUT_S, self._place.rank)
         return self._links.address
 
     def join(self, addresses: dict[int, Any]) -> None:
-        from sglang_ext.sequence_parallel.mesh import Membership
+        from sglang_ext.long_pool.mesh.mesh import Membership
 
         place = self._place
         self._addresses = {instance: of_ranks[place.rank] for instance, of_ranks in addresses.items()}
@@ -239,7 +239,7 @@ class _Instance:
         self._breaks_after = calls
 
     def failure_of(self, step: Step, sequence: int) -> str | None:
-        from sglang_ext.sequence_parallel.mesh import MeshError
+        from sglang_ext.long_pool.mesh.mesh import MeshError
 
         try:
             self.step(step, sequence)
@@ -248,7 +248,7 @@ class _Instance:
         return None
 
     def step(self, step: Step, sequence: int) -> Any:
-        from sglang_ext.sequence_parallel.chunk_step import run_chunk
+        from sglang_ext.long_pool.member.chunk_step import run_chunk
 
         addresses = {instance: self._addresses[instance] for instance in step.layout.group}
         with self._links.step(sequence, addresses) as mesh:
@@ -281,7 +281,7 @@ class _Instance:
     def kv_of(self, request: int) -> Any:
         import torch
 
-        from sglang_ext.sequence_parallel.ring_attention import as_tensor
+        from sglang_ext.long_pool.member.ring_attention import as_tensor
 
         shard = self._shards.get(request)
         if shard is None:
@@ -338,7 +338,7 @@ class _Breaking:
 def _ranks(place: Place) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_ext.sequence_parallel.ranks import SINGLE_RANK, GroupRanks
+    from sglang_ext.long_pool.member.ranks import SINGLE_RANK, GroupRanks
 
     if place.ranks == 1:
         return SINGLE_RANK

@@ -18,11 +18,11 @@ from typing import Any
 from sglang_ext.types import Role
 from sglang_ext_router import router as router_module
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.model_pools import ModelPools
+from sglang_ext_router.group.siblings import SiblingLink
+from sglang_ext_router.http.tls import client_context
+from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.router import Router
-from sglang_ext_router.siblings import SiblingLink
-from sglang_ext_router.tls import client_context
-from sglang_ext_router.workers import Worker
 from support.raw_client import RawClient, Reply
 from support.running_time import running_s
 from support.scripted_engine import ScriptedEngine

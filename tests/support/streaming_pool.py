@@ -14,18 +14,18 @@ import numpy as np
 import torch
 
 from sglang_ext.identifiers import TransferId, next_attempt
-from sglang_ext.kv_transfer.endpoint import HandshakeEndpoint
-from sglang_ext.kv_transfer.owner_transfer import OwnerTransfer, Source
-from sglang_ext.kv_transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.kv_transfer.transfer_status import Stage
-from sglang_ext.kv_transfer.transport import create_transport
-from sglang_ext.policy.handshake.options import HandshakeOptions
-from sglang_ext.policy.handshake.protocol import TransferOutcome
-from sglang_ext.policy.handshake.receive_request import Need, needed
-from sglang_ext.policy.handshake.shards import HeadLayout, TokenSpan
-from sglang_ext.sequence_parallel.kv_streams import Target
-from sglang_ext.sequence_parallel.member import Collected, Kept, Outcome, PoolMember, Sendable
-from sglang_ext.sequence_parallel.messages import Destination
+from sglang_ext.long_pool.member.kv_streams import Target
+from sglang_ext.long_pool.member.pool_member import Collected, Kept, Outcome, PoolMember, Sendable
+from sglang_ext.long_pool.messages import Destination
+from sglang_ext.transfer.decide.options import HandshakeOptions
+from sglang_ext.transfer.decide.protocol import TransferOutcome
+from sglang_ext.transfer.decide.receive_request import Need, needed
+from sglang_ext.transfer.decide.shards import HeadLayout, TokenSpan
+from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
+from sglang_ext.transfer.endpoint.owner_transfer import OwnerTransfer, Source
+from sglang_ext.transfer.endpoint.transfer_status import Stage
+from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.transfer.transports.transport import create_transport
 from support.memory_pool import MemoryMember, MemoryMeshes, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
 

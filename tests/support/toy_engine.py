@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_ext.sequence_parallel.ring_attention import Attention
-from sglang_ext.sequence_parallel.shard import KvPool, KvPoolFullError
+from sglang_ext.long_pool.member.ring_attention import Attention
+from sglang_ext.long_pool.member.shard import KvPool, KvPoolFullError
 from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
 
 LAYERS = 3

@@ -339,7 +339,7 @@ def test_the_probes_paths_are_sglangs() -> None:
     assert sglang.origin is not None
     source = (Path(sglang.origin).parent / "srt/entrypoints/http_server.py").read_text()
     assert all(f'@app.get("{path}")' in source for path in manifests.WORKER_PATHS)
-    coordinator = (ROOT / "python/sglang_ext/sequence_parallel").glob("*.py")
+    coordinator = (ROOT / "python/sglang_ext/long_pool/coordinator").glob("*.py")
     assert any('"/health"' in path.read_text() for path in coordinator)
 
 

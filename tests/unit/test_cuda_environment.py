@@ -27,7 +27,7 @@ PRODUCT = ("python", "router", "kernels", "cuda_graphs")
 ON_CUDA_ALONE = {"flashinfer": "flashinfer-python", "nixl": "nixl", "triton": "triton"}
 IN_THEIR_OWN_FOLDERS = {"mooncake", "ray"}  # `make mooncake-env`, `make ray-env`
 # Long pools and the handshake are for the newer SGLang alone.
-OF_THE_NEWEST = ("python/sglang_ext/sglang_plugin/cdsp/", "python/sglang_ext/sglang_plugin/handshake/")
+OF_THE_NEWEST = ("python/sglang_ext/long_pool/sglang/", "python/sglang_ext/transfer/sglang/")
 OTHER_VERSIONS = {"0.5.17": os.environ.get("SGLANG_EXT_TEST_SGLANG_0517")}  # folder of an unpacked wheel, if any
 
 

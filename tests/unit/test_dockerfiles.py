@@ -24,7 +24,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 for name in sys.argv[2:]:
     sys.modules[name] = None
-import sglang_ext_router.main, sglang_ext_router.router, sglang_ext_router.discovery, sglang_ext_router.peers
+import sglang_ext_router.main, sglang_ext_router.router
+import sglang_ext_router.instances.discovery, sglang_ext_router.group.peers
 for module in ("sglang_ext", "sglang_ext_router"):
     assert sys.modules[module].__file__.startswith(sys.argv[1]), sys.modules[module].__file__
 from sglang_ext.cli import main

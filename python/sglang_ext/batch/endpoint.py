@@ -14,8 +14,8 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from sglang_ext.batch.decide.retries import FailureKind
 from sglang_ext.batch.lines import PATHS, BatchLine
-from sglang_ext.policy.batch.retries import FailureKind
 from sglang_ext.types import LengthClass
 
 PRIORITY_HEADER = "x-sgl-priority"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from sglang_ext.policy.batch.line_order import estimate_tokens, prefix_key
+from sglang_ext.batch.decide.line_order import estimate_tokens, prefix_key
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 PATHS = (CHAT, COMPLETIONS, GENERATE)

@@ -18,6 +18,8 @@ from types import FrameType
 import orjson
 import uvloop
 
+from sglang_ext.batch.decide.in_flight_cap import CapSettings
+from sglang_ext.batch.decide.rate_limit import RateLimit
 from sglang_ext.batch.endpoint import REQUEST_TIMEOUT_S, EndpointClient
 from sglang_ext.batch.inputs import FileIdentity, Findings, InputError, add_input, find_inputs, identify
 from sglang_ext.batch.lines import MAX_TOP_LOGPROBS, LineOptions, Mode
@@ -26,8 +28,6 @@ from sglang_ext.batch.progress import ProgressReport
 from sglang_ext.batch.runner import JobRunner, RunnerSettings, reply_body
 from sglang_ext.batch.scores import distillkit_config, pack_scores
 from sglang_ext.batch.store import BatchStore, Job, StoreError, StoreFullError
-from sglang_ext.policy.batch.in_flight_cap import CapSettings
-from sglang_ext.policy.batch.rate_limit import RateLimit
 
 API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"
 OK, USAGE, SOME_FAILED, STORE_FULL, INTERRUPTED = 0, 2, 3, 4, 130

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from sglang_ext.batch.decide.in_flight_cap import CapSettings, InFlightCap
+from sglang_ext.batch.decide.line_order import token_ranges
+from sglang_ext.batch.decide.rate_limit import RateLimit
+from sglang_ext.batch.decide.retries import EndpointOutage, FailureKind, retry_delay_s
 from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, LoadUnknownError, count_tokens
 from sglang_ext.batch.line_queues import Encoder, JobQueue, LineQueues
 from sglang_ext.batch.lines import BatchLine
 from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult, StoreError
-from sglang_ext.policy.batch.in_flight_cap import CapSettings, InFlightCap
-from sglang_ext.policy.batch.line_order import token_ranges
-from sglang_ext.policy.batch.rate_limit import RateLimit
-from sglang_ext.policy.batch.retries import EndpointOutage, FailureKind, retry_delay_s
 from sglang_ext.types import LengthClass
 
 _LEASED_LINES = 64  # leased ahead at least, per job and class

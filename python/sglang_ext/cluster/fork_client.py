@@ -4,7 +4,7 @@
         process = client.start(["--role", "short", …], output=log.fileno(), environment=os.environ, cores={0})
         process.wait()
 
-`sglang_ext.sglang_plugin.fork_server` is the other side. An engine that is started so is a child of this process, as
+`sglang_ext.engine.fork_server` is the other side. An engine that is started so is a child of this process, as
 one that `subprocess` starts is.
 """
 
@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from sglang_ext.sglang_plugin.launch_plan import LAUNCH_MODULE
+from sglang_ext.engine.launch_plan import LAUNCH_MODULE
 
 START_TIMEOUT_S = 10.0  # between the request and the process id, milliseconds unless the machine is overloaded
 MAX_ANSWER_BYTES = 4096

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.cluster.config import ConfigError
-from sglang_ext.models.smollm2 import MODEL_NAME, ensure_smollm2
+from sglang_ext.cpu.models.smollm2 import MODEL_NAME, ensure_smollm2
 
 DEMONSTRATION_MODEL = "smollm2"
 

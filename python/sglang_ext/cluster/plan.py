@@ -14,8 +14,8 @@ from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, pa
 from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
 from sglang_ext.cluster.state import POOL_KEY_FILE
-from sglang_ext.sglang_plugin.device import cuda_device_count, torch_has_cuda
-from sglang_ext.sglang_plugin.launch_plan import last_value, shared_cpu_environment
+from sglang_ext.engine.device import cuda_device_count, torch_has_cuda
+from sglang_ext.engine.launch_plan import last_value, shared_cpu_environment
 from sglang_ext.types import Role
 
 ROUTER_NAME = "router"

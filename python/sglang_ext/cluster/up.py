@@ -19,7 +19,7 @@ from sglang_ext.cluster.model import DEMONSTRATION_MODEL, prepare_model
 from sglang_ext.cluster.ports import NoFreePortError
 from sglang_ext.cluster.state import STATE_FILE, ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
-from sglang_ext.models.smollm2 import ModelError
+from sglang_ext.cpu.models.smollm2 import ModelError
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 ROLES = ("short", "long", "both", "decode")

@@ -23,8 +23,8 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from sglang_ext.costs.flow_shop import NO_HOP, Hop, Stages
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 
 FORMAT = "sglang-ext engine profile"
 VERSION = 1

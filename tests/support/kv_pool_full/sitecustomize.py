@@ -7,14 +7,14 @@ import threading
 import time
 from typing import Any
 
-_MODULE = "sglang_ext.sglang_plugin.cdsp.engine"
+_MODULE = "sglang_ext.long_pool.sglang.engine"
 
 
 def _wait_for_pool() -> None:
     while not hasattr(sys.modules.get(_MODULE), "SchedulerKvPool"):
         time.sleep(0.005)
     pool: Any = sys.modules[_MODULE].SchedulerKvPool  # type: ignore[attr-defined]
-    full: Any = sys.modules["sglang_ext.sequence_parallel.shard"].KvPoolFullError  # type: ignore[attr-defined]
+    full: Any = sys.modules["sglang_ext.long_pool.member.shard"].KvPoolFullError  # type: ignore[attr-defined]
     allocate = pool.allocate
 
     def allocate_but_once(self: Any, tokens: int) -> Any:

@@ -18,7 +18,7 @@ from gpu import figure5
 from gpu.figure5 import ADAPTIVE, MOST_TOKENS, Load, arrivals, level, windows
 from gpu.figure5_picture import curves, draw
 from gpu.verdicts import figure_5_verdicts
-from sglang_ext.policy.laps.options import LapsOptions
+from sglang_ext.laps.decide.options import LapsOptions
 
 
 def test_fixed_windows_are_as_short_as_they_are_long_and_the_last_is_the_default() -> None:

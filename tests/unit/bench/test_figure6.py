@@ -25,9 +25,9 @@ from gpu.figure6 import (
 )
 from gpu.model_shapes import CONTEXT_TOKENS
 from gpu.stage_plan import SYSTEMS as PLANNED
-from sglang_ext.sglang_plugin.graphs import capture
-from sglang_ext.sglang_plugin.options import ENVIRONMENT_VARIABLE, options_from_environment
-from sglang_ext.sglang_plugin.transfer_backend import STAND_IN
+from sglang_ext.engine.options import ENVIRONMENT_VARIABLE, options_from_environment
+from sglang_ext.graphs.sglang import capture
+from sglang_ext.transfer.sglang.transfer_backend import STAND_IN
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.graph_grid import GraphShape
+from sglang_ext.graphs.decide.graph_grid import GraphShape
 from sglang_ext_cuda_graphs.capture_plan import (
     DEFAULT_BATCH_SIZES,
     DEFAULT_LENGTHS_TOKENS,

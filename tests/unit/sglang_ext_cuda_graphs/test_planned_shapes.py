@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.cost_model import CostCoefficients, IterationSample
-from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
-from sglang_ext.policy.laps.options import LapsOptions
-from sglang_ext.policy.laps.policy import Laps
-from sglang_ext.policy.laps.round_plan import (
+from sglang_ext.graphs.decide.graph_grid import Fallback, GraphShape
+from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import (
     PriorityClass,
     QueuedPrefill,
     RoundSnapshot,

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.policy.laps.graph_grid import Fallback, GraphShape
+from sglang_ext.graphs.decide.graph_grid import Fallback, GraphShape
 from sglang_ext_cuda_graphs import prefill_graphs
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
 from sglang_ext_cuda_graphs.prefill_graphs import MOST_FAILURES_IN_A_ROW, PrefillGraphs

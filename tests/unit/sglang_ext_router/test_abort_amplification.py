@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext_router import aborting
-from sglang_ext_router.request_ids import abort_ids, room_id, unique_ids
+from sglang_ext_router.request import aborting
+from sglang_ext_router.request.request_ids import abort_ids, room_id, unique_ids
 from support.raw_client import request_bytes
 from support.router_process import Cluster, cluster
 from support.scripted_engine import ScriptedEngine, hang, reply

@@ -145,7 +145,7 @@ async def test_while_a_slow_tokeniser_thread_counts() -> None:
             released.wait(5)
             return []
 
-    from sglang_ext_router.tokenising import PromptTokeniser
+    from sglang_ext_router.request.tokenising import PromptTokeniser
 
     async with cluster(length_boundary_tokens=300) as served:
         tokeniser = PromptTokeniser.__new__(PromptTokeniser)

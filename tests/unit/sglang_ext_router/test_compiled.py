@@ -41,7 +41,7 @@ def test_extension_modules_go_beside_their_sources() -> None:
 
 @pytest.mark.parametrize("is_current", [True, False])
 def test_other_sources_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_current: bool) -> None:
-    source = "sglang_ext_router/request_ids.py"
+    source = "sglang_ext_router/request/request_ids.py"
     digest = compiled._digest(source) if is_current else "0" * 64
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({source: digest}))
@@ -54,7 +54,7 @@ def test_other_sources_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(compiled, "find_spec", find_spec)
     is_wrong, message = compiled.describe_compiled()
     assert is_wrong is not is_current
-    assert ("request_ids.py" in message) is not is_current
+    assert ("request/request_ids.py" in message) is not is_current
 
 
 def test_a_module_that_was_compiled_and_has_moved_since_is_noticed_and_removed(
@@ -78,6 +78,6 @@ def test_a_module_that_was_compiled_and_has_moved_since_is_noticed_and_removed(
 
 
 def test_plain_python_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_spec", lambda name: SimpleNamespace(origin="admitted_request.py"))
+    monkeypatch.setattr(compiled, "find_spec", lambda name: SimpleNamespace(origin="request/admitted_request.py"))
     monkeypatch.setattr(compiled, "MANIFEST", Path("none"))
     assert compiled.describe_compiled()[0] is False

@@ -16,7 +16,7 @@ from sglang_ext.types import Role
 from sglang_ext_router import main as main_module
 from sglang_ext_router.command_line import add_arguments, config_from_arguments
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
-from sglang_ext_router.workers import Worker
+from sglang_ext_router.instances.workers import Worker
 from support.engines import free_port
 
 

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.upstream import UNACKNOWLEDGED_TIMEOUT_MS
+from sglang_ext_router.request.upstream import UNACKNOWLEDGED_TIMEOUT_MS
 from support.raw_client import RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.running_time import running_s

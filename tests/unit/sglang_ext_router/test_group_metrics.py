@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_ext.types import Role
-from sglang_ext_router import discovery as discovery_module
-from sglang_ext_router import peers as peers_module
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.exposition import PREFIX
-from sglang_ext_router.peers import PeerRouters
+from sglang_ext_router.group import peers as peers_module
+from sglang_ext_router.group.peers import PeerRouters
+from sglang_ext_router.instances import discovery as discovery_module
+from sglang_ext_router.observe.exposition import PREFIX
 from support.router_process import FAST, RunningRouter, running_router
 from support.running_time import running_s
 from support.scripted_engine import ScriptedEngine

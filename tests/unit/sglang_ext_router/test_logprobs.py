@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext_router.scores import join_logprobs
+from sglang_ext_router.request.scores import join_logprobs
 from support.router_process import cluster
 from support.scripted_engine import chunk, cut, drop_when_reused, hang, raw, reply, response, status, stream_head
 

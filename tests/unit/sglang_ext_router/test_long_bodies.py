@@ -10,7 +10,7 @@ from itertools import pairwise
 import orjson
 import pytest
 
-from sglang_ext_router.request_parser import FIRST_BUFFER_BYTES, LONG_BYTES, PARSED_AT_ONCE_BYTES
+from sglang_ext_router.http.request_parser import FIRST_BUFFER_BYTES, LONG_BYTES, PARSED_AT_ONCE_BYTES
 from support.raw_client import RawClient, request_bytes
 from support.router_process import cluster
 from support.scripted_engine import reply

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.policy.pools.instance_pressure import DecisionReason
-from sglang_ext.policy.pools.pool_move import MoveOutcome
 from sglang_ext.types import Role
-from sglang_ext_router import probe
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
-from sglang_ext_router.prompt import measure
-from sglang_ext_router.workers import PRIOR_TOKENS_PER_S, WorkerRegistry
+from sglang_ext_router.decide.instance_pressure import DecisionReason
+from sglang_ext_router.decide.pool_move import MoveOutcome
+from sglang_ext_router.instances import probe
+from sglang_ext_router.instances.workers import PRIOR_TOKENS_PER_S, WorkerRegistry
+from sglang_ext_router.request.prompt import measure
 from support.event_loops import Complaints
 from support.laps_engine import CONTROLLED, LapsEngine, laps
 from support.raw_client import Reply

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sglang_ext_router import unread_replies
+from sglang_ext_router.http import unread_replies
 from support.raw_client import RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.running_time import running_s

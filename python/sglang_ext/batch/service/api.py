@@ -18,12 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sglang_ext import __version__
+from sglang_ext.batch.decide.batch_lifecycle import EventRefusedError, parse_completion_window
 from sglang_ext.batch.service.batch_service import BatchService
 from sglang_ext.batch.service.files import StoredFile
 from sglang_ext.batch.service.metrics import render_metrics
 from sglang_ext.batch.service.uploads import UploadError, receive_upload
 from sglang_ext.batch.store import StoreError
-from sglang_ext.policy.batch.batch_lifecycle import EventRefusedError, parse_completion_window
 
 logger = logging.getLogger(__name__)
 INPUT_PURPOSE = "batch"

@@ -19,6 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from sglang_ext.batch.decide.batch_lifecycle import (
+    BatchEvent,
+    BatchLifecycle,
+    BatchStatus,
+    BatchWork,
+    parse_completion_window,
+)
 from sglang_ext.batch.outputs import error_line, output_line
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable, LineProblem, RequestTotals
 from sglang_ext.batch.service.dispatcher import Dispatcher, until_done
@@ -26,13 +33,6 @@ from sglang_ext.batch.service.files import FileStore, IdSource, StoredFile
 from sglang_ext.batch.service.metrics import RequestOutcome, ServiceReading
 from sglang_ext.batch.service.validation import read_lines
 from sglang_ext.batch.store import BatchStore, Job, LineResult, StoredResult, StoreError
-from sglang_ext.policy.batch.batch_lifecycle import (
-    BatchEvent,
-    BatchLifecycle,
-    BatchStatus,
-    BatchWork,
-    parse_completion_window,
-)
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

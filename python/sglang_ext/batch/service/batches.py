@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from sglang_ext.policy.batch.batch_lifecycle import BatchLifecycle, BatchStatus
+from sglang_ext.batch.decide.batch_lifecycle import BatchLifecycle, BatchStatus
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service_batches (

@@ -9,7 +9,7 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from sglang_ext.policy.batch.batch_lifecycle import BatchStatus
+from sglang_ext.batch.decide.batch_lifecycle import BatchStatus
 
 PREFIX = "sglang_ext_batch_"
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.batch.decide.in_flight_cap import CapSettings
+from sglang_ext.batch.decide.rate_limit import RateLimit
+from sglang_ext.batch.decide.retries import FailureKind
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.lines import LineOptions, parse_line
 from sglang_ext.batch.runner import JobRunner, RunnerSettings
 from sglang_ext.batch.store import BatchStore, StoredResult, StoreFullError
-from sglang_ext.policy.batch.in_flight_cap import CapSettings
-from sglang_ext.policy.batch.rate_limit import RateLimit
-from sglang_ext.policy.batch.retries import FailureKind
 from support.faulty_endpoint import FaultyEndpoint
 
 LOAD: dict[str, Any] = {

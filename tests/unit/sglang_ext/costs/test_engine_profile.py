@@ -17,8 +17,8 @@ from sglang_ext.costs.engine_profile import (
     sp_entry,
     write_profile,
 )
-from sglang_ext.policy.cdsp.sp_cost import SpCandidate, SpCost
-from sglang_ext.policy.laps.cost_model import CostCoefficients
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 
 SP = {"size": 1, "a_s": 0.03, "b_s_per_token": 5e-5, "c_s_per_token2": 2e-9, "d_s_per_token2": 1e-9}
 PREFILL = {"alpha_s": 1e-10, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.01}

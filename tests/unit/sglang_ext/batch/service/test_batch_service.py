@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.batch.decide.batch_lifecycle import BatchStatus, EventRefusedError
 from sglang_ext.batch.service import batch_service
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
@@ -23,7 +24,6 @@ from sglang_ext.batch.service.batches import BatchEntry, BatchTable
 from sglang_ext.batch.service.dispatcher import Dispatcher
 from sglang_ext.batch.service.files import FileStore, StoredFile
 from sglang_ext.batch.store import BatchStore, LineResult
-from sglang_ext.policy.batch.batch_lifecycle import BatchStatus, EventRefusedError
 from support.batch_service import chat_line, jsonl, parse_jsonl
 from support.event_loops import guarded_runner, on_loop, within_limit
 

@@ -1,0 +1,195 @@
+"""`sglang-ext doctor`: what this machine can run, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from sglang_ext import __version__, cpu
+from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
+from sglang_ext.engine.hook_table import HOOK_TABLE
+from sglang_ext.engine.options import ExtensionOptions
+from sglang_ext.engine.verification import HookState, HookStatus, inspect_hooks
+from sglang_ext.engine.versions import installed_sglang
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, why_unavailable
+from sglang_ext.types import Role
+
+HOW_TO_INSTALL = {
+    Device.CPU: "run `make env`, which installs the locked set for a machine without a GPU",
+    Device.CUDA: "pip install 'sglang-ext[cuda]'",
+}
+ENGINE_MEMORY_BYTES = 1_500_000_000
+HOOK_PROBE_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. A finding that is not required never makes the machine unfit."""
+
+    subject: str
+    is_ok: bool
+    detail: str
+    remedy: str | None = None
+    is_required: bool = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `sglang-ext doctor`."""
+    parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to check for")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found. Returns 0 when this machine can serve, 1 when it cannot."""
+    machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
+    findings = examine(machine)
+    can_serve = all(finding.is_ok for finding in findings if finding.is_required)
+    if arguments.json:
+        report = {
+            "version": __version__,
+            "device": machine.device.value,
+            "cores": len(machine.core_ids),
+            "memory_bytes": machine.memory_bytes,
+            "can_serve": can_serve,
+            "findings": [asdict(finding) for finding in findings],
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        print(render(findings, can_serve))
+    return 0 if can_serve else 1
+
+
+def examine(machine: MachineFacts) -> list[Finding]:
+    """Everything that serving depends on, in the order in which to repair it."""
+    findings = [_machine_finding(machine), _python_finding()]
+    packages = [_package_finding(name, machine.device) for name in ("torch", "sglang", "transformers")]
+    findings += packages
+    findings += [_backend_finding(name, machine.device) for name in BACKENDS]
+    if machine.device is Device.CPU:
+        findings.append(_stand_in_finding())
+    if all(package.is_ok for package in packages):
+        findings += _hook_findings(machine.device)
+    return findings
+
+
+def render(findings: Sequence[Finding], can_serve: bool) -> str:
+    """The findings as text, one a line, remedies below."""
+    lines = []
+    for finding in findings:
+        mark = "ok  " if finding.is_ok else "FAIL" if finding.is_required else "no  "
+        lines.append(f"{mark}  {finding.subject:<30} {finding.detail}")
+        if finding.remedy and not finding.is_ok:
+            lines.append(f"      {'':<30} -> {finding.remedy}")
+    lines.append("")
+    lines.append(
+        "This machine can serve." if can_serve else "This machine cannot serve yet; see the lines marked FAIL."
+    )
+    return "\n".join(lines)
+
+
+def _machine_finding(machine: MachineFacts) -> Finding:
+    gib = machine.memory_bytes / 2**30
+    return Finding(
+        "machine",
+        machine.memory_bytes >= 2 * ENGINE_MEMORY_BYTES,
+        f"{machine.device}, {len(machine.core_ids)} cores, {gib:.1f} GiB of memory",
+        f"a prefill and a decode engine on a CPU need about {2 * ENGINE_MEMORY_BYTES / 2**30:.1f} GiB",
+    )
+
+
+def _python_finding() -> Finding:
+    return Finding("python", sys.version_info >= (3, 11), platform.python_version(), "Python 3.11 or newer is needed")
+
+
+def _package_finding(name: str, device: Device) -> Finding:
+    try:
+        return Finding(name, True, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", HOW_TO_INSTALL[device])
+
+
+def _backend_finding(name: str, device: Device) -> Finding:
+    problem = why_unavailable(name, device)
+    is_default = name == default_backend(device)
+    note = "available, default" if is_default else "available"
+    return Finding(f"KV transfer {name}", problem is None, problem or note, is_required=is_default)
+
+
+def _stand_in_finding() -> Finding:
+    absent = ", ".join(cpu.absent_packages())
+    detail = f"stand-ins for {absent}" if absent else "all packages that SGLang imports are installed"
+    return Finding("CPU platform", True, detail)
+
+
+def _hook_findings(device: Device) -> list[Finding]:
+    statuses, problem = _probe_hooks(device)
+    if problem is not None:
+        return [Finding("hooks into SGLang", False, problem, "report this with the versions above")]
+    return [
+        Finding(
+            f"hook {status.name}",
+            status.state is not HookState.BROKEN,
+            f"{status.state}: {status.detail}",
+            "install an SGLang version from 0.5.17 to 0.5.23",
+        )
+        for status in statuses
+    ] + _unavailable_hooks()
+
+
+def _unavailable_hooks() -> list[Finding]:
+    """Hooks that an option of a worker asks for, and that the installed SGLang is too old for."""
+    installed = installed_sglang()
+    return [
+        Finding(f"hook {hook.name}", False, f"SGLang {installed} is too old for it", is_required=False)
+        for hook in HOOK_TABLE
+        if hook.is_for_pools and installed is not None and hook.target_in(installed) is None
+    ]
+
+
+def _probe_hooks(device: Device) -> tuple[list[HookStatus], str | None]:
+    """States of the hooks in a fresh process, or why that process failed."""
+    print("checking the hooks into SGLang, which imports it (about 15 s) ...", file=sys.stderr, flush=True)
+    environment = {**os.environ, **ExtensionOptions(Role.BOTH, device, LapsOptions()).to_environment()}
+    if device is Device.CPU:
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-m", "sglang_ext.engine.doctor"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HOOK_PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"importing SGLang took more than {HOOK_PROBE_TIMEOUT_S} s"
+    if probe.returncode != 0:
+        last_line = (probe.stderr.strip().splitlines() or ["no output"])[-1]
+        return [], f"SGLang cannot be imported: {last_line}"
+    records = json.loads(probe.stdout.strip().splitlines()[-1])
+    return [HookStatus(record["name"], HookState(record["state"]), record["detail"]) for record in records], None
+
+
+def _print_hook_states() -> None:
+    """Load SGLang with the hooks and print their state as JSON.
+
+    A process of its own does it (`python -m` this module), because it imports all of SGLang and changes it.
+    """
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        cpu.install()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    print(json.dumps([asdict(status) for status in inspect_hooks()]))
+
+
+if __name__ == "__main__":
+    _print_hook_states()

@@ -1,0 +1,141 @@
+"""`python -m sglang_ext.engine.launch FLAGS`: `sglang.launch_server` with this project's extensions.
+
+This module is the `__main__` of the engine on purpose. SGLang spawns its processes with multiprocessing, which
+runs the top level of the main module in each child before anything else; so the CPU platform is in place
+there before SGLang is imported, and each child is bound to its parent's life.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from sglang_ext.engine.process_lifetime import join_process_tree
+
+if __name__ in {"__main__", "__mp_main__"}:
+    join_process_tree(os.environ, is_child=__name__ == "__mp_main__")
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    from sglang_ext import cpu
+
+    cpu.install()
+
+
+def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
+    """Serve until the server ends. Returns the exit status of the process.
+
+    `has_imports`: this process was forked from one that has SGLang imported.
+    """
+    _end_when_asked()
+    from sglang_ext.engine.launch_plan import START_METHOD_VARIABLE, StartMethod, data_parallel_problem
+    from sglang_ext.engine.options import InvalidOptionsError, options_from_environment
+    from sglang_ext.engine.verification import HookNotInForceError, verify_hooks
+
+    try:
+        options = options_from_environment(os.environ)
+        if options is None:
+            return _refuse("start this engine with `sglang-ext worker`, which sets its options")
+    except InvalidOptionsError as error:
+        return _refuse(str(error))
+    can_fork = os.environ.get(START_METHOD_VARIABLE) == StartMethod.FORK
+    if can_fork:
+        from sglang_ext.engine import preload
+
+        if not has_imports:
+            try:
+                preload.preload()
+            except preload.CannotForkError as error:
+                print(f"sglang-ext: processes are spawned: {error}", file=sys.stderr)
+                can_fork = False
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        verify_hooks()
+    except HookNotInForceError as error:
+        return _refuse(str(error))
+    server_args = prepare_server_args(list(argv))
+    problem = data_parallel_problem(server_args.dp_size)  # a file of arguments may have it
+    if problem is not None:
+        return _refuse(problem)
+    from sglang.srt.entrypoints.http_server import app
+
+    from sglang_ext.engine.hooks.shutdown import ShutdownMiddleware
+
+    app.add_middleware(ShutdownMiddleware)
+    if options.transfer is not None:
+        from sglang.srt.environ import envs
+
+        from sglang_ext.transfer.sglang.transfer_options import conflict as transfer_conflict
+
+        problem = transfer_conflict(server_args, has_staging_buffer=envs.SGLANG_DISAGG_STAGING_BUFFER.get())
+        if problem is not None:
+            return _refuse(problem)
+    if options.laps is not None:
+        from sglang_ext.laps.sglang.laps_options import conflict
+        from sglang_ext.laps.sglang.status import add_routes
+        from sglang_ext.long_pool.sglang.cdsp_options import conflict as pool_conflict
+
+        problem = conflict(server_args)
+        if problem is None and options.cdsp is not None:
+            problem = pool_conflict(server_args)
+        if problem is not None:
+            return _refuse(problem)
+        add_routes(app)
+    if can_fork:
+        reason = preload.why_spawn(server_args)
+        if reason is None:
+            preload.fork_instead_of_spawn()
+        else:
+            print(f"sglang-ext: processes are spawned: {reason}", file=sys.stderr)
+            can_fork = False
+    os.environ[START_METHOD_VARIABLE] = StartMethod.FORK if can_fork else StartMethod.SPAWN
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _end_when_asked() -> None:
+    """End at SIGTERM while the model loads; SGLang takes the signal over once it serves.
+
+    The first process of a container has no default for it: without a handler the container would be killed at the end
+    of its grace period.
+    """
+    owner = os.getpid()
+
+    def end(number: int, _: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that was forked from this one
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        try:
+            # It may be half imported now. Before it is there are no children, and each ends with its parent anyway.
+            kill_tree = getattr(sys.modules.get("sglang.srt.utils"), "kill_process_tree", None)
+            if kill_tree is not None:
+                kill_tree(owner, include_parent=False)
+        finally:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def _refuse(reason: str) -> int:
+    print(f"sglang-ext: {reason}", file=sys.stderr)
+    return 3
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--fork-server"]:
+        from sglang_ext.engine import fork_server
+
+        sys.exit(fork_server.run(int(sys.argv[2]), lambda flags: main(flags, has_imports=True)))
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""`sglang-ext worker`: one SGLang instance with a role in the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
+from sglang_ext.engine.hook_table import V23
+from sglang_ext.engine.launch_plan import (
+    PIPELINE_PARALLEL_FLAGS,
+    LaunchCommand,
+    StartMethod,
+    WorkerOptions,
+    build_launch,
+    decode_context_model_problem,
+    size_of,
+)
+from sglang_ext.engine.model_facts import has_tied_embeddings, read_architecture, read_model_facts
+from sglang_ext.engine.process_lifetime import end_with_parent
+from sglang_ext.engine.versions import installed_sglang
+from sglang_ext.graphs.sglang.graph_options import add_graph_arguments, graph_options
+from sglang_ext.laps.sglang.laps_options import add_laps_arguments, laps_options
+from sglang_ext.laps.sglang.pipeline_stages import tied_head_problem
+from sglang_ext.long_pool.sglang.cdsp_options import (
+    MeshKind,
+    add_cdsp_arguments,
+    architecture_conflict,
+    cdsp_options,
+)
+from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, why_unavailable
+from sglang_ext.transfer.sglang.transfer_options import add_transfer_arguments, transfer_options
+from sglang_ext.types import Role
+
+USAGE_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `sglang-ext worker`."""
+    parser.add_argument("--role", type=Role, choices=list(Role), required=True, help="what this instance serves")
+    parser.add_argument("--model-path", required=True, help="local folder or Hugging Face name of the model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=_port, default=30000, help="HTTP port")
+    parser.add_argument(
+        "--bootstrap-port", type=_port, default=8998, help="port where decode instances find this prefill instance"
+    )
+    parser.add_argument(
+        "--advertise-host",
+        default=None,
+        help="address that other instances reach this one at; needed where --host is a wildcard and the "
+        "machine has several addresses",
+    )
+    parser.add_argument(
+        "--revision",
+        default="",
+        help="name of what is rolled out: routers pair prefill and decode instances of one revision alone "
+        "(SGLang's option of this name goes after --)",
+    )
+    parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to run on")
+    parser.add_argument(
+        "--transfer-backend",
+        choices=["auto", *BACKENDS],
+        default="auto",
+        help="how KV cache travels from prefill to decode",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        default=None,
+        help="cores of a CPU engine, per rank (tensor-parallel ranks times pipeline stages; default: half of the "
+        "cores, divided by the ranks)",
+    )
+    parser.add_argument(
+        "--kv-memory-mib", type=_positive, default=512, help="memory for the KV cache of a CPU engine, in MiB"
+    )
+    parser.add_argument(
+        "--exit-with-parent",
+        action="store_true",
+        help="end this instance when the process that started it ends, however that happens (Linux)",
+    )
+    parser.add_argument(
+        "--start-method",
+        choices=["auto", *StartMethod],
+        default="auto",
+        help="how the processes of the engine start: forked from one that has imported SGLang, or spawned, each with "
+        "imports of its own; auto: fork on a CPU",
+    )
+    add_laps_arguments(parser)
+    add_graph_arguments(parser)
+    add_cdsp_arguments(parser)
+    add_transfer_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
+    parser.add_argument(
+        "engine_arguments",
+        nargs="*",
+        metavar="-- SGLANG ARGUMENTS",
+        help="everything after -- goes to sglang.launch_server and wins over what is chosen here",
+    )
+
+
+def replace_process(command: LaunchCommand) -> int:
+    """Replace this process by the command, so that signals reach SGLang directly. Does not return."""
+    sys.stdout.flush()
+    os.execve(command.argv[0], list(command.argv), command.full_environment(os.environ))
+
+
+def run(
+    arguments: argparse.Namespace,
+    become: Callable[[LaunchCommand], int] = replace_process,
+    parent_pid: int | None = None,
+) -> int:
+    """Become the engine, by `become`. Returns what that returns, 2 for wrong usage, 0 for --dry-run.
+
+    `parent_pid` is the process that --exit-with-parent means; None: the one that is the parent now. Raises
+    OrphanError when that has ended.
+    """
+    if arguments.exit_with_parent and not arguments.dry_run:
+        # First of all: the parent of a process whose own has ended meanwhile is another one.
+        end_with_parent(parent_pid or os.getppid(), signal.SIGTERM)
+    machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
+    try:
+        options = _worker_options(arguments, machine.device)
+        problem = None if arguments.dry_run else _problem(options, machine)
+    except ValueError as error:
+        return _refuse(str(error))
+    if problem is not None:
+        return _refuse(problem)
+    try:
+        command = build_launch(options, machine, read_model_facts(options.model_path), installed_sglang() or V23)
+    except ValueError as error:
+        return _refuse(str(error))
+    if arguments.dry_run:
+        print(command)
+        return 0
+    return become(command)
+
+
+def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOptions:
+    backend = arguments.transfer_backend
+    graphs, engine_arguments = graph_options(arguments.role, arguments, arguments.engine_arguments)
+    laps, engine_arguments = laps_options(arguments.role, arguments, engine_arguments)
+    name = f"{arguments.advertise_host or arguments.host}:{arguments.port}"
+    cdsp = cdsp_options(arguments, arguments.role, name)
+    if cdsp is not None and laps is None:
+        raise ValueError("--cdsp-coordinator: needs --laps-mode other than off")
+    return WorkerOptions(
+        role=arguments.role,
+        model_path=arguments.model_path,
+        model_is_local=Path(arguments.model_path).is_dir(),
+        host=arguments.host,
+        port=arguments.port,
+        bootstrap_port=arguments.bootstrap_port,
+        transfer_backend=None if backend == "auto" else backend,
+        advertise_host=arguments.advertise_host,
+        threads=arguments.threads,
+        kv_memory_mib=arguments.kv_memory_mib,
+        start_method=None if arguments.start_method == "auto" else StartMethod(arguments.start_method),
+        laps=laps,
+        cdsp=cdsp,
+        transfer=transfer_options(arguments, arguments.role, device),
+        graphs=graphs,
+        revision=arguments.revision,
+        engine_arguments=engine_arguments,
+    )
+
+
+def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
+    """Why this worker cannot start on this machine, found before SGLang's slow imports."""
+    if installed_sglang() is None:
+        return "SGLang is not installed; `sglang-ext doctor` tells how to get it"
+    if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
+        return f"--model-path {options.model_path}: there is no such folder"
+    if options.start_method is StartMethod.FORK and machine.device is not Device.CPU:
+        return f"--start-method fork: not on {machine.device}, where importing SGLang initialises the device"
+    if options.cdsp is not None and options.cdsp.mesh is MeshKind.NCCL and machine.device is Device.CPU:
+        return "--cdsp-mesh nccl: NCCL moves memory of GPUs, and this engine has none"
+    if options.cdsp is not None and options.model_is_local:
+        problem = architecture_conflict(read_architecture(options.model_path))
+        if problem is not None:
+            return problem
+    if options.model_is_local and size_of(options.engine_arguments, PIPELINE_PARALLEL_FLAGS) > 1:
+        architecture = read_architecture(options.model_path)
+        problem = tied_head_problem(architecture, is_tied=has_tied_embeddings(options.model_path))
+        if problem is not None:
+            return problem
+    architecture = read_architecture(options.model_path) if options.model_is_local else None
+    problem = decode_context_model_problem(options.engine_arguments, architecture)
+    if problem is not None:
+        return problem
+    return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)
+
+
+def _refuse(problem: str) -> int:
+    print(f"sglang-ext worker: {problem}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 < port < 65536:
+        raise argparse.ArgumentTypeError(f"{port} is not a port")
+    return port
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number

@@ -1,0 +1,1 @@
+"""Which shapes of length and batch size are captured, and which batch fits which."""

@@ -1,0 +1,209 @@
+"""The `--laps-graph…` options of `sglang-ext worker`, and which engines can capture their prefills.
+
+They may also stand among the engine's own arguments (after `--`), where a cluster file puts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from sglang_ext.engine.engine_arguments import split_options
+from sglang_ext.types import Role
+from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS
+
+
+class Capture(StrEnum):
+    """When graphs are captured."""
+
+    OFF = "off"
+    LAZY = "lazy"
+    START = "start"
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """The grid of an instance. Absent where there is none."""
+
+    capture: Capture
+    lengths_tokens: tuple[int, ...] = DEFAULT_LENGTHS_TOKENS
+    batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+    memory_gb: float | None = None  # None: half of what is free
+
+
+def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; defaults are absent from the namespace, so that a later one wins."""
+    group = parser.add_argument_group("LAPS: prefill graphs by length and batch size (CUDA)")
+    group.add_argument(
+        "--laps-graphs",
+        dest="graphs_capture",
+        choices=list(Capture),
+        default=argparse.SUPPRESS,
+        help="capture short prefills as CUDA graphs: all at start, each when first wanted (lazy), or none "
+        "(default: off)",
+    )
+    group.add_argument(
+        "--laps-graph-lengths",
+        dest="graphs_lengths_tokens",
+        type=_numbers,
+        metavar="TOKENS,...",
+        default=argparse.SUPPRESS,
+        help=f"new tokens of a request (default: {_text(DEFAULT_LENGTHS_TOKENS)})",
+    )
+    group.add_argument(
+        "--laps-graph-batches",
+        dest="graphs_batch_sizes",
+        type=_numbers,
+        metavar="REQUESTS,...",
+        default=argparse.SUPPRESS,
+        help=f"requests of a batch (default: {_text(DEFAULT_BATCH_SIZES)})",
+    )
+    group.add_argument(
+        "--laps-graph-memory-gb",
+        dest="graphs_memory_gb",
+        type=_positive,
+        metavar="GB",
+        default=argparse.SUPPRESS,
+        help="device memory for all graphs (default: half of what is free when they are captured)",
+    )
+
+
+def graph_options(
+    role: Role, given: argparse.Namespace, engine_arguments: Sequence[str]
+) -> tuple[GraphOptions | None, tuple[str, ...]]:
+    """The options, or None without graphs, and the engine arguments that are none of them.
+
+    `engine_arguments` win over `given`. Raises ValueError with one line that names the option.
+    """
+    values, engine_arguments = split_options(
+        given, engine_arguments, flag="--laps-graph", destination="graphs_", declare=add_graph_arguments
+    )
+    capture = Capture(values.pop("capture", Capture.OFF))
+    if capture is Capture.OFF:
+        if values:
+            raise ValueError(f"{_OPTIONS[next(iter(values))]} needs --laps-graphs start or lazy")
+        return None, engine_arguments
+    if not role.is_prefill:
+        raise ValueError("--laps-graphs: these graphs are of prefills, not of decodes")
+    return GraphOptions(capture, **values), engine_arguments
+
+
+_OPTIONS = {
+    "lengths_tokens": "--laps-graph-lengths",
+    "batch_sizes": "--laps-graph-batches",
+    "memory_gb": "--laps-graph-memory-gb",
+}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers with commas between")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+# A body that maps ids and positions to hidden states, with attention that is plainly causal in each layer.
+CAPTURED_ARCHITECTURES = frozenset(
+    {
+        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
+        *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+    }
+)
+_TOKENS_HEADS_SIZE = 3
+
+
+def conflict(model_runner: Any) -> str | None:
+    """Why the prefills of this model runner are not captured; None when they can be."""
+    config, arguments = model_runner.model_config, model_runner.server_args
+    names = getattr(config.hf_config, "architectures", None) or ["a model without a name"]
+    pool = model_runner.token_to_kv_pool
+
+    def is_given(name: str) -> bool:
+        return bool(getattr(arguments, name, None))
+
+    for is_conflicting, reason in (
+        (names[0] not in CAPTURED_ARCHITECTURES, _why_not(names[0], config)),
+        (bool(getattr(config, "sliding_window_size", None)), f"{names[0]} has a sliding window"),
+        (arguments.pp_size > 1, "--pp-size: a pipeline stage is not captured"),
+        (arguments.enable_dp_attention, "--enable-dp-attention: its ranks build batches of their own"),
+        (_is_above_one(arguments, "ep_size"), "--ep-size: how many tokens go to which rank is known when it runs"),
+        (
+            getattr(arguments, "moe_a2a_backend", None) not in {None, "none"},
+            "--moe-a2a-backend: how many tokens go to which rank is known when it runs",
+        ),
+        (
+            _is_above_one(arguments, "attn_cp_size") or _is_above_one(arguments, "dcp_size"),
+            "context parallelism: its ranks divide each batch anew",
+        ),
+        (is_given("enable_two_batch_overlap"), "--enable-two-batch-overlap: it divides each batch anew"),
+        (
+            is_given("enable_eplb") or is_given("expert_distribution_recorder_mode"),
+            "--enable-eplb, --expert-distribution-recorder-mode: experts are counted by code that a replay leaves out",
+        ),
+        (
+            is_given("enable_return_routed_experts"),
+            "--enable-return-routed-experts: they are noted by code that a replay leaves out",
+        ),
+        (is_given("forward_hooks"), "--forward-hooks: a replay calls none"),
+        (is_given("enable_lora"), "--enable-lora: adapters differ by request"),
+        (arguments.speculative_algorithm is not None, "--speculative-algorithm: the draft reads other states"),
+        (
+            is_given("enable_hierarchical_cache"),
+            "--enable-hierarchical-cache: a captured pass cannot wait for the KV of its layers",
+        ),
+        (
+            is_given("enable_deterministic_inference"),
+            "--enable-deterministic-inference: sums are in another order than on the ordinary path",
+        ),
+        (_token_dimensions(pool) != _TOKENS_HEADS_SIZE, "SGLANG_USE_HND_KVCACHE: KV is not stored token by token"),
+        (model_runner.kv_cache_dtype != model_runner.dtype, "--kv-cache-dtype: KV is stored in another type"),
+        (
+            getattr(pool, "requires_physical_write_loc", False),
+            "the unified memory pool: slots are renamed between passes",
+        ),
+    ):
+        if is_conflicting:
+            return reason
+    return None
+
+
+def _why_not(architecture: str, config: Any) -> str:
+    """Of a model that is not captured: what is in its way, where the config tells."""
+    text = getattr(config, "hf_text_config", config.hf_config)
+    for field, reason in (
+        ("kv_lora_rank", "its attention is latent (MLA)"),
+        ("layer_types", "its layers are of several kinds"),
+        ("attention_chunk_size", "it attends within chunks"),
+        ("final_logit_softcapping", "its attention scores are capped"),
+        ("vision_config", "it takes images"),
+    ):
+        if getattr(text, field, None) or getattr(config.hf_config, field, None):
+            return f"{architecture}: {reason}"
+    return f"{architecture} is not one of {', '.join(sorted(CAPTURED_ARCHITECTURES))}"
+
+
+def _is_above_one(arguments: Any, name: str) -> bool:
+    return (getattr(arguments, name, None) or 1) > 1
+
+
+def _token_dimensions(pool: Any) -> int:
+    """Dimensions of a layer's keys."""
+    get_key_buffer = getattr(pool, "get_key_buffer", None)
+    return _TOKENS_HEADS_SIZE if get_key_buffer is None else int(get_key_buffer(pool.start_layer).dim())

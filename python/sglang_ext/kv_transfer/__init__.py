@@ -1,1 +1,0 @@
-"""Drivers and transports that move KV cache between instances."""

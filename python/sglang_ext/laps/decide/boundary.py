@@ -1,0 +1,110 @@
+"""Where short ends on an instance: one number, from what its iterations cost, that changes seldom.
+
+A prefill is short while memory and launches bound it rather than computation (LAPS's L_m), or while its time is a small
+part of the short prefills' objective: one that ends within half of it holds no other up for long, and is served best
+in one piece, with others. The larger of the two is taken, because a boundary below the second makes prompts wait
+in chunks that could have been answered in time.
+
+Routers and other instances follow the number, so it is coarse (two steps to a factor of two), and holds until the
+measurements have contradicted it by far and for long.
+"""
+
+from __future__ import annotations
+
+from math import inf, sqrt
+
+from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit
+
+DEFAULT_BOUNDARY_TOKENS = 512  # until an instance has measured what its iterations cost
+LEAST_BOUNDARY_TOKENS = 32
+_OBJECTIVE_SHARE = 0.5
+_SAMPLES = 32  # between two looks at the measurements
+_LOOKS = 8  # that contradict one after the other, before the number changes
+_FIRST_LOOKS = 2  # of the first so many iterations: an instance starts while others do
+_FIRST_SAMPLES = 512
+_MARGIN = 1.25  # beyond the step above or below
+
+
+def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: float, most_tokens: int) -> float | None:
+    """Most new tokens of a short prefill without cached ones; None while the samples leave open what so many take.
+
+    `write_s` is gamma_w (None: not known, and taken for nothing); `objective_s` the TTFT objective of short prefills;
+    `most_tokens` what one iteration may compute.
+    """
+    memory_bound = fit.boundary_tokens(write_s or 0.0, 0) or 0.0
+    tokens = min(max(memory_bound, tokens_within(fit.fitted, _OBJECTIVE_SHARE * objective_s)), most_tokens)
+    return tokens if fit.is_determined(tokens) else None
+
+
+def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, most_tokens: int) -> int:
+    """What an instance with these costs will find, where memory does not bound it for longer than the objective does.
+
+    `most_tokens`: what one of its iterations may compute.
+    """
+    return min(coarse_tokens(min(tokens_within(cost, _OBJECTIVE_SHARE * objective_s), most_tokens)), most_tokens)
+
+
+def tokens_within(cost: CostCoefficients, budget_s: float) -> float:
+    """New tokens of a lone prefill, without cached ones, that takes `budget_s`; 0 where even none takes longer."""
+    spare_s = budget_s - cost.kappa_s
+    if spare_s <= 0:
+        return 0.0
+    if cost.token_s <= 0 and cost.alpha_s <= 0:
+        return inf
+    root = sqrt(cost.token_s * cost.token_s + 4 * cost.alpha_s * spare_s)
+    return 2 * spare_s / (cost.token_s + root)
+
+
+def coarse_tokens(tokens: float) -> int:
+    """The largest of 32, 48, 64, 96, 128, ... that is at most `tokens`; 32 below that."""
+    step = LEAST_BOUNDARY_TOKENS
+    while _next(step) <= tokens:
+        step = _next(step)
+    return step
+
+
+def _next(step: int) -> int:
+    """48 after 32, 64 after 48."""
+    return step * 3 // 2 if step & (step - 1) == 0 else step * 4 // 3
+
+
+class ClassBoundary:
+    """The boundary that is in force on an instance.
+
+    `given_tokens` holds for ever; without it `most_tokens`, what one iteration may compute, bounds what is fitted.
+    """
+
+    __slots__ = ("_contradictions", "_given", "_most_tokens", "_samples", "is_fitted", "tokens")
+
+    def __init__(self, given_tokens: int | None, most_tokens: int) -> None:
+        self._given = given_tokens is not None
+        self._most_tokens = most_tokens
+        self._samples = 0
+        self._contradictions = 0
+        self.is_fitted = False
+        self.tokens = min(DEFAULT_BOUNDARY_TOKENS, most_tokens) if given_tokens is None else given_tokens
+
+    def note_iteration(self, fit: CostFit, write_s: float | None, objective_s: float) -> None:
+        """`fit` has learned from one more iteration."""
+        self._samples += 1
+        if self._given or self._samples % _SAMPLES:
+            return
+        fitted = fitted_boundary_tokens(fit, write_s, objective_s, self._most_tokens)
+        if fitted is None:
+            return
+        if not self.is_fitted:
+            self._use(fitted)
+        elif self._contradicts(fitted):
+            self._contradictions += 1
+            if self._contradictions >= (_FIRST_LOOKS if self._samples <= _FIRST_SAMPLES else _LOOKS):
+                self._use(fitted)
+        else:
+            self._contradictions = 0
+
+    def _contradicts(self, fitted: float) -> bool:
+        return not self.tokens / _MARGIN <= fitted <= _next(self.tokens) * _MARGIN
+
+    def _use(self, fitted: float) -> None:
+        self.tokens = min(coarse_tokens(fitted), self._most_tokens)
+        self.is_fitted = True
+        self._contradictions = 0

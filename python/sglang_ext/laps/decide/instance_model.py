@@ -1,0 +1,186 @@
+"""What the policy of one prefill instance knows: options, limits, measured costs, arrivals, the windows of its batches.
+
+The compositions (`packed_choice`, `separate_choice`) decide with it; `Laps` feeds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isfinite
+
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide.boundary import ClassBoundary
+from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit, IterationSample
+from sglang_ext.laps.decide.options import Batching, LapsOptions
+from sglang_ext.laps.decide.packed_batch import packed_round_s
+from sglang_ext.laps.decide.round_plan import (
+    Composition,
+    DispatchReason,
+    InstanceLimits,
+    LapsMode,
+    PrefillBatch,
+    QueuedPrefill,
+)
+from sglang_ext.laps.decide.short_batch import FormedBatch, apart_s, joined_s
+from sglang_ext.laps.decide.slack import RankedPrefill
+from sglang_ext.laps.decide.time_sharing import TimeAccount, automatic_round_s
+from sglang_ext.laps.decide.wait_depth import (
+    AdaptiveWaitDepth,
+    ArrivalRate,
+    BusyShare,
+    GatheringBatch,
+    Verdict,
+    WindowLimits,
+    break_even_gap_s,
+    others_served,
+)
+
+_ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
+_YIELD_OF_SLO = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
+_YIELD_OVERHEAD = 0.3  # share of such work's time that may go to what every batch costs anew
+
+
+class InstanceModel:
+    """State of one instance. `grid` is that of the engine's runner, which may leave shapes out of it meanwhile."""
+
+    def __init__(self, options: LapsOptions, grid: GraphGrid, prior: CostCoefficients, limits: InstanceLimits) -> None:
+        if min(limits[:4]) < 1:  # the numbers among them
+            raise ValueError(f"the limits of an instance must be at least 1, got {limits}")
+        self.options = options
+        self.grid = grid
+        self.limits = limits
+        self.mode = options.mode
+        self.fit = CostFit(prior)
+        self.boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
+        self.rate = ArrivalRate()
+        self.account = TimeAccount()
+        self.busy = BusyShare()
+        self.online_s = -inf  # when a request with a deadline arrived last
+        self.max_requests = min(options.depth_max, limits.max_requests)
+        self._aimed_shapes = grid.shapes  # those that the depths of the windows are from
+        self.awd = AdaptiveWaitDepth(
+            WindowLimits(
+                options.w_min_ms / 1e3,
+                options.w_max_ms / 1e3,
+                options.t_max_ms / 1e3,
+                options.sigma_ms / 1e3,
+                options.delta_ms / 1e3,
+            ),
+            grid.depths(self.max_requests),
+        )
+
+    @property
+    def cost(self) -> CostCoefficients:
+        return self.fit.coefficients
+
+    @property
+    def short_slo_s(self) -> float:
+        return self.options.short_ttft_slo_ms / 1e3
+
+    def note_iteration(self, sample: IterationSample) -> None:
+        """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
+        self.fit.add(sample)
+        self.boundary.note_iteration(self.fit, self.options.write_s, self.short_slo_s)
+        if self.grid.shapes is not self._aimed_shapes:
+            self._aimed_shapes = self.grid.shapes
+            self.awd.use_depths(self.grid.depths(self.max_requests))
+
+    def is_online(self, now_s: float) -> bool:
+        """Whether clients with deadlines are near, though none waits."""
+        return now_s <= self.online_s + _ONLINE_FOR_S
+
+    def round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
+        """Time budget of a round while so much long work waits and the next chunk follows `cached_tokens`."""
+        options = self.options
+        if options.round_ms is not None:
+            return options.round_ms / 1e3
+        cost = self.fit.coefficients
+        fixed_s = cost.kappa_s + cost.read_s * cached_tokens
+        if options.composition is Composition.PACKED:
+            return packed_round_s(fixed_s, self.short_slo_s, self.limits.stages)
+        longest_short_s = cost.chunk_s(self.boundary.tokens, 0)
+        return automatic_round_s(fixed_s, long_backlog_s, self.short_slo_s, longest_short_s)
+
+    def yield_s(self) -> float:
+        """Time budget of work without deadlines while there are requests with some: these wait for its end."""
+        if self.options.round_ms is not None:
+            return inf
+        return max(_YIELD_OF_SLO * self.short_slo_s, self.fit.coefficients.kappa_s / _YIELD_OVERHEAD)
+
+    def margin(self) -> float:
+        """By how much more than predicted a batch may take until it ends, relative to the prediction.
+
+        Through a pipeline it takes the predicted time on each stage.
+        """
+        return self.fit.typical_error() + self.limits.stages - 1
+
+    def most_share(self) -> float:
+        """The largest share of the time that shorts take while a long prefill that is late waits."""
+        share = self.options.most_share
+        return 1 - share if self.mode is LapsMode.SHORT else share
+
+    def verdict(self, now_s: float, batch: FormedBatch, deadline_s: float, *, has_longs: bool) -> Verdict:
+        """Whether the short batch should leave: adaptive wait-depth, or at once on an instance for long prefills.
+
+        `deadline_s`: the nearest one of all short prefills that wait.
+        """
+        if self.mode is LapsMode.LONG:
+            return Verdict(DispatchReason.SHARE if has_longs else DispatchReason.ALONE, now_s)
+        cost = self.fit.coefficients
+        depth = len(batch.members)
+        oldest_s, newest_s = inf, -inf
+        for member in batch.members:
+            arrival_s = member.request.arrival_s
+            if arrival_s < oldest_s:
+                oldest_s = arrival_s
+            if arrival_s > newest_s:
+                newest_s = arrival_s
+        arrivals_per_s = self.rate.per_s(now_s)
+        others = others_served(arrivals_per_s, batch.predicted_s, self.busy.share)
+        mean_alone_s = apart_s(batch.members, cost, self.grid) / depth
+        gathering = GatheringBatch(
+            depth=depth,
+            new_tokens=batch.new_tokens,
+            is_full=batch.is_full,
+            oldest_arrival_s=oldest_s,
+            newest_arrival_s=newest_s,
+            latest_start_s=deadline_s - batch.predicted_s * (1 + self.margin()),
+            break_even_gap_s=break_even_gap_s(
+                depth, mean_alone_s, batch.predicted_s, joined_s(batch, cost, self.grid), others
+            ),
+        )
+        is_offline = all(member.request.deadline_s == inf for member in batch.members)
+        if is_offline or self.options.batching is Batching.TOKEN_MAX:
+            token_max = min(self.options.token_max, self.limits.max_batch_tokens)
+            return self.awd.choose_token_max(now_s, gathering, token_max)
+        return self.awd.choose(now_s, gathering, arrivals_per_s)
+
+    def learn_depth(self, now_s: float, reason: DispatchReason, members: Sequence[QueuedPrefill]) -> None:
+        """A short batch has left with these members."""
+        if self.options.batching is not Batching.SLA or not any(isfinite(one.deadline_s) for one in members):
+            return
+        arrivals_s = [one.arrival_s for one in members]
+        depth = len(members)
+        evidence = self.awd.evidence(reason, depth, self.rate.per_s(now_s))
+        self.awd.learn(evidence, depth, max(arrivals_s) - min(arrivals_s))
+
+
+def has_deadline(request: QueuedPrefill) -> bool:
+    """Whether a client waits for its answer."""
+    return isfinite(request.deadline_s)
+
+
+def batch_of_shorts(batch: FormedBatch, reason: DispatchReason) -> PrefillBatch:
+    """The short prefills alone."""
+    keys = tuple([member.request.key for member in batch.members])
+    return PrefillBatch(keys, None, reason, batch.shape, len(keys), batch.new_tokens, batch.predicted_s)
+
+
+def nearest_deadline_s(shorts: Sequence[RankedPrefill]) -> float:
+    """Of these; infinite where none has one."""
+    nearest_s = inf
+    for one in shorts:
+        deadline_s = one.request.deadline_s
+        if deadline_s < nearest_s:
+            nearest_s = deadline_s
+    return nearest_s

@@ -1,0 +1,203 @@
+"""One batch, one time budget: the short prefills that wait, then long ones in what is left of it.
+
+Every iteration has a fixed cost, so what runs together pays it once (Medha mixes for the same reason). Long prefills
+join whole while they fit; at most one request is cut, so that a chunk's tail and the next prompt share an iteration.
+Short prefills run alone where mixing costs them more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, sqrt
+from typing import NamedTuple
+
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.laps.decide.long_prefill import choose_chunk
+from sglang_ext.laps.decide.round_plan import Cut
+from sglang_ext.laps.decide.short_batch import FormedBatch
+from sglang_ext.laps.decide.slack import RankedPrefill
+
+_OVERHEADS = 8.0  # a batch takes so many times what every batch costs anew, which is an eighth of the time then
+_LEAST_OF_SLO = 0.2
+_MOST_OF_SLO = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
+_LEAST_OVERHEADS = 2.4  # whatever the objective: below, next to nothing is computed
+_LONG_MODE_ROUNDS = 3.0
+_WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
+_WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
+_MOST_UTILISATION = 0.95
+_OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of the short prefills
+
+
+def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float:
+    """Time budget of a batch that holds short and long prefills, s: on each stage of a pipeline.
+
+    A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in; and
+    `fixed_s`, what every batch costs anew, is lost with each. So a batch takes eight times that, but a fifth of the
+    short prefills' objective at least and a third at most (and 2.4 times the fixed cost, if that is more): the longest
+    batch and the next one then end within five sixths of the objective, which leaves the rest to what was not foreseen.
+
+    Of a pipeline's `stages` it is the time on each: `stage_share`.
+    """
+    short_slo_s *= stage_share(stages)
+    wanted_s = min(max(_OVERHEADS * fixed_s, _LEAST_OF_SLO * short_slo_s), _MOST_OF_SLO * short_slo_s)
+    return max(wanted_s, _LEAST_OVERHEADS * fixed_s)
+
+
+def stage_share(stages: int) -> float:
+    """What a batch may take on each of P stages, over what it may take on an instance of one stage.
+
+    A short prefill that waits follows the longest batch (1/2 of the objective for one stage) through all stages, and
+    ends on the last one with its own (1/3): both shares shrink by (1/2 + 1/3) / (P/2 + 1/3).
+    """
+    return 5 / (2 + 3 * stages)
+
+
+def without_shorts_s(round_s: float) -> float:
+    """The budget while no short prefill waits."""
+    return _WITHOUT_SHORTS * round_s
+
+
+def long_mode_round_s(round_s: float, kappa_s: float, backlog_s: float, stages: int = 1) -> float:
+    """The budget on an instance for long prefills: three rounds.
+
+    In a pipeline less, if that is sooner: chunks of t make a backlog of W on each stage end after W + kappa W / t, and
+    the last stage begins (P - 1) t later; the sum is least at t = sqrt(kappa W / (P - 1)).
+    """
+    most_s = _LONG_MODE_ROUNDS * round_s
+    if stages == 1:
+        return most_s
+    best_s = sqrt(kappa_s * backlog_s / (stages - 1)) / _WITHOUT_SHORTS
+    return min(most_s, max(round_s, best_s))
+
+
+def even_share_s(work_s: float, budget_s: float) -> float:
+    """The time of each of the fewest equal parts of this work that keep the budget, or exceed it by a tenth together.
+
+    In a pipeline the stages wait for the longest chunk, and a last one that is shorter brings nothing.
+    """
+    return work_s / max(1, ceil(work_s / budget_s - (_WHOLE_WITHIN - 1))) if budget_s > 0 else budget_s
+
+
+class LongRoom(NamedTuple):
+    """What is left of a batch for long prefills."""
+
+    left_s: float
+    tokens: int
+    requests: int
+    free_kv_tokens: int
+    chunk_tokens: int  # most of one request
+    page_tokens: int
+    min_chunk_tokens: int
+    max_parked: int
+    may_continue: bool  # a started prefill may be in it
+
+
+class LongParts(NamedTuple):
+    """The long prefills of a batch. `added_s`: what they add to its time, without its fixed cost."""
+
+    whole: tuple[RankedPrefill, ...]
+    cut: RankedPrefill | None
+    cut_tokens: int
+    new_tokens: int
+    added_s: float
+
+    @property
+    def requests(self) -> int:
+        return len(self.whole) + (self.cut is not None)
+
+
+NO_LONGS = LongParts((), None, 0, 0, 0.0)
+
+
+def fill_with_longs(
+    longs: Sequence[RankedPrefill], started: Sequence[RankedPrefill], cost: CostCoefficients, room: LongRoom
+) -> LongParts:
+    """Long prefills for the room, `longs` being in the order in which they should run.
+
+    The first one progresses by at least `min_chunk_tokens`, whatever time is left. At most one that has been started
+    is in a batch, and at most one is cut. A prefill is started only if the memory holds it and the rest of all that
+    are started, so that these can always end; one that the batch ends needs room for itself alone. `started`: all
+    that hold KV. Where none does, even a prompt larger than the memory is begun.
+    """
+    left_s, tokens = room.left_s, min(room.tokens, room.free_kv_tokens)
+    promised_tokens = sum([one.request.new_tokens for one in started])
+    parked = len(started)  # after this batch, without the one that it cuts
+    has_started = not room.may_continue
+    whole: list[RankedPrefill] = []
+    new_tokens, added_s = 0, 0.0
+    for candidate in longs:
+        most_tokens = min(tokens, room.chunk_tokens)
+        if most_tokens < 1 or len(whole) >= room.requests:
+            break
+        request = candidate.request
+        if request.is_started and has_started:
+            continue
+        remaining_tokens, cached_tokens = request.new_tokens, request.cached_tokens
+        taken_tokens = remaining_tokens
+        taken_s = cost.chunk_s(remaining_tokens, cached_tokens) - cost.kappa_s
+        if remaining_tokens > most_tokens or taken_s > _WHOLE_WITHIN * left_s:
+            if not request.is_started and started:
+                promise_tokens = promised_tokens + new_tokens + remaining_tokens
+                if parked > room.max_parked or promise_tokens > room.free_kv_tokens:
+                    continue
+            if most_tokens < room.page_tokens:
+                break
+            taken_tokens = choose_chunk(
+                cost,
+                remaining_tokens,
+                cached_tokens,
+                left_s + cost.kappa_s,
+                room.page_tokens,
+                room.min_chunk_tokens,
+                most_tokens,
+            )
+            taken_s = cost.chunk_s(taken_tokens, cached_tokens) - cost.kappa_s
+            if taken_tokens > most_tokens or (whole and taken_s > _WHOLE_WITHIN * left_s):
+                break
+            if taken_tokens < remaining_tokens:
+                return LongParts(tuple(whole), candidate, taken_tokens, new_tokens + taken_tokens, added_s + taken_s)
+        whole.append(candidate)
+        if request.is_started:
+            has_started = True
+            parked -= 1
+            promised_tokens -= remaining_tokens
+        # Whole pages, as the engine gives them out.
+        tokens -= -(-taken_tokens // room.page_tokens) * room.page_tokens
+        left_s -= taken_s
+        new_tokens += taken_tokens
+        added_s += taken_s
+    return LongParts(tuple(whole), None, 0, new_tokens, added_s)
+
+
+def run_shorts_alone(
+    now_s: float,
+    shorts: FormedBatch,
+    mixed_s: float,
+    saved_s: float,
+    waiting: int,
+    utilisation: float,
+    stages: int = 1,
+) -> bool:
+    """Whether the short prefills should not share their batch with long ones.
+
+    They do not where one of them would be late for it that is on time alone, nor where what they wait for together
+    outweighs twice the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones and the next to come,
+    1 / (1 - utilisation) times as many in all. With captured graphs little is saved, and they run alone.
+
+    In a pipeline (`mixed_s` is the time on each of its `stages`) a short batch follows a long one through the later
+    stages, however short it is, and each stage waits meanwhile: sharing saves that as well.
+    """
+    behind_s = (stages - 1) * mixed_s
+    alone_end_s, mixed_end_s = now_s + shorts.predicted_s + behind_s, now_s + mixed_s + behind_s
+    if stages > 1:
+        saved_s += mixed_s - shorts.predicted_s
+    for member in shorts.members:
+        if alone_end_s <= member.request.deadline_s < mixed_end_s:
+            return True
+    others = _OTHERS_WEIGHT * (waiting + 1) / (1.0 - min(utilisation, _MOST_UTILISATION))
+    return len(shorts.members) * (mixed_s - shorts.predicted_s) > saved_s * others
+
+
+def cut_of(parts: LongParts) -> Cut | None:
+    """The request of which tokens are left."""
+    return None if parts.cut is None else Cut(parts.cut.request.key, parts.cut_tokens)

@@ -1,0 +1,237 @@
+"""What a packed instance runs next: which group, which short batch, and what of the long prefills beside it.
+
+A decision looks at the first requests of each order of the queue (`prefill_queue`), however many wait.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from sglang_ext.laps.decide.instance_model import InstanceModel, batch_of_shorts, nearest_deadline_s
+from sglang_ext.laps.decide.packed_batch import (
+    LongParts,
+    LongRoom,
+    cut_of,
+    even_share_s,
+    fill_with_longs,
+    long_mode_round_s,
+    run_shorts_alone,
+    without_shorts_s,
+)
+from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue
+from sglang_ext.laps.decide.round_plan import DispatchReason, LapsMode, PrefillBatch, RoundPlan
+from sglang_ext.laps.decide.short_batch import BatchBounds, FormedBatch, form_batch, lone_batch
+from sglang_ext.laps.decide.slack import RankedPrefill
+
+_MOST_SHORTS = 128  # candidates
+_SPARE_SHORTS = 16  # more than a batch holds: some are put back
+_MOST_LONGS = 8  # and those that have been started
+_ONLINE, _OFFLINE = Group.WITH_DEADLINE, Group.WITHOUT_DEADLINE
+
+
+def choose_packed(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> RoundPlan:
+    """The batch of this round, and smaller ones should the memory refuse it; or until when to wait."""
+    if not len(queue):
+        return RoundPlan((), inf)
+    queue.lift(now_s)
+    first = _group(queue)
+    plan = _choose_of_group(model, queue, now_s, free_kv_tokens, first)
+    if plan.batches or plan.wake_s < inf:
+        return plan
+    # What the memory refuses may be waiting for a request of the other group, which holds it.
+    return _choose_of_group(model, queue, now_s, free_kv_tokens, Group(1 - first))
+
+
+def _choose_of_group(
+    model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int, group: Group
+) -> RoundPlan:
+    candidates = min(model.max_requests + _SPARE_SHORTS, _MOST_SHORTS)
+    shorts = queue.candidates(group, candidates, now_s)
+    is_online = queue.count(_ONLINE) > 0 or model.is_online(now_s)
+    longs = queue.longs(group, _MOST_LONGS)
+    round_s = _round_s(model, queue, group, longs, is_online=is_online)
+    if group is _OFFLINE and is_online and shorts:
+        shorts, longs = _cut_long_ones(model, shorts, longs)
+    first_long = longs[0] if longs else None
+    short_class = shorts[0].urgency.aged_class if shorts else 0
+    # Ageing makes a long prefill at most equal to a short one, or else each would hold up the short ones in its turn.
+    is_long_first = (
+        first_long is not None
+        and bool(shorts)
+        and max(first_long.urgency.aged_class, min(int(first_long.request.priority), short_class)) < short_class
+    )
+    if first_long is not None:
+        short_budget_s = model.most_share() * round_s
+    elif group is _ONLINE and model.options.round_ms is None:  # their deadlines bound it, and a denser one serves more
+        short_budget_s = max(round_s, model.short_slo_s)
+    else:
+        short_budget_s = round_s
+    bounds = BatchBounds(
+        model.max_requests,
+        model.limits.max_batch_tokens,
+        free_kv_tokens,
+        model.limits.page_tokens,
+        short_budget_s,
+        model.margin(),
+    )
+    batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds)
+    if batch is None:
+        batches = _without_shorts(model, queue, shorts, longs, round_s, free_kv_tokens)
+        return RoundPlan(batches, now_s if batches else inf)
+    verdict = model.verdict(now_s, batch, nearest_deadline_s(shorts), has_longs=first_long is not None)
+    if first_long is None or not _may_run(model, now_s, first_long):
+        is_idle = first_long is not None or not queue.count(Group(1 - group))
+        if verdict.reason is None and is_idle:
+            return RoundPlan((), verdict.wake_s)
+        # Without a reason: others are there to use the time.
+        return RoundPlan((batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE),), now_s)
+    if group is _OFFLINE and not is_online and _gathers(model, now_s, batch):
+        # No client waits for an answer: short ones join when their batch is full, for decode is not to run dry.
+        alone = _without_shorts(model, queue, [], longs, round_s, free_kv_tokens)
+        if alone:
+            return RoundPlan((*alone, batch_of_shorts(batch, DispatchReason.SHARE)), now_s)
+    # On the ordinary kernels, whatever shape the short ones alone would have.
+    cost = model.cost
+    shorts_s = cost.iteration_s(batch.attention_work, batch.new_tokens, batch.cached_tokens, len(batch.members))
+    mixed = _mixed(model, queue, batch, longs, shorts_s, round_s, free_kv_tokens)
+    short = batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE)
+    if mixed is None:
+        return RoundPlan((short,), now_s)
+    saved_s = max(0.0, batch.predicted_s - (shorts_s - cost.kappa_s))
+    waiting = len(queue) - len(batch.members)
+    if model.account.can_run_short() and run_shorts_alone(
+        now_s, batch, mixed.predicted_s, saved_s, waiting, model.busy.share, model.limits.stages
+    ):
+        return RoundPlan((short, mixed), now_s)
+    return RoundPlan((mixed, short), now_s)
+
+
+def _group(queue: PrefillQueue) -> Group:
+    """Requests with deadlines first, unless one without has been lifted above all of them."""
+    return _OFFLINE if queue.head_class(_OFFLINE) < queue.head_class(_ONLINE) else _ONLINE
+
+
+def _round_s(
+    model: InstanceModel, queue: PrefillQueue, group: Group, longs: list[RankedPrefill], *, is_online: bool
+) -> float:
+    """The time budget of the batch."""
+    backlog_s = queue.long_work_s[_ONLINE]
+    if not is_online:
+        backlog_s += queue.long_work_s[_OFFLINE]
+    round_s = model.round_s(longs[0].request.cached_tokens if longs else 0, backlog_s)
+    if model.options.round_ms is not None:
+        return round_s
+    if group is _OFFLINE:
+        return min(round_s, model.yield_s()) if is_online else max(round_s, model.short_slo_s)
+    if model.mode is LapsMode.LONG:
+        head_s = longs[0].total_s - longs[0].remaining_s if longs else 0.0  # what has been computed of it
+        return long_mode_round_s(round_s, model.cost.kappa_s, backlog_s + head_s, model.limits.stages)
+    return round_s
+
+
+def _cut_long_ones(
+    model: InstanceModel, shorts: list[RankedPrefill], longs: list[RankedPrefill]
+) -> tuple[list[RankedPrefill], list[RankedPrefill]]:
+    """While clients with deadlines are near, a short prefill without one that takes longer is cut like a long one."""
+    yield_s = model.yield_s()
+    cut = [ranked for ranked in shorts if ranked.remaining_s > yield_s]
+    return [ranked for ranked in shorts if ranked.remaining_s <= yield_s], [*longs, *cut]
+
+
+def _may_run(model: InstanceModel, now_s: float, long: RankedPrefill) -> bool:
+    """An instance for short prefills runs a long one beside them when that is late, or has aged."""
+    if model.mode is not LapsMode.SHORT:
+        return True
+    request = long.request
+    is_late = request.deadline_s - long.remaining_s <= now_s
+    return is_late or long.urgency.aged_class < request.priority
+
+
+def _gathers(model: InstanceModel, now_s: float, batch: FormedBatch) -> bool:
+    if batch.is_full or model.options.round_ms is not None:
+        return False
+    oldest_s = min([member.request.arrival_s for member in batch.members])
+    return now_s < oldest_s + model.short_slo_s
+
+
+def _room(
+    model: InstanceModel, left_s: float, free_kv_tokens: int, batch: FormedBatch | None, *, may_continue: bool
+) -> LongRoom:
+    limits = model.limits
+    taken_tokens = requests = 0
+    if batch is not None:
+        requests = len(batch.members)
+        for member in batch.members:
+            taken_tokens += -(-member.request.new_tokens // limits.page_tokens) * limits.page_tokens
+    return LongRoom(
+        left_s,
+        limits.max_batch_tokens - taken_tokens,
+        model.max_requests - requests,
+        free_kv_tokens - taken_tokens,
+        limits.max_chunk_tokens,
+        limits.page_tokens,
+        model.options.min_chunk_tokens,
+        model.options.max_parked,
+        may_continue,
+    )
+
+
+def _started(queue: PrefillQueue) -> list[RankedPrefill]:
+    return list(queue.started.values())
+
+
+def _mixed(
+    model: InstanceModel,
+    queue: PrefillQueue,
+    batch: FormedBatch,
+    longs: list[RankedPrefill],
+    shorts_s: float,
+    round_s: float,
+    free_kv_tokens: int,
+) -> PrefillBatch | None:
+    """The short batch with long prefills in what it leaves of the round; None where none fits."""
+    cost, members = model.cost, batch.members
+    room = _room(model, round_s - shorts_s, free_kv_tokens, batch, may_continue=model.limits.mixes_started)
+    parts = fill_with_longs(longs, _started(queue), cost, room)
+    if not parts.requests:
+        return None
+    predicted_s = shorts_s + parts.added_s + parts.requests * cost.request_s
+    keys = [member.request.key for member in members]
+    return _batch(keys, parts, DispatchReason.MIXED, batch.new_tokens, predicted_s)
+
+
+def _without_shorts(
+    model: InstanceModel,
+    queue: PrefillQueue,
+    shorts: list[RankedPrefill],
+    longs: list[RankedPrefill],
+    round_s: float,
+    free_kv_tokens: int,
+) -> tuple[PrefillBatch, ...]:
+    """Long prefills alone: there is no short one, no memory for it, or a long one is of a more urgent class."""
+    cost = model.cost
+    batches: list[PrefillBatch] = []
+    if longs:
+        budget_s = round_s if shorts or model.options.round_ms is not None else without_shorts_s(round_s)
+        left_s = budget_s - cost.kappa_s
+        if model.limits.stages > 1 and len(longs) == 1:  # another one would share the last chunk
+            request = longs[0].request
+            left_s = even_share_s(cost.chunk_s(request.new_tokens, request.cached_tokens) - cost.kappa_s, left_s)
+        room = _room(model, left_s, free_kv_tokens, None, may_continue=True)
+        if not model.limits.mixes_started and longs[0].request.is_started:
+            room = room._replace(requests=1)
+        parts = fill_with_longs(longs, _started(queue), cost, room)
+        reason = DispatchReason.URGENT if shorts else DispatchReason.ALONE
+        if parts.requests:
+            predicted_s = cost.kappa_s + parts.added_s + (parts.requests - 1) * cost.request_s
+            batches.append(_batch([], parts, reason, 0, predicted_s))
+    if shorts:
+        batches.append(batch_of_shorts(lone_batch(shorts[0], cost, model.grid), DispatchReason.FULL_SHAPE))
+    return tuple(batches)
+
+
+def _batch(
+    shorts: list[int], parts: LongParts, reason: DispatchReason, new_tokens: int, predicted_s: float
+) -> PrefillBatch:
+    whole = (*shorts, *[ranked.request.key for ranked in parts.whole])
+    return PrefillBatch(whole, cut_of(parts), reason, None, len(shorts), new_tokens + parts.new_tokens, predicted_s)

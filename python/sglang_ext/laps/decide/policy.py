@@ -1,0 +1,234 @@
+"""One prefill instance's policy: which requests run together next, or until when nothing should.
+
+Short prefills gather into batches (`wait_depth`, `short_batch`) on captured graphs (`graph_grid`); long ones fill what
+a batch leaves of its time budget (`packed_choice`, `packed_batch`). All of it rests on what iterations cost
+(`cost_model`). LAPS's own composition and Medha's are there to compare with (`separate_choice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, inf, isfinite
+
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
+from sglang_ext.laps.decide.instance_model import InstanceModel
+from sglang_ext.laps.decide.options import Batching, LapsOptions
+from sglang_ext.laps.decide.packed_choice import choose_packed
+from sglang_ext.laps.decide.prefill_queue import PrefillQueue
+from sglang_ext.laps.decide.round_plan import (
+    ClassReport,
+    Composition,
+    InstanceLimits,
+    LapsMode,
+    LapsReport,
+    PrefillBatch,
+    PriorityClass,
+    QueuedPrefill,
+    RoundPlan,
+    RoundSnapshot,
+)
+from sglang_ext.laps.decide.separate_choice import Survey, choose_separate, is_batched, survey, verdict_of
+from sglang_ext.laps.decide.slack import SlaDeviation
+from sglang_ext.types import LengthClass
+
+
+class Laps:
+    """Times are seconds on one monotonic clock of the caller's.
+
+    The queue is kept from round to round: `put` takes a request in and tells what has become of it, `remove` takes it
+    out, `note_dispatch` does both for those of a batch. `choose` changes nothing but the classes of those that have
+    waited long; `choose_of` decides on a queue that is given whole, and leaves the kept one alone. `grid` is that of
+    the engine's runner, which may leave shapes out of it between two decisions.
+    """
+
+    def __init__(self, options: LapsOptions, grid: GraphGrid, prior: CostCoefficients, limits: InstanceLimits) -> None:
+        self._model = InstanceModel(options, grid, prior, limits)
+        self._deviation = {length_class: SlaDeviation() for length_class in LengthClass}
+        self.queue = self._empty_queue()
+        self._free_kv_tokens = 0  # at the last decision
+
+    @property
+    def mode(self) -> LapsMode:
+        return self._model.mode
+
+    def switch_mode(self, mode: LapsMode) -> None:
+        """Takes effect with the next decision; nothing that is queued or started is lost."""
+        self._model.mode = mode
+
+    def classify(self, new_tokens: int, cached_tokens: int) -> LengthClass:
+        """The class of a prefill that arrives now; it keeps it."""
+        return LengthClass.SHORT if new_tokens <= self._model.boundary.tokens else LengthClass.LONG
+
+    def deadline_s(
+        self,
+        length_class: LengthClass,
+        new_tokens: int,
+        cached_tokens: int,
+        arrival_s: float,
+        ttft_slo_s: float | None,
+        priority: PriorityClass = PriorityClass.NORMAL,
+    ) -> float:
+        """When its prefill should end (absolute): by its own objective, else by the option of its class.
+
+        Infinite where it has none of its own and is offline work: of low priority, or with token-max batching.
+        Raises ValueError for an objective that is not above 0.
+        """
+        if ttft_slo_s is not None:
+            if not ttft_slo_s > 0:
+                raise ValueError(f"the TTFT objective of a request must be above 0 s, got {ttft_slo_s:g}")
+            return arrival_s + ttft_slo_s
+        options = self._model.options
+        if options.batching is Batching.TOKEN_MAX or priority is PriorityClass.LOW:
+            return inf
+        short_slo_s = options.short_ttft_slo_ms / 1e3
+        if length_class is LengthClass.SHORT:
+            return arrival_s + short_slo_s
+        cost = self._model.cost
+        ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._model.round_s(cached_tokens, 0.0))
+        return arrival_s + max(short_slo_s, options.long_slo_stretch * ideal_s)
+
+    def note_arrival(
+        self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int, deadline_s: float
+    ) -> None:
+        """A request has been queued; the rate of short ones is what a window reckons with."""
+        if length_class is LengthClass.SHORT:
+            self._model.rate.add(now_s)
+        if isfinite(deadline_s):
+            self._model.online_s = now_s
+
+    # -- the queue ------------------------------------------------------------------------------------------------
+
+    def put(self, request: QueuedPrefill, now_s: float) -> None:
+        """A request waits, or has changed: its prefix was matched anew."""
+        self._put(self.queue, request, now_s)
+
+    def remove(self, key: int) -> None:
+        """A request has left without being computed to its end. One that is not there is ignored."""
+        if key in self.queue:
+            self.queue.remove(key)
+
+    def choose(self, now_s: float, free_kv_tokens: int) -> RoundPlan:
+        """What should run next. Nothing more changes until `note_dispatch` tells what did."""
+        return self._choose(self.queue, now_s, free_kv_tokens)
+
+    def note_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
+        """A batch of the plan leaves: its whole requests are gone from the queue, the cut one has less left."""
+        self._learn_dispatch(self.queue, now_s, batch)
+        queue = self.queue
+        queue.remove_all(batch.whole)
+        if not batch.is_short:  # the long prefill that ran last is the current one
+            for ranked in list(queue.started.values()):
+                if ranked.request.is_current:
+                    self._put(queue, ranked.request.overtaken(), now_s)
+        if batch.cut is not None:
+            self._put(queue, queue.get(batch.cut.key).request.after_chunk(batch.cut.tokens), now_s)
+
+    def choose_of(self, snapshot: RoundSnapshot) -> RoundPlan:
+        """As `choose`, on a queue that is given whole."""
+        return self._choose(self._queue_of(snapshot), snapshot.now_s, snapshot.free_kv_tokens)
+
+    def note_dispatch_of(self, snapshot: RoundSnapshot, batch: PrefillBatch) -> None:
+        """As `note_dispatch`, of a plan for a queue that is given whole."""
+        self._learn_dispatch(self._queue_of(snapshot), snapshot.now_s, batch)
+
+    # -- measurements ----------------------------------------------------------------------------------------------
+
+    def predicted_s(self, new_tokens: Sequence[int], cached_tokens: Sequence[int]) -> float:
+        """Seconds of a forward iteration over requests with these tokens, one number each."""
+        work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
+        return self._model.cost.iteration_s(work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
+
+    def note_iteration(self, sample: IterationSample) -> None:
+        """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
+        self._model.note_iteration(sample)
+
+    def note_first_token(self, now_s: float, length_class: LengthClass, arrival_s: float, deadline_s: float) -> None:
+        """A prefill has ended. One without a deadline says nothing about how deadlines are kept."""
+        if isfinite(deadline_s):
+            self._deviation[length_class].add(now_s, arrival_s, deadline_s)
+
+    def report(self, snapshot: RoundSnapshot) -> LapsReport:
+        """For metrics and for the pool controller. Looks at the whole queue."""
+        model = self._model
+        state = survey(model, self._queue_of(snapshot), snapshot.now_s, snapshot.free_kv_tokens)
+        rate_per_s = model.rate.per_s(state.now_s)
+        window_s = model.awd.window_s(rate_per_s)
+        if state.batch is not None:
+            wake_s = verdict_of(model, state, state.batch).wake_s
+            window_s = max(0.0, wake_s - min(member.request.arrival_s for member in state.batch.members))
+        started = sum(ranked.request.is_started for ranked in state.longs)
+        current = sum(ranked.request.is_started and ranked.request.is_current for ranked in state.longs)
+        return LapsReport(
+            mode=model.mode,
+            window_s=window_s,
+            depth=model.awd.depth,
+            short_rate_per_s=rate_per_s,
+            short_share=model.account.short_share(),
+            round_s=state.round_s,
+            boundary_tokens=model.boundary.tokens,
+            boundary_is_fitted=model.boundary.is_fitted,
+            parked=started - current,
+            short=self._class_report(state, LengthClass.SHORT),
+            long=self._class_report(state, LengthClass.LONG),
+            fit=model.fit.report(),
+        )
+
+    # -- in detail -------------------------------------------------------------------------------------------------
+
+    def _empty_queue(self) -> PrefillQueue:
+        options = self._model.options
+        return PrefillQueue(options.age_s, options.long_slo_stretch)
+
+    def _queue_of(self, snapshot: RoundSnapshot) -> PrefillQueue:
+        queue = self._empty_queue()
+        for request in snapshot.queue:
+            self._put(queue, request, snapshot.now_s)
+        return queue
+
+    def _put(self, queue: PrefillQueue, request: QueuedPrefill, now_s: float) -> None:
+        queue.put(request, now_s, self._model.cost, self._model.round_s(0, 0.0))
+
+    def _choose(self, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> RoundPlan:
+        self._free_kv_tokens = free_kv_tokens
+        if self._model.options.composition is Composition.PACKED:
+            return choose_packed(self._model, queue, now_s, free_kv_tokens)
+        return choose_separate(self._model, queue, now_s, free_kv_tokens)
+
+    def _learn_dispatch(self, queue: PrefillQueue, now_s: float, batch: PrefillBatch) -> None:
+        """The account of the classes' time, and the depth of short batches."""
+        model = self._model
+        model.busy.add(now_s, batch.predicted_s)
+        if model.options.composition is Composition.PACKED:
+            has_longs = queue.has_longs()
+            share, round_s = model.most_share(), model.round_s(0, 0.0)
+        else:
+            has_longs = any(not is_batched(ranked.request) for ranked in queue)
+            state = survey(model, queue, now_s, self._free_kv_tokens)
+            share, round_s = state.share, state.round_s
+        if not batch.is_short:
+            model.account.earn(batch.predicted_s, share, model.most_share(), round_s)
+            return
+        if has_longs:
+            model.account.spend(batch.predicted_s, round_s)
+        else:
+            model.account.clear()
+        model.learn_depth(now_s, batch.reason, [queue.get(key).request for key in batch.whole])
+
+    def _class_report(self, state: Survey, length_class: LengthClass) -> ClassReport:
+        ranked = [item for item in (*state.shorts, *state.longs) if item.request.length_class is length_class]
+        requests: list[QueuedPrefill] = [item.request for item in ranked]
+        backlog_s = sum(item.remaining_s for item in ranked)
+        if length_class is LengthClass.SHORT and ranked:  # in batches, which share kappa
+            kappa_s = self._model.cost.kappa_s
+            backlog_s -= kappa_s * len(ranked)
+            backlog_s += kappa_s * max(ceil(len(ranked) / self._model.max_requests), ceil(backlog_s / state.round_s))
+        deviation = self._deviation[length_class]
+        return ClassReport(
+            requests=len(requests),
+            new_tokens=sum(request.new_tokens for request in requests),
+            backlog_s=backlog_s,
+            oldest_wait_s=max((state.now_s - request.arrival_s for request in requests), default=0.0),
+            slo_violation_rate=deviation.slo_violation_rate(state.now_s),
+            tardiness=deviation.tardiness(state.now_s),
+        )

@@ -1,0 +1,108 @@
+"""Medha's length-aware relative slack (LARS), within priority classes that waiting lifts, and the deadlines missed.
+
+rho = (deadline - now - remaining work) / total work (Medha, section 4.1): how much of its own length a request can
+still afford to wait. Lowest first: neither a convoy (as with first come, first served) nor a long request that is
+postponed until its deadline cannot be met and then blocks all others (as with earliest deadline first).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import floor, isfinite
+from typing import NamedTuple
+
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.laps.decide.round_plan import QueuedPrefill
+
+
+class Urgency(NamedTuple):
+    """Sorts most urgent first."""
+
+    aged_class: int  # priority class less one for each lift; below REAL_TIME for the longest waiting
+    relative_slack: float  # or whatever else orders a class, ascending
+    arrival_s: float  # decides among requests without deadlines
+    key: int
+
+
+class RankedPrefill:
+    """A queued request, how urgent it is, and its predicted times on an idle instance. Sorts most urgent first."""
+
+    __slots__ = ("remaining_s", "request", "total_s", "urgency")
+
+    def __init__(self, urgency: Urgency, request: QueuedPrefill, remaining_s: float, total_s: float) -> None:
+        self.urgency = urgency
+        self.request = request
+        self.remaining_s = remaining_s
+        self.total_s = total_s
+
+    def __lt__(self, other: RankedPrefill) -> bool:
+        return self.urgency < other.urgency
+
+
+def relative_slack(deadline_s: float, now_s: float, remaining_s: float, total_s: float) -> float:
+    """rho; infinite without a deadline, negative when the deadline cannot be met any more."""
+    return (deadline_s - now_s - remaining_s) / total_s
+
+
+def aged_class(priority: int, waited_s: float, lift_s: float) -> int:
+    """The priority class after `waited_s`, one less for every `lift_s`.
+
+    There is no most urgent class: a request can be preceded only by those that arrive at most
+    (classes between them + 1) * lift_s after it, so that none starves, with or without a deadline.
+    """
+    return priority - floor(max(0.0, waited_s) / lift_s)
+
+
+def rank(
+    request: QueuedPrefill, now_s: float, cost: CostCoefficients, round_s: float, age_s: float, stretch: float
+) -> RankedPrefill:
+    """A request's urgency at `now_s`. It is lifted every `age_s`, or `stretch` times its own length if that is more:
+    what is normal for a long prefill must not lift it above those that came later.
+    """
+    computed_tokens = request.total_tokens - request.new_tokens
+    remaining_s = cost.prefill_s(request.new_tokens, request.cached_tokens, round_s)
+    if computed_tokens > 0:
+        total_s = cost.prefill_s(request.total_tokens, request.cached_tokens - computed_tokens, round_s)
+    else:
+        total_s = remaining_s
+    total_s = max(total_s, 1e-9)
+    lift_s = max(age_s, stretch * total_s)
+    urgency = Urgency(
+        aged_class(request.priority, now_s - request.arrival_s, lift_s),
+        relative_slack(request.deadline_s, now_s, remaining_s, total_s),
+        request.arrival_s,
+        request.key,
+    )
+    return RankedPrefill(urgency, request, remaining_s, total_s)
+
+
+class SlaDeviation:
+    """Over the prefills that ended within the last `horizon_s`, at most the latest `prefills` of them."""
+
+    __slots__ = ("_ended", "horizon_s")
+
+    def __init__(self, horizon_s: float = 30.0, prefills: int = 1024) -> None:
+        if not horizon_s > 0:
+            raise ValueError(f"horizon_s must be above 0, got {horizon_s}")
+        self.horizon_s = horizon_s
+        self._ended: deque[tuple[float, float]] = deque(maxlen=prefills)  # when, and tardiness
+
+    def add(self, now_s: float, arrival_s: float, deadline_s: float) -> None:
+        """A prefill has ended. One without a deadline (infinity) is never late."""
+        tardiness = 0.0
+        if isfinite(deadline_s) and now_s > deadline_s:
+            tardiness = (now_s - deadline_s) / max(deadline_s - arrival_s, 1e-3)
+        self._ended.append((now_s, tardiness))
+
+    def slo_violation_rate(self, now_s: float) -> float:
+        """Share of them that ended after their deadline; 0 when none ended."""
+        recent = self._recent(now_s)
+        return sum(tardiness > 0 for tardiness in recent) / len(recent) if recent else 0.0
+
+    def tardiness(self, now_s: float) -> float:
+        """Mean of max(0, end - deadline) / (deadline - arrival); 0 when none ended."""
+        recent = self._recent(now_s)
+        return sum(recent) / len(recent) if recent else 0.0
+
+    def _recent(self, now_s: float) -> list[float]:
+        return [tardiness for ended_s, tardiness in self._ended if ended_s > now_s - self.horizon_s]

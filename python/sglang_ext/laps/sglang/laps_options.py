@@ -1,0 +1,139 @@
+"""The `--laps-…` options of `sglang-ext worker`, one for each field of `LapsOptions`, and the arguments they exclude.
+
+They may also stand among the engine's own arguments (after `--`), where a cluster file puts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
+from enum import StrEnum
+from typing import Any, get_args, get_type_hints
+
+from sglang_ext.engine.engine_arguments import split_options
+from sglang_ext.laps.decide.options import LapsOptions, option_name
+from sglang_ext.laps.decide.round_plan import LapsMode
+from sglang_ext.types import Role
+
+AUTO, OFF = "auto", "off"
+_PREFIX = "laps_"
+
+
+def add_laps_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--laps-mode` and the rest; defaults are absent from the namespace, so that a later one wins."""
+    group = parser.add_argument_group("LAPS: short and long prefills on one instance")
+    group.add_argument(
+        "--laps-mode",
+        choices=[AUTO, OFF, *(mode.value for mode in LapsMode)],
+        default=argparse.SUPPRESS,
+        help="what the instance prefers; auto: as its role; off: SGLang's own scheduler (default: auto)",
+    )
+    types = get_type_hints(LapsOptions)
+    for field in fields(LapsOptions):
+        if field.name != "mode":
+            _add_argument(group, field, types[field.name])
+
+
+def laps_options(
+    role: Role, given: argparse.Namespace, engine_arguments: Sequence[str]
+) -> tuple[LapsOptions | None, tuple[str, ...]]:
+    """LAPS's options, or None where it is off, and the engine arguments that are not LAPS's.
+
+    `engine_arguments` win over `given`. Raises ValueError with one line that names the option.
+    """
+    values, engine_arguments = split_options(
+        given, engine_arguments, flag="--laps-", destination=_PREFIX, declare=add_laps_arguments
+    )
+    mode = values.pop("mode", AUTO)
+    if mode == OFF or not role.is_prefill:
+        if values or (mode not in {AUTO, OFF}):
+            names = ", ".join(map(option_name, values)) or "--laps-mode"
+            raise ValueError(f"{names}: {'LAPS is off' if mode == OFF else 'LAPS schedules prefills, not decodes'}")
+        return None, engine_arguments
+    return LapsOptions(mode=LapsMode(role.value if mode == AUTO else mode), **values), engine_arguments
+
+
+def _add_argument(group: Any, field: Field[Any], kind: Any) -> None:
+    kind = next(one for one in (get_args(kind) or (kind,)) if one is not type(None))
+    default = "" if field.default is None else f" (default: {field.default})"
+    options: dict[str, Any] = {
+        "type": kind,
+        "default": argparse.SUPPRESS,
+        "help": f"{field.metadata['help']}{default}".replace("%", "%%"),
+    }
+    if issubclass(kind, StrEnum):
+        options |= {"type": _one_of(kind), "metavar": f"{{{','.join(kind)}}}"}
+    else:
+        options["metavar"] = _unit(field.name).upper()
+    group.add_argument(option_name(field.name), **options)
+
+
+def _unit(name: str) -> str:
+    """What an option's name ends with: its unit, which may be a rate (`gb_per_s`)."""
+    words = name.split("_")
+    return "_".join(words[-3:] if words[-2:-1] == ["per"] else words[-1:])
+
+
+def _one_of(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
+    """A type for argparse whose error lists the choices."""
+
+    def convert(text: str) -> StrEnum:
+        if text not in list(kind):
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(kind)}, got {text!r}")
+        return kind(text)
+
+    return convert
+
+
+def conflict(server_args: Any) -> str | None:
+    """Why these SGLang arguments and LAPS exclude each other; None when they do not.
+
+    They may be ServerArgs that SGLang has not resolved yet: what it derives from another argument is looked for there.
+    """
+    for is_conflicting, argument, reason in (
+        (server_args.disaggregation_mode != "prefill", "--disaggregation-mode", "LAPS schedules prefill instances"),
+        (
+            server_args.schedule_policy != "fcfs",
+            f"--schedule-policy {server_args.schedule_policy}",
+            "LAPS orders the queue itself",
+        ),
+        (
+            server_args.pp_size > 1 and server_args.pp_async_batch_depth > 0,
+            "--pp-async-batch-depth",
+            "several rounds are under way in a pipeline as it is",
+        ),
+        (
+            server_args.pp_size > 1 and server_args.enable_dynamic_chunking,
+            "--enable-dynamic-chunking",
+            "LAPS decides how long a chunk is",
+        ),
+        (server_args.enable_dp_attention, "--enable-dp-attention", "its ranks build batches of their own"),
+        (server_args.enable_mixed_chunk, "--enable-mixed-chunk", "a LAPS batch is never mixed"),
+        (
+            server_args.enable_priority_scheduling,
+            "--enable-priority-scheduling",
+            "priorities come with the request instead (header x-sgl-priority)",
+        ),
+        (server_args.enable_prefill_delayer, "--enable-prefill-delayer", "the waiting window takes its place"),
+        (
+            server_args.optimistic_prefill_attempts > 0,
+            "--optimistic-prefill-attempts",
+            "a parked prefill must have its decode instance",
+        ),
+        (
+            # SGLang derives optimistic prefill from it; 0.5.17 has no such argument.
+            getattr(server_args, "disaggregation_decode_allocation_policy", None) == "prefill_complete",
+            "--disaggregation-decode-allocation-policy prefill_complete",
+            "a parked prefill must have its decode instance",
+        ),
+        (
+            server_args.chunked_prefill_size is not None and server_args.chunked_prefill_size <= 0,
+            "--chunked-prefill-size",
+            "long prefills must run in chunks to yield between them",
+        ),
+        (server_args.enable_hierarchical_cache, "--enable-hierarchical-cache", "parking was not tested with it"),
+    ):
+        if is_conflicting:
+            return f"{argument} does not go with --laps-mode ({reason}); use --laps-mode off"
+    return None

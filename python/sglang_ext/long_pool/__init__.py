@@ -1,0 +1,1 @@
+"""Chunkwise dynamic sequence parallelism: groups of instances prefill the chunks of a long prompt."""

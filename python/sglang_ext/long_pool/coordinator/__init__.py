@@ -1,0 +1,1 @@
+"""The coordinator of a long pool: its server, its protocol and what it remembers."""

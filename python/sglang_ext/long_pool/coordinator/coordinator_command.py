@@ -1,0 +1,272 @@
+"""`sglang-ext coordinator`: options, event loop, signals."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from aiohttp import web
+
+from sglang_ext.costs.engine_profile import ProfileError, load_profile
+from sglang_ext.long_pool.coordinator.coordinator_server import CoordinatorServer, ListenError, make_app
+from sglang_ext.long_pool.coordinator.pool_cost import (
+    PoolCosts,
+    UnknownCostError,
+    prior_candidates,
+    profiled_candidates,
+)
+from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
+from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
+from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder
+from sglang_ext.long_pool.decide.sharding import Interleaving
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate
+from sglang_ext.shared_key import KeyFileError, read_key_file
+
+logger = logging.getLogger(__name__)
+
+_OVERLAPPED, _FIRST = "overlapped", "first"
+_STREAMED, _COLLECTED = "streamed", "collected"
+_LEAST_TIMEOUT_MS = 100.0
+
+
+class OptionError(ValueError):
+    """An option makes no sense; the text is one line that names it."""
+
+
+class CoordinatorOptions(NamedTuple):
+    """The options, checked."""
+
+    host: str
+    port: int
+    http_port: int
+    key: bytes
+    candidates: tuple[SpCandidate, ...]
+    settings: PoolSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `sglang-ext coordinator`."""
+    default = PoolSettings()
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on, for members and for HTTP")
+    add("--port", type=int, default=8990, help="port for members; 0: any free one")
+    add("--http-port", type=int, default=8991, help="port of /status, /metrics and /health; 0: any free one")
+    add(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="a key that every member must know (its --cdsp-key-file), at least 16 bytes (default: none, any "
+        "process that reaches the port may join)",
+    )
+    add("--sp-sizes", default="1,2,4", metavar="N,N", help="how many instances may compute a chunk together")
+    add("--profile", type=Path, metavar="FILE", help="costs, as `sglang-ext profile engine` writes them")
+    add(
+        "--interleaving",
+        choices=[str(one) for one in Interleaving],
+        default=str(default.interleaving),
+        help="how the tokens of a chunk are dealt out",
+    )
+    add(
+        "--rebalance",
+        choices=[_OVERLAPPED, _FIRST],
+        default=_OVERLAPPED,
+        help="whether the KV of earlier chunks moves to new members layer by layer while earlier layers are computed, "
+        f"or all of it before the chunk, for comparison (default: {_OVERLAPPED})",
+    )
+    add(
+        "--ending",
+        choices=[_STREAMED, _COLLECTED],
+        default=_STREAMED,
+        help="what follows the last chunk of a prompt whose KV members have sent straight to decode: its first token, "
+        "without its KV at its own instance; or that KV is collected there first, and kept in its prefix cache, which "
+        f"takes the time and the memory for it (default: {_STREAMED})",
+    )
+    add(
+        "--keep-prefix",
+        action=argparse.BooleanOptionalAction,
+        default=default.keeps_prefixes,
+        help="whether the KV of a prompt that has gone straight to decode comes to its own instance's prefix cache "
+        "afterwards, in short steps while nothing else is done there, and where there is room (default: it does not)",
+    )
+    add(
+        "--order",
+        choices=[str(one) for one in PrefillOrder],
+        default=str(default.order),
+        help="whose turn it is: on-time goes by deadlines and puts the longest back where not everybody can be on "
+        "time; fcfs, lars (relative slack), edf and srpt for comparison",
+    )
+    add(
+        "--ttft-slo-ms",
+        type=float,
+        metavar="MS",
+        default=1e3 * default.ttft_slo_s,
+        help="TTFT objective of a prompt that a router announces without one of its own (default: %(default)g), or",
+    )
+    add(
+        "--slo-stretch",
+        type=float,
+        metavar="F",
+        default=default.slo_stretch,
+        help="this many times its time on an idle pool if that is more (default: %(default)g)",
+    )
+    add(
+        "--cross-node-factor",
+        type=float,
+        metavar="F",
+        default=default.cross_node_factor,
+        help="how many times as long a group takes over more nodes than it needs; inf: no such groups",
+    )
+    add(
+        "--min-chunk-tokens",
+        type=int,
+        metavar="N",
+        default=default.min_chunk_tokens,
+        help="shortest chunk of a plan with several",
+    )
+    add(
+        "--max-chunk-ms",
+        type=float,
+        metavar="MS",
+        help="longest time of a chunk, as predicted, for which other work of its instances waits (default: no bound); "
+        "a chunk takes at least ten times what every chunk costs anew",
+    )
+    add(
+        "--step-timeout-ms",
+        type=float,
+        metavar="MS",
+        default=1000 * default.step_timeout_s,
+        help="the members' --cdsp-step-timeout-s; a member that has not answered twice as long after a failure is lost",
+    )
+    add(
+        "--member-timeout-ms",
+        type=float,
+        metavar="MS",
+        default=1000 * default.member_timeout_s,
+        help="a member that sends nothing for so long is lost, as is one whose engine does nothing for so long and "
+        "twice the time of what others wait for there",
+    )
+    add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="least severe message")
+
+
+def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
+    """Check the options. OptionError."""
+    for name in ("port", "http_port"):
+        if not 0 <= getattr(arguments, name) < 65536:
+            raise OptionError(f"--{name.replace('_', '-')} must be a port, got {getattr(arguments, name)}")
+    if not arguments.cross_node_factor >= 1:
+        raise OptionError(f"--cross-node-factor must be at least 1, got {arguments.cross_node_factor}")
+    if arguments.min_chunk_tokens < 1:
+        raise OptionError(f"--min-chunk-tokens must be at least 1, got {arguments.min_chunk_tokens}")
+    if not 1 <= arguments.slo_stretch < math.inf:
+        raise OptionError(f"--slo-stretch must be a number of at least 1, got {arguments.slo_stretch}")
+    settings = PoolSettings(
+        Interleaving(arguments.interleaving),
+        PrefillOrder(arguments.order),
+        arguments.min_chunk_tokens,
+        arguments.cross_node_factor,
+        _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
+        _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
+        arguments.rebalance == _OVERLAPPED,
+        arguments.ending == _COLLECTED,
+        None if arguments.max_chunk_ms is None else _seconds("--max-chunk-ms", arguments.max_chunk_ms, 1.0),
+        arguments.keep_prefix,
+        _seconds("--ttft-slo-ms", arguments.ttft_slo_ms, 1.0),
+        arguments.slo_stretch,
+    )
+    return CoordinatorOptions(
+        arguments.host,
+        arguments.port,
+        arguments.http_port,
+        _key(arguments.key_file),
+        _candidates(_sizes(arguments.sp_sizes), arguments.profile),
+        settings,
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal to stop; the exit status."""
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    try:
+        asyncio.run(serve(options_from(arguments)))
+    except (OptionError, ListenError) as error:
+        print(f"sglang-ext coordinator: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def serve(options: CoordinatorOptions) -> None:
+    """Serve until SIGTERM or SIGINT. ListenError."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    protocol = PoolProtocol(options.settings, PoolCosts(options.candidates))
+    server = CoordinatorServer(protocol, options.settings.member_timeout_s, options.key)
+    port = await server.listen(options.host, options.port)
+    runner = web.AppRunner(make_app(protocol, server.status, server.desk), handler_cancellation=True)
+    await runner.setup()
+    try:
+        http_port = await _serve_http(runner, options.host, options.http_port)
+        logger.info(
+            "cdsp: coordinator of a long pool on %s:%d, http://%s:%d/status",
+            *(options.host, port, options.host, http_port),
+        )
+        # A coordinator in which something has gone wrong must not look alive: its members go on alone without it.
+        ticking = asyncio.create_task(server.run())
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        ticking.cancel()
+    finally:
+        await server.close()
+        await runner.cleanup()
+
+
+async def _serve_http(runner: web.AppRunner, host: str, port: int) -> int:
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except (OSError, UnicodeError) as error:
+        raise ListenError(f"--host {host} --http-port {port}", error) from None
+    return int(runner.addresses[0][1])
+
+
+def _key(path: Path | None) -> bytes:
+    try:
+        return read_key_file(path)
+    except KeyFileError as error:
+        raise OptionError(f"--key-file {error}") from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise OptionError(f"--sp-sizes must be numbers with commas between them, got {text!r}") from None
+    if sizes[0] < 1:
+        raise OptionError(f"--sp-sizes must be at least 1, got {text!r}")
+    return tuple(sizes)
+
+
+def _candidates(sizes: tuple[int, ...], profile: Path | None) -> tuple[SpCandidate, ...]:
+    if profile is None:
+        return prior_candidates(sizes)
+    try:
+        return profiled_candidates(load_profile(profile), sizes)
+    except ProfileError as error:
+        raise OptionError(f"--profile {error}") from None
+    except UnknownCostError as error:
+        raise OptionError(f"--profile {profile}: {error}") from None
+
+
+def _seconds(option: str, value_ms: float, least_ms: float) -> float:
+    if not (math.isfinite(value_ms) and value_ms >= least_ms):
+        raise OptionError(f"{option} must be at least {least_ms:g}, got {value_ms:g}")
+    return value_ms / 1000

@@ -1,0 +1,107 @@
+"""What chunks cost on each SP size: from a profile, or from a prior, and corrected by what chunks really took.
+
+A prior need not be exact: whether two instances are worth it depends on ratios. One ratio corrects all sizes, because
+queue delays, which are real seconds, are compared with costs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from sglang_ext.costs.engine_profile import EngineProfile
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.long_pool.decide.table1 import fitted_cost
+
+# Both describe Table 1 of Tetris (SP 1 to 16) within a third.
+RING_EFFICIENCY = 0.92
+RING_OVERHEAD_S = 0.02  # for each further instance
+_SAMPLES = 15
+_LEAST_SAMPLES = 3
+_LEAST_CHANGE = 1.1
+
+
+class UnknownCostError(ValueError):
+    """A profile does not tell what a chunk costs; the text is one line for the user."""
+
+
+def divided(single: SpCost, size: int) -> SpCost:
+    """What a chunk costs on `size` instances where its cost on one is known."""
+    share = 1.0 if size == 1 else 1.0 / (size * RING_EFFICIENCY)
+    return SpCost(
+        single.a_s + RING_OVERHEAD_S * (size - 1),
+        single.b_s_per_token * share,
+        single.c_s_per_token2 * share,
+        single.d_s_per_token2 * share,
+    )
+
+
+def prior_candidates(sizes: Sequence[int]) -> tuple[SpCandidate, ...]:
+    """Costs without any measurement: LLaMA3-8B on one A100 (Tetris, Table 1), divided."""
+    single = fitted_cost(1)
+    return tuple(SpCandidate(size, divided(single, size)) for size in sizes)
+
+
+def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[SpCandidate, ...]:
+    """Costs of a profile; sizes that were not measured are what one instance takes, divided.
+
+    UnknownCostError where a size was not measured, nor a single instance.
+    """
+    known = {candidate.size: candidate.cost for candidate in profile.candidates}
+    if 1 not in known and profile.coefficients is not None:
+        # LAPS's work of a request is L (L + 2 C): Eq. 1 of Tetris with c = 2d.
+        single_cost = profile.coefficients
+        known[1] = SpCost(single_cost.kappa_s, single_cost.token_s, 2 * single_cost.alpha_s, single_cost.alpha_s)
+    candidates = []
+    for size in sizes:
+        cost = known.get(size)
+        if cost is None:
+            single = known.get(1)
+            if not isinstance(single, SpCost):
+                raise UnknownCostError(f"neither SP size {size} nor 1 is in the profile")
+            cost = divided(single, size)
+        candidates.append(SpCandidate(size, cost))
+    return tuple(candidates)
+
+
+class PoolCosts:
+    """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted."""
+
+    def __init__(self, candidates: Sequence[SpCandidate]) -> None:
+        self._candidates = tuple(candidates)
+        self._ratios: deque[float] = deque(maxlen=_SAMPLES)
+        self._scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        """What the given costs are multiplied with."""
+        return self._scale
+
+    @property
+    def candidates(self) -> tuple[SpCandidate, ...]:
+        """The costs to plan with."""
+        return tuple(SpCandidate(one.size, _scaled(one.cost, self._scale)) for one in self._candidates)
+
+    def observe(self, size: int, cached_tokens: int, new_tokens: int, duration_s: float) -> bool:
+        """A chunk has taken so long; whether the costs to plan with have changed by a tenth or more."""
+        cost = next((one.cost for one in self._candidates if one.size == size), None)
+        predicted_s = 0.0 if cost is None else cost.predict_s(cached_tokens, new_tokens)
+        if not 0 < predicted_s < float("inf") or duration_s <= 0:
+            return False
+        self._ratios.append(duration_s / predicted_s)
+        if len(self._ratios) < _LEAST_SAMPLES:
+            return False
+        scale = median(self._ratios)
+        if 1 / _LEAST_CHANGE < scale / self._scale < _LEAST_CHANGE:
+            return False
+        self._scale = scale
+        return True
+
+
+def _scaled(cost: SpCost | TabulatedCost, scale: float) -> SpCost | TabulatedCost:
+    if isinstance(cost, TabulatedCost):
+        return TabulatedCost(cost.prompt_tokens, tuple(duration_s * scale for duration_s in cost.duration_s))
+    return SpCost(
+        cost.a_s * scale, cost.b_s_per_token * scale, cost.c_s_per_token2 * scale, cost.d_s_per_token2 * scale
+    )

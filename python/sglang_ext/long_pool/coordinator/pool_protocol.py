@@ -1,0 +1,510 @@
+"""The coordinator's side of the pool protocol, without I/O: messages in, messages out, and which members are lost.
+
+Between the members' messages and the coordinator's events and orders: names become numbers, a chunk gets the ids of
+its tokens and the addresses of its members, and missing heartbeats, hung engines and stuck steps become lost members.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_ticket, room_of
+from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
+from sglang_ext.long_pool.coordinator.pool_history import (
+    MemberStatus,
+    Outcome,
+    PoolHistory,
+    PoolStatus,
+    PrefillEnd,
+    PrefillRecord,
+)
+from sglang_ext.long_pool.coordinator.pool_progress import OpenStep, OpenSteps, StreamLedger
+from sglang_ext.long_pool.coordinator.pool_settings import Identity, PoolSettings, new_coordinator, planner_of
+from sglang_ext.long_pool.coordinator.tickets import Announcement, BoundPrompt, OpenTickets, TicketError, TicketProblem
+from sglang_ext.long_pool.decide.coordinator import Coordinator
+from sglang_ext.long_pool.decide.orders import (
+    Bind,
+    Collect,
+    Decline,
+    Finish,
+    Offer,
+    Order,
+    PromptTicket,
+    RunChunk,
+)
+from sglang_ext.long_pool.decide.price_planner import PricePlanner
+from sglang_ext.long_pool.decide.sharding import Positions, count_tokens
+from sglang_ext.long_pool.messages import (
+    AddressedMessage,
+    Alive,
+    CancelMessage,
+    ChunkOrder,
+    CollectOrder,
+    Computed,
+    Heartbeat,
+    Hello,
+    Message,
+    OfferMessage,
+    Peers,
+    Refusal,
+    ReportMessage,
+    StepDone,
+    StepFailed,
+    StreamFailed,
+    Transferred,
+)
+from sglang_ext.long_pool.step_clock import StepTimes
+
+# An engine that has done nothing for so long is not counted upon; one that is idle looks around more often.
+SILENT_S = 2.0
+# A member whose engine hangs may hold KV of others' prompts, or be waited for: so many times what it was believed to
+# do takes longer than it ever should.
+_HUNG_AFTER = 2.0
+
+
+MakePlanner = Callable[[PoolSettings, Identity, PoolCosts], PricePlanner]
+
+
+class PoolProtocolError(ValueError):
+    """A member's message makes no sense: its connection has to end."""
+
+
+class NewMember(NamedTuple):
+    """A member's number."""
+
+    instance: int
+
+
+class Lost(NamedTuple):
+    """A member that has been given up."""
+
+    instance: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Events:
+    """What has happened, for logs and the store."""
+
+    lost: list[Lost] = field(default_factory=list)
+    ended: list[PrefillRecord] = field(default_factory=list)
+    bound: list[BoundPrompt] = field(default_factory=list)  # announced prompts whose turn has come
+    unserved: list[BootstrapRoom] = field(default_factory=list)  # announced prompts that no member is left for
+
+
+@dataclass(slots=True)
+class Peer:
+    """A member as it described itself, lately."""
+
+    hello: Hello
+    last_message_s: float
+    silent_s: float = 0.0  # of its engine, at its last heartbeat
+    beaten_s: float = -math.inf  # that was then
+
+    def idle_s(self, now_s: float) -> float:
+        """How long its engine has done nothing that can be seen."""
+        return self.silent_s + now_s - self.beaten_s if self.silent_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Pool:
+    """From the first member to the last one: all serve the same model."""
+
+    identity: Identity
+    coordinator: Coordinator
+
+
+class PoolProtocol:
+    """One long pool. Methods take what has happened and return what is to be sent, in order; see also `events`."""
+
+    def __init__(self, settings: PoolSettings, costs: PoolCosts, make_planner: MakePlanner = planner_of) -> None:
+        """`make_planner` is asked when the first member comes, and whenever costs have changed."""
+        self._make_planner = make_planner
+        self._settings = settings
+        self._costs = costs
+        self._pool: _Pool | None = None
+        self._peers: dict[int, Peer] = {}
+        self._nodes: dict[str, int] = {}
+        self._token_ids: dict[int, array[int]] = {}  # by request
+        self._logits: dict[int, array[float]] = {}  # by request, of its last row
+        self._steps = OpenSteps()
+        self._streams = StreamLedger()
+        self._next_instance = 0
+        self._beat_s = -math.inf
+        self._events = Events()
+        self.history = PoolHistory()
+        self.tickets = OpenTickets()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers of all that belong to the pool: any other connection has to end."""
+        return tuple(self._peers)
+
+    def take_events(self) -> Events:
+        """What has happened since the last call."""
+        events, self._events = self._events, Events()
+        return events
+
+    # -- members -----------------------------------------------------------------------------------------------------
+
+    def greet(self, hello: Hello) -> NewMember | Refusal:
+        """The number of a new member, or why it cannot be one; changes nothing but the next number."""
+        identity = Identity(hello.model, hello.layers, hello.page_tokens)
+        if self._pool is not None and self._others(hello.name) and identity != self._pool.identity:
+            return Refusal(f"the pool serves {self._pool.identity}, {hello.name} serves {identity}")
+        self._next_instance += 1
+        return NewMember(self._next_instance - 1)
+
+    def join(self, instance: int, hello: Hello, now_s: float) -> list[AddressedMessage]:
+        """A member has been welcomed. An earlier member of its name has gone."""
+        out: list[AddressedMessage] = []
+        for other in [other for other, peer in self._peers.items() if peer.hello.name == hello.name]:
+            out += self.lose(other, "has come again", now_s)
+        if self._pool is None:
+            identity = Identity(hello.model, hello.layers, hello.page_tokens)
+            planner = self._make_planner(self._settings, identity, self._costs)
+            self._pool = _Pool(identity, new_coordinator(self._settings, identity, planner))
+        self._peers[instance] = Peer(hello, now_s)
+        node = self._nodes.setdefault(hello.node, len(self._nodes))
+        return [*out, *self._carry_out(self._pool.coordinator.join(instance, node, hello.report, now_s), now_s)]
+
+    def lose(self, instance: int, reason: str, now_s: float) -> list[AddressedMessage]:
+        """A member's connection has ended, or has to."""
+        pool = self._pool
+        peer = self._peers.pop(instance, None)
+        if peer is None or pool is None:
+            return []
+        self._events.lost.append(Lost(instance, reason))
+        self.history.note_lost(instance, peer.hello.name, reason, now_s)
+        self._streams.lost(instance)
+        for step in self._steps.lose(instance, now_s):
+            self._note_step(step, now_s)
+        out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
+        if not self._peers:
+            self._pool = None
+            self._events.unserved += self.tickets.end_all()
+        return out
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def take(self, instance: int, message: Message, now_s: float) -> list[AddressedMessage]:
+        """A message of a member. PoolProtocolError where it makes no sense."""
+        peer, pool = self._peers.get(instance), self._pool
+        if peer is None or pool is None:
+            return []
+        peer.last_message_s = now_s
+        return self._carry_out(self._event(pool.coordinator, instance, message, now_s), now_s)
+
+    def _event(self, core: Coordinator, instance: int, message: Message, now_s: float) -> list[Order]:
+        match message:
+            case ReportMessage(report, begun_step):
+                self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
+                core.report(instance, report, now_s, begun_step)
+                return []
+            case OfferMessage():
+                return self._offer(core, instance, message, now_s)
+            case CancelMessage(request):
+                self._check_owner(request, instance)
+                if request in self.history.running:
+                    self.history.running[request].is_cancelled = True
+                return core.cancel(request, now_s)
+            case StepDone(sequence, times, free_kv_tokens, logits):
+                self._answered(sequence, instance, now_s, times, logits)
+                return core.done(instance, sequence, now_s, free_kv_tokens)
+            case StepFailed(sequence, _, unreachable, is_out_of_memory, free_kv_tokens, is_unsent):
+                self._answered(sequence, instance, now_s, None, is_unsent=is_unsent)
+                if is_out_of_memory:
+                    core.out_of_memory(instance, sequence)
+                return core.failed(instance, sequence, now_s, unreachable, free_kv_tokens, is_unsent=is_unsent)
+            case Alive(silent_s):
+                return self._note_alive(core, instance, silent_s, now_s)
+            case Transferred(request, transfer_s, exposed_s):
+                self._check_owner(request, instance)
+                self.history.note_transferred(request, transfer_s, exposed_s)
+                return self._transferred(core, request, now_s)
+            case StreamFailed(request):
+                self._check_owner(request, instance)
+                self._streams.broken(request)
+                return core.stream_failed(request, now_s)
+        raise PoolProtocolError(f"{type(message).__name__} is no message of a member")
+
+    def _transferred(self, core: Coordinator, request: int, now_s: float) -> list[Order]:
+        orders = core.transferred(request, now_s)
+        if request in core.requests and request in self.history.running:
+            self._streams.ended(request)
+            self._events.ended.append(self.history.note_keeping(request, now_s))
+        return orders
+
+    def _note_alive(self, core: Coordinator, instance: int, silent_s: float, now_s: float) -> list[Order]:
+        peer = self._peers[instance]
+        peer.silent_s, peer.beaten_s = silent_s, now_s
+        if silent_s >= SILENT_S:
+            # Until the next heartbeats have come, or failed to.
+            core.shun(instance, now_s + self._settings.member_timeout_s / 2)
+        return []
+
+    def _offer(self, core: Coordinator, instance: int, message: OfferMessage, now_s: float) -> list[Order]:
+        self._check_owner(message.request, instance)
+        if message.request in self._token_ids:
+            raise PoolProtocolError(f"request {message.request} is offered twice")
+        arrival_s = now_s - message.waited_s
+        deadline_s = math.inf if message.slack_s is None else now_s + message.slack_s
+        tokens, room = len(message.token_ids), message.room
+        lengths = (tokens, message.cached_tokens)
+        is_streamed = bool(message.destinations) and not (self._settings.collects and message.fits_owner)
+        offer = Offer(message.request, instance, *lengths, arrival_s, deadline_s, is_streamed, message.fits_owner)
+        try:
+            self._token_ids[message.request] = message.token_ids
+            # As an offer, where no router has announced it.
+            orders = core.offer(offer, now_s) if room is None else core.claim(pool_ticket(room), offer, now_s)
+        except (ValueError, OverflowError) as error:
+            self._token_ids.pop(message.request, None)
+            raise PoolProtocolError(str(error)) from None
+        record = PrefillRecord(message.request, instance, tokens, message.cached_tokens, now_s, room)
+        record.ticket = None if room is None else self.tickets.claim(room, now_s)
+        if record.ticket is not None and room is not None:
+            self._events.bound.append(BoundPrompt(room, self._peers[instance].hello.name))
+        self.history.running[message.request] = record
+        self._streams.offered(instance, message)
+        return orders
+
+    def _check_owner(self, request: int, instance: int) -> None:
+        if instance_of(request) != instance:
+            raise PoolProtocolError(f"request {request} is none of instance {instance}")
+
+    # -- prompts that no member has yet ------------------------------------------------------------------------------
+
+    def announce(self, one: Announcement, now_s: float) -> list[AddressedMessage]:
+        """A router has a long prompt; which member shall get it becomes known by `Events.bound`. TicketError."""
+        pool = self._pool
+        if pool is None:
+            raise TicketError(TicketProblem.NO_POOL, "the pool has no members")
+        new_tokens, least = one.tokens - one.cached_tokens, max(peer.hello.min_tokens for peer in self._peers.values())
+        if new_tokens < least:
+            raise TicketError(TicketProblem.TOO_SHORT, f"{new_tokens} new tokens: members share {least} or more")
+        self.tickets.open(one.room, now_s)
+        deadline_s = None if one.is_online else math.inf
+        if one.slack_s is not None:
+            deadline_s = now_s + one.slack_s
+        ticket = PromptTicket(pool_ticket(one.room), one.tokens, one.cached_tokens, now_s - one.waited_s, deadline_s)
+        try:
+            orders = pool.coordinator.announce(ticket, now_s)
+        except ValueError as error:
+            self.tickets.withdraw(one.room)
+            raise TicketError(TicketProblem.BAD, str(error)) from None
+        return self._carry_out(orders, now_s)
+
+    def withdraw(self, room: BootstrapRoom, now_s: float) -> list[AddressedMessage]:
+        """An announced prompt will not be offered: its client has gone, or its router goes another way with it."""
+        if not self.tickets.withdraw(room) or self._pool is None:
+            return []
+        return self._carry_out(self._pool.coordinator.withdraw(pool_ticket(room), now_s), now_s)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> list[AddressedMessage]:
+        """Time has passed; call it about ten times a second."""
+        out: list[AddressedMessage] = []
+        for instance, reason in self._overdue(now_s):
+            out += self.lose(instance, reason, now_s)
+        pool = self._pool
+        if pool is None:
+            return out
+        if pool.coordinator.requests or pool.coordinator.tickets:
+            out += self._carry_out(pool.coordinator.plan(now_s), now_s)
+        if now_s >= self._beat_s + self._settings.member_timeout_s / 4:
+            self._beat_s = now_s
+            out += [AddressedMessage(instance, Heartbeat()) for instance in self._peers]
+        return out
+
+    def _overdue(self, now_s: float) -> list[Lost]:
+        settings = self._settings
+        silent = [
+            Lost(instance, f"has sent nothing for {settings.member_timeout_s:g} s")
+            for instance, peer in self._peers.items()
+            if now_s > peer.last_message_s + settings.member_timeout_s
+        ]
+        stuck = [
+            Lost(instance, f"has not answered for a step that failed {settings.stuck_s:g} s ago")
+            for instance in self._steps.stuck(now_s - settings.stuck_s)
+        ]
+        return [*silent, *stuck, *self._hung(now_s)]
+
+    def _hung(self, now_s: float) -> list[Lost]:
+        """Connected members whose engine does nothing while others need it: they wait in a step, or for KV there."""
+        if self._pool is None:
+            return []
+        core, settings = self._pool.coordinator, self._settings
+        hung = []
+        for instance, peer in self._peers.items():
+            idle_s = peer.idle_s(now_s)
+            if idle_s < settings.member_timeout_s:
+                continue
+            busy_s = core.busy_s(instance)
+            timeout_s = settings.stuck_s if busy_s is None else settings.member_timeout_s + _HUNG_AFTER * busy_s
+            if idle_s > min(timeout_s, settings.stuck_s):
+                hung.append(Lost(instance, f"hangs: its engine has done nothing for {idle_s:.1f} s"))
+        return hung
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, orders: Sequence[Order], now_s: float) -> list[AddressedMessage]:
+        out: list[AddressedMessage] = []
+        declined: dict[int, Outcome] = {}
+        for order in orders:
+            if isinstance(order, RunChunk | Collect):
+                record = self.history.note_order(order, now_s)
+                self._steps.begin(order, record)
+            if isinstance(order, RunChunk):
+                out += self._chunk_orders(order)
+            elif isinstance(order, Finish):
+                self.history.running[order.request].computed_s = now_s
+                out.append(AddressedMessage(order.owner, Computed(order.request, self._logits.get(order.request))))
+            elif isinstance(order, Collect):
+                peers = self._addresses(order.members)
+                out += [AddressedMessage(instance, CollectOrder(order, peers)) for instance in order.members]
+            elif isinstance(order, Decline):
+                declined[order.request] = order.reason
+                out.append(AddressedMessage(order.owner, order))
+            elif isinstance(order, Bind):
+                room = room_of(order.ticket)
+                self.tickets.bind(room, now_s)
+                self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name))
+            else:
+                out += [AddressedMessage(instance, order) for instance in order.members]
+        self._note_ends(declined, now_s)
+        return [one for one in (*self._streams.take_messages(), *out) if one.instance in self._peers]
+
+    def _chunk_orders(self, order: RunChunk) -> list[AddressedMessage]:
+        ids, destinations = self._token_ids[order.request], self._streams.ordered(order)
+        is_overlapped, peers = self._settings.overlaps_rebalancing, self._addresses(order.layout.group)
+        return [
+            AddressedMessage(
+                instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped, peers)
+            )
+            for instance, positions in zip(order.layout.group, order.layout.new, strict=True)
+        ]
+
+    def _addresses(self, members: Sequence[int]) -> Peers:
+        return tuple(self._peers[instance].hello.addresses for instance in members)
+
+    def _answered(
+        self,
+        sequence: int,
+        instance: int,
+        now_s: float,
+        times: StepTimes | None,
+        logits: array[float] | None = None,
+        *,
+        is_unsent: bool = False,
+    ) -> None:
+        """A member has answered for a step; without times it has failed, and has possibly sent nothing of it."""
+        is_done = times is not None
+        step = self._steps.answer(sequence, instance, now_s, is_done=is_done)
+        if step is None:
+            return
+        if times is not None:
+            step.record.note_times(instance, times, now_s)
+        order = step.order
+        if logits is not None:
+            self._logits[order.request] = logits
+        step.is_unsent &= is_unsent
+        if step.record.has_failed and isinstance(order, RunChunk):
+            if not step.is_unsent:
+                self._streams.broken(order.request)
+            elif step.record.ended_s is not None:
+                self._streams.taken_back(order.request)
+        is_collected = isinstance(order, Collect) and order.owner == instance and order.is_last and is_done
+        record = self.history.running.get(order.request)
+        if is_collected and record is not None:
+            outcome = PrefillEnd.CANCELLED if record.is_cancelled else PrefillEnd.COLLECTED
+            self._end(order.request, outcome, now_s)
+        elif is_collected:
+            self.history.note_kept(order.request, now_s)
+        self._note_step(step, now_s)
+
+    def _note_step(self, step: OpenStep, now_s: float) -> None:
+        record, order = step.record, step.order
+        if record.ended_s is None:
+            return
+        self.history.note_step_end(record)
+        if isinstance(order, Collect) or record.has_failed or self._pool is None:
+            return
+        cached_tokens = sum(map(count_tokens, order.layout.history))
+        took_s = now_s - record.ordered_s
+        if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, took_s):
+            planner = self._make_planner(self._settings, self._pool.identity, self._costs)
+            self._pool.coordinator.use_planner(planner)
+
+    def _note_ends(self, declined: dict[int, Outcome], now_s: float) -> None:
+        """Requests that the coordinator knows no more."""
+        known = set(self._pool.coordinator.requests) if self._pool is not None else set()
+        for request in [request for request in self._token_ids if request not in known]:
+            del self._token_ids[request]
+            self._logits.pop(request, None)
+            self.history.note_kept(request, None)
+            record = self.history.running.get(request)
+            if record is not None:
+                is_lost = record.owner not in self._peers
+                gone = PrefillEnd.OWNER_LOST if is_lost else PrefillEnd.CANCELLED
+                if record.transfer_s is not None:
+                    gone = PrefillEnd.STREAMED
+                self._end(request, declined.get(request, gone), now_s)
+
+    def _end(self, request: int, outcome: Outcome, now_s: float) -> None:
+        self._streams.ended(request)
+        self._events.ended.append(self.history.note_end(request, outcome, now_s))
+
+    # -- what is so --------------------------------------------------------------------------------------------------
+
+    def status(self, now_s: float) -> PoolStatus:
+        """The pool, for people."""
+        core = self._pool.coordinator if self._pool is not None else None
+        history = self.history
+        members = tuple(
+            MemberStatus(
+                instance,
+                peer.hello.name,
+                peer.hello.node,
+                peer.hello.report.backlog_s,
+                peer.hello.report.free_kv_tokens,
+                core.held_by(instance) if core is not None else 0,
+                now_s - peer.last_message_s,
+                core is not None and core.is_ready(instance, now_s),
+            )
+            for instance, peer in self._peers.items()
+        )
+        return PoolStatus(
+            now_s,
+            str(self._pool.identity) if self._pool is not None else None,
+            members,
+            tuple(
+                record if core is None else replace(record, planned=core.planned(record.request))
+                for record in history.running.values()
+            ),
+            tuple(history.ended),
+            history.outcomes[PrefillEnd.COLLECTED],
+            history.outcomes[PrefillEnd.STREAMED],
+            sum(count for outcome, count in history.outcomes.items() if not isinstance(outcome, PrefillEnd)),
+            history.members_lost,
+            self._costs.scale,
+            core.arrivals_per_s(now_s) if core is not None else 0.0,
+            tuple(history.former_members),
+            self.tickets.waiting,
+            history.kept[True],
+            len(history.keeping),
+        )
+
+    def _others(self, name: str) -> bool:
+        return any(peer.hello.name != name for peer in self._peers.values())
+
+
+def _of_positions(token_ids: array[int], positions: Positions) -> array[int]:
+    ids = array("i")
+    for part in positions:
+        ids += token_ids[part.start : part.stop : part.step]
+    return ids

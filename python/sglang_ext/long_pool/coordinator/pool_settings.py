@@ -1,0 +1,68 @@
+"""What a long pool is served with: its settings, what is the same in all members, and the coordinator made of both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
+from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
+from sglang_ext.long_pool.decide.coordinator import Coordinator
+from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule, PrefillOrder
+from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.sharding import Interleaving
+
+
+class PoolSettings(NamedTuple):
+    """One pool's settings."""
+
+    interleaving: Interleaving = Interleaving.ZIGZAG
+    order: PrefillOrder = PrefillOrder.ON_TIME
+    min_chunk_tokens: int = 512
+    cross_node_factor: float = 1.1
+    step_timeout_s: float = 30.0
+    member_timeout_s: float = 5.0
+    overlaps_rebalancing: bool = True
+    collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
+    max_chunk_s: float | None = None  # predicted; longer ones are cut
+    keeps_prefixes: bool = False  # of streamed prompts
+    ttft_slo_s: float = 1.0  # of an announced prompt that brings none of its own, or
+    slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
+
+    @property
+    def stuck_s(self) -> float:
+        """From the first failure in a step on: all others have waited in vain, too, by then."""
+        return 2 * self.step_timeout_s + self.member_timeout_s
+
+
+class Identity(NamedTuple):
+    """What is the same in all members."""
+
+    model: str
+    layers: int
+    page_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
+
+
+def new_coordinator(settings: PoolSettings, identity: Identity, planner: PricePlanner) -> Coordinator:
+    """Return one without members."""
+    fixed = CoordinationSettings(
+        layers=identity.layers,
+        page_tokens=identity.page_tokens,
+        interleaving=settings.interleaving,
+        chunk_s=settings.max_chunk_s,
+        keeps_prefixes=settings.keeps_prefixes,
+        ttft_slo_s=settings.ttft_slo_s,
+        slo_stretch=settings.slo_stretch,
+    )
+    return Coordinator(PoolSchedule(planner, settings.order), fixed)
+
+
+def planner_of(settings: PoolSettings, identity: Identity, costs: PoolCosts) -> PricePlanner:
+    """Return a planner by the present costs."""
+    return PricePlanner(
+        PriceOptions(
+            tuple(costs.candidates), settings.min_chunk_tokens, identity.page_tokens, settings.cross_node_factor
+        )
+    )

@@ -1,0 +1,546 @@
+"""Which instances compute which chunk next: the coordinator of a long pool as a state machine.
+
+Events come in (an instance joins, is lost, has done a chunk; a prompt is announced, a request offered, cancelled),
+orders go out. Nothing waits here and nothing is sent: a driver does both, over a network or in a simulation.
+
+- An instance has at most one chunk at a time, and a chunk is ordered from all its members at once. So no two instances
+  can wait for each other: there is no deadlock to avoid.
+- What has not been ordered is decided again at every event (`pool_schedule`).
+- A prompt may be announced before any instance has it (a ticket): it is bound to one when its turn has come.
+- Whatever fails, positions that a member holds are kept, and only lost ones are computed again. A request that keeps
+  failing goes back to the instance that it came to, which computes it alone, or cannot.
+- A request whose KV leaves while it is computed is done with its last chunk; any other one is collected at its owner.
+
+A failure concerns the members of its step, and a change of membership only what the one that comes or goes takes part
+in: connections are made between two members that need one. An instance that others could not reach is left out of
+groups for a while, the longer the more often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
+from sglang_ext.long_pool.decide.orders import (
+    Bind,
+    Collect,
+    Decline,
+    DeclineReason,
+    Drop,
+    Finish,
+    GiveUp,
+    MemberReport,
+    Offer,
+    Order,
+    PromptTicket,
+    RollBack,
+    RunChunk,
+)
+from sglang_ext.long_pool.decide.pool_members import PoolMembers
+from sglang_ext.long_pool.decide.pool_requests import (
+    AnnouncedPrompt,
+    NextChunk,
+    RunningStep,
+    SharedPrefill,
+    StepNumbers,
+    promised_tokens,
+    tokens_held,
+    without_head,
+)
+from sglang_ext.long_pool.decide.pool_room import Held, PoolRoom, PrefixKeeping
+from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
+from sglang_ext.long_pool.decide.price_planner import Placement, PricePlanner
+from sglang_ext.long_pool.decide.sharding import (
+    KvSegment,
+    count_tokens,
+    gather,
+    head,
+    lay_out,
+    positions_of,
+    without,
+)
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate
+
+
+class Coordinator:
+    """One long pool. Every method takes an event and returns the orders that follow from it, in their order."""
+
+    def __init__(self, schedule: PoolSchedule, settings: CoordinationSettings) -> None:
+        self._schedule = schedule
+        self._settings = settings
+        self._members = PoolMembers(settings.short_backlog_s)
+        self._room = PoolRoom(self._members, settings)
+        self._quiet_s = 0.0  # when the last step ended, or the first prefill came after it
+        self._requests: dict[int, SharedPrefill] = {}
+        self._announced: dict[int, AnnouncedPrompt] = {}  # by ticket
+        self._steps: dict[int, SharedPrefill] = {}  # by sequence
+        self._numbers = StepNumbers()
+        self._keeping = PrefixKeeping(
+            *(self._requests, self._members, settings, self._numbers, self._run_keep_step, self._forget)
+        )
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(self._members)
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        return tuple(self._requests)
+
+    def arrivals_per_s(self, now_s: float) -> float:
+        """Prefills offered and prompts announced in a second, lately."""
+        return self._schedule.load.arrivals_per_s(now_s)
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Of prompts that no instance has offered yet."""
+        return tuple(self._announced)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether a request is left that no group could hold."""
+        return any(one.no_room_s is not None and one.running is None for one in self._requests.values()) or any(
+            one.no_room_s is not None for one in self._announced.values()
+        )
+
+    def use_planner(self, planner: PricePlanner) -> None:
+        """Decide with other costs from now on."""
+        self._schedule.planner = planner
+        for one in self._requests.values():
+            one.estimate(self._candidates)
+        for announced in self._announced.values():
+            announced.estimate(self._candidates, self._settings)
+
+    def held_by(self, instance: int) -> int:
+        """Tokens that requests hold there, as far as is known."""
+        return sum(count_tokens(positions_of(one.held.get(instance, ()))) for one in self._requests.values())
+
+    def planned(self, request: int) -> tuple[NextChunk, ...]:
+        """Chunks of a request that are planned and not begun."""
+        one = self._requests.get(request)
+        return () if one is None or one.planned is None else (one.planned,)
+
+    # -- membership --------------------------------------------------------------------------------------------------
+
+    def join(self, instance: int, node: int, report: MemberReport, now_s: float) -> list[Order]:
+        """An instance has come, or has come back and knows nothing of what it held."""
+        orders = self.lose(instance, now_s)
+        self._members.add(instance, node, report)
+        return [*orders, *self.plan(now_s)]
+
+    def lose(self, instance: int, now_s: float) -> list[Order]:
+        """An instance has gone: killed, unreachable, or moved to another pool. What it held is lost."""
+        if not self._members.remove(instance):
+            return []
+        orders: list[Order] = []
+        for ticket in [ticket for ticket, announced in self._announced.items() if announced.owner == instance]:
+            del self._announced[ticket]
+        for one in list(self._requests.values()):
+            running = one.running
+            if instance in one.involved:
+                one.stop_streaming()
+                one.is_cancelled |= one.kept_s is not None
+            one.involved.discard(instance)
+            if running is not None:
+                running.lose(instance)
+            if one.offer.owner == instance:
+                one.is_cancelled = True
+            else:
+                one.held.pop(instance, None)
+                one.group = tuple(member for member in one.group if member != instance)
+            if running is None:
+                orders += self._settle(one)
+            elif not running.waiting:
+                orders += self._end_step(one, now_s)
+            elif running.has_failed:
+                orders += self._give_up(running)
+        return [*orders, *self.plan(now_s)]
+
+    def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None = None) -> None:
+        """An instance's newest report, and the last step that it had begun when it sent it; None: all that were
+        ordered. `plan` follows when it matters."""
+        self._members.report(instance, report, now_s, begun_step)
+
+    def shun(self, instance: int, until_s: float) -> None:
+        """Something is wrong with it: it is in no new group until then."""
+        self._members[instance].shunned_until_s = max(until_s, self._members[instance].shunned_until_s)
+
+    def is_ready(self, instance: int, now_s: float) -> bool:
+        """Whether it may be in new groups."""
+        return now_s >= self._members[instance].shunned_until_s
+
+    def busy_s(self, instance: int) -> float | None:
+        """How long what others wait for there was believed to take; None where no other instance does."""
+        member = self._members[instance]
+        if member.step is not None:
+            return member.step_s + member.report.backlog_s
+        holds = any(one.held.get(instance) and one.offer.owner != instance for one in self._requests.values())
+        return member.report.backlog_s if holds else None
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, now_s: float) -> list[Order]:
+        """A long prefill could be shared. ValueError for numbers that make no sense or a request that is there."""
+        self._check(offer)
+        return self._admit(offer, now_s, is_new=True)
+
+    def announce(self, ticket: PromptTicket, now_s: float) -> list[Order]:
+        """A long prompt has come to a router. ValueError for numbers that make no sense or a ticket that is there."""
+        if ticket.ticket in self._announced or not 0 <= ticket.cached_tokens < ticket.tokens:
+            raise ValueError(f"ticket {ticket.ticket} is announced twice, or with {ticket.cached_tokens} cached tokens")
+        if not self._requests and not self._announced:
+            self._quiet_s = now_s
+        one = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
+        self._schedule.note_arrival(now_s, one.work_s)
+        return self.plan(now_s)
+
+    def claim(self, ticket: int, offer: Offer, now_s: float) -> list[Order]:
+        """An announced prompt is offered by the instance that got it, with the arrival and deadline of its ticket.
+
+        The instance's own deadline counts where the ticket has none. As `offer` where the ticket is not known: it has
+        been withdrawn, or this coordinator is new.
+        """
+        one = self._announced.get(ticket)
+        if one is None:
+            return self.offer(offer, now_s)
+        self._check(offer)
+        del self._announced[ticket]
+        deadline_s = one.deadline_s if one.deadline_s < math.inf else offer.deadline_s
+        offer = offer._replace(arrival_s=one.ticket.arrival_s, deadline_s=deadline_s)
+        return self._admit(offer, now_s, is_new=False)
+
+    def withdraw(self, ticket: int, now_s: float) -> list[Order]:
+        """The client of an announced prompt has gone, or its router goes another way with it."""
+        return [] if self._announced.pop(ticket, None) is None else self.plan(now_s)
+
+    def _check(self, offer: Offer) -> None:
+        if offer.request in self._requests or not 0 <= offer.cached_tokens < offer.tokens:
+            raise ValueError(f"request {offer.request} is offered twice, or with {offer.cached_tokens} cached tokens")
+
+    def _admit(self, offer: Offer, now_s: float, *, is_new: bool) -> list[Order]:
+        if offer.owner not in self._members:
+            return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
+        if not self._requests and not self._announced:
+            self._quiet_s = now_s
+        one = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates)
+        if is_new:
+            self._schedule.note_arrival(now_s, one.work_s)
+        return self.plan(now_s)
+
+    def cancel(self, request: int, now_s: float) -> list[Order]:
+        """The client has gone, or the owner has given the request up."""
+        one = self._requests.get(request)
+        if one is None:
+            return []
+        one.is_cancelled = True
+        return [*self._settle(one), *self.plan(now_s)] if one.running is None else []
+
+    def stream_failed(self, request: int, now_s: float) -> list[Order]:
+        """Something of a request did not get to where it is wanted, or its owner has not been able to rely on it."""
+        one = self._requests.get(request)
+        if one is None or one.kept_s is not None:
+            return []
+        one.stop_streaming()
+        return self.plan(now_s)
+
+    def transferred(self, request: int, now_s: float) -> list[Order]:
+        """All of a request is where it is wanted: nothing of it is needed any more, but for a prefix cache."""
+        one = self._requests.get(request)
+        if one is not None and one.running is None and self._keeping.begin(one, self._room, now_s):
+            return self.plan(now_s)
+        return self.cancel(request, now_s)
+
+    def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
+        """A member has done its part of a step, and has so much free KV now."""
+        self._members.note_free(instance, sequence, free_kv_tokens)
+        return self.done_together((instance,), sequence, now_s)
+
+    def done_together(self, instances: Sequence[int], sequence: int, now_s: float) -> list[Order]:
+        """The same for several members at once: what follows is decided once."""
+        orders = [order for instance in instances for order in self._answer(instance, sequence, now_s, is_done=True)]
+        return [*orders, *self.plan(now_s)]
+
+    def out_of_memory(self, instance: int, sequence: int) -> None:
+        """A member has none for its part of a step, besides KV; `failed` follows."""
+        one = self._steps.get(sequence)
+        if one is not None and one.running is not None and instance in one.running.waiting:
+            self._members[instance].note_out_of_memory(one.running.new_tokens(instance))
+
+    def failed(
+        self,
+        instance: int,
+        sequence: int,
+        now_s: float,
+        unreachable: int | None = None,
+        free_kv_tokens: int | None = None,
+        *,
+        is_unsent: bool = False,
+    ) -> list[Order]:
+        """A member is as before a step: its KV pool is full, or a peer, `unreachable` where it could not talk to it.
+
+        `is_unsent`: it has sent nothing of it to where it is wanted.
+        """
+        self._members.note_free(instance, sequence, free_kv_tokens)
+        one = self._steps.get(sequence)
+        running = None if one is None else one.running
+        is_first = running is not None and not running.has_failed and instance in running.waiting
+        # The peer may say the same of this one: the first word counts.
+        if is_first and unreachable is not None and unreachable != instance and unreachable in self._members:
+            self._members[unreachable].note_unreachable(now_s)
+        if running is not None and instance in running.waiting:
+            running.is_unsent &= is_unsent
+        return [*self._answer(instance, sequence, now_s, is_done=False), *self.plan(now_s)]
+
+    def plan(self, now_s: float) -> list[Order]:
+        """Order whatever can start now. Called by every event; call it also when reports have changed."""
+        self._room.freed_s = min(self._room.freed_s, now_s)
+        return [*self._plan_prefills(now_s), *self._keeping.plan(now_s)]
+
+    def _plan_prefills(self, now_s: float) -> list[Order]:
+        orders: list[Order] = []
+        idle = [one for one in self._requests.values() if one.running is None and one.kept_s is None]
+        kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
+        for one in idle:
+            if not one.todo:
+                orders += self._hand_back(one, now_s)
+                if one.running is None and not one.is_finishing and one.offer.request in self._requests:
+                    holders = one.holders()
+                    free_s = self._members.free_s(holders, now_s)
+                    kept.update((instance, max(free_s, kept.get(instance, 0.0))) for instance in holders)
+        pending = [one for one in idle if one.todo]
+        self._forget_unclaimed(now_s)
+        # Ordinary work may be followed by more of it for ever.
+        ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
+        if not (pending or self._announced) or not (ignores_backlog or self._members.any_idle(now_s, kept)):
+            return orders
+        turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
+        # What no group can hold comes last, the least urgent first: without it there may be room for the others.
+        nowhere = [turn for turn in turns if not turn.placement.group]
+        for turn in (*(turn for turn in turns if turn.placement.group), *reversed(nowhere)):
+            announced = self._announced.get(turn.key)
+            if announced is not None:
+                orders += self._bind(announced, turn.placement, now_s)
+            elif turn.key in self._requests:
+                orders += self._start(self._requests[turn.key], turn.placement, now_s)
+        return orders
+
+    def _turns(
+        self,
+        pending: Sequence[SharedPrefill],
+        kept: Mapping[int, float],
+        now_s: float,
+        *,
+        counts_backlog: bool,
+    ) -> list[PlacedPrefill]:
+        promised = promised_tokens(self._requests.values())
+        for instance, tokens in self._keeping.held_tokens().items():
+            promised[instance] = promised.get(instance, 0) - tokens
+        snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
+        positions = self._members.positions
+        waiting = [one.pending(positions) for one in pending]
+        waiting += [one.pending(positions) for one in self._announced.values()]
+        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _bind(self, one: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
+        """Who gets the prompt, shortly before its turn. It is not asked for twice."""
+        if one.owner is not None or placement.start_s > self._settings.bind_ahead_s:
+            return []
+        if placement.group:
+            owner = self.members[placement.group[0]]
+        elif self._may_get_room(one, now_s):
+            return []
+        else:
+            owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
+        one.owner, one.bound_s, one.no_room_s = owner, now_s, None
+        return [Bind(one.ticket.ticket, owner)]
+
+    def _start(self, one: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
+        """The next chunk of a request, if its turn has come and all it needs is there."""
+        if not placement.group:
+            return self._wait_for_room(one, now_s)
+        group = tuple(self.members[position] for position in placement.group)
+        one.planned = NextChunk(placement.tokens, group)
+        if placement.start_s > 0:
+            return []
+        computed = one.offer.tokens - count_tokens(one.todo)
+        tokens, compute_s = self._schedule.cut(placement, computed, self._settings)
+        if not self._room.fits_at_its_end(one, self._requests.values()):
+            return self._keeping.displace((one.offer.owner,))[0] or self._wait_for_room(one, now_s)
+        one.no_room_s = None
+        is_owner_alone = group == (one.offer.owner,) and not one.is_shared and one.offer.fits_owner
+        if is_owner_alone and tokens == count_tokens(one.todo):
+            orders = self._collect_to_owner(one, DeclineReason.ALONE_IS_BEST, now_s)
+            if orders:
+                self._members[one.offer.owner].add_backlog(compute_s, now_s)
+            return orders
+        if not self._members.are_ready(group):
+            return []
+        return self._order_chunk(one, tokens, compute_s, group, now_s)
+
+    def _wait_for_room(self, one: SharedPrefill, now_s: float) -> list[Order]:
+        """No group can hold it now, or its owner all of it."""
+        if not (one.is_streamed or one.offer.fits_owner):
+            return self._decline(one, DeclineReason.NO_ROOM)
+        return [] if self._may_get_room(one, now_s) else self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
+
+    def _may_get_room(self, one: SharedPrefill | AnnouncedPrompt, now_s: float) -> bool:
+        return self._room.may_come(one, self._requests.values(), now_s, is_working=bool(self._steps))
+
+    def _order_chunk(
+        self, one: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float
+    ) -> list[Order]:
+        settings = self._settings
+        tokens, compute_s = self._members.fit_chunk(group, tokens, compute_s, settings.page_tokens)
+        layout, after = lay_out(one.held, head(one.todo, tokens), group, settings.interleaving, settings.page_tokens)
+        more = {instance: tokens_held(after, instance) - tokens_held(one.held, instance) for instance in group}
+        short = [instance for instance in group if more[instance] > self._members[instance].free_tokens]
+        displaced, is_free = self._keeping.displace(short)
+        if not is_free:
+            return displaced
+        tags = settings.layers * (len(layout.group) + len(layout.moves))
+        is_last = one.is_streamed and tokens == count_tokens(one.todo)
+        left = 0 if one.planned is None else one.planned.new_tokens - tokens  # of a chunk that was cut
+        one.planned = NextChunk(left, group) if left > 0 else None
+        step = self._numbers
+        order = RunChunk(step.sequence(), one.offer.request, layout, step.tags(tags), is_last)
+        one.group = group
+        for instance in group:
+            self._members[instance].claim(order.sequence, order.request, max(0, more[instance]))
+        self._run(one, order, group, after, now_s, compute_s)
+        return [*displaced, order]
+
+    def _hand_back(self, one: SharedPrefill, now_s: float) -> list[Order]:
+        """Nothing is left to compute: its owner goes on with it, with or without its KV."""
+        if not one.is_streamed:
+            return self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
+        was_told, one.is_finishing = one.is_finishing, True
+        return [] if was_told else [Finish(one.offer.request, one.offer.owner)]
+
+    def _collect_to_owner(self, one: SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
+        """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
+        if not one.offer.fits_owner:
+            return self._decline(one, DeclineReason.NO_ROOM)
+        if all(segment.is_borrowed for segments in one.held.values() for segment in segments):
+            return self._decline(one, reason)
+        owner = one.offer.owner
+        # Its cached prefix is still in the owner's cache, also where others hold a copy.
+        moves = tuple(move for move in gather(one.held, owner) if move.positions[-1][-1] >= one.offer.cached_tokens)
+        members = (owner, *sorted({move.source for move in moves}))
+        if not self._members.are_ready(members):
+            return []
+        tag = self._numbers.tags(self._settings.layers * len(moves))
+        order = Collect(self._numbers.sequence(), one.offer.request, owner, members, moves, tag)
+        self._run(one, order, members, {}, now_s, 0.0)
+        return [order]
+
+    def _run(
+        self,
+        one: SharedPrefill,
+        order: RunChunk | Collect,
+        members: Sequence[int],
+        after: dict[int, tuple[KvSegment, ...]],
+        now_s: float,
+        compute_s: float,
+    ) -> None:
+        one.running = RunningStep(order, dict(one.held), after, set(members))
+        self._steps[order.sequence] = one
+        one.involved.update(members)
+        self._members.begin_step(order.sequence, members, now_s, compute_s)
+
+    def _run_keep_step(self, one: SharedPrefill, order: Collect, after: Held, now_s: float) -> None:
+        self._run(one, order, order.members, after, now_s, self._settings.keep_step_s)
+
+    def _answer(self, instance: int, sequence: int, now_s: float, *, is_done: bool) -> list[Order]:
+        one = self._steps.get(sequence)
+        running = None if one is None else one.running
+        if one is None or running is None or instance not in running.waiting:
+            return []  # late, twice, or from before the instance was lost
+        running.waiting.discard(instance)
+        self._members[instance].step = None
+        if one.offer.owner == instance and is_done and isinstance(running.order, Collect) and one.kept_s is None:
+            # From here on the request is its owner's again.
+            one.is_cancelled = False
+        if is_done:
+            running.done.add(instance)
+            running.is_unsent = False
+        else:
+            running.has_failed = True
+        if not running.waiting:
+            return self._end_step(one, now_s)
+        return [] if is_done else self._give_up(running)
+
+    def _give_up(self, running: RunningStep) -> list[Order]:
+        """The others need not wait for what does not come."""
+        return [GiveUp(running.order.sequence, tuple(sorted(running.waiting)))]
+
+    def _end_step(self, one: SharedPrefill, now_s: float) -> list[Order]:
+        running = one.running
+        assert running is not None
+        order = running.order
+        one.running = None
+        if one.kept_s is None:
+            self._quiet_s = now_s
+        del self._steps[order.sequence]
+        group = order.layout.group if isinstance(order, RunChunk) else order.members
+        self._members.end_step(order.sequence, group)
+        if one.kept_s is not None and isinstance(order, Collect):
+            return self._keeping.end_step(one, running, order, now_s)
+        if isinstance(order, Collect) and order.owner in running.done:
+            # Copies of what the owner has got do not matter, nor how their holders fared.
+            return self._forget(one)
+        if not running.has_failed:
+            assert isinstance(order, RunChunk)
+            self._members.note_reached(order.layout.group)
+            one.attempts = 0
+            one.held = running.after
+            one.todo = without_head(one.todo, sum(count_tokens(part) for part in order.layout.new))
+            return self._settle(one)
+        orders: list[Order] = []
+        back = tuple(sorted(running.done))
+        if back:
+            orders.append(RollBack(order.sequence, order.request, back))
+        one.held = running.before
+        one.attempts += 1
+        if isinstance(order, Collect) or not running.is_unsent:
+            one.stop_streaming()
+        return [*orders, *self._settle(one)]
+
+    def _settle(self, one: SharedPrefill) -> list[Order]:
+        """A request of which no step runs: end it, or find anew what is left of it to compute."""
+        if one.is_cancelled:
+            return self._forget(one)
+        if one.attempts >= self._settings.max_attempts:
+            return self._decline(one, DeclineReason.FAILURES)
+        held = tuple(part for segments in one.held.values() for part in positions_of(segments))
+        expected = one.offer.tokens - count_tokens(one.todo)
+        if count_tokens(held) != expected:
+            one.todo = without((range(one.offer.tokens),), held)
+        one.estimate(self._candidates)
+        return []
+
+    def _decline(self, one: SharedPrefill, reason: DeclineReason) -> list[Order]:
+        return [*self._forget(one), Decline(one.offer.request, one.offer.owner, reason)]
+
+    def _forget(self, one: SharedPrefill) -> list[Order]:
+        # Also those that hold nothing any more: they may still be sending of it.
+        del self._requests[one.offer.request]
+        self._room.freed_s = math.inf
+        for instance in one.involved:
+            if instance in self._members:
+                self._members[instance].free_claimed(one.offer.request)
+        members = tuple(instance for instance in self._members if instance in one.involved)
+        return [Drop(one.offer.request, members)] if members else []
+
+    # -- what is so --------------------------------------------------------------------------------------------------
+
+    @property
+    def _candidates(self) -> tuple[SpCandidate, ...]:
+        return self._schedule.planner.options.candidates
+
+    def _forget_unclaimed(self, now_s: float) -> None:
+        timeout_s = self._settings.bind_timeout_s
+        for ticket in [key for key, one in self._announced.items() if now_s > one.bound_s + timeout_s]:
+            del self._announced[ticket]

@@ -1,0 +1,163 @@
+"""In which order waiting long prefills take instances: by deadline, those put back that cost too many others theirs.
+
+Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far would be on time; where one would not,
+the longest so far is put back. So that no prefill pays for that without bound, the number of those that are put back
+is a share of the arrivals, and one that has waited for two deadlines comes first. One without a deadline comes last,
+until it has waited for a minute: then it comes first in its turn among its like, one of them for every fifty arrivals.
+
+What is late on any group is placed by the price alone, as if it had no deadline: if each of several such took its
+fastest group, which takes the most instance-seconds, the queue would grow by that, and more would be late. A lone one
+may hurry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from sglang_ext.long_pool.decide.price_planner import Holder
+
+
+@dataclass(frozen=True, slots=True)
+class OnTimeOptions:
+    """ValueError naming the field."""
+
+    put_back_share: float = 0.02  # of the arrivals, at most, with
+    put_back_burst: int = 50  # so many at once
+    planned_share: float = 0.9  # of the time to a deadline that may be planned with
+    work_factor: float = (
+        1.1  # what a queue takes, over the least work in it: groups are not always of the cheapest size
+    )
+    due_share: float = 0.95  # of the time to a deadline: later ends cost
+    put_back_due_share: float = 2.85  # the same for one that is put back
+    promoted_after: float = 2.0  # deadlines: then it comes first
+    most_hurrying: int = 1  # late on any group, of which each still takes its fastest one
+    age_s: float = 60.0  # after which one without a deadline comes first,
+    arrivals_per_aged: int = 50  # one for so many arrivals
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.put_back_share <= 1:
+            raise ValueError(f"put_back_share: {self.put_back_share} is not from 0 to 1")
+        for name, least in (("put_back_burst", 0), ("most_hurrying", 0), ("arrivals_per_aged", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than {least}")
+        for name in ("planned_share", "work_factor", "due_share", "put_back_due_share", "promoted_after", "age_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name)} is not a finite number above 0")
+
+
+class PendingPrefill(NamedTuple):
+    """A prefill of which nothing runs and something is left."""
+
+    key: int  # unique; decides among equals
+    new_tokens: int  # L that are left
+    cached_tokens: int  # C cached or computed
+    owner: int  # position in the snapshot; -1: not known yet
+    holders: tuple[Holder, ...]
+    arrival_s: float
+    deadline_s: float  # absolute, of the first token; infinity where there is none
+    total_s: float  # `fastest_s` when it arrived; above 0
+    fastest_s: float  # of what is left, on the best size
+    work_s: float  # of what is left, the least instance-seconds
+    is_started: bool  # a chunk of it has been computed: it is not put back any more
+
+
+class OrderedPrefill(NamedTuple):
+    """In its turn, and when its first token is due."""
+
+    prefill: PendingPrefill
+    due_s: float  # absolute: a margin before the deadline, or later where it is put back; infinity: the price decides
+
+
+class OnTimeOrder:
+    """Keeps who is put back or has aged, and how many more may be."""
+
+    def __init__(self, options: OnTimeOptions) -> None:
+        self._options = options
+        self._allowance = float(options.put_back_burst)
+        self._put_back: set[int] = set()
+        self._aged: set[int] = set()  # without a deadline, and now first
+        self._arrivals = options.arrivals_per_aged  # since the last one of them
+
+    @property
+    def put_back(self) -> Collection[int]:
+        """Those that are put back now although they could be on time."""
+        return self._put_back
+
+    def note_arrival(self) -> None:
+        """One more prefill: a share of one more may be put back, and of one that has aged may come first."""
+        options = self._options
+        self._allowance = min(float(options.put_back_burst), self._allowance + options.put_back_share)
+        self._arrivals += 1
+
+    def order(
+        self, now_s: float, waiting: Sequence[PendingPrefill], instances: int, running_s: float
+    ) -> list[OrderedPrefill]:
+        """Return all of `waiting` in their order. `running_s`: instance-seconds until all that runs has ended."""
+        options = self._options
+        # One that waits no more has started, or its client has gone: what it was allowed is used.
+        keys = {one.key for one in waiting}
+        self._put_back &= keys
+        self._aged &= keys
+        by_deadline = sorted(waiting, key=lambda one: (one.deadline_s, one.arrival_s, one.key))
+        late = {one.key for one in by_deadline if now_s + one.fastest_s > one.deadline_s}
+        # Who has waited so long goes first, and who has KV already: to wait any longer would keep it.
+        first = [
+            one
+            for one in by_deadline
+            if one.key in late
+            and (one.is_started or now_s - one.arrival_s > options.promoted_after * (one.deadline_s - one.arrival_s))
+        ]
+        self._note_aged(now_s, by_deadline)
+        first += [one for one in by_deadline if one.key in self._aged]
+        first.sort(key=lambda one: not one.is_started)
+        per_work = options.work_factor / instances
+        ahead_s = running_s / instances + sum(one.work_s for one in first) * per_work
+        are_first = {one.key for one in first}
+        timely = [one for one in by_deadline if one.key not in late and one.key not in are_first]
+        put_back = self._choose(now_s, timely, ahead_s, per_work)
+        self._allowance += len(self._put_back - put_back) - len(put_back - self._put_back)
+        self._put_back = put_back
+        behind = put_back | late
+        turns = [*first, *(one for one in by_deadline if one.key not in behind and one.key not in are_first)]
+        turns += [one for one in by_deadline if one.key in behind and one.key not in are_first]
+        shares = options.due_share, options.put_back_due_share
+        due_s = [one.arrival_s + shares[one.key in behind] * (one.deadline_s - one.arrival_s) for one in turns]
+        is_lost = [now_s + one.fastest_s > due for one, due in zip(turns, due_s, strict=True)]
+        may_hurry = sum(is_lost) <= options.most_hurrying
+        return [
+            OrderedPrefill(one, due if may_hurry or not lost else math.inf)
+            for one, due, lost in zip(turns, due_s, is_lost, strict=True)
+        ]
+
+    def _note_aged(self, now_s: float, by_deadline: Sequence[PendingPrefill]) -> None:
+        """The oldest of those without a deadline comes first, where it has waited so long and it is its turn."""
+        options = self._options
+        if self._arrivals >= options.arrivals_per_aged:
+            for one in by_deadline:
+                has_aged = one.deadline_s == math.inf and now_s - one.arrival_s > options.age_s
+                if has_aged and one.key not in self._aged:
+                    self._arrivals = 0
+                    self._aged.add(one.key)
+                    return
+
+    def _choose(self, now_s: float, timely: Sequence[PendingPrefill], ahead_s: float, per_work: float) -> set[int]:
+        """Who of these is put back so that the others are on time."""
+        put_back: set[int] = set()
+        allowance = self._allowance + len(self._put_back)
+        longest: list[tuple[float, float, int]] = []
+        end_s = now_s + ahead_s
+        for one in timely:
+            takes_s = one.work_s * per_work
+            end_s += takes_s
+            if not one.is_started and one.deadline_s < math.inf:
+                heappush(longest, (-takes_s, -one.arrival_s, one.key))
+            planned_s = one.arrival_s + self._options.planned_share * (one.deadline_s - one.arrival_s)
+            if end_s > planned_s and longest and len(put_back) + 1 <= allowance:
+                saved_s, _, key = heappop(longest)
+                end_s += saved_s
+                put_back.add(key)
+        return put_back

@@ -1,0 +1,226 @@
+"""The instances of a long pool as its coordinator knows them: what they report, what they compute, who is connected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_ext.long_pool.decide.orders import MemberReport
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
+
+_NOT_YET_S = 1e-6
+_LEAST_CHUNK_TOKENS = 64
+_FIRST_SHUNNED_S = 1.0
+_LONGEST_SHUNNED_S = 10.0
+_NONE_KEPT: Mapping[int, float] = {}
+_NONE_PROMISED: Mapping[int, int] = {}
+
+
+class _Claim(NamedTuple):
+    """KV that a step takes on one instance, as it was ordered."""
+
+    request: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class LongInstance:
+    """One instance."""
+
+    node: int
+    report: MemberReport
+    step: int | None = None  # sequence of the step that it is in
+    step_s: float = 0.0  # predicted
+    step_ends_s: float = 0.0  # predicted
+    reported_s: float | None = None
+    most_free_tokens: int = 0  # of KV, in any report
+    claims: dict[int, _Claim] = field(default_factory=dict)  # by step, of those that its last report does not know of
+    shunned_until_s: float = -math.inf  # others could not reach it
+    times_unreachable: int = 0  # since it last took part in a chunk that was done
+    learned_chunk_tokens: float = math.inf  # that it can compute at once: for twice as many it had no memory
+
+    @property
+    def free_tokens(self) -> int:
+        """KV that is free now, as far as is known."""
+        return max(0, self.report.free_kv_tokens - sum(claim.tokens for claim in self.claims.values()))
+
+    @property
+    def max_chunk_tokens(self) -> float:
+        """That it can compute at once; infinity where no bound is known."""
+        told = self.report.max_chunk_tokens
+        return min(math.inf if told is None else told, self.learned_chunk_tokens)
+
+    def backlog_s(self, now_s: float) -> float:
+        """Ordinary work that is left: an instance that sends no report works on what it has reported."""
+        backlog_s = self.report.backlog_s
+        if backlog_s <= 0.0 or self.reported_s is None:
+            return max(0.0, backlog_s)
+        return max(0.0, backlog_s - now_s + self.reported_s)
+
+    def note_unreachable(self, now_s: float) -> None:
+        """Another member could not talk to it: it is left out of groups, the longer the more often that happens."""
+        shunned_s = min(_LONGEST_SHUNNED_S, _FIRST_SHUNNED_S * 2.0**self.times_unreachable)
+        self.shunned_until_s = now_s + shunned_s
+        self.times_unreachable += 1
+
+    def note_out_of_memory(self, tokens: int) -> None:
+        """It had no memory for so many tokens of a chunk: it gets half as many from now on."""
+        if tokens:
+            self.learned_chunk_tokens = max(_LEAST_CHUNK_TOKENS, tokens // 2)
+
+    def claim(self, sequence: int, request: int, tokens: int) -> None:
+        """A step is ordered that takes so many tokens of KV there."""
+        self.claims[sequence] = _Claim(request, tokens)
+
+    def free_claimed(self, request: int) -> None:
+        """A request is dropped: what of it is in no report yet is not claimed any more."""
+        self.claims = {sequence: claim for sequence, claim in self.claims.items() if claim.request != request}
+
+    def note_begun(self, sequence: int | None) -> None:
+        """What is known to be free is without what this step, and those before it, have taken; None: all."""
+        self.claims = {one: claim for one, claim in self.claims.items() if sequence is not None and one > sequence}
+
+    def add_backlog(self, work_s: float, now_s: float) -> None:
+        """It has been given ordinary work that its report does not know of."""
+        self.report = self.report._replace(backlog_s=self.backlog_s(now_s) + work_s)
+        self.reported_s = now_s
+
+
+class PoolMembers:
+    """All of a pool. Iteration is in the order of their numbers, as are positions in a snapshot."""
+
+    def __init__(self, short_backlog_s: float) -> None:
+        """Ordinary work of at most `short_backlog_s` keeps no step waiting."""
+        self._short_backlog_s = short_backlog_s
+        self._members: dict[int, LongInstance] = {}
+        self._order: tuple[int, ...] = ()
+        self.positions: dict[int, int] = {}  # in a snapshot, by number
+
+    def __contains__(self, instance: int) -> bool:
+        return instance in self._members
+
+    def __getitem__(self, instance: int) -> LongInstance:
+        return self._members[instance]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, instance: int, node: int, report: MemberReport) -> None:
+        """A new one, which knows nothing."""
+        self._members[instance] = LongInstance(node, report, most_free_tokens=report.free_kv_tokens)
+        self._number()
+
+    def remove(self, instance: int) -> bool:
+        """Whether it was there."""
+        is_there = self._members.pop(instance, None) is not None
+        self._number()
+        return is_there
+
+    def _number(self) -> None:
+        self._order = tuple(sorted(self._members))
+        self.positions = {instance: position for position, instance in enumerate(self._order)}
+
+    def note_free(self, instance: int, sequence: int, free_kv_tokens: int | None) -> None:
+        """What is free at a member at the end of its step, done or failed; None where that is not known."""
+        one = self._members.get(instance)
+        if one is not None and one.step == sequence and free_kv_tokens is not None:
+            one.report = one.report._replace(free_kv_tokens=free_kv_tokens)
+            one.note_begun(sequence)
+
+    def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None) -> None:
+        """Its newest report, and the last step that it had begun then; None: all that were ordered."""
+        member = self._members.get(instance)
+        if member is not None:
+            member.report, member.reported_s = report, now_s
+            member.note_begun(begun_step)
+            member.most_free_tokens = max(member.most_free_tokens, report.free_kv_tokens)
+
+    def most_tokens(self) -> int:
+        """What the largest of them has held, as far as is known: no longer prompt fits one alone."""
+        return max((one.most_free_tokens for one in self._members.values()), default=0)
+
+    def free_s(self, group: Iterable[int], now_s: float) -> float:
+        """When the last of these has ended its step, as it seems."""
+        steps = [self._members[instance] for instance in group if self._members[instance].step is not None]
+        return max((one.step_ends_s for one in steps), default=now_s)
+
+    def fit_chunk(self, group: Collection[int], tokens: int, compute_s: float, page_tokens: int) -> tuple[int, float]:
+        """Return so much of a chunk, and of its time, that each of its group has memory for its part, besides KV.
+
+        A part is two runs of positions, each of which may be a page larger than its share. Shares are whole pages
+        wherever they can be: what is left of a page is lost to others.
+        """
+        bound = min(self._members[instance].max_chunk_tokens for instance in group)
+        if tokens <= bound:
+            return tokens, compute_s
+        most = int(bound)
+        unit = page_tokens if len(group) == 1 else 2 * page_tokens
+        share = most // unit * unit if len(group) == 1 else (most - unit) // unit * unit
+        fitting = min(tokens, len(group) * (share if share >= unit else max(1, most // 2)))
+        return fitting, compute_s * fitting / tokens
+
+    def begin_step(self, sequence: int, group: Iterable[int], now_s: float, compute_s: float) -> None:
+        """These are in a step now, for `compute_s` as it seems."""
+        for instance in group:
+            member = self._members[instance]
+            member.step, member.step_s, member.step_ends_s = sequence, compute_s, now_s + compute_s
+
+    def end_step(self, sequence: int, group: Iterable[int]) -> None:
+        """Those of the group that are still here are in none now."""
+        for instance in group:
+            member = self._members.get(instance)
+            if member is not None and member.step == sequence:
+                member.step = None
+
+    def are_ready(self, group: Sequence[int]) -> bool:
+        """Whether none is in a step."""
+        return all(self._members[instance].step is None for instance in group)
+
+    def note_reached(self, group: Sequence[int]) -> None:
+        """They have done a chunk together."""
+        if len(group) > 1:
+            for instance in group:
+                self._members[instance].times_unreachable = 0
+
+    def any_idle(self, now_s: float, kept: Collection[int]) -> bool:
+        """Whether a step could begin somewhere."""
+        return any(
+            one.step is None
+            and instance not in kept
+            and now_s >= one.shunned_until_s
+            and one.backlog_s(now_s) <= self._short_backlog_s
+            for instance, one in self._members.items()
+        )
+
+    def snapshot(
+        self,
+        now_s: float,
+        kept: Mapping[int, float] = _NONE_KEPT,
+        promised: Mapping[int, int] = _NONE_PROMISED,
+        *,
+        counts_backlog: bool = True,
+    ) -> PrefillSnapshot:
+        """Delays are the rest of the running step and the ordinary work behind it, if that is not short.
+
+        An instance that is in a step is not free before it has answered, whatever has been predicted, and one that is
+        `kept` not before the time given. `promised`: tokens that will come to it.
+        """
+        nodes, delays_s, free_tokens = [], [], []
+        for instance in self._order:
+            member = self._members[instance]
+            delay_s = member.backlog_s(now_s) if counts_backlog else 0.0
+            if delay_s <= self._short_backlog_s:
+                delay_s = 0.0
+            if member.step is not None:
+                delay_s += max(_NOT_YET_S, member.step_ends_s - now_s)
+            elif instance in kept:
+                delay_s += max(_NOT_YET_S, kept[instance] - now_s)
+            nodes.append(member.node)
+            delays_s.append(max(delay_s, member.shunned_until_s - now_s))
+            free_tokens.append(max(0, member.free_tokens - promised.get(instance, 0)))
+        return PrefillSnapshot(nodes, delays_s, free_tokens)

@@ -1,0 +1,255 @@
+"""The requests of a long pool: prompts that are announced, prefills that are offered, and the step that runs of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
+from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
+from sglang_ext.long_pool.decide.orders import Collect, Offer, PromptTicket, RunChunk
+from sglang_ext.long_pool.decide.pool_schedule import fastest_s, least_work_s
+from sglang_ext.long_pool.decide.price_planner import Holder
+from sglang_ext.long_pool.decide.sharding import KvSegment, Positions, count_tokens
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate
+
+_TAG_SPACE = 2**31 - 1
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """An ordered step that not all of its members have answered for."""
+
+    order: RunChunk | Collect
+    before: dict[int, tuple[KvSegment, ...]]  # what was held when it was ordered
+    after: dict[int, tuple[KvSegment, ...]]
+    waiting: set[int]
+    has_failed: bool = False
+    is_unsent: bool = True  # nothing of it has gone to where it is wanted, as far as has been answered
+    done: set[int] = field(default_factory=set)
+
+    def new_tokens(self, instance: int) -> int:
+        """How many it computes."""
+        if isinstance(self.order, Collect):
+            return 0
+        return count_tokens(self.order.layout.new[self.order.layout.group.index(instance)])
+
+    def lose(self, instance: int) -> None:
+        """An instance has gone, with what it held."""
+        if instance in self.waiting | self.done:
+            self.has_failed, self.is_unsent = True, False
+        self.waiting.discard(instance)
+        self.done.discard(instance)
+        self.before.pop(instance, None)
+        self.after.pop(instance, None)
+
+
+@dataclass(frozen=True, slots=True)
+class NextChunk:
+    """What a prompt's next chunk is to be, as it was decided last: decided anew whenever something ends."""
+
+    new_tokens: int
+    members: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SharedPrefill:
+    """A long prefill that an instance has offered: who holds what of it, and what is left."""
+
+    offer: Offer
+    total_s: float
+    held: dict[int, tuple[KvSegment, ...]]
+    todo: Positions
+    group: tuple[int, ...]  # of its last chunk
+    involved: set[int]  # instances that may know of it: its owner, and all that were given a step of it
+    fastest_s: float  # of what is left
+    work_s: float
+    is_streamed: bool  # nothing of it has failed that is on its way to where it is wanted
+    is_finishing: bool = False  # its owner has been told that all is computed
+    running: RunningStep | None = None
+    attempts: int = 0  # that have failed since its last chunk that was done
+    is_cancelled: bool = False
+    no_room_s: float | None = None  # since when no group can hold it
+    planned: NextChunk | None = None
+    kept_s: float | None = None  # it has ended, and comes to its owner's prefix cache: since its last step of that
+
+    @classmethod
+    def of(cls, offer: Offer, candidates: Sequence[SpCandidate]) -> SharedPrefill:
+        """A new one."""
+        cached: Positions = (range(offer.cached_tokens),) if offer.cached_tokens else ()
+        new_tokens = offer.tokens - offer.cached_tokens
+        whole_s = fastest_s(candidates, offer.cached_tokens, new_tokens)
+        return cls(
+            offer,
+            max(1e-9, whole_s),
+            {offer.owner: (KvSegment(cached, is_borrowed=True),)} if cached else {},
+            (range(offer.cached_tokens, offer.tokens),),
+            (),
+            {offer.owner},
+            whole_s,
+            least_work_s(candidates, offer.cached_tokens, new_tokens),
+            offer.is_streamed,
+        )
+
+    def stop_streaming(self) -> None:
+        """What has been sent of it cannot be relied upon: its owner has to get everything."""
+        self.is_streamed = self.is_finishing = False
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.offer.tokens
+
+    @property
+    def fits_owner(self) -> bool:
+        """Whether its owner could compute it alone."""
+        return self.offer.fits_owner
+
+    @property
+    def promised_tokens(self) -> int:
+        """Slots that its owner needs beyond those that it has, if all of it shall come there."""
+        owned = sum(segment.tokens for segment in self.held.get(self.offer.owner, ()) if not segment.is_borrowed)
+        return max(0, self.offer.tokens - self.offer.cached_tokens - owned)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another instance than its owner holds something of it."""
+        return any(segments for instance, segments in self.held.items() if instance != self.offer.owner)
+
+    def holders(self) -> tuple[int, ...]:
+        """Its owner, and all others that hold something of it."""
+        owner = self.offer.owner
+        return owner, *sorted(instance for instance, segments in self.held.items() if segments and instance != owner)
+
+    def estimate(self, candidates: Sequence[SpCandidate]) -> None:
+        """What is left of it, or what it costs, has changed."""
+        left = count_tokens(self.todo)
+        if left:
+            self.fastest_s = fastest_s(candidates, self.offer.tokens - left, left)
+            self.work_s = least_work_s(candidates, self.offer.tokens - left, left)
+
+    def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
+        """As the schedule takes it; `positions`: of the instances in the snapshot."""
+        offer = self.offer
+        left = count_tokens(self.todo)
+        holding = {instance for instance, segments in self.held.items() if segments}
+        # Room that is kept for it at its owner is its own.
+        kept = {offer.owner: self.promised_tokens} if self.group and not self.is_streamed else {}
+        order = [*(instance for instance in self.group if instance in holding), *sorted(holding - {*self.group})]
+        return PendingPrefill(
+            offer.request,
+            left,
+            offer.tokens - left,
+            positions[offer.owner],
+            tuple(
+                Holder(positions[instance], tokens_held(self.held, instance) + kept.get(instance, 0))
+                for instance in order
+            ),
+            offer.arrival_s,
+            offer.deadline_s,
+            self.total_s,
+            self.fastest_s,
+            self.work_s,
+            bool(self.group),
+        )
+
+
+@dataclass(slots=True)
+class AnnouncedPrompt:
+    """A long prompt that no instance has offered yet."""
+
+    ticket: PromptTicket
+    fastest_s: float
+    work_s: float
+    owner: int | None = None  # that it has been given to
+    bound_s: float = math.inf
+    no_room_s: float | None = None
+    fits_owner: bool = True  # as far as is known
+    deadline_s: float = math.inf
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.ticket.tokens
+
+    @classmethod
+    def of(
+        cls, ticket: PromptTicket, candidates: Sequence[SpCandidate], settings: CoordinationSettings
+    ) -> AnnouncedPrompt:
+        """A new one."""
+        one = cls(ticket, 0.0, 0.0)
+        one.estimate(candidates, settings)
+        return one
+
+    def estimate(self, candidates: Sequence[SpCandidate], settings: CoordinationSettings) -> None:
+        """What it costs is known, or has changed; and so its objective, where that is the pool's."""
+        cached, new = self.ticket.cached_tokens, self.ticket.tokens - self.ticket.cached_tokens
+        self.fastest_s = fastest_s(candidates, cached, new)
+        self.work_s = least_work_s(candidates, cached, new)
+        deadline_s = self.ticket.deadline_s
+        if deadline_s is None:
+            deadline_s = self.ticket.arrival_s + max(settings.ttft_slo_s, settings.slo_stretch * self.fastest_s)
+        self.deadline_s = deadline_s
+
+    def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
+        """As the schedule takes it; `positions`: of the instances in the snapshot."""
+        ticket = self.ticket
+        return PendingPrefill(
+            ticket.ticket,
+            ticket.tokens - ticket.cached_tokens,
+            ticket.cached_tokens,
+            -1 if self.owner is None else positions[self.owner],
+            (),
+            ticket.arrival_s,
+            self.deadline_s,
+            max(1e-9, self.fastest_s),
+            self.fastest_s,
+            self.work_s,
+            False,
+        )
+
+
+class StepNumbers:
+    """What steps are called."""
+
+    def __init__(self) -> None:
+        self._next_sequence = 1
+        self._next_tag = 0
+
+    def sequence(self) -> int:
+        """Unique, rising."""
+        self._next_sequence += 1
+        return self._next_sequence - 1
+
+    def tags(self, count: int) -> int:
+        """The first of `count` tags; numbers come round long after the last message that used them."""
+        if self._next_tag + count > _TAG_SPACE:
+            self._next_tag = 0
+        self._next_tag += count
+        return self._next_tag - count
+
+
+def promised_tokens(requests: Iterable[SharedPrefill]) -> dict[int, int]:
+    """Tokens that will come to instances from others, by instance: of prefills that have begun and are not streamed."""
+    promised: dict[int, int] = {}
+    for one in requests:
+        if one.group and not one.is_streamed:
+            owner = one.offer.owner
+            promised[owner] = promised.get(owner, 0) + one.promised_tokens
+    return promised
+
+
+def tokens_held(held: Mapping[int, tuple[KvSegment, ...]], instance: int) -> int:
+    """Tokens of a request that an instance holds."""
+    return sum(segment.tokens for segment in held.get(instance, ()))
+
+
+def without_head(positions: Positions, tokens: int) -> Positions:
+    """All but the first `tokens` of them."""
+    kept: list[range] = []
+    for part in positions:
+        if tokens < len(part):
+            kept.append(part[max(0, tokens) :])
+        tokens -= len(part)
+    return tuple(kept)

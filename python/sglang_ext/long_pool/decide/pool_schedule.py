@@ -1,0 +1,178 @@
+"""What a long pool computes next: an order, a price, and a group for each prompt whose turn has come.
+
+    arrivals ──▶ PoolLoad ──price──▶ PricePlanner.place ──▶ what starts now, what is reserved
+    waiting  ──▶ on_time_order, or another order ──┘
+
+Nothing is decided before it starts, and what runs is never touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from sglang_ext.laps.decide.slack import relative_slack
+from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
+from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
+from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
+
+_LEAST_WINDOW_S = 60.0
+_LEAST_ARRIVALS = 32  # in the window: it is longer where fewer have come
+_DOUBTED_ARRIVALS = 8
+_HIGHEST_LOAD = 0.95  # beyond that the queue's end is no estimate
+
+
+class PrefillOrder(StrEnum):
+    """Whose turn it is."""
+
+    ON_TIME = "on-time"  # by deadline, the longest put back where not everybody can be on time
+    FCFS = "fcfs"  # of arrival
+    LARS = "lars"  # lowest relative slack first (Medha)
+    EDF = "edf"  # earliest deadline first
+    SRPT = "srpt"  # shortest remaining time first
+
+
+class PlacedPrefill(NamedTuple):
+    """A pending prefill and its place; without a group where no group can hold it now."""
+
+    key: int
+    placement: Placement
+
+
+def fastest_s(candidates: Sequence[SpCandidate], cached_tokens: int, new_tokens: int) -> float:
+    """Return the time of the fastest SP size without a queue, as one chunk; infinity where no cost is known."""
+    return min(one.cost.predict_s(cached_tokens, new_tokens) for one in candidates)
+
+
+def least_work_s(candidates: Sequence[SpCandidate], cached_tokens: int, new_tokens: int) -> float:
+    """Return the instance-seconds of the SP size that takes the fewest; infinity where no cost is known."""
+    return min(one.size * one.cost.predict_s(cached_tokens, new_tokens) for one in candidates)
+
+
+def tokens_within(cost: SpCost | TabulatedCost, cached_tokens: int, new_tokens: int, budget_s: float) -> int:
+    """Return how many of `new_tokens` a chunk computes within the budget, by binary search; at least 1."""
+    low, high = 1, new_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost.predict_s(cached_tokens, middle) <= budget_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class PoolLoad:
+    """How many prefills arrive and how much work they bring: of the last minute, or of more where few arrive."""
+
+    def __init__(self) -> None:
+        self._arrivals: deque[tuple[float, float]] = deque()  # when, instance-seconds
+        self._work = 0.0  # of all these
+
+    def note_arrival(self, now_s: float, work_s: float) -> None:
+        """A prefill of so many instance-seconds; infinity where its cost is not known, which counts as none."""
+        work_s = work_s if work_s < math.inf else 0.0
+        self._arrivals.append((now_s, work_s))
+        self._work += work_s
+        self._forget_before(now_s - _LEAST_WINDOW_S)
+
+    def arrivals_per_s(self, now_s: float) -> float:
+        """Prefills a second, now."""
+        self._forget_before(now_s - _LEAST_WINDOW_S)
+        return len(self._arrivals) / self._window_s(now_s)
+
+    def _trust(self) -> float:
+        """A few arrivals say little of those that will come: one long prompt would look like a full pool."""
+        return len(self._arrivals) / (len(self._arrivals) + _DOUBTED_ARRIVALS)
+
+    def arrivals_until_empty(self, now_s: float, left_s: float, instances: int) -> float:
+        """Prefills that will have arrived before the queue has gone. `left_s`: instance-seconds of all that is here."""
+        self._forget_before(now_s - _LEAST_WINDOW_S)
+        trust = self._trust()
+        load = min(_HIGHEST_LOAD, trust * self._work / self._window_s(now_s) / instances)
+        return trust * self.arrivals_per_s(now_s) * left_s / instances / (1 - load)
+
+    def _forget_before(self, at_s: float) -> None:
+        while len(self._arrivals) > _LEAST_ARRIVALS and self._arrivals[0][0] < at_s:
+            self._work -= self._arrivals.popleft()[1]
+
+    def _window_s(self, now_s: float) -> float:
+        return max(_LEAST_WINDOW_S, now_s - self._arrivals[0][0]) if self._arrivals else _LEAST_WINDOW_S
+
+
+@dataclass(slots=True)
+class PoolSchedule:
+    """Decides what to compute next, from what is pending at each event."""
+
+    planner: PricePlanner
+    prefill_order: PrefillOrder = PrefillOrder.ON_TIME
+    on_time: OnTimeOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
+    load: PoolLoad = field(default_factory=PoolLoad)
+
+    def note_arrival(self, now_s: float, work_s: float) -> None:
+        """A prefill of so many instance-seconds has arrived."""
+        self.load.note_arrival(now_s, work_s)
+        self.on_time.note_arrival()
+
+    def cut(self, placement: Placement, cached_tokens: int, settings: CoordinationSettings) -> tuple[int, float]:
+        """Return tokens and time of what is run of a chunk: all of it, or what fits the longest time of one."""
+        chunk_s = settings.chunk_s
+        if chunk_s is None or placement.compute_s <= chunk_s:
+            return placement.tokens, placement.compute_s
+        options = self.planner.options
+        cost = next(candidate.cost for candidate in options.candidates if candidate.size == len(placement.group))
+        budget_s = max(chunk_s, settings.chunk_overheads * cost.predict_s(0, 0))
+        if placement.compute_s <= budget_s:
+            return placement.tokens, placement.compute_s
+        fitting = tokens_within(cost, cached_tokens, placement.tokens, budget_s)
+        tokens = min(placement.tokens, max(options.min_chunk_tokens, fitting))
+        factor = placement.compute_s / cost.predict_s(cached_tokens, placement.tokens)
+        return tokens, cost.predict_s(cached_tokens, tokens) * factor
+
+    def turns(
+        self, now_s: float, snapshot: PrefillSnapshot, pending: Sequence[PendingPrefill], running_s: float
+    ) -> list[PlacedPrefill]:
+        """Return what starts now and what is reserved, in the order of the prefills, until no instance is idle.
+
+        `running_s`: instance-seconds until all that runs has ended. ValueError as `PricePlanner.place`.
+        """
+        instances = len(snapshot.node_ids)
+        ordered = self._ordered(now_s, pending, instances, running_s)
+        left_s = running_s + sum([one.work_s for one in pending])
+        waiting = [
+            WaitingPrompt(one.new_tokens, one.cached_tokens, due_s - now_s, one.owner, one.holders)
+            for one, due_s in ordered[: self.planner.options.most_considered]
+        ]
+        behind = len(ordered) - len(waiting)
+        others = behind + self.load.arrivals_until_empty(now_s, left_s, instances)
+        placements = self.planner.place(snapshot, waiting, others)
+        return [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
+
+    def _ordered(
+        self, now_s: float, pending: Sequence[PendingPrefill], instances: int, running_s: float
+    ) -> list[OrderedPrefill]:
+        if self.prefill_order is PrefillOrder.ON_TIME:
+            return self.on_time.order(now_s, pending, instances, running_s)
+        urgency = _URGENCY[self.prefill_order]
+        in_order = sorted(pending, key=lambda one: (urgency(one, now_s), one.arrival_s, one.key))
+        # Where none is put back, all that are late would take ever larger groups, and throughput would collapse.
+        return [OrderedPrefill(one, math.inf) for one in in_order]
+
+
+def _slack(one: PendingPrefill, now_s: float) -> float:
+    """(deadline - now - remaining) / total: Medha, section 4.1."""
+    if not (one.deadline_s < math.inf and one.total_s < math.inf):
+        return math.inf
+    return relative_slack(one.deadline_s, now_s, one.fastest_s, one.total_s)
+
+
+_URGENCY: dict[PrefillOrder, Callable[[PendingPrefill, float], float]] = {
+    PrefillOrder.FCFS: lambda one, now_s: one.arrival_s,
+    PrefillOrder.LARS: _slack,
+    PrefillOrder.EDF: lambda one, now_s: one.deadline_s,
+    PrefillOrder.SRPT: lambda one, now_s: one.fastest_s,
+}

@@ -1,0 +1,410 @@
+"""One instance of a long pool: takes part in chunks, one at a time, whenever the engine gives it a turn.
+
+The engine calls `turn` between two of its own iterations. Orders that cost nothing are carried out at once; of those
+that compute, one per turn, so that the engine's own batches and chunks alternate.
+
+Without a coordinator nothing is offered and nothing held: when the connection ends, every request that was offered
+comes back to its own instance, and the instance joins anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request
+from sglang_ext.long_pool.decide.orders import (
+    Collect,
+    Decline,
+    DeclineReason,
+    Drop,
+    GiveUp,
+    MemberReport,
+    RollBack,
+    RunChunk,
+)
+from sglang_ext.long_pool.member.chunk_step import Engine, WorkspaceError, run_chunk, run_collect, step_errors
+from sglang_ext.long_pool.member.kv_streams import KvStreams, OpenTarget, Reading, Target
+from sglang_ext.long_pool.member.pool_link import PoolLink
+from sglang_ext.long_pool.member.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
+from sglang_ext.long_pool.member.shard import KvPoolFullError, Shard
+from sglang_ext.long_pool.mesh.device_streams import DeviceStreams
+from sglang_ext.long_pool.mesh.mesh import Membership, Mesh, MeshError, Meshes
+from sglang_ext.long_pool.messages import (
+    CancelMessage,
+    ChunkOrder,
+    CollectOrder,
+    Computed,
+    Destination,
+    OfferMessage,
+    ReportMessage,
+    StepDone,
+    StepFailed,
+    Streamed,
+    StreamFailed,
+    ToMember,
+    Transferred,
+    Welcome,
+)
+from sglang_ext.long_pool.step_clock import StepClock
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.2
+GIVEN_UP = "the step has been given up"
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+class Declined(NamedTuple):
+    """A request that was offered is its own instance's again, as it was."""
+
+    request: int
+    reason: DeclineReason
+    streamed: Streamed | None = None  # what members have sent of it straight to decode; None: nothing
+
+
+class Collected(NamedTuple):
+    """A request that was offered is its own instance's again, with KV."""
+
+    request: int
+    slots: torch.Tensor  # of the positions behind the cached prefix, in order: whole pages, possibly not all of them
+    streamed: Streamed | None = None
+
+
+class Sendable(NamedTuple):
+    """All of a request that was offered has been computed, and is on its way to decode; the pool keeps it until
+    `PoolMember.transferred`, or brings it after `PoolMember.stream_failed`."""
+
+    request: int
+    logits: torch.Tensor  # float32 [vocabulary], of its last row
+    streamed: Streamed
+
+
+class Kept(NamedTuple):
+    """The pool has nothing more of a request that went to decode."""
+
+    request: int
+    slots: torch.Tensor  # for the prefix cache, as those of `Collected`; none where it is not kept
+
+
+Outcome = Declined | Collected | Sendable | Kept
+
+
+class PoolMember:
+    """Belongs to the thread of the engine's loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        link: PoolLink,
+        meshes: Meshes,
+        open_target: OpenTarget | None = None,
+        ranks: Ranks = SINGLE_RANK,
+        streams: DeviceStreams | None = None,
+    ) -> None:
+        """`meshes` connect this rank with those of other members.
+
+        `open_target`: see `KvStreams`; `streams`: see `run_chunk`. Of several `ranks` each has a member, whose link
+        brings all of them the same sessions and orders in the same turn; all of them call the same methods in the same
+        order.
+        """
+        self._engine = engine
+        self._link = link
+        self._meshes = meshes
+        self.ranks = ranks
+        self._device_streams = streams
+        # What is being sent goes on when the coordinator does not.
+        self._streams = KvStreams(engine.pool, open_target, ranks)
+        self._count = itertools.count(1)
+        self._reported_s = float("-inf")
+        self._session: Welcome | None = None
+        self._begin_session(None)
+
+    def _begin_session(self, session: Welcome | None) -> None:
+        """Nothing is held, and nothing has been ordered."""
+        self._session = session
+        self._shards: dict[int, Shard] = {}
+        self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
+        self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
+        self._kept: dict[int, int] = {}  # cached tokens of such requests that are at decode, until the pool drops them
+        self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
+        self._last_chunk: int | None = None  # its number; later steps moved KV alone
+        self._begun_step = 0  # the last one
+        self._steps: deque[ChunkOrder | CollectOrder] = deque()
+        self._meshes.enter(None if session is None else Membership(bytes.fromhex(session.pool_id), session.instance))
+
+    @property
+    def wake_descriptor(self) -> int | None:
+        """See `PoolLink`."""
+        return self._link.wake_descriptor
+
+    @property
+    def is_joined(self) -> bool:
+        return self._session is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it holds KV of any request, has a chunk to compute, or sends what it has computed."""
+        return self._streams.is_sending or bool(self._shards or self._steps)
+
+    @property
+    def held_tokens(self) -> int:
+        """KV slots that shards have taken from the engine's pool, also those that are only read any more."""
+        owned = sum(shard.owned_tokens for shard in self._shards.values())
+        return owned + self._streams.pool.deferred_tokens
+
+    def offer(
+        self,
+        token_ids: Sequence[int],
+        cached_tokens: int,
+        prefix_slots: torch.Tensor,
+        *,
+        waited_s: float,
+        slack_s: float | None,
+        destinations: tuple[Destination, ...] = (),
+        targets: Sequence[Target] = (),
+        room: BootstrapRoom | None = None,
+        fits_owner: bool = True,
+    ) -> int:
+        """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
+
+        `prefix_slots` of its cached prefix must stay valid until then. `destinations`: where members send what they
+        compute, `targets` the same for this member. `room`: under which a router may have announced it. `fits_owner`:
+        whether this instance could compute it alone.
+        """
+        if self._session is None:
+            raise RuntimeError("offered without a coordinator")
+        request = pool_request(self._session.instance, next(self._count))
+        shard = self._shards[request] = Shard(self._streams.pool)
+        self._streams.adopt(request, targets)
+        if cached_tokens:
+            shard.borrow((range(cached_tokens),), prefix_slots)
+        self._cached_tokens[request] = cached_tokens
+        ids = array("i", np.asarray(token_ids, np.int32).tobytes())
+        offer = OfferMessage(request, ids, cached_tokens, waited_s, slack_s, destinations, room, fits_owner)
+        self._link.send(offer)
+        return request
+
+    def withdraw(self, request: int) -> None:
+        """The request has ended; what other members hold of it is dropped by the coordinator."""
+        if self._is_known(request):
+            self._forget(request)
+            self._streams.close(request)
+            self._link.send(CancelMessage(request))
+
+    def stream_failed(self, request: int) -> None:
+        """What members have sent of an offered request cannot be relied upon: it shall be collected here."""
+        if self._is_known(request):
+            self._link.send(StreamFailed(request))
+
+    def transferred(self, request: int, transfer_s: float, exposed_s: float) -> bool:
+        """All KV of a request that was offered is at decode; see `Transferred`.
+
+        Whether the pool still has it: then its cached prefix must stay valid until the outcome, which is `Kept`.
+        """
+        cached_tokens = self._cached_tokens.get(request)
+        self._forget(request)
+        self._streams.close(request)
+        if not self._is_known(request):
+            return False
+        self._link.send(Transferred(request, transfer_s, exposed_s))
+        if cached_tokens is not None:
+            self._kept[request] = cached_tokens
+        return cached_tokens is not None
+
+    def _is_known(self, request: int) -> bool:
+        """A coordinator that has given this instance another number since knows nothing of it."""
+        return self._session is not None and instance_of(request) == self._session.instance
+
+    def is_report_due(self, now_s: float, busy_s: float = 0.0) -> bool:
+        """Whether a report is due: once an interval, and before `busy_s` in which none can be sent."""
+        if self._session is None or now_s + busy_s < self._reported_s + REPORT_INTERVAL_S:
+            return False
+        self._reported_s = now_s
+        return True
+
+    def report(self, report: MemberReport) -> None:
+        """Tell the coordinator of this instance's load."""
+        self._link.send(ReportMessage(report, self._begun_step))
+
+    def turn(self) -> list[Outcome]:
+        """Carry out what has been ordered, at most one computation; what has become of offered requests.
+
+        Joins and leaves with the connection.
+        """
+        outcomes: list[Outcome] = []
+        self._meshes.note_activity()
+        session = self._link.session()
+        if session is not self._session:
+            outcomes += self._leave()
+            self._begin_session(session)
+        if self._streams.settle():
+            self._report_soon()
+        if session is not None:
+            for order in self._link.receive():
+                outcomes += self._take(order)
+            if self._steps:
+                outcomes += self._run(self._steps.popleft())
+        return outcomes
+
+    def _leave(self) -> list[Outcome]:
+        """The coordinator has gone: drop everything, every offered request is its own instance's again."""
+        for shard in self._shards.values():
+            shard.drop()
+        if self._session is not None:
+            self._streams.abandon("the pool's coordinator has gone")
+        declined = [
+            Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.get(request))
+            for request in self._cached_tokens
+        ]
+        return [*declined, *(Kept(request, _NO_SLOTS) for request in self._kept)]
+
+    def _take(self, order: ToMember) -> list[Outcome]:
+        if isinstance(order, ChunkOrder | CollectOrder):
+            self._steps.append(order)
+        elif isinstance(order, GiveUp):
+            self._meshes.give_up(order.sequence, GIVEN_UP)
+        elif isinstance(order, Streamed):
+            if order.request in self._cached_tokens:
+                self._streamed[order.request] = order
+            if not order.is_intact:
+                self._streams.restart(order.request, "a member of the pool has failed")
+        elif isinstance(order, Computed):
+            if order.request in self._cached_tokens:
+                return self._sendable(order)
+        elif isinstance(order, RollBack):
+            if order.sequence == self._last_chunk:
+                self._streams.restart(order.request, "a chunk is computed again")
+            if order.request in self._shards:
+                self._shards[order.request].roll_back()
+        elif isinstance(order, Drop):
+            self._drop(order.request)
+            if self._kept.pop(order.request, None) is not None:
+                return [Kept(order.request, _NO_SLOTS)]
+        elif isinstance(order, Decline):
+            self._drop(order.request)
+            if order.request in self._cached_tokens:
+                return [Declined(order.request, order.reason, self._forget(order.request))]
+        return []
+
+    def _sendable(self, order: Computed) -> list[Outcome]:
+        streamed, logits = self._streamed.get(order.request), self._logits.get(order.request)
+        if order.logits is not None:
+            logits = torch.frombuffer(order.logits, dtype=torch.float32)
+        if logits is None or streamed is None:
+            self._link.send(StreamFailed(order.request))
+            return []
+        return [Sendable(order.request, logits, streamed)]
+
+    def _forget(self, request: int) -> Streamed | None:
+        """It is not a request of the pool any more; what members have sent of it."""
+        self._cached_tokens.pop(request, None)
+        self._logits.pop(request, None)
+        return self._streamed.pop(request, None)
+
+    def _run(self, step: ChunkOrder | CollectOrder) -> list[Outcome]:
+        what = _of(step)
+        self._begun_step = what.sequence
+        members = what.layout.group if isinstance(what, RunChunk) else what.members
+        addresses = {member: peer[self.ranks.rank] for member, peer in zip(members, step.peers, strict=True)}
+        clock = StepClock()
+        # Before anything that may fail on one rank alone.
+        reading = self._streams.announce()
+        try:
+            with ExitStack() as stack:
+                with all_ranks_or_raise(self.ranks, MeshError):
+                    mesh = stack.enter_context(self._meshes.step(what.sequence, addresses))
+                if isinstance(step, ChunkOrder):
+                    logits, outcomes = self._compute(step, mesh, clock, reading), []
+                else:
+                    logits, outcomes = None, self._collect(step.collect, mesh, clock)
+        except step_errors(self.ranks) as error:
+            logger.warning("cdsp step %d of request %d failed: %s", what.sequence, what.request, error)
+            if isinstance(step, ChunkOrder) and reading.has_begun:
+                self._streams.restart(what.request, f"a chunk has failed: {error}")
+            shard = self._shards.get(what.request)
+            if shard is not None and not shard.segments:
+                del self._shards[what.request]
+            unreachable = error.instance if isinstance(error, MeshError) else None
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError | WorkspaceError)
+            free_tokens = self._engine.pool.free_tokens
+            failed = StepFailed(what.sequence, str(error), unreachable, is_out_of_memory, free_tokens)
+            self._link.send(failed._replace(is_unsent=not reading.has_begun))
+            return []
+        self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
+        return outcomes
+
+    def _compute(self, step: ChunkOrder, mesh: Mesh, clock: StepClock, reading: Reading) -> array[float] | None:
+        """The logits that the coordinator shall get: those of a prompt's last row, where it is another member's."""
+        assert self._session is not None
+        instance, chunk, layout = self._session.instance, step.chunk, step.chunk.layout
+        self._last_chunk = chunk.sequence
+        shard = self._shards.setdefault(chunk.request, Shard(self._streams.pool))
+        positions = layout.new[layout.group.index(instance)]
+        logits = run_chunk(
+            *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
+            is_overlapped=step.is_overlapped,
+            clock=clock,
+            sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions)
+            if step.destinations
+            else None,
+            ranks=self.ranks,
+            note_activity=self._meshes.note_activity,
+            streams=self._device_streams,
+        )
+        self._meshes.note_computed()
+        if logits is None or not chunk.is_last:
+            return None
+        if instance_of(chunk.request) != instance:
+            return array("f", logits.cpu().numpy().tobytes())
+        if chunk.request in self._cached_tokens:
+            self._logits[chunk.request] = logits
+        return None
+
+    def _collect(self, step: Collect, mesh: Mesh, clock: StepClock) -> list[Outcome]:
+        assert self._session is not None
+        pool, instance = self._streams.pool, self._session.instance
+        shard = self._shards.setdefault(step.request, Shard(pool))
+        moves, first_tag = step.moves, step.first_tag
+        run_collect(pool, shard, moves, mesh, instance, first_tag, clock=clock, ranks=self.ranks)
+        if step.owner != instance or not step.is_last:
+            return []
+        is_kept = step.request in self._kept
+        cached_tokens = (self._kept if is_kept else self._cached_tokens).get(step.request)
+        if cached_tokens is None:
+            return []  # withdrawn meanwhile; `Drop` follows
+        try:
+            slots = shard.take_slots(cached_tokens)
+        except KvPoolFullError:
+            shard.roll_back()
+            raise
+        del self._shards[step.request]
+        self._streams.close(step.request)
+        if is_kept:
+            del self._kept[step.request]
+            return [Kept(step.request, slots)]
+        return [Collected(step.request, slots, self._forget(step.request))]
+
+    def _drop(self, request: int) -> None:
+        self._streams.close(request)
+        shard = self._shards.pop(request, None)
+        if shard is not None:
+            shard.drop()
+            self._report_soon()
+
+    def _report_soon(self) -> None:
+        """More is free than has been reported: the coordinator may wait for that."""
+        self._reported_s = float("-inf")
+
+
+def _of(step: ChunkOrder | CollectOrder) -> RunChunk | Collect:
+    return step.chunk if isinstance(step, ChunkOrder) else step.collect

@@ -1,0 +1,1 @@
+"""Point-to-point communication between the members of a group."""

@@ -1,1 +1,0 @@
-"""Small models that come as ordinary Python packages, as folders that SGLang and transformers load."""

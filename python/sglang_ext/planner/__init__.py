@@ -1,0 +1,1 @@
+"""Tools for operators: profiles, simulation and sizing. Nothing that serves imports them."""

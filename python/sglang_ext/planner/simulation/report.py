@@ -1,0 +1,198 @@
+"""What a simulation comes to: times to first token, waits and violations by length class, as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from sglang_ext.planner.simulation.events import ServedPrefill, SimRequest
+from sglang_ext.planner.simulation.run import Outcome
+from sglang_ext_router.decide.instance_pressure import quantile
+
+ALL = "all"
+_COLUMNS = ("mean_s", "p50_s", "p90_s", "p99_s", "max_s", "mean_wait_s")
+
+
+class TtftSummary(NamedTuple):
+    """One class of requests. Quantiles interpolate linearly; None where nothing was served."""
+
+    name: str
+    requests: int  # served, unfinished and refused
+    unfinished: int
+    refused: int
+    violations: int  # first token later than the objective, unfinished past it, or refused
+    mean_s: float | None
+    p50_s: float | None
+    p90_s: float | None
+    p99_s: float | None
+    max_s: float | None
+    mean_wait_s: float | None
+
+
+def summarise(
+    name: str,
+    served: Sequence[ServedPrefill],
+    unfinished: Sequence[SimRequest],
+    refused: Sequence[SimRequest],
+    now_s: float,
+    slo_s: float,
+) -> TtftSummary:
+    """Count `unfinished` at their age for violations; the times are of those served."""
+    ttfts_s = sorted(one.ttft_s for one in served)
+    violations = sum(ttft_s > slo_s for ttft_s in ttfts_s)
+    violations += sum(now_s - one.arrival_s > slo_s for one in unfinished) + len(refused)
+    count = len(ttfts_s)
+    return TtftSummary(
+        name,
+        count + len(unfinished) + len(refused),
+        len(unfinished),
+        len(refused),
+        violations,
+        math.fsum(ttfts_s) / count if count else None,
+        quantile(ttfts_s, 0.5) if count else None,
+        quantile(ttfts_s, 0.9) if count else None,
+        quantile(ttfts_s, 0.99) if count else None,
+        ttfts_s[-1] if count else None,
+        math.fsum(one.wait_s for one in served) / count if count else None,
+    )
+
+
+def by_class(
+    served: Sequence[ServedPrefill],
+    unfinished: Sequence[SimRequest],
+    refused: Sequence[SimRequest],
+    now_s: float,
+    slo_s: float,
+    boundary_tokens: int,
+) -> tuple[TtftSummary, ...]:
+    """All requests, and those with up to and with more than `boundary_tokens` new tokens."""
+
+    def is_short(request: SimRequest) -> bool:
+        return request.new_tokens <= boundary_tokens
+
+    return (
+        summarise(ALL, served, unfinished, refused, now_s, slo_s),
+        *(
+            summarise(
+                name,
+                [one for one in served if is_short(one.request) is short],
+                [one for one in unfinished if is_short(one) is short],
+                [one for one in refused if is_short(one) is short],
+                now_s,
+                slo_s,
+            )
+            for name, short in (("short", True), ("long", False))
+        ),
+    )
+
+
+class DecodeSummary(NamedTuple):
+    """Requests with their last token."""
+
+    finished: int
+    refused: int
+    time_per_token_p50_s: float
+    time_per_token_p99_s: float
+    mean_transfer_s: float  # from the first token to the KV in place, queue for a backend included
+
+
+class PoolsSummary(NamedTuple):
+    """What controller and scaler did."""
+
+    moves: int
+    scalings: int
+    mean_instances: float
+
+
+class LoadReport(NamedTuple):
+    """One load."""
+
+    rate_per_s: float | None  # asked for; None: as in the trace
+    classes: tuple[TtftSummary, ...]
+    cached_share: float  # of the prompts' tokens, found in prefix caches
+    decode: DecodeSummary | None
+    pools: PoolsSummary | None  # with a controller or a scaler
+    end_s: float
+    events: int
+
+
+def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, boundary_tokens: int) -> LoadReport:
+    """Summarise one run."""
+    classes = by_class(outcome.served, outcome.unfinished, outcome.refused, outcome.end_s, slo_s, boundary_tokens)
+    prompt_tokens = sum(one.request.prompt_tokens for one in outcome.served)
+    cached_share = sum(one.request.cached_tokens for one in outcome.served) / max(1, prompt_tokens)
+    return LoadReport(
+        rate_per_s, classes, cached_share, _decode(outcome), _pools(outcome), outcome.end_s, outcome.events
+    )
+
+
+def _pools(outcome: Outcome) -> PoolsSummary | None:
+    sizes = outcome.pool_sizes
+    if not sizes:
+        return None
+    ends_s = [*(one.at_s for one in sizes[1:]), outcome.end_s]
+    instance_s = sum((one.short + one.long) * (end_s - one.at_s) for one, end_s in zip(sizes, ends_s, strict=True))
+    # The first two are what the pools begin with.
+    return PoolsSummary(len(outcome.moves), max(0, len(outcome.scalings) - 2), instance_s / max(outcome.end_s, 1e-9))
+
+
+def _decode(outcome: Outcome) -> DecodeSummary | None:
+    finished = outcome.finished
+    if not finished:
+        return None
+    per_token_s = sorted(one.time_per_token_s for one in finished)
+    return DecodeSummary(
+        len(finished),
+        len(outcome.decode_refused),
+        quantile(per_token_s, 0.5),
+        quantile(per_token_s, 0.99),
+        fmean(one.transferred_s - one.first_token_s for one in finished),
+    )
+
+
+def table(reports: Sequence[LoadReport]) -> str:
+    """Rows of classes under a line per load. Times to first token in seconds."""
+    lines = []
+    header = f"{'class':<6} {'requests':>9} {'unfin.':>7} {'refused':>7} {'late':>7}"
+    header += "".join(f" {name.removesuffix('_s').replace('_', ' '):>9}" for name in _COLUMNS)
+    for report in reports:
+        load = "as in the trace" if report.rate_per_s is None else f"{report.rate_per_s:g} requests/s"
+        lines += [f"load: {load}", header]
+        for one in report.classes:
+            cells = "".join(_cell(getattr(one, name)) for name in _COLUMNS)
+            lines.append(
+                f"{one.name:<6} {one.requests:>9} {one.unfinished:>7} {one.refused:>7} {one.violations:>7}{cells}"
+            )
+        if report.cached_share > 0:
+            lines.append(f"prefix caches had {report.cached_share:.1%} of the prompts' tokens")
+        if report.pools is not None:
+            pools = report.pools
+            instances = f"{pools.mean_instances:.2f} instances on average"
+            lines.append(f"pools: {pools.moves} moves, {pools.scalings} scalings, {instances}")
+        if report.decode is not None:
+            decode = report.decode
+            lines.append(
+                f"decode: {decode.finished} finished, {decode.refused} refused, time per token P50 "
+                f"{1e3 * decode.time_per_token_p50_s:.1f} ms, P99 {1e3 * decode.time_per_token_p99_s:.1f} ms, "
+                f"transfer {1e3 * decode.mean_transfer_s:.1f} ms on average"
+            )
+    return "\n".join(lines)
+
+
+def _cell(value: float | None) -> str:
+    return f" {'-':>9}" if value is None else f" {value:>9.3f}"
+
+
+def as_json(report: LoadReport) -> dict[str, object]:
+    """Plain JSON values."""
+    return {
+        "rate_per_s": report.rate_per_s,
+        "cached_share": report.cached_share,
+        "end_s": report.end_s,
+        "events": report.events,
+        "ttft": {one.name: {**one._asdict()} for one in report.classes},
+        "pools": None if report.pools is None else report.pools._asdict(),
+        "decode": None if report.decode is None else report.decode._asdict(),
+    }

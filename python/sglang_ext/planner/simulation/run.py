@@ -1,0 +1,281 @@
+"""One simulation from a workload to its outcome: a prefill stage, and decode instances behind it if there are any.
+
+What clients see is simulated, too: the way to the scheduler's queue and back takes time that a profile measured. These
+delays depend on a request's length alone and occupy no instance. So the requests are simulated as they reach the queue,
+and the results are told from where the client stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+from sglang_ext.costs.engine_profile import FrontEnd
+from sglang_ext.planner.simulation.cluster import Failure
+from sglang_ext.planner.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
+from sglang_ext.planner.simulation.events import (
+    BusyInterval,
+    EventLoop,
+    PlannedChunks,
+    PrefillListener,
+    ServedPrefill,
+    SimRequest,
+    feed,
+)
+from sglang_ext.planner.simulation.instances import InstancePool, InstanceWatch, WatchedInstance
+from sglang_ext.planner.simulation.pool_controller import PoolSizes, SimulatedController, SimulatedMove
+from sglang_ext.planner.simulation.scaler import ScalerSettings, Scaling, SimulatedScaler
+from sglang_ext_router.decide.decode_choice import decode_policy
+from sglang_ext_router.decide.instance_pressure import PressureSettings
+
+PROGRESS_REQUESTS = 500  # arrivals between two reports of progress
+
+
+class RecordedStage(Protocol):
+    """A prefill stage that can say who was busy when."""
+
+    @property
+    def timeline(self) -> list[BusyInterval]: ...
+
+    def arrive(self, request: SimRequest) -> None: ...
+
+    def unfinished(self) -> Iterable[SimRequest]: ...
+
+
+StageBuilder = Callable[[EventLoop, PrefillListener], RecordedStage]
+
+
+class _FailingStage(Protocol):
+    def schedule_failure(self, failure: Failure) -> None: ...
+
+
+@runtime_checkable
+class PlanningStage(Protocol):
+    """A stage that can say what was planned for a prompt when."""
+
+    @property
+    def plans(self) -> list[PlannedChunks]: ...
+
+
+@runtime_checkable
+class KeepingStage(Protocol):
+    """A stage whose instances can hold the KV of a prompt until decode has it."""
+
+    def keep_until_transferred(self) -> None: ...
+
+    def transferred(self, request: SimRequest) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What is simulated around the prefill stage."""
+
+    seed: int = 0
+    warm_up_requests: int = 0  # the first ones, which are served and not counted
+    decode: DecodeSpec | None = None
+    decode_policy: str = "freeness"
+    failures: tuple[Failure, ...] = ()
+    pressure: PressureSettings | None = None  # the controller of pools: what it goes by
+    is_moving: bool = True  # it moves instances between pools; False: it looks, and moves none
+    scaler: ScalerSettings | None = None  # beside the controller, which tells it the load
+    until_s: float = float("inf")
+    watch_every_s: float | None = None  # of instances that compute each prompt alone: what they have to do
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to all requests after the warm-up."""
+
+    served: list[ServedPrefill]
+    refused: list[SimRequest]
+    unfinished: list[SimRequest]  # arrived, without a first token
+    finished: list[FinishedRequest]  # with their last token; empty without decode instances
+    decode_refused: list[SimRequest]
+    end_s: float
+    events: int
+    timeline: list[BusyInterval] = field(default_factory=list)
+    pool_sizes: list[PoolSizes] = field(default_factory=list)
+    moves: list[SimulatedMove] = field(default_factory=list)
+    scalings: list[Scaling] = field(default_factory=list)
+    watched: list[tuple[float, list[WatchedInstance]]] = field(default_factory=list)
+    plans: list[PlannedChunks] = field(default_factory=list)
+
+
+def simulate(
+    requests: Sequence[SimRequest],
+    build_stage: StageBuilder,
+    options: RunOptions = RunOptions(),
+    on_progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Serve the requests, sorted by arrival, to the end or until `until_s`.
+
+    `on_progress` gets the number of arrivals so far. ValueError for failures or pool moves that the stage has not.
+    """
+    loop = EventLoop()
+    collector = Collector(options.warm_up_requests)
+    decode = None
+    if options.decode is not None:
+        decode = DecodePool(loop, options.decode, decode_policy(options.decode_policy), options.seed)
+    stage = build_stage(loop, _Both(collector, decode))
+    if decode is not None and isinstance(stage, KeepingStage):
+        keeping = stage
+        keeping.keep_until_transferred()
+        # Not while the stage is in the midst of what it does.
+        decode.on_transferred = lambda request: loop.schedule(loop.now_s, keeping.transferred, request)
+    for failure in options.failures:
+        _failing(stage).schedule_failure(failure)
+    controller = scaler = None
+    if options.pressure is not None:
+        if not isinstance(stage, InstancePool):
+            raise ValueError("pool moves need instances of short and long pools")
+        controller = SimulatedController(loop, stage, options.pressure, is_moving=options.is_moving)
+        if options.scaler is not None:
+            scaler = SimulatedScaler(loop, stage, controller, options.scaler)
+    watch = None
+    if options.watch_every_s is not None and isinstance(stage, InstancePool):
+        watch = InstanceWatch(loop, stage, options.watch_every_s)
+    feed(loop, _reporting(requests, on_progress), stage)
+    loop.run(options.until_s)
+    counted = options.warm_up_requests
+    return Outcome(
+        collector.served,
+        collector.refused,
+        [request for request in stage.unfinished() if request.key >= counted],
+        [one for one in decode.finished if one.request.key >= counted] if decode else [],
+        [one for one in decode.refused if one.key >= counted] if decode else [],
+        loop.now_s,
+        loop.events,
+        stage.timeline,
+        controller.sizes if controller else [],
+        controller.moves if controller else [],
+        scaler.scalings if scaler else [],
+        watch.seen if watch else [],
+        stage.plans if isinstance(stage, PlanningStage) else [],
+    )
+
+
+class _Both:
+    """Tells the collector and the decode instances."""
+
+    def __init__(self, collector: Collector, decode: DecodePool | None) -> None:
+        self._collector = collector
+        self._decode = decode
+
+    def on_first_token(self, served: ServedPrefill) -> None:
+        self._collector.on_first_token(served)
+        if self._decode is not None:
+            self._decode.on_first_token(served)
+
+    def on_refused(self, request: SimRequest) -> None:
+        self._collector.on_refused(request)
+
+
+def _failing(stage: RecordedStage) -> _FailingStage:
+    schedule = getattr(stage, "schedule_failure", None)
+    if schedule is None:
+        raise ValueError("failures of instances are not simulated with this policy")
+    return stage  # type: ignore[return-value]
+
+
+def _reporting(requests: Sequence[SimRequest], on_progress: Callable[[int], None] | None) -> Iterator[SimRequest]:
+    for number, request in enumerate(requests):
+        if on_progress is not None and number % PROGRESS_REQUESTS == 0:
+            on_progress(number)
+        yield request
+    if on_progress is not None:
+        on_progress(len(requests))
+
+
+def simulate_for_clients(
+    front_end: FrontEnd | None,
+    requests: Sequence[SimRequest],
+    build_stage: StageBuilder,
+    options: RunOptions,
+    on_progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """`simulate` with the arrivals of requests as sent and first tokens as received; None delays nothing.
+
+    Keys must be unique. Busy times, decode and pools stay as they are at the instances.
+    """
+    if front_end is None:
+        return simulate(requests, build_stage, options, on_progress)
+    sent_s = {request.key: request.arrival_s for request in requests}
+    queued = sorted(
+        (
+            request._replace(arrival_s=request.arrival_s + front_end.entry_delay_s(request.prompt_tokens))
+            for request in requests
+        ),
+        key=lambda request: request.arrival_s,
+    )
+    outcome = simulate(queued, build_stage, options, on_progress)
+
+    def as_sent(request: SimRequest) -> SimRequest:
+        return request._replace(arrival_s=sent_s[request.key])
+
+    return replace(
+        outcome,
+        served=[
+            one._replace(
+                request=as_sent(one.request),
+                first_token_s=one.first_token_s + front_end.return_delay_s(one.request.prompt_tokens),
+            )
+            for one in outcome.served
+        ],
+        refused=[as_sent(one) for one in outcome.refused],
+        unfinished=[as_sent(one) for one in outcome.unfinished],
+        finished=[one._replace(request=as_sent(one.request)) for one in outcome.finished],
+        decode_refused=[as_sent(one) for one in outcome.decode_refused],
+    )
+
+
+class Collector:
+    """A PrefillListener that keeps all. The requests that arrived before `from_key` warm the system up."""
+
+    def __init__(self, from_key: int = 0) -> None:
+        self.from_key = from_key
+        self.served: list[ServedPrefill] = []
+        self.refused: list[SimRequest] = []
+
+    def on_first_token(self, served: ServedPrefill) -> None:
+        if served.request.key >= self.from_key:
+            self.served.append(served)
+
+    def on_refused(self, request: SimRequest) -> None:
+        if request.key >= self.from_key:
+            self.refused.append(request)
+
+
+class CriticalLoad:
+    """A PrefillListener for one question: is the load below the critical one (P99 within the limit, none above 3x)?
+
+    `give_up` is called as soon as it is not: one request above 3 times the limit decides it, or more than 1% of all
+    that count above the limit.
+    """
+
+    MAX_FACTOR = 3.0
+    LATE_SHARE = 0.01
+
+    def __init__(self, limit_s: float, requests: int, from_key: int, give_up: Callable[[], None]) -> None:
+        self.limit_s = limit_s
+        self.from_key = from_key
+        self._most_late = self.LATE_SHARE * (requests - from_key)
+        self._give_up = give_up
+        self.late = 0
+        self.is_above = False
+
+    def on_first_token(self, served: ServedPrefill) -> None:
+        if served.request.key < self.from_key:
+            return
+        ttft_s = served.first_token_s - served.request.arrival_s
+        if ttft_s > self.limit_s:
+            self.late += 1
+            if self.late > self._most_late or ttft_s > self.MAX_FACTOR * self.limit_s:
+                self._fail()
+
+    def on_refused(self, request: SimRequest) -> None:
+        self._fail()
+
+    def _fail(self) -> None:
+        self.is_above = True
+        self._give_up()

@@ -1,1 +1,0 @@
-"""Pure decisions: no I/O, no clock, no randomness of their own; time and measurements are arguments."""

@@ -1,0 +1,1 @@
+"""The handshake transfer manager: KV cache moves from prefill to decode instances."""

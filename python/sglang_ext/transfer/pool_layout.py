@@ -1,0 +1,233 @@
+"""Where the KV pool of one rank lies in its memory, and which rows must be copied from one pool to another.
+
+SGLang's pools are, per layer, one K and one V buffer of shape [slots, heads, head_dim] (NHD): a slot is a row, a
+range of heads is a range of bytes within it. A page is a run of slots, so the page size does not matter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.transfer.decide.shards import KVShard
+
+Slots: TypeAlias = "npt.NDArray[np.uint32]"
+
+
+class ItemBuffer(NamedTuple):
+    """An array of equal items in memory."""
+
+    address: int
+    item_bytes: int
+    item_count: int
+
+    @property
+    def length_bytes(self) -> int:
+        return self.item_bytes * self.item_count
+
+
+class LayerBuffers(NamedTuple):
+    """K and V of one layer; items are token slots."""
+
+    k: ItemBuffer
+    v: ItemBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """One rank's pool. `aux` are the metadata buffers, one item per request; `states` the buffers of each kind of
+    extra state. Raises ValueError when the numbers contradict each other."""
+
+    kv_dtype: str  # as SGLang names it: both sides must agree
+    first_layer: int
+    layers: tuple[LayerBuffers, ...]
+    first_head: int  # the model's KV head that is head 0 here
+    head_count: int  # heads that there is memory for
+    aux: tuple[ItemBuffer, ...] = ()
+    states: tuple[tuple[ItemBuffer, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.head_count < 1 or not self.layers:
+            raise ValueError("a KV pool has at least one layer and one head")
+        for layer in self.layers:
+            if layer.k.item_bytes % self.head_count or layer.v.item_bytes % self.head_count:
+                raise ValueError(f"a token of {layer.k.item_bytes} bytes does not hold {self.head_count} equal heads")
+
+    @property
+    def buffers(self) -> tuple[ItemBuffer, ...]:
+        """Every buffer that a transfer may touch."""
+        kv = (buffer for layer in self.layers for buffer in layer)
+        return (*kv, *self.aux, *(buffer for kind in self.states for buffer in kind))
+
+    def why_unlike(self, peer: PoolLayout) -> str | None:
+        """One line that says why KV of this pool cannot be used in the peer's, or None."""
+        if self.kv_dtype != peer.kv_dtype:
+            return f"KV is {self.kv_dtype} here and {peer.kv_dtype} at the peer"
+        for mine, other in zip(self._shared(peer), peer._shared(self), strict=True):
+            if (mine.k.item_bytes // self.head_count, mine.v.item_bytes // self.head_count) != (
+                other.k.item_bytes // peer.head_count,
+                other.v.item_bytes // peer.head_count,
+            ):
+                return "one head of one token takes another number of bytes at the peer"
+        if len(self.aux) != len(peer.aux) or any(
+            a.item_bytes != b.item_bytes for a, b in zip(self.aux, peer.aux, strict=True)
+        ):
+            return "the metadata buffers differ from the peer's"
+        mine_states = [[buffer.item_bytes for buffer in kind] for kind in self.states]
+        if mine_states != [[buffer.item_bytes for buffer in kind] for kind in peer.states]:
+            return "the extra state buffers differ from the peer's"
+        return None
+
+    def _shared(self, peer: PoolLayout) -> tuple[LayerBuffers, ...]:
+        """Layers of this pool that the peer has too."""
+        first = max(self.first_layer, peer.first_layer)
+        stop = min(self.first_layer + len(self.layers), peer.first_layer + len(peer.layers))
+        return self.layers[first - self.first_layer : max(first, stop) - self.first_layer]
+
+
+class RowSet(NamedTuple):
+    """`length_bytes` bytes at address + slot × stride, for each of some slots."""
+
+    address: int
+    stride: int
+    length_bytes: int
+
+
+class RowCopy(NamedTuple):
+    """Copy `length_bytes` of each row: from source_address + slot × source_stride to target_address + slot ×
+    target_stride, for each pair of slots."""
+
+    source_address: int
+    source_stride: int
+    source_slots: Slots
+    target_address: int
+    target_stride: int
+    target_slots: Slots
+    length_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.length_bytes * len(self.source_slots)
+
+    @property
+    def source(self) -> RowSet:
+        return RowSet(self.source_address, self.source_stride, self.length_bytes)
+
+    @property
+    def target(self) -> RowSet:
+        return RowSet(self.target_address, self.target_stride, self.length_bytes)
+
+
+def plan_rows(
+    source: PoolLayout, target: PoolLayout, shard: KVShard, source_slots: Slots, target_slots: Slots
+) -> list[RowCopy]:
+    """K and V rows of a shard's heads and layers; the slots are of its tokens, in one order.
+
+    Raises ValueError when one of the pools does not hold them.
+    """
+    if len(source_slots) != len(target_slots):
+        raise ValueError(f"{len(source_slots)} source slots for {len(target_slots)} target slots")
+    for name, pool in (("source", source), ("target", target)):
+        heads_fit = pool.first_head <= shard.first_head and (
+            shard.first_head + shard.head_count <= pool.first_head + pool.head_count
+        )
+        layers_fit = pool.first_layer <= shard.first_layer and (
+            shard.first_layer + shard.layer_count <= pool.first_layer + len(pool.layers)
+        )
+        if not heads_fit or not layers_fit:
+            raise ValueError(f"the {name} pool does not hold these heads and layers")
+    rows = []
+    for layer in range(shard.first_layer, shard.first_layer + shard.layer_count):
+        pair = zip(source.layers[layer - source.first_layer], target.layers[layer - target.first_layer], strict=True)
+        for here, there in pair:
+            head_bytes = here.item_bytes // source.head_count
+            rows.append(
+                RowCopy(
+                    here.address + (shard.first_head - source.first_head) * head_bytes,
+                    here.item_bytes,
+                    source_slots,
+                    there.address + (shard.first_head - target.first_head) * head_bytes,
+                    there.item_bytes,
+                    target_slots,
+                    shard.head_count * head_bytes,
+                )
+            )
+    return rows
+
+
+def plan_items(
+    source: tuple[ItemBuffer, ...], target: tuple[ItemBuffer, ...], source_slots: Slots, target_slots: Slots
+) -> list[RowCopy]:
+    """Whole items of parallel buffers (metadata, extra state). Raises ValueError when their numbers differ."""
+    if len(source_slots) != len(target_slots) or len(source) != len(target):
+        raise ValueError("source and target of items differ in number")
+    return [
+        RowCopy(
+            here.address, here.item_bytes, source_slots, there.address, there.item_bytes, target_slots, here.item_bytes
+        )
+        for here, there in zip(source, target, strict=True)
+    ]
+
+
+def cut_rows(copies: Iterable[RowCopy], max_bytes: int) -> Iterator[list[RowCopy]]:
+    """The same bytes, cut into parts of at most `max_bytes` each."""
+    part: list[RowCopy] = []
+    left_bytes = max_bytes
+    for copy in copies:
+        for columns in _cut_columns(copy, max_bytes):
+            first, rows = 0, len(columns.source_slots)
+            while first < rows:
+                count = min(rows - first, left_bytes // columns.length_bytes)
+                if not count:
+                    yield part
+                    part, left_bytes = [], max_bytes
+                    continue
+                part.append(columns if count == rows else _some_rows(columns, first, first + count))
+                left_bytes -= part[-1].total_bytes
+                first += count
+    if part:
+        yield part
+
+
+def group_by_slots(copies: Iterable[RowCopy]) -> Iterator[list[RowCopy]]:
+    """Copies that follow each other and are of the very same slots."""
+    for _, group in groupby(copies, key=lambda copy: (id(copy.source_slots), id(copy.target_slots))):
+        yield list(group)
+
+
+def join_rows(copies: Iterable[RowCopy]) -> npt.NDArray[np.uint64]:
+    """Source, target and length of pieces [n, 3]: rows that follow each other on both sides are one."""
+    found = [_pieces(copy) for copy in copies if len(copy.source_slots)]
+    return np.concatenate(found) if found else np.empty((0, 3), np.uint64)
+
+
+def _pieces(copy: RowCopy) -> npt.NDArray[np.uint64]:
+    length = copy.length_bytes
+    sources = copy.source_address + copy.source_slots.astype(np.int64) * copy.source_stride
+    targets = copy.target_address + copy.target_slots.astype(np.int64) * copy.target_stride
+    breaks = (np.diff(sources) != length) | (np.diff(targets) != length)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    rows = np.diff(np.concatenate((starts, [len(sources)])))
+    return np.stack([sources[starts], targets[starts], rows * length], axis=1).astype(np.uint64)
+
+
+def _some_rows(copy: RowCopy, first: int, stop: int) -> RowCopy:
+    return copy._replace(source_slots=copy.source_slots[first:stop], target_slots=copy.target_slots[first:stop])
+
+
+def _cut_columns(copy: RowCopy, max_bytes: int) -> Iterator[RowCopy]:
+    """The same bytes as copies of rows of at most `max_bytes`."""
+    if copy.length_bytes <= max_bytes:
+        yield copy
+        return
+    for offset in range(0, copy.length_bytes, max_bytes):
+        yield copy._replace(
+            source_address=copy.source_address + offset,
+            target_address=copy.target_address + offset,
+            length_bytes=min(max_bytes, copy.length_bytes - offset),
+        )

@@ -1,0 +1,103 @@
+"""Where a rank's KV lies, and what of it which decode rank gets: pools, slots of pages, heads of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.transfer.decide.shards import HeadLayout, plan_head_moves
+from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, Slots
+
+
+class PoolArguments(Protocol):
+    """The fields of `KVArgs` that say where a pool of keys and values lies.
+
+    Buffers of keys come first, one per layer, then those of values. Their `kv_item_lens` are bytes per page.
+    """
+
+    kv_cache_dtype_str: str
+    page_size: int
+    kv_data_ptrs: Sequence[int]
+    kv_data_lens: Sequence[int]
+    kv_item_lens: Sequence[int]
+    aux_data_ptrs: Sequence[int]
+    aux_data_lens: Sequence[int]
+    aux_item_lens: Sequence[int]
+
+
+def pool_layout(arguments: PoolArguments, heads: HeadLayout, rank: int, first_layer: int = 0) -> PoolLayout:
+    """Where a rank's KV and metadata lie, from this layer of the model on.
+
+    Raises ValueError when the pool does not hold the rank's heads.
+    """
+    kv_token_bytes = [item_bytes // arguments.page_size for item_bytes in arguments.kv_item_lens]
+    kv = _buffers(arguments.kv_data_ptrs, arguments.kv_data_lens, kv_token_bytes)
+    layers = len(kv) // 2
+    return PoolLayout(
+        arguments.kv_cache_dtype_str,
+        first_layer,
+        tuple(map(LayerBuffers, kv[:layers], kv[layers:])),
+        heads.first_head(rank),
+        heads.heads_per_rank,
+        tuple(_buffers(arguments.aux_data_ptrs, arguments.aux_data_lens, arguments.aux_item_lens)),
+    )
+
+
+def token_slots(pages: npt.NDArray[np.integer[npt.NBitBase]], page_size: int) -> Slots:
+    """The slots of the tokens of these pages, in order; the last page counts as full."""
+    first = np.asarray(pages, np.int64)[:, None] * page_size
+    return (first + np.arange(page_size)).reshape(-1).astype(np.uint32)
+
+
+def _buffers(addresses: Sequence[int], lengths: Sequence[int], item_bytes: Sequence[int]) -> list[ItemBuffer]:
+    return [
+        ItemBuffer(address, size_bytes, length // size_bytes)
+        for address, length, size_bytes in zip(addresses, lengths, item_bytes, strict=True)
+    ]
+
+
+class Share(NamedTuple):
+    """What one prefill rank sends to one decode rank: consecutive heads (none to a rank of padding only)."""
+
+    decode_rank: int
+    first_head: int
+    head_count: int
+    has_metadata: bool  # the first output token and the like come from exactly one prefill rank, of the first stage
+    sender_count: int  # prefill ranks of one stage that send KV to this decode rank
+
+
+def cpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
+    """How SGLang's CPU engine spreads a model's heads: padded to a multiple of the ranks."""
+    return HeadLayout(kv_heads, tp_size, -(-kv_heads // tp_size) * tp_size)
+
+
+def gpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
+    """How SGLang spreads them over GPUs: with more ranks than heads, consecutive ranks hold the same one."""
+    return HeadLayout(kv_heads, tp_size, kv_heads)
+
+
+@lru_cache(maxsize=64)
+def shares_of(prefill_rank: int, prefill: HeadLayout, decode: HeadLayout) -> tuple[Share, ...]:
+    """What a prefill rank sends, by decode rank. Raises ValueError when the layouts are of different models."""
+    moves = plan_head_moves(prefill, decode)
+    shares = []
+    for decode_rank in range(decode.tp_size):
+        theirs = [move for move in moves if move.decode_rank == decode_rank]
+        senders = list(dict.fromkeys(move.prefill_rank for move in theirs))
+        metadata_sender = senders[0] if senders else decode_rank % prefill.tp_size
+        mine = [move for move in theirs if move.prefill_rank == prefill_rank]
+        if mine or metadata_sender == prefill_rank:
+            shares.append(
+                Share(
+                    decode_rank,
+                    mine[0].first_head if mine else decode.first_head(decode_rank),
+                    sum(move.head_count for move in mine),
+                    metadata_sender == prefill_rank,
+                    max(1, len(senders)),
+                )
+            )
+    return tuple(shares)

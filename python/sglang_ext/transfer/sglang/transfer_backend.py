@@ -1,0 +1,90 @@
+"""KV transfer backends that a worker can choose, and what each needs to be installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from sglang_ext.engine.device import Device
+from sglang_ext.engine.versions import SglangVersion, installed_sglang
+
+TCP = "sglang_ext_tcp"
+HANDSHAKE = "handshake"
+STAND_IN = "sglang_ext_stand_in"  # of benchmarks alone, which start engines themselves
+OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
+
+
+@dataclass(frozen=True)
+class TransferBackendFacts:
+    """What must hold for a backend to work."""
+
+    name: str
+    module: str | None  # imported by SGLang, None where nothing beyond SGLang is needed
+    packages: Mapping[Device, str]  # what to install for it
+    devices: frozenset[Device]
+    since: SglangVersion | None = None  # the first SGLang that it works with; None: every supported one
+    why_since: str = ""  # what older ones do instead
+
+
+BACKENDS = {
+    facts.name: facts
+    for facts in (
+        TransferBackendFacts(TCP, None, {}, frozenset({Device.CPU})),
+        TransferBackendFacts(
+            HANDSHAKE,
+            None,
+            {},
+            frozenset(Device),
+            since=SglangVersion(0, 5, 23),
+            why_since="a decode instance releases the slots of a failed request while they may be written to",
+        ),
+        TransferBackendFacts(
+            "mooncake",
+            "mooncake.engine",
+            {
+                Device.CPU: "mooncake-transfer-engine-non-cuda, and the system library libibverbs1",
+                Device.CUDA: "mooncake-transfer-engine, and the system library libibverbs1",
+            },
+            frozenset(Device),
+        ),
+        TransferBackendFacts(
+            "nixl", "nixl._api", {Device.CPU: "nixl nixl-cu12", Device.CUDA: "nixl"}, frozenset(Device)
+        ),
+    )
+}
+
+
+def default_backend(device: Device) -> str:
+    """TCP where there is no GPU; where there is one mooncake (as in SGLang), or NIXL if that alone is installed."""
+    if device is Device.CPU:
+        return TCP
+    has_nixl_alone = find_spec("mooncake") is None and find_spec("nixl") is not None
+    return "nixl" if has_nixl_alone else "mooncake"
+
+
+def why_unavailable(name: str, device: Device) -> str | None:
+    """One line that says why `name` cannot be used here and how to get it, or None when it can."""
+    facts = BACKENDS[name]
+    if device not in facts.devices:
+        return f"transfer backend {name} moves host memory only; choose another one on a {device} machine"
+    installed = installed_sglang()
+    if facts.since is not None and installed is not None and installed < facts.since:
+        return f"transfer backend {name} needs SGLang {facts.since}; in {installed} {facts.why_since}"
+    if facts.module is None:
+        return None
+    package = facts.packages[device]
+    problem = import_problem(facts.module)
+    if problem is not None:
+        return f"transfer backend {name} cannot be imported ({problem}); it needs: pip install {package}"
+    return None
+
+
+def import_problem(module: str) -> str | None:
+    """Why `module` cannot be imported, in one line; None when it can."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return str(error).splitlines()[0]
+    return None

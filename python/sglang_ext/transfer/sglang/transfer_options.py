@@ -1,0 +1,166 @@
+"""The `--transfer-…` options of `sglang-ext worker`, and what the handshake backend does not transfer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.engine.device import Device
+from sglang_ext.transfer.sglang.transfer_backend import HANDSHAKE
+from sglang_ext.transfer.transports.transport import DEVICE_TRANSPORTS, TRANSPORTS, why_unavailable
+from sglang_ext.types import Role
+
+_DEFAULT_TRANSPORT = "tcp"
+_DEVICE_TRANSPORT = "nixl"
+# A part costs some tenths of a millisecond in Python, at either end and beside the engine: as long as this moves.
+_STREAM_LAYER_BYTES = 1 << 20
+# About a second of prefill for a model of 8B on a current GPU: to take slots late costs an iteration of decode.
+_LATE_SLOTS_TOKENS = 16_384
+_NEVER = "never"
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """What the handshake backend is told."""
+
+    transport: str = _DEFAULT_TRANSPORT
+    receive_backends: int | None = None  # None: no limit
+    # A chunk with so many bytes of keys and values in a layer leaves layer by layer; None: all layers together.
+    stream_layer_bytes: int | None = _STREAM_LAYER_BYTES
+    # Decode: a prompt with so many tokens takes slots when its turn in prefill is near; None: all when they arrive.
+    late_slots_tokens: int | None = _LATE_SLOTS_TOKENS
+    # Prefill: its turn is near when no more tokens are to be computed before it.
+    slots_lookahead_tokens: int = _LATE_SLOTS_TOKENS
+
+
+def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    group = parser.add_argument_group(f"KV transfer with --transfer-backend {HANDSHAKE}")
+    group.add_argument(
+        "--transfer-transport",
+        choices=TRANSPORTS,
+        default=None,
+        help="what moves the bytes; the same on prefill and decode. shared_memory: between instances on one machine; "
+        "nixl, mooncake: NIXL and Mooncake, where they are installed "
+        f"(default: {_DEFAULT_TRANSPORT}; on GPUs, whose memory only these two move, {_DEVICE_TRANSPORT})",
+    )
+    group.add_argument(
+        "--transfer-receive-backends",
+        metavar="N",
+        type=int,
+        default=None,
+        help="transfers that a decode rank receives at a time; others wait in the order of their first handshake "
+        "(default: no limit)",
+    )
+    group.add_argument(
+        "--transfer-stream-layer-kib",
+        metavar="N",
+        default=None,
+        help="prefill: a chunk of a prompt with at least so many KiB of keys and values in a layer is sent layer by "
+        f"layer while it is computed, others once they are; {_NEVER}: none is "
+        f"(default: {_STREAM_LAYER_BYTES >> 10})",
+    )
+    group.add_argument(
+        "--transfer-late-slots-tokens",
+        metavar="N",
+        default=None,
+        help="decode: a prompt of at least N tokens takes slots when its turn in the prefill instance is near, instead "
+        f"of when it arrives; {_NEVER}: none does. Prefill: its turn is near when no more than N tokens are to be "
+        f"computed before it (default: {_LATE_SLOTS_TOKENS})",
+    )
+
+
+def transfer_options(arguments: argparse.Namespace, role: Role, device: Device = Device.CPU) -> TransferOptions | None:
+    """The options, None with another backend. Raises ValueError, in one line that names the option."""
+    default = _DEFAULT_TRANSPORT if device is Device.CPU else _DEVICE_TRANSPORT
+    transport, receive_backends = arguments.transfer_transport, arguments.transfer_receive_backends
+    stream_kib: str | None = arguments.transfer_stream_layer_kib
+    if arguments.transfer_backend != HANDSHAKE:
+        for value, option in (
+            (transport, "--transfer-transport"),
+            (receive_backends, "--transfer-receive-backends"),
+            (stream_kib, "--transfer-stream-layer-kib"),
+            (arguments.transfer_late_slots_tokens, "--transfer-late-slots-tokens"),
+        ):
+            if value is not None:
+                raise ValueError(f"{option} needs --transfer-backend {HANDSHAKE}")
+        return None
+    if receive_backends is not None:
+        if receive_backends < 1:
+            raise ValueError(f"--transfer-receive-backends must be at least 1, got {receive_backends}")
+        if role.is_prefill:
+            raise ValueError("--transfer-receive-backends: prefill instances receive no KV")
+    problem = why_unavailable(transport or default)
+    if problem is not None:
+        raise ValueError(f"--transfer-transport: {problem}")
+    if device is not Device.CPU and (transport or default) not in DEVICE_TRANSPORTS:
+        choice = " or ".join(DEVICE_TRANSPORTS)
+        raise ValueError(f"--transfer-transport {transport} moves host memory only; on {device} choose {choice}")
+    if stream_kib is not None and not role.is_prefill:
+        raise ValueError("--transfer-stream-layer-kib: decode instances send no KV")
+    late_slots_tokens = _late_slots_tokens(arguments.transfer_late_slots_tokens, role)
+    return TransferOptions(
+        transport or default,
+        receive_backends,
+        _stream_layer_bytes(stream_kib),
+        late_slots_tokens,
+        _LATE_SLOTS_TOKENS if late_slots_tokens is None else late_slots_tokens,
+    )
+
+
+def _late_slots_tokens(tokens: str | None, role: Role) -> int | None:
+    if tokens is None:
+        return _LATE_SLOTS_TOKENS
+    if tokens == _NEVER and not role.is_prefill:
+        return None
+    if not tokens.isdecimal() or int(tokens) < 1:
+        choice = "a positive number of tokens" + ("" if role.is_prefill else f" or {_NEVER!r}")
+        raise ValueError(f"--transfer-late-slots-tokens must be {choice}, got {tokens!r}")
+    return int(tokens)
+
+
+def _stream_layer_bytes(kib: str | None) -> int | None:
+    if kib is None:
+        return _STREAM_LAYER_BYTES
+    if kib == _NEVER:
+        return None
+    if not kib.isdecimal():
+        raise ValueError(f"--transfer-stream-layer-kib must be a number of KiB or {_NEVER!r}, got {kib!r}")
+    return int(kib) << 10
+
+
+_PREFIX = "does not go with --transfer-backend handshake"
+
+
+def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
+    """Why these SGLang arguments exclude the backend, before the engine starts; None when they do not."""
+    return _first(
+        (server_args.attn_cp_size > 1, "--attn-cp-size", "a rank holds every token of its heads"),
+        (server_args.dcp_size > 1, "--dcp-size", "a decode rank holds every token of its heads"),
+        (server_args.enable_hisparse, "--enable-hisparse", "KV goes to the device's pool"),
+        (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft's KV stays behind"),
+        (server_args.enable_pd_role_switch, "--enable-pd-role-switch", "an endpoint keeps its role"),
+        (
+            server_args.disaggregation_decode_allocation_policy != "early",
+            "--disaggregation-decode-allocation-policy",
+            "decode allocates early, then invites",
+        ),
+        (has_staging_buffer, "SGLANG_DISAGG_STAGING_BUFFER", "heads are cut from their rows without one"),
+    )
+
+
+def model_conflict(kv_args: Any, is_mla: bool) -> str | None:
+    """Why a model's KV pool cannot be transferred; None when it can."""
+    kinds = ", ".join(str(getattr(kind, "value", kind)) for kind in kv_args.state_types)
+    return _first(
+        (is_mla, "a model with latent attention (MLA)", "its KV is not keys and values of heads"),
+        (bool(kinds), f"a model with extra state ({kinds})", "only keys and values travel"),
+        (kv_args.num_draft_entries > 0, "a draft model", "its KV stays behind"),
+    )
+
+
+def _first(*conflicts: tuple[bool, str, str]) -> str | None:
+    matching: Iterable[str] = (f"{what} {_PREFIX} ({why})" for is_so, what, why in conflicts if is_so)
+    return next(iter(matching), None)

@@ -1,0 +1,1 @@
+"""Transports that move rows of KV cache between instances."""

@@ -1,0 +1,1 @@
+"""The control plane: administration over HTTP, and the pool controller."""

@@ -1,0 +1,483 @@
+"""The control plane: everything that is not a generation request, as a FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol
+
+import aiohttp
+import orjson
+from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from sglang_ext import __version__
+from sglang_ext.types import Role
+from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
+from sglang_ext_router.control.api_document import (
+    ADMIN_ONLY,
+    NO_KEY,
+    TOKENISE_BODIES,
+    WORKER_URL_PATTERN,
+    answers,
+    describe_api,
+)
+from sglang_ext_router.control.controller import PoolController
+from sglang_ext_router.control.pools import add_pool_routes, worker_id, worker_state
+from sglang_ext_router.http import replies
+from sglang_ext_router.http.access import Access
+from sglang_ext_router.instances.long_pool import LongPoolMonitor
+from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.instances.probe import Prober
+from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.observe.live_page import read_page
+from sglang_ext_router.request.prompt import BadRequestError, parse_body
+from sglang_ext_router.request.request_fields import check_detokenise, check_tokenise
+
+HIDDEN = "(hidden)"
+CHECKED_BYTES = 4 << 20  # of a body to tokenise: a larger one is an instance's to judge, as parsing it takes too long
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "ranks",
+    "/v1/score": "scores of labels",
+    "/v1/classify": "classifications",
+}
+_SECRET_NAME = re.compile(
+    r"(?:^|[_-])(?:(?:api|admin|auth|access|private|secret)?[_-]?keys?|keyfile|secrets?|passw(?:or)?d|pass|tokens?|credentials?)"
+    r"(?:$|[_-](?:password|hash|value)$)|password|secret",
+    re.IGNORECASE,
+)
+
+
+class ControlTarget(Protocol):
+    """What the control plane may read and change of the router."""
+
+    config: RouterConfig
+    loop: asyncio.AbstractEventLoop
+    registry: WorkerRegistry
+    prober: Prober
+    controller: PoolController
+    long_pool: LongPoolMonitor | None
+    access: Access
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def requests_in_flight(self) -> int: ...
+
+    @property
+    def requests_queued(self) -> int: ...
+
+    def add_worker(self, address: WorkerAddress) -> Worker: ...
+
+    def remove_worker(self, worker: Worker) -> None: ...
+
+    def drain_worker(self, worker: Worker, is_draining: bool) -> None: ...
+
+    def forget_prefixes(self) -> None: ...
+
+    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]: ...
+
+    def length_boundary_tokens(self, models: Sequence[ModelPools]) -> int: ...
+
+    def render_metrics(self, accept: str) -> tuple[bytes, str]: ...
+
+
+MAX_LABEL_CHARACTERS = 63  # of a value of Kubernetes' labels
+
+
+class NewWorker(BaseModel):
+    """Body of POST /workers."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"enum": [role.value for role in Role if role.is_prefill]}}},
+                {"properties": {"bootstrap_port": {"type": "null"}}},
+            ]
+        },
+    )
+
+    url: Annotated[str, Field(json_schema_extra={"pattern": WORKER_URL_PATTERN})]
+    role: Role
+    bootstrap_port: Annotated[int, Field(strict=True, gt=0, lt=65536)] | None = None
+    revision: Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None = None
+    topology: Annotated[str, Field(max_length=4 * MAX_LABEL_CHARACTERS)] = ""
+
+
+class Drain(BaseModel):
+    """Body of POST /workers/{id}/drain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    drain: Annotated[bool, Field(strict=True)] = True
+
+
+def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
+    """One instance as JSON."""
+    described: dict[str, Any] = {
+        "id": worker_id(worker),
+        "url": worker.url,
+        "role": worker.role.value,
+        "state": worker_state(worker),
+        "circuit": worker.breaker.state(now_s).value,
+        "model": worker.model or None,
+        "revision": worker.revision or None,
+        "topology": worker.topology or None,
+        "kv_cache_dtype": None if worker.facts is None else worker.facts.kv_cache_dtype,
+        "page_size": None if worker.facts is None else worker.facts.page_size_tokens,
+        "transfer_backend": None if worker.facts is None else worker.facts.transfer_backend,
+        "in_flight": worker.in_flight,
+        "running": worker.reported_running,
+        "max_prompt_tokens": worker.max_prompt_tokens if worker.has_info else None,
+        "last_error": worker.last_error or None,
+    }
+    if worker.role.is_prefill:
+        described["bootstrap_port"] = worker.bootstrap_port
+        described["pending_tokens"] = worker.pending_tokens
+        described["prefill_tokens_per_s"] = round(worker.rate.tokens_per_s, 1)
+    else:
+        described["free_kv_tokens"] = worker.reported_free_kv_tokens if worker.has_info else None
+        described["reserved_kv_tokens"] = worker.virtual_tokens
+    return described
+
+
+def build_app(router: ControlTarget) -> FastAPI:
+    """The application over one router process."""
+    app = FastAPI(
+        title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
+    )
+    now = router.loop.time
+
+    # Header values come decoded as Latin-1, whatever bytes they were.
+    def check_client(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
+        if not router.access.is_client((authorization or "").encode("latin-1")):
+            raise HTTPException(401, "missing or wrong API key")
+
+    def check_admin(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
+        if not router.config.admin_api_key:
+            raise HTTPException(403, "changes are off: start the router with --admin-api-key to allow them")
+        if not router.access.is_admin((authorization or "").encode("latin-1")):
+            raise HTTPException(401, "missing or wrong admin API key")
+
+    config, registry = router.config, router.registry
+    own_keys = tuple(key for key in (config.api_key, config.admin_api_key, config.key_for_workers) if key)
+    client = [Depends(check_client)]
+    admin = [Depends(check_admin)]
+    # FastAPI makes the document when it is first asked for, and keeps it.
+    app.openapi = lambda: _documented(app, config)  # type: ignore[method-assign]
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+        if error.status_code == 405:
+            headers["allow"] = ", ".join(methods_of(app, request.url.path))
+        return _json_error(error.status_code, str(error.detail), headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_bad_input(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part not in {"body", "query"})
+        return _json_error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", openapi_extra=NO_KEY)
+    @app.head("/healthz", include_in_schema=False)
+    @app.get("/healthz", openapi_extra=NO_KEY)
+    @app.head("/liveness", include_in_schema=False)
+    @app.get("/liveness", openapi_extra=NO_KEY)
+    async def health() -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "ok"}
+
+    @app.head("/readyz", include_in_schema=False)
+    @app.get("/readyz", openapi_extra=NO_KEY)
+    @app.head("/readiness", include_in_schema=False)
+    @app.get("/readiness", openapi_extra=NO_KEY)
+    async def ready() -> Response:
+        """200 while a model has a ready instance of every needed role and the router is not shutting down."""
+        missing = registry.missing_roles()
+        if router.is_draining:
+            return _json_error(503, "shutting down")
+        if missing is not None:
+            return _json_error(503, f"no ready instance for: {missing}")
+        return Response(b'{"status":"ready"}', media_type="application/json")
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
+        """Prometheus metrics of all processes of this router, as OpenMetrics where Accept asks for it."""
+        body, content_type = router.render_metrics(accept)
+        return Response(body, headers={"content-type": content_type})
+
+    if not config.disable_ui:
+        page, page_headers = read_page()
+
+        @app.get("/ui", openapi_extra=NO_KEY, response_class=HTMLResponse)
+        async def live_page() -> Response:
+            """The live page; what it shows comes from `/ui/stream`, for which it asks for a key where one is needed."""
+            return Response(page, headers=page_headers)
+
+    @app.get("/load", dependencies=client)
+    async def load(model: str | None = None) -> Response:
+        """How long online requests wait for their prefill, by length class, and the work that lies before them.
+
+        Of one model, or of all: the longest wait of any.
+        """
+        if model is None:
+            return _json(router.describe_load(list(registry.models.values())))
+        found = registry.find_model(model)
+        return _unknown_model(registry, model) if found is None else _json(router.describe_load([found]))
+
+    @app.get("/v1/models", dependencies=client)
+    async def models() -> dict[str, Any]:
+        """The models that the instances serve, and their aliases."""
+        names = {name: name for name in registry.models} | {alias: one.name for alias, one in registry.aliases.items()}
+        listed = [_describe_model(registry, name, model) for name, model in names.items() if model]
+        return {"object": "list", "data": listed}
+
+    @app.get("/v1/models/{name:path}", dependencies=client)
+    async def one_model(name: str) -> Response:
+        """One of them, by its name or an alias."""
+        found = registry.models.get(name) or registry.aliases.get(name)
+        if found is None:
+            return _unknown_model(registry, name)
+        return _json(_describe_model(registry, name, found.name))
+
+    async def ask_any(path: str, body: bytes | None, model: str | None) -> Response:
+        workers = (*registry.ready_prefill, *registry.ready_decode)
+        if model:
+            found = registry.find_model(model)
+            if found is None:
+                return _unknown_model(registry, model)
+            workers = (*found.ready_prefill, *found.ready_decode)
+        for worker in workers:
+            try:
+                if body is None:
+                    return _json(await router.prober.get_json(worker, path))
+                status, answer = await router.prober.post(worker, path, body)
+            except (aiohttp.ClientError, TimeoutError, ValueError):
+                continue
+            return Response(answer, status_code=status, media_type="application/json")
+        return _json_error(503, "no instance can answer")
+
+    async def tokenise(request: Request) -> Response:
+        """Tokenise or detokenise as an instance of the model does that the body names."""
+        body = await request.body()
+        if len(body) <= CHECKED_BYTES:
+            try:
+                (check_detokenise if request.url.path.endswith("/detokenize") else check_tokenise)(parse_body(body))
+            except BadRequestError as error:
+                return _json_error(400, str(error), error.param)
+        return await ask_any(request.url.path, body, _model_named_in(body))
+
+    for tokenise_path, described in TOKENISE_BODIES.items():
+        app.add_api_route(
+            tokenise_path, tokenise, methods=["POST"], dependencies=client, openapi_extra={"requestBody": described}
+        )
+
+    def add_not_served(path: str, what: str) -> None:
+        async def not_served() -> Response:
+            return _json_error(404, f"{what} are not served here: the instances behind this router generate text")
+
+        app.add_api_route(
+            path, not_served, methods=["POST"], dependencies=client, status_code=404, summary=f"Not served: {what}."
+        )
+
+    for path, what in _NOT_SERVED.items():
+        add_not_served(path, what)
+
+    @app.get("/v1/responses/{name}", dependencies=client, status_code=404)
+    @app.delete("/v1/responses/{name}", dependencies=client, status_code=404)
+    @app.post("/v1/responses/{name}/cancel", dependencies=client, status_code=404)
+    async def kept_response(name: str) -> Response:
+        """Not served: replies are not kept."""
+        return _json_error(404, f"no response {name}: replies are not kept")
+
+    @app.get("/model_info", dependencies=client)
+    @app.get("/get_model_info", dependencies=client)
+    async def model_info(model: str | None = None) -> Response:
+        """An instance's description of the model."""
+        return await ask_any("/model_info", None, model)
+
+    @app.get("/server_info", dependencies=client)
+    @app.get("/get_server_info", dependencies=client)
+    async def server_info() -> Response:
+        """Every ready instance's own description, by kind."""
+        described: dict[str, list[Any]] = {"prefill": [], "decode": []}
+        for worker in (*registry.ready_prefill, *registry.ready_decode):
+            try:
+                info = await router.prober.get_json(worker, "/server_info")
+            except (aiohttp.ClientError, TimeoutError, ValueError):
+                continue
+            described["prefill" if worker.role.is_prefill else "decode"].append(without_secrets(info, own_keys))
+        return _json(described)
+
+    @app.post(
+        "/flush_cache",
+        dependencies=admin,
+        openapi_extra=ADMIN_ONLY,
+        responses={502: {"description": "some instances could not be asked", "content": {"application/json": {}}}},
+    )
+    async def flush_cache() -> Response:
+        """Empty every instance's prefix cache and the router's picture of it."""
+        failed: dict[str, str] = {}
+        flushed: list[str] = []
+        for worker in registry:
+            try:
+                status, answer = await router.prober.post(worker, "/flush_cache", b"")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failed[worker.url] = str(error) or type(error).__name__
+                continue
+            if status == 200:
+                flushed.append(worker.url)
+            else:
+                failed[worker.url] = answer.decode("utf-8", "replace")[:200]
+        router.forget_prefixes()
+        return _json({"flushed": flushed, "failed": failed}, 200 if not failed else 502)
+
+    @app.get("/workers", dependencies=client)
+    async def workers() -> dict[str, Any]:
+        """All instances and their state."""
+        return {"workers": [describe_worker(worker, now()) for worker in registry]}
+
+    @app.post(
+        "/workers",
+        dependencies=admin,
+        openapi_extra=ADMIN_ONLY,
+        status_code=202,
+        responses=answers(_409="it is one already"),
+    )
+    async def add_worker(new: NewWorker) -> dict[str, Any]:
+        """Add an instance; it takes requests once it is healthy."""
+        try:
+            url = parse_worker_url(new.url, "url")
+        except RouterConfigError as error:
+            raise HTTPException(400, str(error)) from None
+        if new.role is Role.DECODE and new.bootstrap_port is not None:
+            raise HTTPException(400, "bootstrap_port: a decode instance has none")
+        if registry.find(url) is not None:
+            raise HTTPException(409, f"{url} is a worker already")
+        address = WorkerAddress(url, new.role, new.bootstrap_port, new.revision, new.topology)
+        refusal = await router.prober.why_refused(address)
+        if refusal is not None:
+            raise HTTPException(409, f"{url}: {refusal}")
+        if registry.find(url) is not None:  # meanwhile
+            raise HTTPException(409, f"{url} is a worker already")
+        return describe_worker(router.add_worker(address), now())
+
+    def find(name: str) -> Worker:
+        for worker in registry:
+            if worker_id(worker) == name:
+                return worker
+        raise HTTPException(404, f"no worker {name}")
+
+    unknown = answers(_404="no such instance")
+
+    @app.get("/workers/{name}", dependencies=client, responses=unknown)
+    async def one_worker(name: str) -> dict[str, Any]:
+        """One instance, named `host:port`."""
+        return describe_worker(find(name), now())
+
+    @app.delete("/workers/{name}", dependencies=admin, openapi_extra=ADMIN_ONLY, responses=unknown)
+    async def remove_worker(name: str) -> dict[str, str]:
+        """Take an instance out; what it is serving runs to its end."""
+        worker = find(name)
+        router.remove_worker(worker)
+        return {"removed": worker.url}
+
+    @app.post("/workers/{name}/drain", dependencies=admin, openapi_extra=ADMIN_ONLY, responses=unknown)
+    async def drain_worker(name: str, drain: Drain) -> dict[str, Any]:
+        """Stop (or resume) sending new requests to an instance."""
+        worker = find(name)
+        router.drain_worker(worker, drain.drain)
+        return describe_worker(worker, now())
+
+    add_pool_routes(app, router, client, admin)
+    return app
+
+
+def _describe_model(registry: WorkerRegistry, name: str, model: str) -> dict[str, Any]:
+    lengths = [worker.max_prompt_tokens for worker in registry if worker.model == model and worker.has_info]
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "sglang",
+        "root": model,
+        "max_model_len": min(lengths) if lengths else None,
+    }
+
+
+def _unknown_model(registry: WorkerRegistry, name: str) -> Response:
+    names = registry.served_names()
+    if not names or not registry.is_complete:
+        return _json_error(503, "no instance that is ready serves this model yet; try again later")
+    return _json_error(404, replies.unknown_model(name, names), "model", code=replies.MODEL_NOT_FOUND)
+
+
+def _model_named_in(body: bytes) -> str | None:
+    """What JSON names as its model; what is no such JSON is an instance's business."""
+    try:
+        named = orjson.loads(body).get("model")
+    except (ValueError, AttributeError):
+        return None
+    return named if isinstance(named, str) else None
+
+
+def without_secrets(value: Any, keys: Sequence[str]) -> Any:
+    """JSON without what is named like a secret, and without texts that hold one of `keys`."""
+    if isinstance(value, dict):
+        return {
+            name: HIDDEN if isinstance(item, (str, list)) and item and _SECRET_NAME.search(name) else clean
+            for name, item in value.items()
+            for clean in (without_secrets(item, keys),)
+        }
+    if isinstance(value, list):
+        return [without_secrets(item, keys) for item in value]
+    if isinstance(value, str) and any(key in value for key in keys):
+        return HIDDEN
+    return value
+
+
+def _documented(app: FastAPI, config: RouterConfig) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        app.openapi_schema = describe_api(app, config.needs_client_key)
+    return app.openapi_schema
+
+
+def methods_of(app: FastAPI, path: str) -> list[str]:
+    """The methods that a path takes, over all routes that share it; none for an unknown one."""
+    methods: set[str] = set()
+    for route in app.routes:
+        if route.matches({"type": "http", "path": path, "method": "GET", "root_path": ""})[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def _json_error(
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+    code: str | None = None,
+) -> Response:
+    headers = headers or {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(
+        replies.error_json(status, message, param, code),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )

@@ -1,0 +1,1 @@
+"""Several router processes and several routers as one."""

@@ -1,0 +1,447 @@
+"""Several routers as one: each tells the others, over TCP, of prefixes, loads, and instances added or drained by hand.
+
+Every router connects to every other one and tells its state again and again (`SharedState`); what it hears comes on the
+connections of the others. Both sides of a connection prove that they know the common key, and every frame carries a
+code made with it and with the frame's number, so nothing can be forged, repeated or left out unnoticed. Frames are not
+encrypted: they hold addresses of instances and hashes of prompts, none of their text.
+
+A router that starts asks the one that knows most prefixes for them, and gets those used last. In a large group states
+are told less often, so that telling and hearing take no more than `MAX_BUSY_SHARE` of a processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce, prove
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.group.shared_state import (
+    NO_LOAD,
+    LinkedRouter,
+    Loads,
+    PeerCounts,
+    SharedState,
+    TellerState,
+    read_prefixes,
+)
+from sglang_ext_router.observe.metrics import MetricsSnapshot
+from sglang_ext_router.request.upstream import watch_peer
+
+logger = logging.getLogger(__name__)
+
+HELLO = b"sglang-ext peer 3\n"
+INTERVAL_S = 0.2
+MAX_INTERVAL_S = 1.0
+MAX_BUSY_SHARE = 0.1  # of the time, for what peers tell each other
+FORGET_AFTER_S = 3.0
+RESOLVE_S = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+MAX_FRAME_BYTES = 8 << 20
+MAX_UNSENT_BYTES = 1 << 20  # to a peer that does not read: it misses messages, the others do not
+MAX_INCOMING = 512  # connections
+SILENT_AFTER_S = 15.0  # without a message its connection is closed
+SNAPSHOT_BLOCKS = 500_000  # of prefixes for a router that starts: about 10 MB
+SNAPSHOT_FRAME_BLOCKS = 8192
+ASK_AFTER_S = 1.0  # after the first state of a peer, for by then the others have told theirs
+ASK_TIMEOUT_S = 5.0  # without a frame the next one is asked
+_LENGTH = struct.Struct("<I")
+_NUMBER = struct.Struct("<Q")
+
+Address = tuple[str, int]
+
+
+class PeerError(Exception):
+    """The other side is no peer, or not one that knows the key."""
+
+
+class FrameCodes:
+    """The codes of one direction of one connection, and the number of the router at its other end."""
+
+    def __init__(self, key: bytes, peer: int) -> None:
+        self.peer = peer
+        self._key = key
+        self._number = 0
+
+    def code(self, digest: bytes) -> bytes:
+        """Of the next frame; `digest` is its body's."""
+        self._number += 1
+        return prove(self._key, "frame", _NUMBER.pack(self._number), digest)
+
+    def is_next(self, code: bytes, digest: bytes) -> bool:
+        """Whether `code` is that of the next frame."""
+        self._number += 1
+        return is_proof(code, self._key, "frame", _NUMBER.pack(self._number), digest)
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
+
+
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
+    """The handshake of the side that connects and then tells; PeerError if the other one does not know the key."""
+    own = make_nonce()
+    writer.write(HELLO + own)
+    answer = await reader.readexactly(NONCE_BYTES + _NUMBER.size + CODE_BYTES)
+    nonces, hearer = own + answer[:NONCE_BYTES], answer[NONCE_BYTES:-CODE_BYTES]
+    if not is_proof(answer[-CODE_BYTES:], key, "hears", nonces, hearer):
+        raise PeerError("it does not have our --peer-key")
+    teller = _NUMBER.pack(origin)
+    writer.write(teller + prove(key, "tells", nonces, teller))
+    return FrameCodes(prove(key, "session", nonces, teller), _NUMBER.unpack(hearer)[0])
+
+
+async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
+    """The handshake of the side that hears; PeerError if the teller does not know the key."""
+    first = await reader.readexactly(len(HELLO) + NONCE_BYTES)
+    if not first.startswith(HELLO):
+        raise PeerError("it does not speak this protocol")
+    own, hearer = make_nonce(), _NUMBER.pack(origin)
+    nonces = first[len(HELLO) :] + own
+    writer.write(own + hearer + prove(key, "hears", nonces, hearer))
+    answer = await reader.readexactly(_NUMBER.size + CODE_BYTES)
+    teller = answer[: _NUMBER.size]
+    if not is_proof(answer[_NUMBER.size :], key, "tells", nonces, teller):
+        raise PeerError("it does not have our --peer-key")
+    return FrameCodes(prove(key, "session", nonces, teller), _NUMBER.unpack(teller)[0])
+
+
+class _Hearer:
+    """A connection on which this router tells a peer its state."""
+
+    def __init__(self, writer: asyncio.StreamWriter, session: FrameCodes) -> None:
+        self.writer = writer
+        self.peer = session.peer
+        self.needs_all = True  # it has missed a message: changes alone would not do
+        self._session = session
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self.writer.transport.get_write_buffer_size()
+
+    def send(self, body: bytes, digest: bytes) -> None:
+        self.writer.write(_LENGTH.pack(len(body)) + self._session.code(digest) + body)
+
+
+class PeerRouters(SharedState):
+    """The link between routers; see `group/siblings.py: SiblingLink`."""
+
+    shares_prefixes = True
+
+    def __init__(self, config: RouterConfig, sock: socket.socket) -> None:
+        """`sock` listens for the others."""
+        super().__init__(secrets.randbits(62) + 1, config)
+        self._key = hashlib.sha256(config.peer_key.encode()).digest()
+        self._sock = sock
+        self._fixed = [_address(text) for text in config.peer]
+        self._service = config.peer_service
+        self._service_port = config.peer_port
+        self._tellers: dict[Address, asyncio.Task[None]] = {}
+        self._own_addresses: set[Address] = set()  # which turned out to be this router
+        self._hearers: dict[_Hearer, None] = {}
+        self._told_loads: Loads = {}
+        self._busy_s = 0.0  # spent on telling and hearing since the last message
+        self._prefix_asker = _PrefixAsker()
+        self._known_bytes: dict[int, int] = {}  # of prefixes, by teller
+        self._snapshots: dict[int, asyncio.Task[None]] = {}  # of prefixes, for routers that have asked
+        self._hearing: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._latest: dict[int, FrameCodes] = {}  # the connection that counts, of each teller
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server
+        self.skipped = 0  # messages that a peer did not get, as it did not read
+
+    async def start(self, router: LinkedRouter) -> None:
+        self._router = router
+        self._server = await asyncio.start_server(self._hear, sock=self._sock, limit=MAX_FRAME_BYTES)
+        self._tasks = [asyncio.create_task(self._find_peers()), asyncio.create_task(self._tell())]
+
+    async def stop(self) -> None:
+        self._server.close()
+        tasks = [*self._tasks, *self._tellers.values(), *self._snapshots.values()]
+        for task in tasks:
+            task.cancel()
+        for writer in self._hearing.values():
+            writer.transport.abort()
+        await asyncio.gather(*tasks, *self._hearing, return_exceptions=True)
+
+    @property
+    def peers(self) -> int:
+        """Routers that hear this one now."""
+        return len(self._hearers)
+
+    def peer_counts(self) -> PeerCounts:
+        return PeerCounts(len(self._tellers), len(self._hearers), len(self._states), self.skipped)
+
+    def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
+        """None: each router is asked for its own numbers."""
+        return ()
+
+    # -- telling ----------------------------------------------------------------------------------------
+
+    async def _find_peers(self) -> None:
+        while True:
+            wanted = set(self._fixed)
+            if self._service:
+                try:
+                    loop = asyncio.get_running_loop()
+                    found = await loop.getaddrinfo(self._service, self._service_port, type=socket.SOCK_STREAM)
+                    wanted |= {(str(entry[4][0]), self._service_port) for entry in found}
+                except (OSError, UnicodeError) as error:
+                    # Names fail to resolve now and then; those that are known stay.
+                    logger.debug("peers of %s: %s", self._service, error)
+                    wanted |= set(self._tellers)
+            for address in self._tellers.keys() - wanted:
+                self._tellers.pop(address).cancel()
+            for address in wanted - self._tellers.keys() - self._own_addresses:
+                self._tellers[address] = asyncio.create_task(self._tell_one(address))
+            self._table.expire(self._router.loop.time())
+            await asyncio.sleep(RESOLVE_S)
+
+    async def _tell_one(self, address: Address) -> None:
+        """Keep a connection to one peer; what it is told is written by `_tell`."""
+        backoff_s, complaint = FIRST_BACKOFF_S, ""
+        while True:
+            writer: asyncio.StreamWriter | None = None
+            hearer: _Hearer | None = None
+            try:
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(*address)
+                    session = await greet(reader, writer, self._key, self._origin)
+                if session.peer == self._origin:
+                    self._own_addresses.add(address)
+                    self._tellers.pop(address, None)
+                    return
+                complaint = ""
+                connected_s = self._router.loop.time()
+                if any(one.peer == session.peer for one in self._hearers):
+                    backoff_s = MAX_BACKOFF_S  # another address of a peer that has a connection: in case it loses that
+                else:
+                    watch_peer(writer.get_extra_info("socket"))
+                    hearer = _Hearer(writer, session)
+                    self._hearers[hearer] = None
+                    await reader.read(1)  # nothing is sent here: it ends with the connection
+                if self._router.loop.time() - connected_s > MAX_BACKOFF_S:
+                    backoff_s = FIRST_BACKOFF_S  # not where it refuses what it is told, again and again
+            except (OSError, UnicodeError, TimeoutError, asyncio.IncompleteReadError, PeerError) as error:
+                if isinstance(error, PeerError) and str(error) != complaint:
+                    logger.warning("peer %s:%d: %s", *address, error)
+                    complaint = str(error)
+            finally:
+                if hearer is not None:
+                    self._hearers.pop(hearer, None)
+                if writer is not None:
+                    writer.transport.abort()  # one that does not read would keep a closed one open
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+
+    async def _tell(self) -> None:
+        loop = self._router.loop
+        stood_still = False  # then what came meanwhile is read before a peer is forgotten
+        while True:
+            try:
+                self._send_state()
+                if not stood_still:
+                    started_s = time.perf_counter()
+                    self._apply_states(FORGET_AFTER_S)
+                    self._busy_s += time.perf_counter() - started_s
+            except Exception:
+                # The peers would forget this router, and it would never forget them.
+                logger.exception("the state of this router, or its peers' states")
+            interval_s = min(MAX_INTERVAL_S, max(INTERVAL_S, self._busy_s / MAX_BUSY_SHARE))
+            self._busy_s = 0.0
+            due_s = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
+            stood_still = not stood_still and loop.time() - due_s > FORGET_AFTER_S / 4
+
+    def _on_changed(self) -> None:
+        self._send_state()
+
+    def _send_state(self) -> None:
+        """Tell all peers; what has changed since the last message to those that have got that one."""
+        started_s = time.perf_counter()
+        message = self._next_message()
+        loads: Loads = message["loads"]
+        message["known_bytes"] = self._router.planner.index.used
+        message["asks"] = self._prefix_asker.next_asked(self._router.loop.time(), self._known_bytes)
+        whole = changes = b""
+        for hearer in self._hearers:
+            if hearer.writer.is_closing():
+                continue
+            if hearer.unsent_bytes > MAX_UNSENT_BYTES:
+                self.skipped += 1
+                hearer.needs_all = True
+                continue
+            if hearer.needs_all:
+                body = whole = whole or _encoded(message)
+            else:
+                if not changes:
+                    changes = _encoded({**message, "loads": _changes(self._told_loads, loads), "only_changes": True})
+                body = changes
+            hearer.send(body, _digest(body))
+            hearer.needs_all = False
+        self._told_loads = loads
+        self._busy_s += time.perf_counter() - started_s
+
+    async def _send_prefixes(self, peer: int) -> None:
+        """Send a router that starts what is known of prefixes, in frames that it can follow."""
+        router = self._router
+        workers = [worker for worker in router.registry if worker.role.is_prefill]
+        frames: list[list[tuple[str, list[int]]]] = [[]]
+        blocks = 0
+        for worker in workers:
+            for path in router.planner.index.newest_paths(worker.id, SNAPSHOT_BLOCKS // len(workers)):
+                if blocks + len(path) > SNAPSHOT_FRAME_BLOCKS and blocks:
+                    frames.append([])
+                    blocks = 0
+                frames[-1].append((worker.url, path))
+                blocks += len(path)
+            await asyncio.sleep(0)
+        for number, frame in enumerate(frames):
+            hearer = next((one for one in self._hearers if one.peer == peer), None)
+            if hearer is None:
+                return  # it asks another one
+            body = orjson.dumps({"index": self._origin, "snapshot": frame, "is_last": number == len(frames) - 1})
+            hearer.send(body, _digest(body))
+            with contextlib.suppress(OSError):
+                await hearer.writer.drain()
+
+    # -- hearing ----------------------------------------------------------------------------------------
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._hearing[task] = writer
+        try:
+            if len(self._hearing) > MAX_INCOMING:
+                return
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                session = await welcome(reader, writer, self._key, self._origin)
+            if session.peer == self._origin:
+                return
+            counts = False  # from its first message on: of a peer with two addresses one connection has none
+            while True:
+                async with asyncio.timeout(SILENT_AFTER_S):
+                    body = await _read_frame(reader, session)
+                if not counts:
+                    self._latest[session.peer], counts = session, True
+                if self._latest.get(session.peer) is not session:
+                    return  # it has connected anew, or was forgotten: then it connects anew, and tells everything
+                started_s = time.perf_counter()
+                message = orjson.loads(body)
+                if message["index"] != session.peer:
+                    raise PeerError("it speaks for another one")
+                if "snapshot" in message:
+                    self._take_prefixes(message)
+                else:
+                    self._take(message)
+                self._busy_s += time.perf_counter() - started_s
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # it is gone, or connects anew
+        except PeerError as error:
+            logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+        ) as error:  # of another version of this program
+            logger.warning("a message of %s cannot be read: %r", writer.get_extra_info("peername"), error)
+        finally:
+            del self._hearing[task]
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        known_bytes, asks, teller = int(message["known_bytes"]), message["asks"], message["index"]
+        super()._take(message)
+        self._known_bytes[teller] = known_bytes
+        if asks == self._origin and teller not in self._snapshots:
+            self._snapshots[teller] = asyncio.create_task(self._send_prefixes(teller))
+
+    def _take_prefixes(self, message: Mapping[str, Any]) -> None:
+        self._learn_prefixes(read_prefixes(message["snapshot"]))
+        self._prefix_asker.on_frame(message["index"], bool(message["is_last"]), self._router.loop.time())
+
+    def _replace_state(self, index: int, state: TellerState | None) -> None:
+        super()._replace_state(index, state)
+        if state is None:
+            self._known_bytes.pop(index, None)
+            self._latest.pop(index, None)
+            if (task := self._snapshots.pop(index, None)) is not None:
+                task.cancel()
+
+
+class _PrefixAsker:
+    """Which peer a router asks for prefixes after its start: the one that knows most, then the next one."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._since_s: float | None = None  # when the first peer was there, then when the last frame came
+        self._asked: int | None = None
+        self._failed: set[int] = set()
+
+    def next_asked(self, now_s: float, known_bytes: Mapping[int, int]) -> int | None:
+        """The peer to ask now, of those that are there."""
+        if self._is_over or not known_bytes:
+            return None
+        if self._since_s is None:
+            self._since_s = now_s
+        if self._asked is None and now_s - self._since_s < ASK_AFTER_S:
+            return None
+        if self._asked is not None and (self._asked not in known_bytes or now_s - self._since_s > ASK_TIMEOUT_S):
+            self._failed.add(self._asked)
+            self._asked = None
+        if self._asked is None:
+            left = [(size, peer) for peer, size in known_bytes.items() if size and peer not in self._failed]
+            self._is_over = not left
+            self._asked = max(left)[1] if left else None
+            self._since_s = now_s
+        return self._asked
+
+    def on_frame(self, peer: int, is_last: bool, now_s: float) -> None:
+        """A part of what was asked for has come."""
+        if peer == self._asked:
+            self._since_s = now_s
+            if is_last:
+                self._is_over, self._asked = True, None
+
+
+def _changes(before: Loads, after: Loads) -> Loads:
+    """What makes the one of the other; an instance without load is told once."""
+    changes = {url: load for url, load in after.items() if before.get(url) != load}
+    changes.update((url, NO_LOAD) for url in before.keys() - after.keys())
+    return changes
+
+
+def _encoded(message: Mapping[str, Any]) -> bytes:
+    body = orjson.dumps(message)
+    return body if len(body) <= MAX_FRAME_BYTES else orjson.dumps({**message, "prefixes": []})
+
+
+async def _read_frame(reader: asyncio.StreamReader, session: FrameCodes) -> bytes:
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise PeerError(f"a frame of {size} bytes is too large")
+    code = await reader.readexactly(CODE_BYTES)
+    body = await reader.readexactly(size)
+    if not session.is_next(code, _digest(body)):
+        raise PeerError("a frame was forged, repeated or lost")
+    return body
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,379 @@
+"""What the processes of a router, and several routers, tell each other, and what each of them makes of it.
+
+State is sent whole, again and again, but for prefixes, which are sent once: messages may be lost, doubled or late.
+Where none can be lost, loads are sent when they change. The newest change of an instance wins, and a sender that falls
+silent is forgotten after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from sglang_ext.types import Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.admission import Demand, fair_shares, limit_of
+from sglang_ext_router.decide.circuit_breaker import CircuitState
+from sglang_ext_router.instances.online_load import SiblingLoad
+from sglang_ext_router.observe.metrics import MetricsSnapshot, read_snapshot
+
+if TYPE_CHECKING:
+    from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+    from sglang_ext_router.request.routing import RoutePlanner
+
+# As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining; and, where the instance
+# was given either, revision or null and topology
+WireEntry = (
+    tuple[str, int, int, str | None, int | None, bool]
+    | tuple[str, int, int, str | None, int | None, bool, str | None, str]
+)
+logger = logging.getLogger(__name__)
+REMEMBER_REMOVED_S = 3600.0
+MAX_COUNTER = 1 << 53  # of changes of one instance: far more than there can be, and one more can be told too
+MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
+
+
+class Entry(NamedTuple):
+    """The last known change of one instance. `address` is None once it was removed."""
+
+    counter: int  # grows with every change of any process that has seen the one before
+    origin: int  # process that made it: decides between changes made at the same time
+    address: WorkerAddress | None
+    is_draining: bool
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.counter, self.origin
+
+
+class MembershipTable:
+    """One process's picture; merging is commutative and idempotent, so messages may be lost or doubled."""
+
+    def __init__(self, origin: int, initial: Iterable[WorkerAddress]) -> None:
+        self._origin = origin
+        # What the command line gave is known to all processes: the same version everywhere.
+        self._entries = {address.url: Entry(0, 0, address, False) for address in initial}
+        self._removed_since_s: dict[str, tuple[Entry, float]] = {}
+        self._untold: set[str] = set()  # removals that are remembered, but no longer told
+
+    def change(self, url: str, address: WorkerAddress | None, is_draining: bool = False) -> None:
+        """Note a change made here."""
+        known = self._entries.get(url)
+        self._entries[url] = Entry(known.counter + 1 if known else 1, self._origin, address, is_draining)
+
+    def merge(self, wire: Iterable[WireEntry]) -> list[tuple[str, Entry]]:
+        """Take over newer entries of a sibling; the ones that changed here.
+
+        ValueError or TypeError, and nothing is taken over, where one cannot be read, as of another version.
+        """
+        changed: list[tuple[str, Entry]] = []
+        for url, entry in [_read_entry(*one) for one in wire]:
+            known = self._entries.get(url)
+            if known is not None and entry.version <= known.version:
+                continue
+            self._entries[url] = entry
+            if known is None or (known.address, known.is_draining) != (entry.address, entry.is_draining):
+                changed.append((url, entry))
+        return changed
+
+    def expire(self, now_s: float) -> None:
+        """Forget removals that all have learned of; to be called now and then.
+
+        They are told for `REMEMBER_REMOVED_S`, and remembered for twice as long: else each would be learned anew from
+        a peer that forgets it a moment later. A teller that was cut off for longer brings back what was removed
+        meanwhile.
+        """
+        since_s: dict[str, tuple[Entry, float]] = {}
+        for url, entry in self._entries.items():
+            if entry.address is None:
+                known, first_s = self._removed_since_s.get(url, (entry, now_s))
+                since_s[url] = (entry, first_s if known == entry else now_s)
+        self._removed_since_s = since_s
+        self._untold = {url for url, (_, first_s) in since_s.items() if now_s - first_s > REMEMBER_REMOVED_S}
+        for url in self._untold:
+            if now_s - since_s[url][1] > 2 * REMEMBER_REMOVED_S:
+                del self._entries[url]
+
+    def address(self, url: str) -> WorkerAddress | None:
+        entry = self._entries.get(url)
+        return None if entry is None else entry.address
+
+    def wire(self) -> list[WireEntry]:
+        """Everything, for siblings, but old removals and the command line's own entries that are unchanged."""
+        return [
+            _wire_entry(url, entry)
+            for url, entry in self._entries.items()
+            if entry.counter and not (entry.address is None and url in self._untold)
+        ]
+
+
+def _wire_entry(url: str, entry: Entry) -> WireEntry:
+    address = entry.address
+    if address is None:
+        return url, entry.counter, entry.origin, None, None, entry.is_draining
+    told = (url, entry.counter, entry.origin, address.role.value, address.bootstrap_port, entry.is_draining)
+    return (*told, address.revision, address.topology) if address.revision is not None or address.topology else told
+
+
+def _read_entry(
+    url: str,
+    counter: int,
+    origin: int,
+    role: str | None,
+    port: int | None,
+    is_draining: bool,
+    revision: str | None = None,
+    topology: str = "",
+) -> tuple[str, Entry]:
+    if type(url) is not str or not 0 <= _whole(counter) < MAX_COUNTER:
+        raise ValueError(f"change {counter!r} of {url!r}")
+    if not isinstance(revision, str | None) or type(topology) is not str:
+        raise TypeError(f"{revision!r} is no revision, or {topology!r} no topology")
+    bootstrap_port = None if port is None else _whole(port)
+    address = None if role is None else WorkerAddress(url, Role(role), bootstrap_port, revision, topology)
+    return url, Entry(counter, _whole(origin), address, bool(is_draining))
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+class LinkedRouter(Protocol):
+    """What a link reads and changes of its own process."""
+
+    loop: asyncio.AbstractEventLoop
+    registry: WorkerRegistry
+    planner: RoutePlanner
+
+    def adopt_worker(self, address: WorkerAddress) -> Worker: ...
+
+    def drop_worker(self, worker: Worker) -> None: ...
+
+    def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
+
+    def online_load(self) -> SiblingLoad: ...
+
+    def demand(self) -> Demand: ...
+
+    def limit_requests(self, most: int) -> None: ...
+
+    def metrics_snapshot(self) -> MetricsSnapshot: ...
+
+
+Loads = dict[str, tuple[int, int]]  # by address: requests under way, tokens promised
+NO_LOAD = (0, 0)
+
+
+class PeerCounts(NamedTuple):
+    """Other routers of the group, as one of them sees it."""
+
+    found: int  # by options or the headless Service
+    connected: int  # that this one sends its state to
+    received: int  # whose state came lately
+    skipped_messages: int  # that a peer did not get, as it did not read; since the start
+
+
+class TellerState(NamedTuple):
+    """What one teller has told last."""
+
+    received_s: float
+    loads: Loads
+    metrics: MetricsSnapshot | None
+    online: SiblingLoad
+    demand: Demand
+    open_circuits: frozenset[str]  # addresses of instances
+
+    def without_requests(self) -> TellerState:
+        """Its counters stay in the metrics; its requests are gone."""
+        counted = None if self.metrics is None else self.metrics._replace(gauges={}, process={})
+        return TellerState(self.received_s, {}, counted, SiblingLoad({}, {}), Demand(0, 0), frozenset())
+
+
+class SharedState:
+    """One process's part: what it tells, and what it has been told. What carries the messages builds on it."""
+
+    def __init__(self, origin: int, config: RouterConfig) -> None:
+        self._origin = origin
+        self._limit = config.max_concurrent_requests
+        # Of each other router: when its state was received, and its largest share since.
+        self._granted: dict[int, tuple[float, int]] = {}
+        self._table = MembershipTable(origin, config.workers)
+        self._states: dict[int, TellerState] = {}
+        self._sums: Loads = {}  # over those states
+        self._prefixes: list[tuple[str, list[int]]] = []
+        self._prefix_blocks = 0
+        self._router: LinkedRouter
+
+    # -- telling ----------------------------------------------------------------------------------------
+
+    def tell_added(self, address: WorkerAddress) -> None:
+        self._table.change(address.url, address)
+        self._on_changed()
+
+    def tell_removed(self, url: str) -> None:
+        self._table.change(url, None)
+        self._on_changed()
+
+    def tell_draining(self, worker: Worker, is_draining: bool) -> None:
+        # By its own address: the table has none of the cluster's instances, and the old role of one that was moved.
+        self._table.change(worker.url, worker.address(), is_draining)
+        self._on_changed()
+
+    def tell_gone(self, url: str) -> None:
+        if self._table.address(url) is not None:
+            self.tell_removed(url)
+
+    def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
+        if self._prefix_blocks + len(hashes) <= MAX_SHARED_BLOCKS:
+            self._prefixes.append((url, list(hashes)))
+            self._prefix_blocks += len(hashes)
+
+    def _on_changed(self) -> None:
+        """A change of the instances is to be told at once."""
+
+    def _next_message(self) -> dict[str, Any]:
+        """What is to be told now; prefixes are told once."""
+        router = self._router
+        prefixes, self._prefixes, self._prefix_blocks = self._prefixes, [], 0
+        now_s = router.loop.time()
+        return {
+            "index": self._origin,
+            "members": self._table.wire(),
+            "loads": {
+                worker.url: (worker.in_flight, worker.pending_tokens + worker.reserved_tokens)
+                for worker in router.registry
+                if worker.in_flight
+            },
+            "prefixes": prefixes,
+            "online": tuple(router.online_load()),
+            "demand": tuple(router.demand()),
+            "circuits": [
+                worker.url
+                for worker in router.registry
+                if worker.id in router.registry.suspects and worker.breaker.state(now_s) is not CircuitState.CLOSED
+            ],
+        }
+
+    # -- hearing ----------------------------------------------------------------------------------------
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        """Make another process's message one's own: all of it, or nothing where a part of it cannot be read."""
+        router = self._router
+        index = _whole(message["index"])
+        known = self._states.get(index)
+        in_flight, waits_s = message["online"]
+        running, waiting = message["demand"]
+        told = {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()}
+        state = TellerState(
+            router.loop.time(),
+            _changed(known.loads, told) if known is not None and message.get("only_changes") else told,
+            read_snapshot(message["metrics"]) if "metrics" in message else known.metrics if known else None,
+            SiblingLoad(
+                {
+                    model: {name: _whole(count) for name, count in of_model.items()}
+                    for model, of_model in in_flight.items()
+                },
+                {url: float(wait_s) for url, wait_s in waits_s.items()},
+            ),
+            Demand(_whole(running), _whole(waiting)),
+            frozenset(_text(url) for url in message["circuits"]),
+        )
+        prefixes = read_prefixes(message["prefixes"])
+        changed = self._table.merge(message["members"])
+        self._replace_state(index, state)
+        for url, entry in changed:
+            worker = router.registry.find(url)
+            if worker is not None and (entry.address is None or worker.role is not entry.address.role):
+                router.drop_worker(worker)
+                worker = None
+            if entry.address is None:
+                continue
+            if worker is None:
+                worker = router.adopt_worker(entry.address)
+            if worker.is_draining != entry.is_draining:
+                router.set_draining(worker, entry.is_draining)
+        self._learn_prefixes(prefixes)
+
+    def _learn_prefixes(self, prefixes: Iterable[tuple[str, Sequence[int]]]) -> None:
+        router = self._router
+        for url, hashes in prefixes:
+            worker = router.registry.find(url)
+            if worker is not None and worker.role.is_prefill:
+                router.planner.index.record(worker.id, hashes)
+
+    def _replace_state(self, index: int, state: TellerState | None) -> None:
+        known = self._states.get(index)
+        old = {} if known is None else known.loads
+        new = {} if state is None else state.loads
+        for url in old.keys() | new.keys():
+            before, after = old.get(url, NO_LOAD), new.get(url, NO_LOAD)
+            if before != after:
+                in_flight, tokens = self._sums.get(url, NO_LOAD)
+                total = (in_flight + after[0] - before[0], tokens + after[1] - before[1])
+                if total == NO_LOAD:
+                    self._sums.pop(url, None)
+                else:
+                    self._sums[url] = total
+        if state is None:
+            self._states.pop(index, None)
+        else:
+            self._states[index] = state
+
+    def _apply_states(self, forget_after_s: float) -> None:
+        """Make use of what the living ones have: loads and circuits of the instances, their share of the limit."""
+        router = self._router
+        now_s = router.loop.time()
+        for index, state in tuple(self._states.items()):
+            if now_s - state.received_s > forget_after_s:
+                # A router that is started again comes under another number, a process under the same.
+                self._replace_state(index, None if state.metrics is None else state.without_requests())
+        suspected: set[str] = set()
+        for state in self._states.values():
+            suspected |= state.open_circuits
+        for worker in router.registry:
+            worker.sibling_in_flight, worker.sibling_tokens = self._sums.get(worker.url, NO_LOAD)
+            worker.breaker.is_suspected = worker.url in suspected
+        if self._limit:
+            demands = {index: state.demand for index, state in self._states.items()}
+            demands[self._origin] = router.demand()
+            shares = fair_shares(self._limit, demands)
+            granted: dict[int, tuple[float, int]] = {}
+            for index, state in self._states.items():
+                received_s, places = self._granted.get(index, (0.0, 0))
+                granted[index] = (state.received_s, max(shares[index], places if received_s == state.received_s else 0))
+            self._granted = granted
+            most = {index: places for index, (_, places) in granted.items()}
+            router.limit_requests(limit_of(self._origin, self._limit, demands, most))
+
+    def peer_counts(self) -> PeerCounts | None:
+        """None: processes of one router are no group."""
+        return None
+
+    def demands(self) -> Mapping[int, Demand]:
+        return {index: state.demand for index, state in self._states.items()}
+
+    def online_loads(self) -> Sequence[SiblingLoad]:
+        return [state.online for state in self._states.values()]
+
+
+def _changed(loads: Loads, changes: Loads) -> Loads:
+    merged = {**loads, **changes}
+    for url, load in changes.items():
+        if load == NO_LOAD:
+            del merged[url]
+    return merged
+
+
+def read_prefixes(wire: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[str, list[int]]]:
+    """Addresses, and hashes of what went there; TypeError or ValueError where they are something else."""
+    return [(_text(url), [_whole(one) for one in hashes]) for url, hashes in wire]
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value

@@ -1,0 +1,160 @@
+"""Who may ask for what, decided by a request's head alone: API keys, origins, and how large a body each path takes."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable, Sequence
+
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.http.api_keys import ApiKeys
+from sglang_ext_router.http.client_requests import Request, RequestRefusal
+from sglang_ext_router.observe.metrics import RouterMetrics
+
+GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"})
+TOKENISE_PATHS = frozenset({b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize"})
+PROBE_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/readiness"})  # without a key
+PAGE_PATH = b"/ui"  # holds nothing but itself: what it shows comes from STREAM_PATH
+STREAM_PATH = b"/ui/stream"
+_OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
+PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
+REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
+_PROMPT_PATHS = GENERATION_PATHS | TOKENISE_PATHS
+_WITHOUT_BODY = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
+_EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill, x-sglang-ext-decode, " + (
+    b"x-sglang-ext-queue-ms"
+)
+
+
+NO_BODY = RequestRefusal(413, "no body is taken here")
+
+
+def _any_method(path: bytes) -> Sequence[str]:
+    return ()
+
+
+class Access:
+    """The gate of the router's port, and what the control plane asks about keys."""
+
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        """ApiKeyFileError for a file of keys that cannot be used."""
+        self._metrics = metrics
+        self._max_payload_bytes = config.max_payload_size
+        self._max_control_bytes = min(config.max_payload_size, config.max_control_payload_size)
+        self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
+        self._admin_key = f"Bearer {config.admin_api_key}".encode() if config.admin_api_key else b""
+        self._named_keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
+        self._needs_key = config.needs_client_key
+        self.methods_of: Callable[[bytes], Sequence[str]] = (
+            _any_method  # those that a path takes, none if it is unknown
+        )
+        self._origins = frozenset(origin.encode() for origin in config.cors_origins)
+
+    def check_head(self, request: Request) -> RequestRefusal | None:
+        """Ask for a key where one is needed, and say how large the body may be."""
+        path = request.path
+        if request.method in _WITHOUT_BODY:
+            request.max_body_bytes = 0
+        else:
+            request.max_body_bytes = self._max_payload_bytes if path in _PROMPT_PATHS else self._max_control_bytes
+        if self._origins:
+            request.reply_headers = self._cors_headers(request.header(b"origin"))
+        if not self._needs_key or path in _OPEN_PATHS or self.is_client(request.header(b"authorization") or b""):
+            return None
+        if self.is_preflight(request):
+            return None
+        self._metrics.count(self._metrics.refused, "unauthorized")
+        extra = b"www-authenticate: Bearer\r\n" + request.reply_headers
+        return RequestRefusal(401, "missing or wrong API key", extra)
+
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """405 where the path does not take the method either, else 413."""
+        methods = self.methods_of(request.path)
+        if methods and request.method.decode("latin-1") not in methods:
+            allow = f"allow: {', '.join(methods)}\r\n"
+            return RequestRefusal(405, f"use {' or '.join(methods)}", allow.encode() + request.reply_headers)
+        return NO_BODY
+
+    # -- keys -------------------------------------------------------------------------------------------
+
+    def is_client(self, authorization: bytes) -> bool:
+        """Whether the value of this Authorization header is a client's or the administrator's; any is without keys."""
+        if not self._needs_key:
+            return True
+        is_client = bool(self._client_key) and hmac.compare_digest(authorization, self._client_key)
+        if not is_client and self._named_keys is not None and authorization.startswith(b"Bearer "):
+            is_client = self._named_keys.knows(authorization[7:])
+        return is_client or self.is_admin(authorization)
+
+    def is_admin(self, authorization: bytes) -> bool:
+        """Whether the value of this Authorization header is the administrator's."""
+        return bool(self._admin_key) and hmac.compare_digest(authorization, self._admin_key)
+
+    def may_view(self, authorization: bytes) -> bool:
+        """Whether this header's value opens the live stream: the administrator's, a client's where there is none."""
+        return self.is_admin(authorization) if self._admin_key else self.is_client(authorization)
+
+    def reload_keys(self, now_s: float) -> None:
+        """Read the file of keys again if it has changed."""
+        if self._named_keys is not None:
+            self._named_keys.reload(now_s)
+
+    # -- origins ----------------------------------------------------------------------------------------
+
+    def is_preflight(self, request: Request) -> bool:
+        """Whether a browser asks, without a key, whether it may ask."""
+        return bool(
+            self._origins
+            and request.method == b"OPTIONS"
+            and request.header(b"origin") is not None
+            and request.header(b"access-control-request-method") is not None
+        )
+
+    def preflight_headers(self, request: Request) -> bytes:
+        """Header lines of the answer to a preflight, beside the request's `reply_headers`."""
+        asked = request.header(b"access-control-request-headers") or b""
+        if not _HEADER_NAMES.fullmatch(asked):
+            asked = b"authorization, content-type"
+        return (
+            b"access-control-allow-methods: GET, POST, DELETE\r\naccess-control-max-age: 600\r\n"
+            b"access-control-allow-headers: %b\r\n" % asked
+        )
+
+    def _cors_headers(self, origin: bytes | None) -> bytes:
+        if b"*" in self._origins:
+            return b"access-control-allow-origin: *\r\naccess-control-expose-headers: %b\r\n" % _EXPOSED
+        if origin is None or origin not in self._origins:
+            return b"vary: origin\r\n"
+        return b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: %b\r\n" % (
+            origin,
+            _EXPOSED,
+        )
+
+
+class ReportGate:
+    """The gate of the port for reports: no body, no key."""
+
+    def check_head(self, request: Request) -> RequestRefusal | None:
+        """Let in what reads a report."""
+        if request.path in REPORT_PATHS or request.path in PROBE_PATHS:
+            return None
+        return RequestRefusal(404, "only reports are served at this port")
+
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """413: reports are only read."""
+        return NO_BODY
+
+
+class PageGate:
+    """The gate of the live page's port: no body; who may have the stream is decided where it is opened."""
+
+    def check_head(self, request: Request) -> RequestRefusal | None:
+        """Let in what the page is made of."""
+        if request.path in PAGE_PATHS or request.path in PROBE_PATHS:
+            return None
+        return RequestRefusal(404, "only the live page is served at this port")
+
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """413: the page is only read."""
+        return NO_BODY

@@ -1,0 +1,1 @@
+"""The instances that the router knows: registry, probes, discovery, load."""

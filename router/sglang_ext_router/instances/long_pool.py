@@ -1,0 +1,268 @@
+"""What the coordinator of the long pool says of it, asked every now and then and kept for GET /pools.
+
+No request waits for this: a coordinator that is away, slow or says nonsense is shown as such and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_ext.live.decide.messages import PromptRow
+from sglang_ext.live.decide.view import SeenSpan
+from sglang_ext.live.timeline import TimelineError, timeline_of
+from sglang_ext.types import LengthClass
+
+logger = logging.getLogger(__name__)
+
+STATUS_PATH = "/status"
+MAX_STATUS_BYTES = 4 << 20
+CLOCK_JITTER_S = 0.25  # less is how long an answer was under way
+SHOWN_REQUESTS = 20  # that have ended
+ASKED_REQUESTS = 50  # the same, for spans of traced requests, too
+_TIMES = ("wait_s", "compute_s", "ring_s", "rebalance_s", "collect_s", "failed_s", "transfer_s", "exposed_transfer_s")
+
+
+class StatusError(ValueError):
+    """An answer that cannot be used; the text says why."""
+
+
+class LongPoolMonitor:
+    """The latest answer of one coordinator."""
+
+    def __init__(self, url: str, interval_s: float, timeout_s: float, clock: Callable[[], float]) -> None:
+        self.url = url
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+        self._status: dict[str, Any] | None = None
+        self.answer: object = None  # the latest, as the coordinator gave it
+        self.on_answer: Callable[[Mapping[str, Any]], None] = lambda answer: None  # is given each
+        self.clock_offset_s: float | None = None  # what turns its times into those of `clock`
+        self._read_s: float | None = None
+        self._problem: str | None = "not asked yet"
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Ask no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    @property
+    def read_s(self) -> float | None:
+        """When the latest answer came, on the monitor's clock."""
+        return self._read_s
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the latest answer was one."""
+        return self._problem is None
+
+    def describe(self) -> dict[str, Any]:
+        """The long pool as JSON; `problem` is null while it answers, else the rest is its last word."""
+        age_s = None if self._read_s is None else round(self._clock() - self._read_s, 1)
+        head = {"coordinator": self.url, "problem": self._problem, "age_s": age_s}
+        return head | (self._status or dict.fromkeys(_NOTHING))
+
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while True:
+                await self._ask(session)
+                await asyncio.sleep(self._interval_s)
+
+    async def _ask(self, session: aiohttp.ClientSession) -> None:
+        try:
+            async with session.get(self.url + STATUS_PATH, params={"recent": ASKED_REQUESTS}) as reply:
+                reply.raise_for_status()
+                body = await reply.content.read(MAX_STATUS_BYTES + 1)
+                while not reply.content.at_eof() and len(body) <= MAX_STATUS_BYTES:
+                    body += await reply.content.read(MAX_STATUS_BYTES + 1 - len(body))
+            if len(body) > MAX_STATUS_BYTES:
+                raise StatusError(f"more than {MAX_STATUS_BYTES} bytes")
+            answer = orjson.loads(body)
+            self._status = read_status(answer)
+            self.answer = answer
+            self._follow_clock(answer.get("now_s"))
+            self.on_answer(answer)
+            problem = None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            problem = (str(error) or type(error).__name__).partition("\n")[0]
+        if problem is None:
+            self._read_s = self._clock()
+        if (problem is None) != (self._problem is None):
+            logger.info("coordinator %s %s", self.url, "answers" if problem is None else f"is away: {problem}")
+        self._problem = problem
+
+    def _follow_clock(self, now_s: object) -> None:
+        """Keep the offset, so that what is told twice has the same times, until the clocks show another one."""
+        if not isinstance(now_s, int | float):
+            return  # nothing can be placed in time
+        offset_s = self._clock() - now_s
+        known_s = self.clock_offset_s
+        if known_s is None or not known_s - CLOCK_JITTER_S < offset_s < known_s + CLOCK_JITTER_S:
+            self.clock_offset_s = offset_s
+
+
+_NOT_CACHED = ("streamed", "cancelled", "owner_lost")
+_NOTHING = ("model", "arrivals_per_s", "members", "requests", "recent")
+
+
+def read_status(answer: object) -> dict[str, Any]:
+    """What people want to see of a coordinator's /status. StatusError names what is not as it should be."""
+    status = _object(answer, "the answer")
+    members = [_object(one, "a member") for one in _list(status, "members")]
+    former = [_object(one, "a former member") for one in _list(status, "former_members")]
+    names = {str(one.get("instance")): str(one.get("name")) for one in (*former, *members)}
+    recent = _list(status, "recent")[-SHOWN_REQUESTS:]
+    return {
+        "model": status.get("model"),
+        "arrivals_per_s": _rounded(status.get("arrivals_per_s")),
+        "members": [
+            {
+                "name": str(one.get("name")),
+                "node": one.get("node"),
+                "backlog_s": _rounded(one.get("backlog_s")),
+                "free_kv_tokens": one.get("free_kv_tokens"),
+                "held_tokens": one.get("held_tokens"),
+                "is_ready": one.get("is_ready"),
+            }
+            for one in members
+        ],
+        "requests": [_describe_request(one, names) for one in _list(status, "requests")],
+        "recent": [_describe_request(one, names) for one in reversed(recent)],
+    }
+
+
+def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
+    """Rooms of prompts that have left the long pool, and whether their own instance has them in its prefix cache.
+
+    A prompt that went straight to decode may be there later. Of one that could not be shared nothing is known but that
+    its own instance computes it, as any other.
+    """
+    for one in _list(answer, "ended_rooms" if "ended_rooms" in answer else "recent"):
+        prompt = _object(one, "a request")
+        room, outcome = prompt.get("room"), prompt.get("outcome")
+        if isinstance(room, int):
+            yield room, prompt.get("kept_s") is not None or outcome not in _NOT_CACHED
+
+
+def pool_prompts(answer: object, offset_s: float) -> list[PromptRow]:
+    """The prompts that a coordinator's /status tells of, those under way last; `offset_s` is added to its times.
+
+    Empty where the status is none.
+    """
+    try:
+        status = _object(answer, "the answer")
+        members = (*_list(status, "former_members"), *_list(status, "members"))
+        names = {str(_object(one, "a member").get("instance")): str(one.get("name")) for one in members}
+        under_way = _list(status, "requests")
+        recent = _list(status, "recent")[-SHOWN_REQUESTS:]
+        return [_prompt(_object(one, "a request"), names, offset_s) for one in (*recent, *under_way)]
+    except (StatusError, KeyError, AttributeError, TypeError, ValueError):
+        return []
+
+
+def _prompt(one: Mapping[str, Any], names: Mapping[str, str], offset_s: float) -> PromptRow:
+    chunks = [
+        (
+            int(step["new_tokens"]),
+            [names.get(str(member), str(member)) for member in step["members"]],
+            float(step["ordered_s"]) + offset_s,
+            None if step["ended_s"] is None else float(step["ended_s"]) + offset_s,
+        )
+        for step in _list(one, "steps")
+        if step.get("kind") == "chunk" and not step.get("has_failed")
+    ]
+    planned = [
+        (int(chunk["new_tokens"]), [names.get(str(member), str(member)) for member in chunk["members"]])
+        for chunk in one.get("planned", ())
+    ]
+    ended_s = one.get("ended_s")
+    return PromptRow(
+        int(one.get("request", 0)),
+        names.get(str(one.get("owner")), str(one.get("owner"))),
+        int(one.get("tokens", 0)),
+        int(one.get("cached_tokens", 0)),
+        float(one.get("offered_s", 0.0)) + offset_s,
+        None if ended_s is None else float(ended_s) + offset_s,
+        one.get("outcome"),
+        chunks,
+        planned,
+    )
+
+
+def pool_spans(answer: object, offset_s: float) -> list[SeenSpan]:
+    """What the members of a long pool did, of the latest prompts; `offset_s` as for `pool_prompts`."""
+    try:
+        timeline = timeline_of(answer, SHOWN_REQUESTS)
+    except TimelineError:
+        return []
+    start_s = timeline.began_s + offset_s
+    return [
+        SeenSpan(
+            bar.instance,
+            bar.activity.value,
+            start_s + bar.start_s,
+            start_s + bar.end_s,
+            LengthClass.LONG.value,
+            f"{timeline.requests[bar.request].tokens:,} tokens of {timeline.requests[bar.request].owner}",
+        )
+        for bar in timeline.bars
+    ]
+
+
+def _describe_request(one: object, names: Mapping[str, str]) -> dict[str, Any]:
+    request = _object(one, "a request")
+    times = _object(request.get("times"), "times of a request")
+    offered_s, ended_s = request.get("offered_s"), request.get("ended_s")
+    chunks = [
+        {
+            "tokens": step.get("new_tokens"),
+            "instances": [names.get(str(member), str(member)) for member in _list(step, "members")],
+            "seconds": _between(step.get("ordered_s"), step.get("ended_s")),
+        }
+        for step in (_object(step, "a step") for step in _list(request, "steps"))
+        if step.get("kind") == "chunk" and not step.get("has_failed")
+    ]
+    return {
+        "owner": names.get(str(request.get("owner")), str(request.get("owner"))),
+        "tokens": request.get("tokens"),
+        "cached_tokens": request.get("cached_tokens"),
+        "chunks": chunks,
+        "outcome": request.get("outcome"),
+        "seconds": _between(offered_s, ended_s),
+        **{name: _rounded(times.get(name)) for name in _TIMES},
+    }
+
+
+def _object(value: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise StatusError(f"{name} is not an object")
+    return value
+
+
+def _list(fields: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise StatusError(f"{name} is not a list")
+    return value
+
+
+def _between(start: object, end: object) -> float | None:
+    return _rounded(end - start) if isinstance(start, int | float) and isinstance(end, int | float) else None
+
+
+def _rounded(value: object) -> float | None:
+    return round(float(value), 4) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,118 @@
+"""How long requests of online clients wait for their prefill, and how much work lies before them: `GET /load`.
+
+A batch run reads it to stay out of their way: the low priority class alone does not keep what it has already sent from
+standing before a request that comes next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypedDict
+
+from sglang_ext.types import LengthClass
+from sglang_ext_router.decide.prefill_choice import predicted_wait_s
+from sglang_ext_router.instances.model_pools import ModelPools
+
+WINDOW_S = 5.0
+MAX_WAITS = 4096
+QUANTILE = 0.9
+OFFLINE_PRIORITY = "low"
+
+
+class OnlineLoad(TypedDict):
+    """One length class: seconds are None where there is nothing to tell them by."""
+
+    online_in_flight: int
+    online_wait_s: float | None
+    backlog_s: float | None
+    instances: int
+
+
+class OnlineWaits:
+    """What requests waited lately, and at which instance; those of low priority are not online."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[float, str, float]] = deque(maxlen=MAX_WAITS)
+
+    def note(self, url: str, wait_s: float, now_s: float) -> None:
+        """A prefill at `url` has ended: it took `wait_s` longer, queues and KV transfer included, than it computes."""
+        self._waits.append((now_s, url, wait_s if wait_s > 0 else 0.0))
+
+    def recent(self, now_s: float) -> list[tuple[str, float]]:
+        """Instance and wait of those of the last 5 s."""
+        waits = self._waits
+        while waits and waits[0][0] < now_s - WINDOW_S:
+            waits.popleft()
+        return [(url, wait_s) for _, url, wait_s in waits]
+
+
+class UnderWay(NamedTuple):
+    """Requests of online clients that have not got an answer yet, at this moment."""
+
+    classes: Sequence[tuple[str, LengthClass]]  # of those that were sent to instances, each with its model
+    unfinished: Sequence[tuple[str, float]]  # instance and wait so far of those whose prefill has not ended
+    queued_s: Sequence[float]  # time so far of those that wait for admission
+
+
+class SiblingLoad(NamedTuple):
+    """What another process of this router tells."""
+
+    in_flight: Mapping[str, Mapping[str, int]]  # online requests, by model and class
+    waits_s: Mapping[str, float]  # of online requests, by instance
+
+
+def quantile_s(waits_s: Sequence[float]) -> float | None:
+    """The 90th percentile; None of nothing."""
+    ordered = sorted(waits_s)
+    return ordered[min(len(ordered) - 1, int(QUANTILE * len(ordered)))] if ordered else None
+
+
+def summarise(waits: OnlineWaits, under_way: UnderWay, now_s: float) -> SiblingLoad:
+    """What the other processes get to know of this one."""
+    waits_s: dict[str, list[float]] = {}
+    for url, wait_s in (*waits.recent(now_s), *under_way.unfinished):
+        waits_s.setdefault(url, []).append(wait_s)
+    in_flight: dict[str, dict[str, int]] = {}
+    for model, one in under_way.classes:
+        of_model = in_flight.setdefault(model, {})
+        of_model[one.value] = of_model.get(one.value, 0) + 1
+    return SiblingLoad(in_flight, {url: quantile_s(several) or 0.0 for url, several in waits_s.items()})
+
+
+def describe_class(
+    models: Sequence[ModelPools],
+    length_class: LengthClass,
+    waits: OnlineWaits,
+    under_way: UnderWay,
+    siblings: Sequence[SiblingLoad],
+    now_s: float,
+) -> OnlineLoad:
+    """One class of some models together for `GET /load`.
+
+    `online_wait_s` is the 90th percentile of what online requests of any class waited at the instances that serve this
+    one, for work of this class stands before them there; requests count while they still wait, and at the admission
+    queue. Of the router's processes it is the longest. `backlog_s` is the predicted wait at the instance of the class
+    that has the least work, of the model where that is longest.
+    """
+    by_model = [[worker for worker in one.ready_prefill if worker.role.serves(length_class)] for one in models]
+    urls = {worker.url for workers in by_model for worker in workers}
+    backlog_s = max(
+        (min(predicted_wait_s(worker.prefill_load(0, now_s)) for worker in workers) for workers in by_model if workers),
+        default=None,
+    )
+    own_s = [wait_s for url, wait_s in (*waits.recent(now_s), *under_way.unfinished) if url in urls]
+    waits_s = [quantile_s((*own_s, *under_way.queued_s))]
+    waits_s += [wait_s for one in siblings for url, wait_s in one.waits_s.items() if url in urls]
+    wait_s = max((one for one in waits_s if one is not None), default=None)
+    names = {one.name for one in models}
+    in_flight = sum(model in names and one is length_class for model, one in under_way.classes)
+    elsewhere = [
+        count.get(length_class.value, 0) for one in siblings for model, count in one.in_flight.items() if model in names
+    ]
+    return {
+        "online_in_flight": in_flight + sum(elsewhere),
+        "online_wait_s": None if wait_s is None else round(wait_s, 4),
+        "backlog_s": None if backlog_s is None or backlog_s == float("inf") else round(backlog_s, 4),
+        "instances": len(urls),
+    }

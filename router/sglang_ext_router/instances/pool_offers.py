@@ -1,0 +1,191 @@
+"""Long prompts are offered to the long pool's coordinator, which says in its own time which instance shall get each.
+
+A prompt that is not offered, and one for which the coordinator names no instance in time, is routed as any other:
+nothing of this is needed for an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.instances.long_pool import LongPoolMonitor, cached_rooms
+from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.observe.metrics import RouterMetrics
+from sglang_ext_router.request.prepared_request import PreparedRequest
+from sglang_ext_router.request.prompt import Prompt
+from sglang_ext_router.request.request_ids import RoomAllocator
+from sglang_ext_router.request.routing import PoolPlace, RoutePlanner
+
+TICKETS_PATH = "/tickets"
+CONNECT_TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 4096
+MOST_UNCACHED = 1024  # prompts that were sent, and that the coordinator may still tell of
+
+
+class OfferOutcome(StrEnum):
+    """What became of a prompt that could be offered. Bounded: these are metric labels."""
+
+    NAMED = "named"  # the coordinator has named an instance, which gets it
+    AWAY = "away"  # the coordinator does not answer, or its connection has ended
+    REFUSED = "refused"  # it has answered with an error
+    INVALID = "invalid"  # it has answered with something else than an instance
+    UNKNOWN = "unknown_instance"  # no prefill instance of this model that is ready has that name
+    UNUSABLE = "unusable"  # that instance cannot take the prompt now
+    TIMEOUT = "timeout"
+    GIVEN_UP = "given_up"  # its client has left meanwhile, or its time is over
+
+
+class _OfferError(Exception):
+    def __init__(self, outcome: OfferOutcome) -> None:
+        super().__init__(outcome.value)
+        self.outcome = outcome
+
+
+class PoolOffers:
+    """Asks one coordinator, a connection for each prompt; closing it withdraws the prompt."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        monitor: LongPoolMonitor,
+        planner: RoutePlanner,
+        rooms: RoomAllocator,
+        metrics: RouterMetrics,
+        learn: Callable[[Prompt, Worker], None],
+    ) -> None:
+        """`learn` is told which prompt an instance has in its prefix cache."""
+        self._config = config
+        self._monitor = monitor
+        self._planner = planner
+        self._rooms = rooms
+        self._counts = metrics.pool_offers
+        self._uncached: dict[int, tuple[Worker, Prompt]] = {}  # by room, in order of sending
+        self._learn = learn
+        monitor.on_answer = self._learn_prefixes
+        self._session: aiohttp.ClientSession | None = None
+        self._asking: set[asyncio.Task[str]] = set()
+
+    def count(self, outcome: OfferOutcome) -> None:
+        """Note what became of a prompt that could be offered."""
+        self._counts[outcome.value] = self._counts.get(outcome.value, 0) + 1
+
+    def wants(self, request: PreparedRequest) -> bool:
+        """Whether to ask the coordinator: a long prompt that members may share, and that no instance has much of."""
+        prompt, planner = request.prompt, self._planner
+        if request.prompt_tokens <= planner.boundary(request.model).limit_tokens:
+            return False
+        if prompt.sequence_count != 1 or request.scores.is_prefill_only or request.scores.entries_per_token:
+            return False
+        if prompt.images or prompt.audios:
+            return False
+        if 2 * planner.most_cached_tokens(request.model, prompt, request.prompt_tokens) >= request.prompt_tokens:
+            return False  # it goes where its prefix is
+        if not self._monitor.is_answering:
+            self.count(OfferOutcome.AWAY)
+            return False
+        return True
+
+    def ask(
+        self, request: PreparedRequest, waited_s: float, on_answer: Callable[[PoolPlace | None], None]
+    ) -> asyncio.Task[str]:
+        """Offer a prompt; `on_answer` gets the instance that is named for it, or None: route it as any other.
+
+        The task can be cancelled: the prompt is withdrawn then, and `on_answer` not called.
+        """
+        room = self._rooms.take(1)
+        ticket: dict[str, Any] = {
+            "ticket": room,
+            "tokens": request.prompt_tokens,
+            "waited_s": waited_s,
+            "online": request.is_online,
+        }
+        # Else the coordinator sets it, which knows what a prompt of this length takes.
+        if request.headers.ttft_slo_s is not None:
+            ticket["slack_s"] = request.headers.ttft_slo_s - waited_s
+        limit_s = min(self._config.coordinator_offer_timeout_secs, self._config.queue_timeout_secs - waited_s)
+        task = asyncio.get_running_loop().create_task(self._name(ticket, limit_s))
+        self._asking.add(task)
+
+        def on_done(done: asyncio.Task[str]) -> None:
+            self._asking.discard(done)
+            if done.cancelled():
+                self.count(OfferOutcome.GIVEN_UP)
+                return
+            error = done.exception()
+            if error is None:
+                on_answer(self._place(request, done.result(), room))
+            elif isinstance(error, _OfferError):
+                self.count(error.outcome)
+                on_answer(None)
+            else:
+                raise error
+
+        task.add_done_callback(on_done)
+        return task
+
+    def note_sent(self, room: int, prefill: Worker, prompt: Prompt) -> None:
+        """The instance that was named gets it; whether it has it in its prefix cache is known later."""
+        if prompt.hashes:
+            self._uncached[room] = prefill, prompt
+            if len(self._uncached) > MOST_UNCACHED:
+                del self._uncached[next(iter(self._uncached))]
+
+    def _learn_prefixes(self, answer: Mapping[str, Any]) -> None:
+        if self._uncached:
+            for room, is_cached in cached_rooms(answer):
+                if is_cached and room in self._uncached:
+                    prefill, prompt = self._uncached.pop(room)
+                    self._learn(prompt, prefill)
+
+    async def stop(self) -> None:
+        """Ask no more."""
+        for task in tuple(self._asking):
+            task.cancel()
+        if self._session is not None:
+            await self._session.close()
+
+    def _place(self, request: PreparedRequest, name: str, room: int) -> PoolPlace | None:
+        for worker in request.model.ready_prefill:
+            if worker.name == name:
+                return PoolPlace(worker, room)
+        self.count(OfferOutcome.UNKNOWN)
+        return None
+
+    async def _name(self, ticket: dict[str, Any], limit_s: float) -> str:
+        """The name of the member that shall get it. _OfferError."""
+        if self._session is None:
+            # A kept connection might just have been closed by the coordinator.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+        url = self._monitor.url + TICKETS_PATH
+        try:
+            async with asyncio.timeout(limit_s), self._session.post(url, json=ticket) as reply:
+                if reply.status != 200:
+                    raise _OfferError(OfferOutcome.REFUSED)
+                body = await reply.content.read(MAX_ANSWER_BYTES)
+        except aiohttp.ServerTimeoutError:
+            raise _OfferError(OfferOutcome.AWAY) from None
+        except TimeoutError:
+            raise _OfferError(OfferOutcome.TIMEOUT) from None
+        except (aiohttp.ClientError, OSError):
+            raise _OfferError(OfferOutcome.AWAY) from None
+        return _read_name(body)
+
+
+def _read_name(body: bytes) -> str:
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise _OfferError(OfferOutcome.INVALID) from None
+    name = answer.get("instance") if isinstance(answer, dict) else None
+    if not isinstance(name, str):
+        raise _OfferError(OfferOutcome.INVALID)
+    return name

@@ -1,0 +1,395 @@
+"""Watches every instance: health, identity, load, and whether it is alive at all.
+
+Health is what `/health` says, for which SGLang asks its scheduler: one that computes a long chunk answers late.
+Liveness is whether the server process answers anything, for which nothing is asked of the scheduler: a process that is
+stopped, or a machine that is gone, keeps its connections open and is silent on all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from sglang_ext.types import Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.served_models import AUTO, PairingFacts, why_refused
+from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+
+logger = logging.getLogger(__name__)
+
+LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
+LIVENESS_STEPS = 10
+RETURN_S = 60.0  # for which one that is out may come back to the others of its model as it was
+REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
+EXTENSION_KEY = "sglang_ext"
+LAPS_PATH = "/laps"
+PARALLEL_SAMPLES_HOOK = "parallel-samples"
+ABORT_FAMILY_HOOK = "abort-family"
+_ELEMENT_TYPES = {"half": "float16", "float": "float32"}  # SGLang's other names of them
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
+# What a broken answer of an instance can raise while it is read.
+_ANSWER_ERRORS = (
+    aiohttp.ClientError,
+    TimeoutError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+)
+
+
+class _MisfitError(ValueError):
+    """The instance does not fit; the message says why."""
+
+
+class Prober:
+    """Keeps the registry's view of the instances current until stopped."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: WorkerRegistry,
+        on_restarted: Callable[[Worker], None],
+        on_info: Callable[[Worker], None],
+        tls: ssl.SSLContext,
+        on_frozen: Callable[[Worker], None],
+        last_received_s: Callable[[Worker], float],
+    ) -> None:
+        """Callbacks: `on_restarted` for one that went out, `on_frozen` for one whose requests are lost, too.
+
+        `last_received_s` tells when an instance last sent anything on the connections of requests (the loop's clock).
+        """
+        self._config = config
+        self._registry = registry
+        self._on_restarted = on_restarted
+        self._on_info = on_info
+        self._tls = tls
+        self._on_frozen = on_frozen
+        self._last_received_s = last_received_s
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._liveness_tasks: dict[int, asyncio.Task[None]] = {}
+        self._wake: dict[int, asyncio.Event] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        key = self._config.key_for_workers
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=self._config.health_check_timeout_secs),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
+            trust_env=False,
+        )
+        for worker in self._registry:
+            self.watch(worker)
+
+    def watch(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
+        self._wake[worker.id] = asyncio.Event()
+        self._tasks[worker.id] = loop.create_task(self._run(worker))
+        self._liveness_tasks[worker.id] = loop.create_task(self._watch_liveness(worker))
+
+    def forget(self, worker: Worker) -> None:
+        self._wake.pop(worker.id, None)
+        for tasks in (self._tasks, self._liveness_tasks):
+            task = tasks.pop(worker.id, None)
+            if task is not None:
+                task.cancel()
+
+    def check_now(self, worker: Worker) -> None:
+        """A request saw the instance fail: do not wait for the next interval."""
+        wake = self._wake.get(worker.id)
+        if wake is not None:
+            wake.set()
+
+    async def stop(self) -> None:
+        self._wake.clear()
+        pending = {*self._tasks.values(), *self._liveness_tasks.values()}
+        while pending:
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.1)
+        if self._session is not None:
+            await self._session.close()
+
+    async def get_json(self, worker: Worker, path: str) -> Any:
+        """GET from an instance; raises aiohttp.ClientError, TimeoutError or ValueError."""
+        assert self._session is not None
+        async with self._session.get(worker.url + path) as reply:
+            reply.raise_for_status()
+            return await reply.json(content_type=None)
+
+    async def post(self, worker: Worker, path: str, body: bytes) -> tuple[int, bytes]:
+        """POST to an instance and return status and body; errors as for get_json."""
+        assert self._session is not None
+        async with self._session.post(
+            worker.url + path, data=body, headers={"content-type": "application/json"}
+        ) as reply:
+            return reply.status, await reply.read()
+
+    async def _run(self, worker: Worker) -> None:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        next_check_s = 0.0
+        wake = self._wake[worker.id]
+        # Not `while True`: a cancellation that meets a timeout of the HTTP client is lost in it.
+        while self._wake.get(worker.id) is wake:
+            is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy or worker.failed_checks > 0
+            wake.clear()
+            if is_due:
+                await self._check(worker)
+                next_check_s = loop.time() + config.health_check_interval_secs
+            if worker.is_healthy and not worker.failed_checks:  # else the next check comes first
+                await self._read_load(worker)
+            interval_s = config.load_poll_interval_secs
+            if worker.failed_checks:
+                interval_s = min(1.0, config.health_check_interval_secs)
+            try:
+                async with asyncio.timeout(interval_s):
+                    await wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _check(self, worker: Worker) -> None:
+        assert self._session is not None
+        try:
+            async with self._session.get(worker.url + "/health") as reply:
+                if reply.status != 200:
+                    raise ValueError(f"/health answered {reply.status}")
+            if not worker.has_info:
+                self._take_info(worker, await self.get_json(worker, "/server_info"))
+            if worker.fits_length_boundary:
+                await self._read_boundary(worker)
+        except _ANSWER_ERRORS as error:
+            is_refused = isinstance(error, _MisfitError)
+            if is_refused and worker.last_error != str(error):
+                logger.warning("worker %s (%s) is refused: %s", worker.url, worker.role, error)
+            worker.is_refused = is_refused
+            self._failed(worker, str(error) or type(error).__name__, isinstance(error, TimeoutError))
+            return
+        worker.is_refused = False
+        worker.failed_checks = 0
+        worker.last_error = ""
+        if not worker.is_healthy:
+            worker.is_healthy = True
+            self._registry.refresh()
+            logger.info("worker %s (%s) is healthy", worker.url, worker.role)
+
+    async def _read_boundary(self, worker: Worker) -> None:
+        """An instance that finds out itself where short ends may find something else later."""
+        try:
+            status = await self.get_json(worker, LAPS_PATH)
+            tokens = _positive(status.get("boundary_tokens"))
+        except _ANSWER_ERRORS as error:
+            logger.debug("no length boundary from %s: %s", worker.url, error)
+            return
+        if tokens is not None and tokens != worker.length_boundary_tokens:
+            worker.length_boundary_tokens = tokens
+            self._on_info(worker)
+
+    async def why_refused(self, address: WorkerAddress) -> str | None:
+        """Why an instance must not be added; None if it may, or does not answer yet: its checks judge it then."""
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(min(REGISTRATION_TIMEOUT_S, self._config.health_check_timeout_secs)):
+                async with self._session.get(address.url + "/server_info") as reply:
+                    reply.raise_for_status()
+                    info = await reply.json(content_type=None)
+            return self._why_refused(address.role, read_facts(address.url, info, address.revision), info)
+        except _ANSWER_ERRORS:
+            return None
+
+    def _why_refused(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
+        """Why an instance does not fit its role, or those that serve its model.
+
+        One that is out for a moment still counts: a misfit must not take the place of all others when they come back.
+        """
+        mode = info.get("disaggregation_mode")
+        wanted = "decode" if role is Role.DECODE else "prefill"
+        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
+            return f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}"
+        counted_s = asyncio.get_running_loop().time() - RETURN_S
+        serving = (one for one in self._registry if one.serves_facts and (one.has_info or one.out_since_s > counted_s))
+        return why_refused(facts, (one.facts for one in serving if one.facts is not None))
+
+    def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
+        worker.failed_checks += 1
+        worker.last_error = reason
+        refused = "Cannot connect" in reason
+        if worker.is_healthy and (refused or worker.failed_checks >= self._config.health_failure_threshold):
+            self._take_out(worker, reason)
+            if is_silent:
+                self._on_frozen(worker)
+
+    def _take_out(self, worker: Worker, reason: str) -> None:
+        worker.is_healthy = False
+        # What it was and what it had cached may be gone when it comes back.
+        worker.has_info = False
+        worker.out_since_s = asyncio.get_running_loop().time()
+        self._registry.refresh()
+        self._on_restarted(worker)
+        logger.warning("worker %s (%s) is out: %s", worker.url, worker.role, reason)
+
+    async def _watch_liveness(self, worker: Worker) -> None:
+        """Take the instance out when nothing comes from it, neither an answer nor a byte of any reply.
+
+        One that says that it is not well, or closes its port, may still be serving what it has: only one that says
+        nothing at all loses its requests.
+        """
+        config, loop = self._config, asyncio.get_running_loop()
+        wake = self._wake[worker.id]
+        misses = 0
+        while self._wake.get(worker.id) is wake:
+            asked_s = loop.time()
+            if not worker.is_healthy or await self._is_alive(worker) or self._last_received_s(worker) >= asked_s:
+                misses = 0
+            else:
+                misses += 1
+            if misses >= config.liveness_failure_threshold and worker.is_healthy:
+                misses = 0
+                worker.failed_checks += 1
+                worker.last_error = f"it is frozen: no answer of any kind for {loop.time() - asked_s:.1f} s"
+                self._take_out(worker, worker.last_error)
+                self._on_frozen(worker)
+            await asyncio.sleep(max(0.0, asked_s + config.liveness_interval_secs - loop.time()))
+
+    async def _is_alive(self, worker: Worker) -> bool:
+        """Whether the instance's machine or process shows any sign of life within the timeout."""
+        asking = asyncio.get_running_loop().create_task(self._ask_for_life(worker))
+        try:
+            # In steps: what has arrived while this process itself stood still is read before time is up.
+            for _ in range(LIVENESS_STEPS):
+                await asyncio.wait({asking}, timeout=self._config.liveness_timeout_secs / LIVENESS_STEPS)
+                if asking.done():
+                    return asking.result()
+            return False
+        finally:
+            asking.cancel()
+
+    async def _ask_for_life(self, worker: Worker) -> bool:
+        assert self._session is not None
+        try:
+            async with self._session.get(worker.url + LIVENESS_PATH, timeout=_NO_TIMEOUT):
+                return True
+        except aiohttp.ClientSSLError:  # it speaks, if not what was expected; a health check judges that
+            self.check_now(worker)
+            return True
+        except aiohttp.ClientConnectorError as error:
+            self.check_now(worker)
+            return error.os_error.errno == errno.ECONNREFUSED
+        except TimeoutError:
+            return False
+        except _ANSWER_ERRORS:  # it closed the connection, or speaks in tongues
+            return True
+
+    def _take_info(self, worker: Worker, info: dict[str, Any]) -> None:
+        facts = read_facts(worker.url, info, worker.given_revision)
+        worker.serves_facts = worker.serves_facts and facts == worker.facts
+        worker.facts = facts
+        worker.model = facts.model
+        worker.revision = facts.revision
+        refusal = self._why_refused(worker.role, facts, info)
+        if refusal is not None:
+            raise _MisfitError(refusal)
+        worker.tokenizer_path = str(info.get("tokenizer_path") or info.get("model_path") or "")
+        capacity = _positive(info.get("max_total_num_tokens"))
+        longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
+        if capacity is not None:
+            worker.kv_capacity_tokens = capacity
+        worker.max_prompt_tokens = min(longest or worker.kv_capacity_tokens, worker.kv_capacity_tokens)
+        if worker.role.is_prefill and not worker.has_given_bootstrap_port:
+            port = _positive(info.get("disaggregation_bootstrap_port"))
+            if port is None:
+                raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
+            worker.set_bootstrap_port(port)
+        own = _extension(info)
+        hooks = own.get("hooks")
+        worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
+        worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
+        worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
+        worker.fits_length_boundary = own.get("fits_length_boundary") is True
+        worker.has_info = worker.serves_facts = True
+        self._registry.refresh()
+        self._on_info(worker)
+
+    async def _read_load(self, worker: Worker) -> None:
+        try:
+            reply = await self.get_json(worker, "/v1/loads?include=core")
+            ranks = reply["loads"]
+            running = sum(int(rank["num_running_reqs"]) for rank in ranks)
+            waiting_tokens = sum(int(rank.get("num_waiting_uncached_tokens", 0)) for rank in ranks)
+            used = sum(int(rank["num_used_tokens"]) for rank in ranks)
+            awaiting = sum(_awaiting_tokens(rank) for rank in ranks)
+            unallocated = sum(_unallocated_tokens(rank) for rank in ranks)
+            capacity = sum(int(rank["max_total_num_tokens"]) for rank in ranks)
+            prefilled = sum(int(rank.get("total_prefill_uncached_tokens", 0)) for rank in ranks)
+            busy_us = sum(int(rank.get("total_prefill_busy_us", 0)) for rank in ranks)
+        except _ANSWER_ERRORS as error:
+            logger.debug("no load report from %s: %s", worker.url, error)
+            return
+        worker.reported_running = running
+        worker.foreign_tokens = max(0, waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
+        # Slots that wait for their KV are counted with what is on its way, not with what is used.
+        worker.reported_awaiting_tokens = awaiting
+        worker.reported_free_kv_tokens = max(0, capacity - (used + unallocated - awaiting))
+        now_s = asyncio.get_running_loop().time()
+        worker.rate.observe(prefilled, busy_us, now_s, self._registry.expected_tokens_per_s(worker, now_s))
+
+
+def _awaiting_tokens(rank: dict[str, Any]) -> int:
+    """KV tokens that a decode rank waits for, with or without slots; 0 for an engine that does not say."""
+    return max(0, int(rank["num_total_tokens"]) - int(rank["num_active_tokens"])) if "num_active_tokens" in rank else 0
+
+
+def _unallocated_tokens(rank: dict[str, Any]) -> int:
+    """Tokens of requests that a decode rank knows and that have no slots yet; 0 for an engine that does not say."""
+    return max(0, int(rank["num_total_tokens"]) - int(rank["num_used_tokens"])) if "num_active_tokens" in rank else 0
+
+
+def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = None) -> PairingFacts:
+    """What an instance's `/server_info` says of what those that serve one model must agree in.
+
+    A revision that it was given here wins over its own.
+    """
+    own = _extension(info)
+    return PairingFacts(
+        url,
+        str(info.get("served_model_name") or info.get("model_path") or ""),
+        kv_cache_dtype=_text(info.get("kv_cache_dtype")),
+        resolved_kv_cache_dtype=_text(own.get("kv_cache_dtype")),
+        kv_element_type=_text(own.get("kv_element_type")) or _element_type(info),
+        page_size_tokens=_positive(info.get("page_size")),
+        transfer_backend=_text(info.get("disaggregation_transfer_backend")),
+        architecture=_text(own.get("architecture")),
+        revision=(_text(own.get("revision")) or "") if given_revision is None else given_revision,
+    )
+
+
+def _extension(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What only an instance of `sglang-ext worker` tells."""
+    told = info.get(EXTENSION_KEY)
+    return told if isinstance(told, dict) else {}
+
+
+def _element_type(info: Mapping[str, Any]) -> str | None:
+    """What an instance that does not tell it keeps in its KV cache; None where that is for its model to say."""
+    given = _text(info.get("dtype"))
+    if info.get("kv_cache_dtype") != AUTO or given == AUTO:
+        return None
+    return None if given is None else _ELEMENT_TYPES.get(given, given)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,112 @@
+"""What prefill instances did, for the lanes of the live page: asked for with their queues, while a page is open.
+
+Every instance has a cursor, so that an answer has what is new, and no more than the messages of the page have room for.
+Its clock is put onto the router's by the answers themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from sglang_ext.live.decide.instance_work import (
+    KEPT_RECORDS,
+    PREFILL,
+    WORK_KEY,
+    InstanceWork,
+    WorkRecord,
+    read_work,
+)
+from sglang_ext.live.decide.view import SeenSpan
+from sglang_ext_router.instances.workers import Worker
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS_PER_S = 400  # of all instances: what the messages have room for
+MIN_RECORDS = 4  # of an answer
+CLOCK_JITTER_S = 0.25  # less is how long an answer was under way
+
+
+class _Asked(NamedTuple):
+    """One instance, as it answered last."""
+
+    cursor: int
+    offset_s: float  # what turns its times into those of the router
+    is_telling: bool
+
+
+class WorkReader:
+    """Cursors and clocks of the instances, as long as a page is open."""
+
+    def __init__(self, clock: Callable[[], float], take: Callable[[Iterable[SeenSpan]], None]) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._take = take
+        self._asked: dict[int, _Asked] = {}
+        self.most = KEPT_RECORDS  # records of the next answers
+        self.missed = 0  # records of answered instances that were not told, as there were too many
+
+    @property
+    def telling(self) -> int:
+        """Instances that tell what they did."""
+        return sum(one.is_telling for one in self._asked.values())
+
+    @property
+    def silent(self) -> int:
+        """Instances that answer, but not what they did: of an earlier version."""
+        return len(self._asked) - self.telling
+
+    def share_out(self, instances: int, interval_s: float) -> None:
+        """So many are asked every `interval_s` from now on."""
+        self.most = max(MIN_RECORDS, min(KEPT_RECORDS, int(MAX_RECORDS_PER_S * interval_s / max(1, instances))))
+
+    def begin_anew(self) -> None:
+        """Another reader has come: all that the instances have kept is asked for once more."""
+        self._asked = {number: one._replace(cursor=0) for number, one in self._asked.items()}
+
+    def keep(self, known: Iterable[int]) -> None:
+        """Forget the instances that are not `known` (ids) any more."""
+        self._asked = {number: self._asked[number] for number in known if number in self._asked}
+
+    def query(self, worker: Worker) -> str:
+        """What is asked of it beside its queues."""
+        asked = self._asked.get(worker.id)
+        return f"?since={0 if asked is None else asked.cursor}&most={self.most}"
+
+    def take(self, worker: Worker, answer: object) -> None:
+        """Its answer; what cannot be used counts as not told."""
+        try:
+            work = read_work(answer.get(WORK_KEY) if isinstance(answer, Mapping) else None)
+        except ValueError as error:
+            logger.debug("what %s did is not known: %s", worker.url, error)
+            work = None
+        if work is None:
+            self._asked[worker.id] = _Asked(0, 0.0, is_telling=False)
+            return
+        asked = self._asked.get(worker.id)
+        if asked is not None and 0 < asked.cursor <= work.last:
+            self.missed += work.missed
+        offset_s = self._offset_s(asked, work)
+        self._asked[worker.id] = _Asked(work.last, offset_s, is_telling=True)
+        now_s = work.now_s + offset_s
+        spans = (_span(worker.name, record, offset_s, now_s) for record in work.records)
+        self._take(span for span in spans if span.end_s >= self._began_s)
+
+    def _offset_s(self, asked: _Asked | None, work: InstanceWork) -> float:
+        """Kept, so that what goes on keeps its beginning, until the clocks show another one."""
+        offset_s = self._clock() - work.now_s
+        if asked is None or not asked.is_telling:
+            return offset_s
+        known_s = asked.offset_s
+        return known_s if known_s - CLOCK_JITTER_S < offset_s < known_s + CLOCK_JITTER_S else offset_s
+
+
+def _span(name: str, record: WorkRecord, offset_s: float, now_s: float) -> SeenSpan:
+    end_s = now_s if record.end_s is None else record.end_s + offset_s
+    label = record.label
+    if record.kind == PREFILL and not label:
+        label = f"{record.requests} request" + ("" if record.requests == 1 else "s")
+    return SeenSpan(
+        name, record.kind, record.start_s + offset_s, end_s, record.length_class, label, record.tokens, record.requests
+    )

@@ -1,0 +1,340 @@
+"""The instances that the router knows: address, health, load, prefill rate, and what it has sent them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from urllib.parse import urlsplit
+
+from sglang_ext.types import DecodeLoad, PrefillLoad, Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
+from sglang_ext_router.decide.prefill_progress import PrefillProgress
+from sglang_ext_router.decide.served_models import ADAPTER_SEPARATOR, PairingFacts, find_model
+from sglang_ext_router.instances.model_pools import ModelPools
+
+PRIOR_TOKENS_PER_S = 2000.0
+PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this much busy time of its own
+MEMORY_S = 30.0  # time after which old observations count half
+SHOWN_FOR_S = 1.0  # how long the sums over a pool are used
+_new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
+UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has told its own
+
+
+class PrefillRate:
+    """Prefill rate of one instance: what it did lately, and beside it what is expected of one in its place.
+
+    Follows the instance's running totals; stays at the prior for an engine that does not report them. What it did
+    counts ever less as time goes by. An instance that looked slow, cold after its start say, gets little to do and
+    so nothing to show that it no longer is: without forgetting it would never get anything again.
+    """
+
+    def __init__(self) -> None:
+        self._last_tokens: int | None = None
+        self._last_busy_us = 0
+        self._last_s = 0.0
+        self.tokens = 0.0
+        self.busy_s = 0.0
+        self.tokens_per_s = PRIOR_TOKENS_PER_S
+
+    def observe(
+        self, total_tokens: int, total_busy_us: int, now_s: float, expected_tokens_per_s: float = PRIOR_TOKENS_PER_S
+    ) -> None:
+        """Take the totals of a report; totals that went back mean that the instance was restarted."""
+        last, last_us, last_s = self._last_tokens, self._last_busy_us, self._last_s
+        self._last_tokens, self._last_busy_us, self._last_s = total_tokens, total_busy_us, now_s
+        if last is None:
+            return
+        if total_tokens < last or total_busy_us < last_us:
+            self.tokens = self.busy_s = 0.0
+        else:
+            keep = 0.5 ** (max(0.0, now_s - last_s) / MEMORY_S)
+            # An iteration counts when it has ended: tokens without busy time are those of the next report, too.
+            self.tokens = self.tokens * keep + (total_tokens - last)
+            self.busy_s = self.busy_s * keep + (total_busy_us - last_us) / 1e6
+        self.tokens_per_s = blended_rate(self.tokens, self.busy_s, expected_tokens_per_s)
+
+    def forget(self) -> None:
+        """The instance is gone: what comes back at its address is another one."""
+        self.__init__()  # type: ignore[misc]
+
+
+def blended_rate(tokens: float, busy_s: float, expected_tokens_per_s: float) -> float:
+    """Tokens/s of `tokens` in `busy_s`, with `PRIOR_BUSY_S` of the expected rate added."""
+    return (tokens + PRIOR_BUSY_S * expected_tokens_per_s) / (busy_s + PRIOR_BUSY_S)
+
+
+class Worker:
+    """One instance. Plain attributes: the data path reads and adjusts them on every request."""
+
+    def __init__(self, worker_id: int, address: WorkerAddress, config: RouterConfig) -> None:
+        parts = urlsplit(address.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self.id = worker_id  # never reused while the router lives
+        self.url = address.url
+        self.role = address.role
+        self.host = parts.hostname
+        self.port = parts.port
+        self.is_tls = parts.scheme == "https"
+        self.breaker = CircuitBreaker(
+            failure_threshold=config.cb_failure_threshold,
+            success_threshold=config.cb_success_threshold,
+            open_s=config.cb_timeout_duration_secs,
+            window_s=config.cb_window_duration_secs,
+        )
+        self.rate = PrefillRate()
+        self.progress = PrefillProgress()
+        # Told by the instance
+        self.bootstrap_port = address.bootstrap_port
+        self.has_given_bootstrap_port = address.bootstrap_port is not None
+        self.model = ""  # the name under which it is served
+        self.given_revision = address.revision
+        self.revision = address.revision or ""
+        self.topology = address.topology
+        self.facts: PairingFacts | None = None  # what those that serve one model must agree in
+        self.serves_facts = False  # it was let in with these
+        self.out_since_s = 0.0  # when it was taken out, on the loop's clock
+        self.tokenizer_path = ""
+        self.length_boundary_tokens: int | None = None  # of its own scheduler
+        self.fits_length_boundary = False  # the scheduler finds it out, and may change it
+        self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
+        self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
+        self.serves_parallel_samples = False
+        self.aborts_families = False  # the id of a batch aborts all of its sequences
+        self.has_info = False
+        # Health
+        self.is_healthy = False
+        self.is_draining = False
+        self.is_moving = False  # between two pools: takes nothing new
+        self.is_refused = False  # it does not fit those that serve its model
+        self.failed_checks = 0
+        self.last_error = "not checked yet"
+        # Load: the router's own view, exact for what it sent, and the instance's last report
+        self.in_flight = 0
+        self.pending_tokens = 0
+        self.foreign_tokens = 0  # waiting there, sent by another client of the instance
+        self.reported_running = 0
+        self.sent_legs = 0  # by this process, all ever
+        self.failed_legs = 0
+        self.reported_free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
+        self.reserved_tokens = 0  # decode: KV of prompts that were sent there and whose first token has not come
+        self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, wherever it comes from
+        self.sibling_in_flight = 0  # sent by the router's other processes
+        self.sibling_tokens = 0
+        self._bind()
+
+    def _bind(self) -> None:
+        self.name = self.url.partition("://")[2]  # in paths, and for people: `host:port`
+        self.host_header = self.name.encode()
+        self.request_heads: dict[bytes, bytes] = {}
+        kind = "decode" if self.role is Role.DECODE else "prefill"
+        self.route_header = f"x-sglang-ext-{kind}: {self.url}\r\n".encode()
+        self.set_bootstrap_port(self.bootstrap_port)
+
+    def set_bootstrap_port(self, port: int | None) -> None:
+        """Take the port of its bootstrap server into the bytes that go into every body."""
+        self.bootstrap_port = port
+        self.bootstrap_json = b'"bootstrap_host":"%b","bootstrap_port":%d,"bootstrap_room":' % (
+            self.host.encode(),
+            port or 0,
+        )
+
+    def request_head(self, target: bytes) -> bytes:
+        """Start of a request to `target` there, up to the headers that differ from request to request."""
+        head = self.request_heads.get(target)
+        if head is None:
+            head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
+                target,
+                self.host_header,
+            )
+            if len(self.request_heads) < 64:  # targets come from clients (query strings): keep it bounded
+                self.request_heads[target] = head
+        return head
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests may go there, circuit breaker aside."""
+        return self.is_healthy and not self.is_draining and not self.is_moving
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its first health check has ended, either way."""
+        return self.has_info or self.failed_checks > 0
+
+    def prefill_load(self, cached_tokens: int, now_s: float) -> PrefillLoad:
+        return _new(
+            PrefillLoad,
+            (
+                self.id,
+                self.pending_tokens + self.foreign_tokens + self.sibling_tokens,
+                self.in_flight + self.sibling_in_flight,
+                cached_tokens,
+                self.rate.tokens_per_s,
+                self.progress.computed_tokens(now_s, self.rate.tokens_per_s),
+            ),
+        )
+
+    def decode_load(self) -> DecodeLoad:
+        return _new(
+            DecodeLoad,
+            (
+                self.id,
+                self.reported_free_kv_tokens,
+                self.virtual_tokens,
+                self.in_flight + self.sibling_in_flight,
+                self.max_prompt_tokens,
+            ),
+        )
+
+    @property
+    def virtual_tokens(self) -> int:
+        """KV on its way to a decode instance, from dispatch to first token (Tetris, "Decode choice").
+
+        What the routers have sent and what the instance says that it waits for are mostly the same transfers, so the
+        larger one counts: dispatches since the report, or transfers that another router has started.
+        """
+        sent_tokens = self.reserved_tokens + self.sibling_tokens
+        return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens
+
+    def address(self) -> WorkerAddress:
+        port = self.bootstrap_port if self.has_given_bootstrap_port else None
+        return WorkerAddress(self.url, self.role, port, self.given_revision, self.topology)
+
+
+class WorkerRegistry:
+    """All known instances, and the ready ones by model and kind; rebuilt only when something changes."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._by_id: dict[int, Worker] = {}
+        self._by_url: dict[str, Worker] = {}
+        self._next_id = 0
+        self.ready_prefill: tuple[Worker, ...] = ()  # of all models
+        self.ready_decode: tuple[Worker, ...] = ()
+        self.models: dict[str, ModelPools] = {}  # by the names under which instances serve them
+        self._by_name: dict[str, ModelPools] = {}  # these, and their aliases
+        self._for_any_name: ModelPools | None = None  # where there is no choice
+        self._for_no_name: ModelPools | None = None
+        # Tokens and busy seconds that each pool of each model has shown lately, and when they were added up
+        self._shown: dict[tuple[str, Role], tuple[float, float]] = {}
+        self._shown_s = float("-inf")
+        self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
+        for address in config.workers:
+            self.add(address)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, url: str) -> Worker | None:
+        return self._by_url.get(url)
+
+    def contains(self, worker: Worker) -> bool:
+        return self._by_id.get(worker.id) is worker
+
+    def add(self, address: WorkerAddress) -> Worker:
+        """Add an instance; it takes requests once a health check has passed."""
+        worker = Worker(self._next_id, address, self._config)
+        self._next_id += 1
+        self._by_id[worker.id] = worker
+        self._by_url[worker.url] = worker
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        self._by_id.pop(worker.id, None)
+        if self._by_url.get(worker.url) is worker:
+            del self._by_url[worker.url]
+        self.suspects.discard(worker.id)
+        self.refresh()
+
+    def relabel(self, worker: Worker, role: Role) -> None:
+        """Count a prefill instance to another pool; what it has under way and cached stays its own."""
+        assert worker.role.is_prefill
+        assert role.is_prefill
+        worker.role = role
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute the ready lists; call after any change of health, draining, moving, role or membership."""
+        ready = [worker for worker in self._by_id.values() if worker.is_ready]
+        self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
+        self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
+        by_model: dict[str, list[Worker]] = {worker.model: [] for worker in self._by_id.values() if worker.model}
+        for worker in ready:
+            by_model.setdefault(worker.model, []).append(worker)
+        for name, pools in self.models.items():
+            if name not in by_model:
+                pools.set_ready(())  # requests may still hold it
+        self.models = {name: self.models.get(name) or ModelPools(name) for name in sorted(by_model)}
+        for name, pools in self.models.items():
+            pools.set_ready(by_model[name])
+        aliases = {alias: self.models[model] for alias, model in self._config.aliases if model in self.models}
+        self._by_name = {**aliases, **self.models}
+        sole = next(iter(self.models.values())) if len(self.models) == 1 else None
+        self._for_no_name = sole
+        # An instance that tells no name may be meant by any.
+        takes_any = self._config.accept_any_model or (sole is not None and not sole.name)
+        self._for_any_name = sole if takes_any else None
+
+    def find_model(self, name: str | None) -> ModelPools | None:
+        """The model that a request names, by its name, an alias, or as `NAME:ADAPTER`; without a name the only one."""
+        if not name:
+            return self._for_no_name
+        found = self._by_name.get(name)
+        if found is None:
+            return find_model(name, self._by_name) or self._for_any_name
+        return found
+
+    def names_adapter(self, name: str) -> bool:
+        """Whether this is `NAME:ADAPTER` and not the name of a model."""
+        return ADAPTER_SEPARATOR in name and name not in self._by_name
+
+    def served_names(self) -> list[str]:
+        """Models and aliases that a client may name."""
+        return [name for name in self._by_name if name]
+
+    @property
+    def aliases(self) -> dict[str, ModelPools]:
+        """Those of models that are served."""
+        return {name: pools for name, pools in self._by_name.items() if name not in self.models}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every instance has been asked once: until then any model may turn out to be served."""
+        return all(worker.is_checked for worker in self._by_id.values())
+
+    def expected_tokens_per_s(self, worker: Worker, now_s: float) -> float:
+        """Prefill rate of the other instances of its pool together; the prior where they have shown nothing."""
+        if now_s - self._shown_s >= SHOWN_FOR_S:  # not for every report: a pool has hundreds of instances
+            self._shown_s = now_s
+            self._shown = {}
+            for other in self._by_id.values():
+                key = (other.model, other.role)
+                tokens, busy_s = self._shown.get(key, (0.0, 0.0))
+                self._shown[key] = (tokens + other.rate.tokens, busy_s + other.rate.busy_s)
+        tokens, busy_s = self._shown.get((worker.model, worker.role), (0.0, 0.0))
+        return blended_rate(
+            max(0.0, tokens - worker.rate.tokens), max(0.0, busy_s - worker.rate.busy_s), PRIOR_TOKENS_PER_S
+        )
+
+    def missing_roles(self) -> str | None:
+        """What keeps the router from serving any model, in words; None while it can serve one."""
+        missing = {name: pools.missing_roles() for name, pools in self.models.items()}
+        if not all(missing.values()):
+            return None
+        if len(missing) == 1:
+            return ", ".join(*missing.values())
+        if missing:
+            return "; ".join(f"{', '.join(roles)} of {name}" for name, roles in missing.items())
+        return "prefill, decode"
+
+
+def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:
+    """Number of ready instances by role."""
+    counts = {role.value: 0 for role in Role}
+    for worker in workers:
+        if worker.is_ready:
+            counts[worker.role.value] += 1
+    return counts

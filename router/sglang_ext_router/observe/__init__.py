@@ -1,0 +1,1 @@
+"""Metrics, access log, traces and the live page."""

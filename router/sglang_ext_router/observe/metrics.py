@@ -1,0 +1,280 @@
+"""What one router process counts, cheap enough for every request; `observe/exposition.py` shows it to Prometheus.
+
+prometheus_client's own instruments take a lock and several microseconds an observation, which the data path does not
+have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from sglang_ext.types import LengthClass, RouteDecision
+from sglang_ext_router.observe.histograms import (
+    LOOP_LAG_BUCKETS_S,
+    TOKEN_BUCKETS,
+    TOKEN_TIME_BUCKETS_S,
+    Histogram,
+    duration_bounds_s,
+    queue_bounds_s,
+    ttft_bounds_s,
+)
+
+if TYPE_CHECKING:
+    from sglang_ext_router.request.routing import Route
+
+# What came of a request: a whole reply; the client left; an error, before anything of a reply was sent or after.
+RequestOutcome: TypeAlias = Literal["ok", "client_left", "error_before", "error_after"]
+Labels: TypeAlias = tuple[str, ...]
+
+
+class MetricsSnapshot(NamedTuple):
+    """What one process tells the others; plain JSON types once it has been through `orjson`."""
+
+    counters: dict[str, list[tuple[Labels, float]]]
+    histograms: list[tuple[str, str, list[int], float]]  # name, length class or "", counts, total
+    worker_legs: dict[str, tuple[int, int]]  # url → sent, failed
+    gauges: dict[str, float]
+    process: dict[str, float]  # prometheus_client's `process_*`
+
+    def with_counts_of(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
+        """What both have counted; gauges are this one's. ValueError if buckets differ."""
+        counters: dict[str, list[tuple[Labels, float]]] = {}
+        for name in self.counters.keys() | earlier.counters.keys():
+            totals: dict[Labels, float] = {}
+            for key, value in (*self.counters.get(name, ()), *earlier.counters.get(name, ())):
+                totals[tuple(key)] = totals.get(tuple(key), 0) + value
+            counters[name] = list(totals.items())
+        before = {(name, cls): (counts, total) for name, cls, counts, total in earlier.histograms}
+        histograms = []
+        for name, cls, counts, total in self.histograms:
+            more, more_total = before.get((name, cls), ([0] * len(counts), 0.0))
+            added = [a + b for a, b in zip(counts, more, strict=True)]
+            histograms.append((name, cls, added, total + more_total))
+        legs = dict(self.worker_legs)
+        for url, (sent, failed) in earlier.worker_legs.items():
+            own_sent, own_failed = legs.get(url, (0, 0))
+            legs[url] = (own_sent + sent, own_failed + failed)
+        return self._replace(counters=counters, histograms=histograms, worker_legs=legs)
+
+
+def read_snapshot(wire: Sequence[Any]) -> MetricsSnapshot:
+    """What JSON has made of a snapshot; ValueError or TypeError for what is none, as of another version."""
+    counters, histograms, legs, gauges, process = wire
+    return MetricsSnapshot(
+        {name: [(tuple(labels), value) for labels, value in entries] for name, entries in counters.items()},
+        [(name, length_class, counts, total) for name, length_class, counts, total in histograms],
+        {url: (sent, failed) for url, (sent, failed) in legs.items()},
+        gauges,
+        process,
+    )
+
+
+class ClassMetrics:
+    """What is measured per length class."""
+
+    __slots__ = (
+        "duration_s",
+        "new_tokens",
+        "output_tokens",
+        "predicted_early_s",
+        "predicted_late_s",
+        "prompt_tokens",
+        "queue_s",
+        "slo_met",
+        "slo_missed",
+        "stall_s",
+        "tpot_s",
+        "ttft_s",
+    )
+
+    def __init__(self, limit_s: float) -> None:
+        self.ttft_s = Histogram(ttft_bounds_s(limit_s))
+        self.duration_s = Histogram(duration_bounds_s(limit_s))
+        self.queue_s = Histogram(queue_bounds_s(limit_s))
+        self.tpot_s = Histogram(TOKEN_TIME_BUCKETS_S)
+        self.stall_s = Histogram(TOKEN_TIME_BUCKETS_S)
+        self.predicted_early_s = Histogram(ttft_bounds_s(limit_s))
+        self.predicted_late_s = Histogram(ttft_bounds_s(limit_s))
+        self.prompt_tokens = Histogram(TOKEN_BUCKETS)
+        self.new_tokens = Histogram(TOKEN_BUCKETS)
+        self.output_tokens = Histogram(TOKEN_BUCKETS)
+        self.slo_met = 0
+        self.slo_missed = 0
+
+    def note_prefill(self, actual_s: float, predicted_s: float) -> None:
+        """A prefill took `actual_s` from when it was sent, waiting included, and was expected to take `predicted_s`."""
+        if actual_s >= predicted_s:
+            self.predicted_late_s.observe(actual_s - predicted_s)
+        else:
+            self.predicted_early_s.observe(predicted_s - actual_s)
+
+
+class RouterMetrics:
+    """All instruments of one router process. Increment the attributes directly."""
+
+    def __init__(self, limit_s: float = 1800.0) -> None:
+        """`limit_s`: how long a request may take at most."""
+        self.requests: dict[tuple[str, str, int, str], int] = {}  # (path, class, status, outcome) → count
+        self.short = ClassMetrics(limit_s)
+        self.long = ClassMetrics(limit_s)
+        self.unclassified_slo_missed = 0  # refused before the class was known
+        self.refused: dict[str, int] = {}  # reason → count
+        self.retries: dict[str, int] = {}  # leg that failed → count
+        self.retries_refused: dict[str, int] = {}  # reason → count
+        self.aborts: dict[str, int] = {}  # reason → count
+        self.pool_offers: dict[str, int] = {}  # what came of them → count
+        self.access_log_lines: dict[str, int] = {}  # what came of them → count
+        self.traces: dict[str, int] = {}  # what came of them → count
+        self.refusals: dict[str, int] = {}  # status → count; that of the client connections
+        self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
+        self.tokenised = 0
+        self.spilled = 0
+        self.cached_tokens = 0
+        self.prompt_tokens = 0
+
+    def of(self, length_class: LengthClass) -> ClassMetrics:
+        return self.short if length_class is LengthClass.SHORT else self.long
+
+    def classes(self) -> tuple[tuple[LengthClass, ClassMetrics], ...]:
+        """The length classes and what was measured of each."""
+        return (LengthClass.SHORT, self.short), (LengthClass.LONG, self.long)
+
+    def count_request(self, path: str, length_class: str, status: int, outcome: RequestOutcome) -> None:
+        key = (path, length_class, status, outcome)
+        self.requests[key] = self.requests.get(key, 0) + 1
+
+    def count(self, counts: dict[str, int], key: str) -> None:
+        """Add one to a counter of this object."""
+        counts[key] = counts.get(key, 0) + 1
+
+    def count_route(self, route: Route, prompt_tokens: int) -> None:
+        """A request is sent to its instances."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += route.decision.cached_tokens
+        route.prefill.sent_legs += 1
+        if route.decode is not None:
+            route.decode.sent_legs += 1
+        if route.is_spilled:
+            self.spilled += 1
+
+    def count_end(
+        self,
+        path: str,
+        decision: RouteDecision | None,
+        status: int,
+        outcome: RequestOutcome,
+        duration_s: float,
+        queue_s: float,
+        prompt_tokens: int,
+    ) -> None:
+        """An admitted request is over; without a decision no instance could take it."""
+        if decision is None:
+            self.count_request(path, "none", status, outcome)
+            return
+        one = self.of(decision.length_class)
+        one.duration_s.observe(duration_s)
+        one.queue_s.observe(queue_s)
+        one.prompt_tokens.observe(prompt_tokens)
+        one.new_tokens.observe(decision.new_tokens)
+        self.count_request(path, str.__str__(decision.length_class), status, outcome)
+
+    # -- reading them -----------------------------------------------------------------------------------
+
+    def snapshot(
+        self, worker_legs: dict[str, tuple[int, int]], gauges: dict[str, float], process: dict[str, float]
+    ) -> MetricsSnapshot:
+        """Everything that adds up over processes; what this object does not count itself is given."""
+        return MetricsSnapshot(
+            {name: samples for name, _, _, samples in self.counters()},
+            [(name, cls, one.counts, one.total) for name, _, cls, one in self.histograms()],
+            worker_legs,
+            gauges,
+            process,
+        )
+
+    def counters(self) -> Iterator[tuple[str, str, Labels, list[tuple[Labels, float]]]]:
+        """Name, help, label names, and the samples, of each counter."""
+        yield (
+            "requests",
+            "Requests answered, by path, length class, HTTP status and outcome",
+            ("path", "length_class", "status", "outcome"),
+            [((path, cls, str(status), outcome), count) for (path, cls, status, outcome), count in self._requests()],
+        )
+        yield "refused", "Requests refused before an instance was chosen", ("reason",), _flat(self.refused)
+        yield "retries", "Attempts repeated, by the leg that failed", ("leg",), _flat(self.retries)
+        yield "retries_refused", "Attempts that were not repeated", ("reason",), _flat(self.retries_refused)
+        yield (
+            "pool_offers",
+            "Long prompts for the coordinator, by what came of it",
+            ("outcome",),
+            _flat(self.pool_offers),
+        )
+        yield "aborts", "Requests aborted on the instances, by reason", ("reason",), _flat(self.aborts)
+        yield (
+            "connection_refusals",
+            "Requests and connections refused with the connection",
+            ("status",),
+            _flat(self.refusals),
+        )
+        yield (
+            "access_log_lines",
+            "Lines of the access log, by what came of them",
+            ("result",),
+            _flat(self.access_log_lines),
+        )
+        yield "traces", "Traces of requests, by what came of them", ("result",), _flat(self.traces)
+        slo: list[tuple[Labels, float]] = [(("none", "false"), self.unclassified_slo_missed)]
+        for cls, one in self.classes():
+            slo += [((cls.value, "true"), one.slo_met), ((cls.value, "false"), one.slo_missed)]
+        yield "ttft_slo", "Requests with a TTFT deadline, by whether it was met", ("length_class", "met"), slo
+        yield (
+            "events",
+            "Prompts tokenised because their class was in doubt; requests served in the other pool",
+            ("event",),
+            [(("tokenised",), self.tokenised), (("spilled",), self.spilled)],
+        )
+        yield (
+            "prompt_tokens",
+            "Prompt tokens routed, by whether the chosen instance was believed to hold them",
+            ("cached",),
+            [(("true",), self.cached_tokens), (("false",), self.prompt_tokens - self.cached_tokens)],
+        )
+
+    def _requests(self) -> list[tuple[tuple[str, str, int, str], int]]:
+        return list(self.requests.items())
+
+    def histograms(self) -> Iterator[tuple[str, str, str, Histogram]]:
+        """Name, help, length class (or another label's value, or nothing), and the counts, of each histogram."""
+        for length_class, one in self.classes():
+            cls = length_class.value
+            yield "ttft_seconds", "Time from a stream's arrival to the first byte of its reply's body", cls, one.ttft_s
+            yield "tpot_seconds", "Time per output token after the first, of streams of one sequence", cls, one.tpot_s
+            yield "stream_stall_seconds", "The longest time between two pieces of a stream", cls, one.stall_s
+            yield "request_duration_seconds", "Time from arrival to the end of the reply", cls, one.duration_s
+            yield "queue_wait_seconds", "Time in the router's own queue", cls, one.queue_s
+            yield (
+                "prefill_longer_than_predicted_seconds",
+                "By how much prefills (wait and computation) took longer than predicted when they were sent",
+                cls,
+                one.predicted_late_s,
+            )
+            yield (
+                "prefill_shorter_than_predicted_seconds",
+                "By how much prefills took less than predicted",
+                cls,
+                one.predicted_early_s,
+            )
+            yield (
+                "request_prompt_tokens",
+                "Tokens of the longest prompt of a request (estimated)",
+                cls,
+                one.prompt_tokens,
+            )
+            yield "new_tokens", "Prompt tokens that were not cached (estimated)", cls, one.new_tokens
+            yield "request_output_tokens", "Tokens that the instances made for a request", cls, one.output_tokens
+        yield "event_loop_lag_seconds", "How late a timer of the event loop was served", "", self.loop_lag_s
+
+
+def _flat(counts: dict[str, int]) -> list[tuple[Labels, float]]:
+    return [((key,), value) for key, value in counts.items()]

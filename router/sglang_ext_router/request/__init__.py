@@ -1,0 +1,1 @@
+"""The life of one request: read, count, admit, place, send, relay, account."""

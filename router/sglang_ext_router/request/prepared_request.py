@@ -1,0 +1,189 @@
+"""A request as it was read: what the client asks for, in its headers and its body, and what the instances get of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_ext_router.http.client_requests import Request
+from sglang_ext_router.instances.online_load import OFFLINE_PRIORITY
+from sglang_ext_router.observe.trace_spans import TraceContext
+from sglang_ext_router.request.prompt import BadRequestError, Prompt, dump, measure, parse_body
+from sglang_ext_router.request.request_body import (
+    PRIORITIES,
+    CleanBody,
+    HintField,
+    RequestHints,
+    body_end,
+    clean_body,
+    clean_response_body,
+    hint_field,
+)
+from sglang_ext_router.request.request_fields import check_field_types
+from sglang_ext_router.request.request_ids import room_id
+from sglang_ext_router.request.scores import NO_SCORES, SCORE_FIELDS, ScorePlan, plan_scores
+
+if TYPE_CHECKING:
+    from sglang_ext_router.instances.model_pools import ModelPools
+
+SLO_HEADER = b"x-sgl-ttft-slo-ms"
+PRIORITY_HEADER = b"x-sgl-priority"
+MAX_REQUEST_ID_BYTES = 256
+COPIED_BYTES = 16384  # beyond it a system call with several parts costs less than one more copy
+_FORWARDED = frozenset((b"traceparent", b"tracestate", b"baggage", SLO_HEADER, b"x-sgl-tps-slo", b"x-smg-routing-key"))
+
+
+class ClientHeaders(NamedTuple):
+    """Header lines for the instances, the client's own request id (may be empty), its deadline and priority."""
+
+    forwarded: bytes
+    request_id: bytes
+    ttft_slo_s: float | None
+    priority: str | None  # one of PRIORITIES
+    trace: TraceContext | None = None  # of one whose spans are wanted
+
+
+def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, relays_own: bool) -> ClientHeaders:
+    """Read headers with lower-case names. `authorization` replaces the client's, which goes on only if `relays_own`.
+
+    BadRequestError for a deadline or a priority that is none.
+    """
+    forwarded = authorization
+    request_id = b""
+    slo_s: float | None = None
+    priority: str | None = None
+    for name, value in headers:
+        if name in _FORWARDED:
+            forwarded += b"%b: %b\r\n" % (name, value)
+            if name == SLO_HEADER:
+                slo_s = _slo_seconds(value)
+        elif name == b"authorization":
+            if relays_own:
+                forwarded += b"authorization: %b\r\n" % value
+        elif name == b"x-request-id" and len(value) <= MAX_REQUEST_ID_BYTES:
+            request_id = value
+        elif name == PRIORITY_HEADER:
+            priority = _priority(value)
+    return ClientHeaders(forwarded, request_id, slo_s, priority)
+
+
+class ReadBody(NamedTuple):
+    """What a body says, and what the instances get of it; it can be passed between processes."""
+
+    model: str | None  # as the client names it; None or empty: it does not
+    prompt: Prompt
+    scores: ScorePlan
+    clean: CleanBody
+    target: bytes | None  # where the instances are asked, if not where the client asks
+    hint_field: HintField | None
+
+
+def read_body(path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool) -> ReadBody:
+    """Read a request's body; `has_hints`: a deadline or a priority will be put into it.
+
+    BadRequestError where the client asks for something that cannot be served.
+    """
+    body = parse_body(raw)
+    check_field_types(path, body)
+    model = body.get("model")
+    if model is not None and type(model) is not str:
+        raise BadRequestError("model must be a string", "model")
+    prompt = measure(path, body)
+    if prompt.is_stream and not is_http_11:
+        raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
+    target: bytes | None = None
+    scores: ScorePlan = NO_SCORES if SCORE_FIELDS.isdisjoint(body) else plan_scores(path, body)
+    asked = scores.body
+    if asked is not None:  # SGLang is asked in its own words
+        body, raw, path = asked, dump(asked), b"/generate"
+        target = path
+        scores = scores._replace(body=None)
+    if path == b"/v1/responses":  # which has no place for hints
+        return ReadBody(model, prompt, scores, clean_response_body(raw, body), target, None)
+    clean = clean_body(raw, body)
+    return ReadBody(model, prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
+
+
+class PreparedRequest:
+    """One request, read and checked; nothing of it changes but `prompt_tokens`, which a tokenizer may correct."""
+
+    __slots__ = (
+        "_clean",
+        "_hints",
+        "headers",
+        "is_online",
+        "model",
+        "path",
+        "prompt",
+        "prompt_tokens",
+        "scores",
+        "started_s",
+        "target",
+    )
+
+    def __init__(
+        self, request: Request, headers: ClientHeaders, body: ReadBody, model: ModelPools, started_s: float
+    ) -> None:
+        self.headers = headers
+        self.model = model
+        self.is_online = headers.priority != OFFLINE_PRIORITY
+        self.path = request.path
+        self.target = body.target or request.target
+        self.started_s = started_s
+        self.prompt = body.prompt
+        self.prompt_tokens = 0  # of the longest single prompt; known once the request is offered for admission
+        self.scores = body.scores
+        self._clean = body.clean
+        self._hints: RequestHints | None = None  # for requests with a deadline or a priority
+        if body.hint_field is not None:
+            self._hints = RequestHints(body.hint_field, headers.ttft_slo_s, headers.priority)
+
+    def made_id(self, room: int) -> bytes:
+        """The request id made of a room; that of a response is the response's id, too."""
+        made = room_id(room)
+        return made if self._clean.id_field == b"rid" else b"resp_" + made
+
+    @property
+    def own_ids(self) -> str | list[str] | None:
+        """The client's own ids of its sequences, under which it finds its reply."""
+        return self._clean.request_ids
+
+    def message(
+        self, bootstrap_json: bytes, room: int, made_id: bytes, now_s: float
+    ) -> tuple[bytes, memoryview | None, bytes]:
+        """What both instances get behind their own request heads: the last headers, then the body.
+
+        The middle one of the three parts is most of a large body, which is not copied; of a small one it is None.
+        """
+        hints, headers = self._hints, self.headers
+        clean = self._clean
+        own = b""
+        if hints is not None:
+            clean, own = hints.clean, hints.member(now_s - self.started_s)
+        end = clean.raw.rindex(b"}")
+        tail = body_end(clean, own, bootstrap_json, room, made_id)
+        head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            headers.forwarded,
+            headers.request_id or made_id,
+            end + len(tail),
+        )
+        if end <= COPIED_BYTES:
+            return b"".join((head, clean.raw[:end], tail)), None, b""
+        return head, memoryview(clean.raw)[:end], tail
+
+
+def _slo_seconds(value: bytes) -> float:
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 < milliseconds < float("inf"):
+        raise BadRequestError("x-sgl-ttft-slo-ms must be a positive number of milliseconds", "x-sgl-ttft-slo-ms")
+    return milliseconds / 1000
+
+
+def _priority(value: bytes) -> str:
+    given = value.decode("latin-1").lower()
+    if given not in PRIORITIES:
+        raise BadRequestError(f"x-sgl-priority must be one of {', '.join(PRIORITIES)}", "x-sgl-priority")
+    return given

@@ -1,0 +1,406 @@
+"""The client's side of one request: its reply, relayed from an instance, joined from two, or the router's own error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import orjson
+
+from sglang_ext_router.decide.pd_actions import FailureReason
+from sglang_ext_router.http import replies
+from sglang_ext_router.request.reply_builder import BuildFailure, ReplyBuilder
+from sglang_ext_router.request.routing import Route
+from sglang_ext_router.request.scores import NO_SCORES, ScorePlan
+from sglang_ext_router.request.upstream import UpstreamConnection
+
+if TYPE_CHECKING:
+    from sglang_ext_router.http.http1 import ClientConnection
+
+REASON_TEXT = {
+    FailureReason.NO_INSTANCE: "no instance can serve the request now",
+    FailureReason.CONNECT_FAILED: "an instance could not be reached",
+    FailureReason.LEG_LOST: "an instance was lost while it served the request",
+    FailureReason.LEG_FAILED: "an instance failed while it served the request",
+    FailureReason.QUEUE_TIMEOUT: "the request waited too long in the router's queue",
+    FailureReason.RETRY_BUDGET: "an instance failed, and too many requests are tried again already",
+    FailureReason.TIMEOUT: "the request took longer than the router allows",
+}
+BROKEN_STATUS = 502  # of a reply that its instance did not end
+_ERROR_EVENT = b'data: {"error"'
+# What /v1/responses sends before there is a token, and in place of one.
+_RESPONSE_CREATED = b"event: response.created"
+_RESPONSE_FAILED = b"\nevent: response.failed\n"
+_EVENT = b"\nevent: "
+_EVENTS_BEFORE_TOKENS = 2
+_ABORTED_OUTPUT = b'"finish_reason":{"type":"abort"'
+_STREAM_HEADERS = b"content-type: text/event-stream\r\ncache-control: no-cache\r\ntransfer-encoding: chunked\r\n"
+_KEEP_ALIVE = replies.chunk(b"\n")
+_HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
+
+
+class Relay:
+    """Writes one reply to one client; nothing is written once the client has it whole, or has left.
+
+    `status` is what the client was answered, 0 before; `request_id` and `route` go into the reply's head.
+    """
+
+    __slots__ = (
+        "_builder",
+        "_client",
+        "_is_http_11",
+        "_is_own_head",
+        "_joined",
+        "_kept_alive_s",
+        "_scores",
+        "_source",
+        "error",
+        "has_left",
+        "is_broken",
+        "is_building",
+        "peer",
+        "queue_s",
+        "request_id",
+        "route",
+        "status",
+        "when_built",
+    )
+
+    def __init__(self, client: ClientConnection, is_http_11: bool, builder: ReplyBuilder) -> None:
+        self._is_own_head = False  # the client was sent the head of a stream before there was one
+        self._kept_alive_s = 0.0  # when it was last sent an empty line
+        self._builder = builder
+        self._client: ClientConnection | None = client  # None once it has its reply, or has left
+        self._is_http_11 = is_http_11
+        self._source: UpstreamConnection | None = None  # the leg whose bytes go to the client as they come
+        self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
+        self._scores: ScorePlan = NO_SCORES
+        self.is_building = False  # the client's reply is being made, and will be written
+        self.when_built: Callable[[], None] | None = None  # called when it is written, or the client has left
+        self.has_left = False  # the client, before it had its whole reply
+        self.is_broken = False  # the reply ended otherwise than its beginning promised
+        self.error = ""  # what the client was told, if the router itself told it of an error
+        self.peer = ""  # the client's address, where it is logged
+        self.request_id = b""
+        self.route: Route | None = None  # None: the client is not told
+        self.queue_s = 0.0
+        self.status = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client still waits for its reply, or for the rest of it."""
+        return self._client is not None
+
+    def begin_attempt(self, request_id: bytes, route: Route | None, scores: ScorePlan) -> None:
+        """The request is sent to instances; what an earlier attempt brought for a joined reply is void."""
+        self.request_id = request_id
+        self.route = route
+        self._scores = scores
+        if scores.is_joined:
+            self._joined = [None, None]
+
+    def lose_client(self) -> None:
+        """The client has left."""
+        if self._client is not None:
+            self.has_left = True
+        self._client = None
+        self._note_built()
+
+    # -- an instance's reply ----------------------------------------------------------------------------
+
+    def take_head(self, leg: UpstreamConnection) -> bool:
+        """Send the leg's head with the router's own headers, and all of its body that is here.
+
+        False when the client, which speaks HTTP/1.0, cannot have a reply in chunks: it is answered with an error.
+        """
+        client = self._client
+        if client is None:
+            return True
+        self.status = leg.status
+        if self._joined is not None and leg.status == 200:
+            return True
+        head, rest = split_head(leg.raw)
+        if not self._is_http_11 and is_chunked(head):
+            self.answer_error(400, "a streamed reply needs HTTP/1.1")
+            return False
+        if self._is_own_head:
+            self._go_on(leg, head, rest)
+            return True
+        leg.relay = self
+        self._source = leg
+        client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
+        if leg.is_complete:  # here whole already
+            leg.relay = None
+            self._source = None
+            self._finish()
+        return True
+
+    def write(self, data: bytes) -> None:
+        """More of the reply that is relayed."""
+        client = self._client
+        if client is not None:
+            client.write(data)
+
+    def take_complete(self, leg: UpstreamConnection) -> None:
+        """A leg's reply is here whole: if it was relayed, so is the client's; else it may be a half of a joined one."""
+        if leg is self._source:
+            self._source = None
+            if leg.relay is None and self._is_own_head:
+                self._tell_error(leg.status, as_error(reply_body(leg.raw), leg.status))
+            else:
+                self._finish()
+        elif self._joined is not None and leg.status == 200:
+            self._joined[leg.kind] = leg.raw
+            self._join()
+
+    # -- a stream that is kept alive --------------------------------------------------------------------
+
+    def keep_alive(self, now_s: float, since_s: float, interval_s: float) -> None:
+        """Send a stream's client an empty line if it was sent nothing for `interval_s`; `since_s`: its last bytes.
+
+        Parsers of events skip it. What follows then follows within a reply of status 200, errors as an event.
+        """
+        client = self._client
+        if client is None or self._joined is not None or now_s - max(since_s, self._kept_alive_s) < interval_s:
+            return
+        source = self._source
+        if source is None:
+            if not self._is_own_head:
+                self._is_own_head = True
+                client.write(replies.head(200, _STREAM_HEADERS + self._id_header() + client.reply_headers))
+        elif source.relay is None or source.status != 200 or not source.tail_ends_an_event():
+            return
+        client.write(_KEEP_ALIVE)
+        self._kept_alive_s = now_s
+
+    def _go_on(self, leg: UpstreamConnection, head: bytes, rest: bytes) -> None:
+        """Send an instance's reply behind the head that the client has."""
+        self._source = leg
+        if is_chunked(head) and leg.status == 200:
+            leg.relay = self
+            self.write(rest[2:])  # behind the blank line
+        if leg.is_complete:
+            self.take_complete(leg)
+            leg.relay = None
+
+    def _tell_error(self, status: int, error: bytes) -> None:
+        """End a stream that the client has the head of by an error."""
+        client = self._client
+        if client is not None:
+            self.status, self.is_broken = status, True
+            event = b"data: %b\n\n" % error
+            client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
+            self._finish()
+
+    def _id_header(self) -> bytes:
+        return b"x-request-id: %b\r\n" % self.request_id if self.request_id else b""
+
+    def pause(self) -> None:
+        """The client reads too slowly: read no more from the instance."""
+        if self._source is not None:
+            self._source.pause_reading()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        if self._source is not None:
+            self._source.resume_reading()
+
+    def _join(self) -> None:
+        """Answer once all replies that are needed are there."""
+        assert self._joined is not None
+        prefill, decode = self._joined
+        if prefill is None or self._client is None or (decode is None and not self._scores.is_prefill_only):
+            return
+        self.is_building = True
+        self._joined = None
+        form = self._scores.form
+        decode_body = None if decode is None else reply_body(decode)
+        self._builder.build(form, reply_body(prefill), decode_body, self._answer, lambda: self._client is not None)
+
+    def _answer(self, body: bytes | BuildFailure) -> None:
+        """The reply is made, or cannot be."""
+        self.is_building = False
+        if isinstance(body, BuildFailure):
+            self.answer_error(503 if body is BuildFailure.OVERLOAD else 502, body.value)
+            self._note_built()
+            return
+        client, self._client = self._client, None
+        if client is not None:
+            client.respond(200, body, extra=self._own_headers())
+        self._note_built()
+
+    def _note_built(self) -> None:
+        told, self.when_built = self.when_built, None
+        if told is not None:
+            told()
+
+    def _finish(self) -> None:
+        """The whole reply is written: the connection is free, the request may still have a prefill leg."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.finish(client.keeps_alive)
+
+    def _own_headers(self) -> bytes:
+        return route_headers(self.request_id, self.route, self.queue_s)
+
+    # -- the router's own ends of a reply ---------------------------------------------------------------
+
+    def answer_error(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        """Reply with an error of the router's own, unless the client has left."""
+        if self._is_own_head:
+            self.error = message
+            self._tell_error(status, replies.error_json(status, message, param, code))
+            return
+        client, self._client = self._client, None
+        if client is None:
+            return
+        self.status = status
+        self.error = message
+        headers = b"retry-after: 1\r\n" if status in (429, 503) else b""
+        if self.request_id:
+            headers += b"x-request-id: %b\r\n" % self.request_id
+        client.respond_error(status, message, param, headers, code)
+
+    def emit_error_event(self, reason: FailureReason) -> None:
+        """End a stream whose instance failed by an error event, or cut it where no event fits behind what was sent."""
+        leg, self._source = self._source, None
+        client = self._client
+        if client is None:
+            return
+        if leg is None or not leg.tail_ends_an_event():
+            self.cut(reason)
+            return
+        self._break(reason)
+        event = replies.sse_error_event(BROKEN_STATUS, REASON_TEXT[reason])
+        client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
+        self._finish()
+
+    def cut(self, reason: FailureReason) -> None:
+        """Close the client's connection, so that a half-sent reply does not look like a whole one."""
+        if self._joined is not None and self._source is None:
+            self.answer_error(BROKEN_STATUS, REASON_TEXT[FailureReason.LEG_FAILED])  # nothing has been relayed
+            return
+        client, self._client = self._client, None
+        self._source = None
+        if client is not None:
+            self._break(reason)
+            client.abort()
+
+    def _break(self, reason: FailureReason) -> None:
+        self.is_broken = True
+        self.status = BROKEN_STATUS
+        self.error = REASON_TEXT[reason]
+
+
+# -- reading an instance's reply --------------------------------------------------------------------------
+
+
+def begins_unclear(leg: UpstreamConnection) -> bool:
+    """Whether too little of a stream is here to tell a token from an error."""
+    body = leg.body_so_far()
+    if body.startswith(_RESPONSE_CREATED):
+        return _first_of_response(leg.raw) is None
+    if len(body) < len(_RESPONSE_CREATED) and _RESPONSE_CREATED.startswith(body):
+        return True
+    return len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body)
+
+
+def _first_of_response(raw: bytes) -> bytes | None:
+    """The event of a response's stream that follows those which announce it; None if it is not here whole yet.
+
+    An event's JSON holds no line feed.
+    """
+    start = raw.find(b"\r\n\r\n")
+    for _ in range(_EVENTS_BEFORE_TOKENS + 1):
+        start = raw.find(_EVENT, start + 1)
+        if start < 0:
+            return None
+    end = raw.find(b"\n\n", start)
+    return None if end < 0 else raw[start:end]
+
+
+def stream_error_status(leg: UpstreamConnection) -> int | None:
+    """Status of the failure that a streamed reply begins with; None if it begins with a token.
+
+    The OpenAI endpoints say it as `{"error": ...}`, `/generate` as an output whose finish reason is abort.
+    """
+    body = leg.body_so_far()
+    if body.startswith(_ERROR_EVENT):
+        return find_int(leg.raw, b'"code":') or 500
+    if body.startswith(_RESPONSE_CREATED):
+        event = _first_of_response(leg.raw) or b""
+        if not event.startswith(_RESPONSE_FAILED):
+            return None
+        # SGLang calls everything a server_error. What it refuses before it is queued has no usage.
+        return 400 if b'"usage":null' in event else 500
+    if _ABORTED_OUTPUT in leg.raw:
+        return find_int(leg.raw, b'"status_code":') or 500
+    return None
+
+
+def end_error_status(end: bytes) -> int | None:
+    """Status of the failure that a stream ended with, by its last events; None if it ended as it should."""
+    if _ERROR_EVENT in end:
+        return find_int(end, b'"code":') or 500
+    if _ABORTED_OUTPUT in end:
+        return find_int(end, b'"status_code":')  # without one the output was aborted on demand
+    return None
+
+
+def split_head(raw: bytes) -> tuple[bytes, bytes]:
+    """A reply's head without the blank line and without headers of the connection; the rest."""
+    split = raw.index(b"\r\n\r\n") + 2
+    head = raw[:split]
+    if b"onnection:" in head or b"eep-alive:" in head or b"EEP-ALIVE:" in head or b"ONNECTION:" in head:
+        head = _HOP_HEADER.sub(b"", head)
+    return head, raw[split:]
+
+
+def is_chunked(head: bytes) -> bool:
+    """Whether the reply comes in chunks, which a client of HTTP/1.0 does not know."""
+    return b"\ntransfer-encoding:" in head.lower()
+
+
+def find_int(data: bytes, key: bytes) -> int | None:
+    """Value of the last `"key":<int>` in JSON text, without parsing all of it."""
+    start = data.rfind(key)
+    if start < 0:
+        return None
+    start += len(key)
+    while start < len(data) and data[start] in b": ":
+        start += 1
+    end = start
+    while end < len(data) and 48 <= data[end] <= 57:
+        end += 1
+    return int(data[start:end]) if end > start else None
+
+
+def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> bytes:
+    """The router's own header lines: what was decided, unless `route` is None."""
+    if route is None:
+        return b"x-request-id: %b\r\n" % request_id
+    decode = route.decode
+    return b"x-request-id: %b\r\nx-sglang-ext-class: %b\r\n%b%bx-sglang-ext-queue-ms: %d\r\n" % (
+        request_id,
+        route.decision.length_class.encode(),
+        route.prefill.route_header,
+        b"" if decode is None else decode.route_header,
+        int(queue_s * 1000),
+    )
+
+
+def as_error(body: bytes, status: int) -> bytes:
+    """An instance's error as OpenAI's clients read it in a stream, on one line."""
+    try:
+        told = orjson.loads(body)
+    except ValueError:
+        told = None
+    if not isinstance(told, dict):
+        return replies.error_json(status, "an instance refused the request")
+    return orjson.dumps(told if "error" in told else {"error": told})
+
+
+def reply_body(raw: bytes) -> bytes:
+    """Body of a reply with Content-Length, given as received."""
+    return raw[raw.index(b"\r\n\r\n") + 4 :]

@@ -1,0 +1,315 @@
+"""From a measured prompt for one model to the two instances that serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from math import inf
+from typing import NamedTuple
+
+from sglang_ext.types import LengthClass, PrefillLoad, Role, RouteDecision
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.decide.decode_choice import decode_policy, fits
+from sglang_ext_router.decide.pairing import choose_revision, nearest
+from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, is_in_doubt
+from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
+from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
+from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.request.prompt import Prompt
+
+TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
+
+
+class Route(NamedTuple):
+    """A decision and the instances that it names."""
+
+    decision: RouteDecision
+    prefill: Worker
+    decode: Worker | None  # None: prefill serves alone
+    is_spilled: bool
+
+
+class PoolPlace(NamedTuple):
+    """The instance that a long pool's coordinator has named for a prompt, and the room under which it was asked."""
+
+    prefill: Worker
+    room: int
+
+
+class NoInstanceError(Exception):
+    """No instance can take the request now; the message says of which kind."""
+
+
+class RoutePlanner:
+    """Holds what routing learns of the instances' prefix caches and asks the policies."""
+
+    def __init__(self, config: RouterConfig, registry: WorkerRegistry, draw: Callable[[], float]) -> None:
+        self._registry = registry
+        self._draw = draw
+        given = config.length_boundary_tokens
+        self._given_boundary = FixedBoundary(given) if given else None
+        self._prefill_policy = prefill_policy(config.prefill_policy)
+        self._decode_policy = decode_policy(config.decode_policy)
+        self._allow_spill = config.pool_spill
+        # A long pool that computes one prompt on several instances is planned by its coordinator alone.
+        may_overflow = config.pool_spill and not config.coordinator_url and config.pool_overflow_share > 0
+        self._longest_wait_s = {
+            LengthClass.SHORT: config.pool_overflow_share * config.controller_short_slo_secs if may_overflow else inf,
+            LengthClass.LONG: config.pool_overflow_share * config.controller_long_slo_secs if may_overflow else inf,
+        }
+        self._prefers_near = config.prefer_same_topology
+        self._use_breakers = not config.disable_circuit_breaker
+        self._tokens_told = 0
+        self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
+        for worker in registry:
+            if worker.role.is_prefill:
+                self.index.add_worker(worker.id)
+
+    # -- size of the prompt -----------------------------------------------------------------------------
+
+    def estimate_tokens(self, model: ModelPools, prompt: Prompt) -> int:
+        """Tokens of the longest single prompt: what decides class and fit."""
+        known = prompt.longest_known_tokens or 0
+        return max(known, model.estimator.estimate(prompt.longest_bytes)) if prompt.longest_bytes else max(1, known)
+
+    def needs_exact_count(self, model: ModelPools, prompt: Prompt) -> bool:
+        """Whether estimate errors could change the class, or whether the prompt fits an instance."""
+        size_bytes = prompt.longest_bytes
+        if not size_bytes:
+            return False
+        low, high = model.estimator.interval(size_bytes)
+        limit = model.longest_prompt_tokens
+        if limit is not None and low <= limit < high:
+            return True
+        matched = self.index.matched(prompt.hashes)
+        cached = 0
+        if matched:
+            most_bytes = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
+            cached = int(most_bytes * _tokens_per_byte(prompt, (low + high) // 2))
+        return is_in_doubt(low, high, cached, self.boundary(model))
+
+    def most_cached_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
+        """Tokens of the prompt that the prefill instance with the longest prefix of it is believed to hold."""
+        return max(self._cached_tokens(prompt, prompt_tokens, model.ready_prefill), default=0)
+
+    def boundary(self, model: ModelPools) -> FixedBoundary:
+        """Where short ends for a model: as the option says, else as its prefill instances do."""
+        return self._given_boundary or model.boundary
+
+    # -- choice -----------------------------------------------------------------------------------------
+
+    def route(
+        self,
+        model: ModelPools,
+        prompt: Prompt,
+        prompt_tokens: int,
+        prefill_excluded: Set[int],
+        decode_excluded: Set[int],
+        now_s: float,
+        needs_decode: bool = True,
+        place: PoolPlace | None = None,
+    ) -> Route:
+        """Choose pool, prefill instance and, if it is needed, decode instance; NoInstanceError if there is none.
+
+        Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
+        The prefill instance of a `place` in the long pool is taken if it is a candidate.
+        """
+        prefills: Sequence[Worker] = model.ready_prefill
+        decodes: Sequence[Worker] = model.ready_decode
+        roles: Sequence[Role] = model.prefill_roles
+        if self._registry.suspects or prefill_excluded or decode_excluded:
+            prefills = self._usable(prefills, prefill_excluded, now_s)
+            decodes = self._usable(decodes, decode_excluded, now_s)
+            roles = [worker.role for worker in prefills]
+        if not prefills or (needs_decode and not decodes):
+            raise NoInstanceError(model.lacks("prefill" if not prefills else "decode"))
+
+        if needs_decode and model.has_revisions:
+            all_decodes: Sequence[Worker] = model.ready_decode
+            if prompt_tokens > model.shortest_limit_tokens:
+                decodes = _able(decodes, prompt_tokens)
+                all_decodes = _able(all_decodes, prompt_tokens)
+            prefills, decodes = _pairs(prefills, decodes) or _pairs(model.ready_prefill, all_decodes) or ((), ())
+            if not prefills:
+                raise NoInstanceError(model.lacks_pair())
+            roles = [worker.role for worker in prefills]
+        cached = self._cached_tokens(prompt, prompt_tokens, prefills)
+        pool = choose_pool(prompt_tokens, roles, cached, self.boundary(model), self._allow_spill)
+        if not pool.candidates:
+            raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
+        if place is not None:
+            position = next((i for i in pool.candidates if prefills[i] is place.prefill), None)
+            if position is not None:
+                pool = pool._replace(candidates=(position,))
+        if needs_decode and model.has_revisions:
+            pool, decodes = self._of_one_revision(pool, prefills, cached, prompt_tokens, decodes)
+        prefill_loads = [prefills[i].prefill_load(cached[i], now_s) for i in pool.candidates]
+        chosen = self._prefill_policy.choose(prefill_loads, prompt_tokens, self._draw())
+        load = prefill_loads[chosen]
+        prefill = prefills[pool.candidates[chosen]]
+        is_spilled = pool.is_spilled
+        wait_s = predicted_wait_s(load)
+        if wait_s > self._longest_wait_s[pool.length_class] and len(pool.candidates) < len(prefills):
+            helper = self._helper(pool, prefills, cached, load, prefill, prompt_tokens, now_s)
+            if helper is not None:
+                prefill, load = helper
+                wait_s, is_spilled = predicted_wait_s(load), True
+
+        decode: Worker | None = None
+        if needs_decode:
+            decode_loads = [worker.decode_load() for worker in decodes]
+            if prompt_tokens > model.shortest_limit_tokens:
+                able = [i for i, one in enumerate(decode_loads) if fits(one, prompt_tokens)]
+                if not able:
+                    raise NoInstanceError("no decode instance that could hold the prompt is ready")
+                decodes = [decodes[i] for i in able]
+                decode_loads = [decode_loads[i] for i in able]
+            if self._prefers_near and prefill.topology:
+                near = nearest(prefill.topology, [one.topology for one in decodes], decode_loads, prompt_tokens)
+                decodes = [decodes[i] for i in near]
+                decode_loads = [decode_loads[i] for i in near]
+            decode = decodes[self._decode_policy.choose(decode_loads, self._draw())]
+        decision = RouteDecision(
+            pool.length_class,
+            prefill.id,
+            None if decode is None else decode.id,
+            wait_s,
+            prompt_tokens - load.cached_tokens,
+            load.cached_tokens,
+        )
+        return Route(decision, prefill, decode, is_spilled)
+
+    def _helper(
+        self,
+        pool: PoolChoice,
+        prefills: Sequence[Worker],
+        cached_tokens: Sequence[int],
+        load: PrefillLoad,
+        prefill: Worker,
+        prompt_tokens: int,
+        now_s: float,
+    ) -> tuple[Worker, PrefillLoad] | None:
+        """An instance of the other pool that has time for what the request's own pool makes wait."""
+        own = set(pool.candidates)
+        others = [
+            i
+            for i, worker in enumerate(prefills)
+            if i not in own and worker.revision == prefill.revision and prompt_tokens <= worker.max_prompt_tokens
+        ]
+        loads = [prefills[i].prefill_load(cached_tokens[i], now_s) for i in others]
+        longest_wait_s = self._longest_wait_s[pool.length_class]
+        helper = choose_helper(load, loads, prompt_tokens, longest_wait_s, self._draw())
+        return None if helper is None else (prefills[others[helper]], loads[helper])
+
+    def _of_one_revision(
+        self,
+        pool: PoolChoice,
+        prefills: Sequence[Worker],
+        cached_tokens: Sequence[int],
+        prompt_tokens: int,
+        decodes: Sequence[Worker],
+    ) -> tuple[PoolChoice, Sequence[Worker]]:
+        """The candidates of the request's revision, and its decode instances; every candidate has some."""
+        revision = choose_revision(
+            [prefills[i].revision for i in pool.candidates],
+            [cached_tokens[i] for i in pool.candidates],
+            prompt_tokens,
+            [worker.revision for worker in decodes],
+            self._draw(),
+        )
+        candidates = tuple(i for i in pool.candidates if prefills[i].revision == revision)
+        return (
+            PoolChoice(pool.length_class, candidates, pool.is_spilled),
+            [worker for worker in decodes if worker.revision == revision],
+        )
+
+    def _cached_tokens(self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker]) -> list[int]:
+        """Tokens of the prompt that each instance is believed to hold."""
+        matched = self.index.matched(prompt.hashes)
+        if not matched:
+            return [0] * len(prefills)
+        per_byte = _tokens_per_byte(prompt, prompt_tokens)
+        most = prompt_tokens - 1  # the last token is always computed anew
+        cached = []
+        for worker in prefills:
+            size_bytes = matched.get(worker.id)
+            if size_bytes is None:
+                cached.append(0)
+            else:
+                tokens = int(size_bytes * per_byte)
+                cached.append(tokens if tokens < most else most)
+        return cached
+
+    def _usable(self, ready: Sequence[Worker], excluded: Set[int], now_s: float) -> Sequence[Worker]:
+        """Without open circuits and excluded instances, unless that leaves none."""
+        if self._use_breakers:
+            closed = [worker for worker in ready if worker.breaker.can_try(now_s)]
+            ready = closed or ready
+        if excluded:
+            others = [worker for worker in ready if worker.id not in excluded]
+            if others:
+                ready = others
+        return ready
+
+    # -- learning ---------------------------------------------------------------------------------------
+
+    def learn_route(self, prompt: Prompt, prefill: Worker) -> None:
+        """The prompt's prefix will be in this instance's cache."""
+        self.index.record(prefill.id, prompt.hashes)
+
+    def learn_not_prefilled(self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int) -> None:
+        """The prefill did not end: what the instance did not hold before, it may not hold now."""
+        if prompt.hashes and self._registry.contains(prefill):
+            held_bytes = (held_tokens + 1) / _tokens_per_byte(prompt, max(1, prompt_tokens))  # tokens were rounded down
+            self.index.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
+
+    def wants_token_count(self) -> bool:
+        """Whether to read a reply's token count: every one at first, then a sample of them."""
+        self._tokens_told += 1
+        return self._tokens_told < 256 or self._tokens_told % 8 == 0
+
+    def learn_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> None:
+        """An instance told how many tokens the prompt had."""
+        if prompt.sequence_count == 1 and prompt.text_bytes and not (prompt.images or prompt.audios):
+            model.estimator.observe(prompt.text_bytes, prompt_tokens)
+
+    def learn_boundary(self, prefill: Worker) -> None:
+        """A prefill instance told where short ends on it; of several that differ the middle one counts."""
+        model = self._registry.models.get(prefill.model)
+        told = sorted(
+            one.length_boundary_tokens
+            for one in self._registry
+            if one.model == prefill.model and one.role.is_prefill and one.length_boundary_tokens is not None
+        )
+        if model is not None and told:
+            tokens = told[(len(told) - 1) // 2]
+            if tokens != model.boundary.limit_tokens:
+                model.boundary = FixedBoundary(tokens)
+
+    def learn_capacity(self, prefill: Worker) -> None:
+        """An instance told the size of its KV cache: it cannot hold more prefixes than that."""
+        model = self._registry.models.get(prefill.model)
+        if prefill.role.is_prefill and model is not None:
+            size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
+            self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
+
+
+def _able(decodes: Sequence[Worker], prompt_tokens: int) -> Sequence[Worker]:
+    """Those that could hold the prompt; all of them if none could."""
+    return [worker for worker in decodes if prompt_tokens <= worker.max_prompt_tokens] or decodes
+
+
+def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]] | None:
+    """Those whose revision has both kinds; None if there are none."""
+    revisions = {worker.revision for worker in prefills}.intersection([worker.revision for worker in decodes])
+    if not revisions:
+        return None
+    return (
+        [worker for worker in prefills if worker.revision in revisions],
+        [worker for worker in decodes if worker.revision in revisions],
+    )
+
+
+def _tokens_per_byte(prompt: Prompt, prompt_tokens: int) -> float:
+    size_bytes = prompt.longest_bytes or (prompt.longest_known_tokens or 1) * TOKEN_ID_BYTES
+    return prompt_tokens / size_bytes

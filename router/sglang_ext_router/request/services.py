@@ -1,0 +1,121 @@
+"""What the requests of one router process share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_ext.live.decide.view import LiveView, SeenRequest
+from sglang_ext.types import LengthClass
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.decide.admission import AdmissionQueue
+from sglang_ext_router.decide.pd_protocol import RetryPolicy
+from sglang_ext_router.decide.retry_budget import RetryBudget
+from sglang_ext_router.group.siblings import SiblingLink
+from sglang_ext_router.instances.online_load import OnlineWaits
+from sglang_ext_router.instances.pool_offers import PoolOffers
+from sglang_ext_router.instances.probe import Prober
+from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.observe.access_log import AccessLog
+from sglang_ext_router.observe.metrics import RouterMetrics
+from sglang_ext_router.observe.traces import Tracer
+from sglang_ext_router.request.aborting import Aborter
+from sglang_ext_router.request.body_reader import BodyReader
+from sglang_ext_router.request.prompt import Prompt
+from sglang_ext_router.request.reply_builder import ReplyBuilder
+from sglang_ext_router.request.request_ids import RoomAllocator
+from sglang_ext_router.request.routing import RoutePlanner
+from sglang_ext_router.request.upstream import UpstreamPools
+
+
+class Admissible(Protocol):
+    """A request that waits, as admission sees it."""
+
+    def __hash__(self) -> int: ...
+
+    def start(self, now_s: float) -> None:
+        """There is a place for it."""
+
+    def on_queue_timeout(self) -> None:
+        """It has waited too long."""
+
+    def online_wait_s(self, now_s: float) -> float | None:
+        """For how long it has waited, if for an online client."""
+
+    def keep_alive(self, now_s: float) -> None:
+        """Let its client, and what is between, know that it still waits."""
+
+
+class Runnable(Protocol):
+    """A request that was admitted, as time limits see it."""
+
+    started_s: float
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def online_class(self) -> tuple[str, LengthClass] | None:
+        """Its model and length class if an online client waits for it: not of low priority, nor without instance."""
+
+    def online_wait(self, now_s: float) -> tuple[str, float] | None:
+        """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""
+
+    def on_timeout(self) -> None:
+        """It has run too long."""
+
+    def check_progress(self, now_s: float) -> None:
+        """See that its reply begins, and goes on."""
+
+    def seen(self) -> SeenRequest:
+        """It as the live page shows it."""
+
+
+@dataclass(slots=True)
+class Services:
+    """One of each per process."""
+
+    config: RouterConfig
+    loop: asyncio.AbstractEventLoop
+    draw: Callable[[], float]  # uniform in [0, 1)
+    metrics: RouterMetrics
+    registry: WorkerRegistry
+    planner: RoutePlanner
+    prober: Prober
+    pools: UpstreamPools
+    aborter: Aborter
+    admission: AdmissionQueue[Admissible]
+    rooms: RoomAllocator
+    reply_builder: ReplyBuilder
+    body_reader: BodyReader
+    online_waits: OnlineWaits
+    retry_policy: RetryPolicy
+    retry_budget: RetryBudget
+    max_retries: int
+    siblings: SiblingLink
+    running: dict[Runnable, None]  # in order of their start
+    on_ended: Callable[[Runnable, float], None]
+    authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
+    relays_authorization: bool  # without any key the client's own header is for the instances
+    access_log: AccessLog | None
+    pool_offers: PoolOffers | None = None  # with a coordinator that plans the long pool
+    tracer: Tracer | None = None  # with a collector of traces
+    view: LiveView | None = None  # while there is a viewer: what is told to it
+
+    def learn_prefix(self, prompt: Prompt, prefill: Worker) -> None:
+        """The prompt is in this instance's prefix cache, or will be."""
+        if self.registry.contains(prefill):
+            self.planner.learn_route(prompt, prefill)
+            if self.siblings.shares_prefixes and prompt.hashes:
+                self.siblings.tell_prefix(prefill.url, prompt.hashes)
+
+    async def stop(self) -> None:
+        """Free what has tasks, processes or connections."""
+        if self.pool_offers is not None:
+            await self.pool_offers.stop()
+        if self.tracer is not None:
+            await self.tracer.stop()
+        await self.reply_builder.stop()
+        await self.body_reader.stop()
+        self.pools.close()

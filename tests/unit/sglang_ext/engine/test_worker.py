@@ -1,0 +1,150 @@
+"""The command line of `sglang-ext worker`, without starting an engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.engine import worker
+from sglang_ext.engine.device import Device, MachineFacts
+from sglang_ext.engine.launch_plan import LaunchCommand
+from sglang_ext.engine.versions import SglangVersion
+from sglang_ext.transfer.sglang import transfer_backend
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sglang-ext worker")
+    worker.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_dry_run_prints_the_command_and_passes_the_rest_through(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = parse(
+        *("--role", "decode", "--model-path", str(tmp_path), "--device", "cpu", "--port", "31007", "--dry-run"),
+        *("--", "--tp", "2", "--log-level", "debug"),
+    )
+    assert worker.run(arguments) == 0
+    line = capsys.readouterr().out.strip()
+    assert line.endswith("--tp 2 --log-level debug")
+    assert "--port 31007" in line
+    assert "--disaggregation-mode decode" in line
+
+
+def test_missing_model_folder_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert worker.run(parse("--role", "short", "--model-path", "/no/such/model", "--device", "cpu")) == 2
+    error = capsys.readouterr().err
+    assert error == "sglang-ext worker: --model-path /no/such/model: there is no such folder\n"
+
+
+def test_tcp_backend_is_refused_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model-path", str(tmp_path), "--device", "cuda", "--transfer-backend", "sglang_ext_tcp")
+    assert worker.run(parse("--role", "short", *options)) == 2
+    assert "host memory only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", [None, (0, 5, 17), (0, 5, 22), (0, 5, 23), (0, 6, 0)])
+def test_the_handshake_is_refused_where_slots_are_released_early(
+    version: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = None if version is None else SglangVersion(*version)
+    monkeypatch.setattr(transfer_backend, "installed_sglang", lambda: installed)
+    problem = transfer_backend.why_unavailable("handshake", Device.CPU)
+    if installed is None or installed >= SglangVersion(0, 5, 23):
+        assert problem is None
+    else:
+        assert problem is not None
+        assert problem.startswith(f"transfer backend handshake needs SGLang 0.5.23; in {installed} a decode instance")
+    assert transfer_backend.why_unavailable("sglang_ext_tcp", Device.CPU) is None
+
+
+def test_absent_backend_names_its_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.transfer.sglang.transfer_backend.import_problem", lambda module: "no such module")
+    options = ("--model-path", str(tmp_path), "--device", "cpu", "--transfer-backend", "nixl")
+    assert worker.run(parse("--role", "short", *options)) == 2
+    error = capsys.readouterr().err
+    assert "pip install nixl" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "problem"),
+    [
+        ({"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True}, "2", "--pp-size: Gemma3ForCausalLM"),
+        ({"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True}, "1", None),
+        ({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, "2", None),
+        ({"architectures": ["LlamaForCausalLM"]}, "two", "--pp-size needs a positive number, got 'two'"),
+    ],
+)
+def test_stages_that_a_model_cannot_have_are_one_clear_line(
+    config: dict[str, object], stages: str, problem: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ("--role", "long", "--model-path", str(tmp_path), "--device", "cpu", "--", "--pp-size", stages)
+    became: list[LaunchCommand] = []
+    status = worker.run(parse(*options), become=lambda command: became.append(command) or 0)
+    error = capsys.readouterr().err
+    assert (status, len(became)) == ((0, 1) if problem is None else (2, 0))
+    assert error.count("\n") == (problem is not None)
+    assert error.startswith("" if problem is None else f"sglang-ext worker: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "problem"),
+    [
+        ("DeepseekV3ForCausalLM", "2", None),
+        ("LlamaForCausalLM", "1", None),
+        # Its ranks would store KV of heads that are not theirs.
+        ("LlamaForCausalLM", "2", "--dcp-size 2: LlamaForCausalLM is not among the models whose ranks share KV"),
+        # Its ranks share KV heads, but prefill cannot deal them out.
+        ("Qwen3_5ForCausalLM", "2", "--dcp-size 2: Qwen3_5ForCausalLM is not among"),
+        # SGLang has no disaggregation for its sparse attention with it.
+        ("DeepseekV32ForCausalLM", "2", "--dcp-size 2: DeepseekV32ForCausalLM is not among"),
+        (None, "2", "--dcp-size 2: --model-path must be a local folder"),
+    ],
+)
+def test_kv_parallel_decode_of_other_models_is_one_clear_line(
+    architecture: str | None,
+    size: str,
+    problem: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "inspect_machine", lambda _: MachineFacts(Device.CUDA, (0, 1), 1 << 30))
+    monkeypatch.setattr(worker, "why_unavailable", lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps({} if architecture is None else {"architectures": [architecture]}))
+    options = ("--role", "decode", "--model-path", str(tmp_path), "--transfer-backend", "nixl", "--", "--tp", "2")
+    became: list[LaunchCommand] = []
+    status = worker.run(
+        parse(*options, "--dcp-size", size, "--attention-backend", "flashmla"),
+        become=lambda command: became.append(command) or 0,
+    )
+    error = capsys.readouterr().err
+    assert (status, len(became)) == ((0, 1) if problem is None else (2, 0))
+    assert error.count("\n") == (problem is not None)
+    assert error.startswith("" if problem is None else f"sglang-ext worker: {problem}")
+
+
+def test_contradiction_in_engine_arguments_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--model-path", str(tmp_path), "--device", "cpu", "--", "--tp", "two")
+    assert worker.run(parse("--role", "short", *options)) == 2
+    assert capsys.readouterr().err == "sglang-ext worker: --tp needs a positive number, got 'two'\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("--role", "medium"), ("--role", "short", "--port", "0"), ("--role", "short", "--port", "70000")],
+)
+def test_wrong_usage_is_refused(wrong: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        parse(*wrong, "--model-path", "m")
+    assert refusal.value.code == 2

@@ -1,0 +1,409 @@
+"""Long prefills in what a batch has left, shorts alone or not, and the packed instance as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf, sqrt
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide import packed_batch
+from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.laps.decide.packed_batch import (
+    LongParts,
+    LongRoom,
+    even_share_s,
+    fill_with_longs,
+    long_mode_round_s,
+    packed_round_s,
+    run_shorts_alone,
+    without_shorts_s,
+)
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import (
+    DispatchReason,
+    LapsMode,
+    PriorityClass,
+    QueuedPrefill,
+    RoundSnapshot,
+)
+from sglang_ext.laps.decide.short_batch import FormedBatch
+from sglang_ext.laps.decide.slack import RankedPrefill, Urgency
+from support.prefill_loop import CPU, GPU, GRID, LIMITS, LONG, SHORT, Arrival, mixed, policy, run_laps
+
+COST = CostCoefficients(alpha_s=0.0, token_s=1e-3, read_s=0.0, kappa_s=0.01)
+ROOM = LongRoom(
+    left_s=0.5,
+    tokens=4096,
+    requests=16,
+    free_kv_tokens=100_000,
+    chunk_tokens=2048,
+    page_tokens=1,
+    min_chunk_tokens=64,
+    max_parked=4,
+    may_continue=True,
+)
+
+
+def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
+    length_class = SHORT if new_tokens <= 256 else LONG
+    request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
+    return replace(request, **changes)  # type: ignore[arg-type]
+
+
+def ranked(request: QueuedPrefill) -> RankedPrefill:
+    remaining_s = COST.chunk_s(request.new_tokens, request.cached_tokens)
+    return RankedPrefill(Urgency(2, remaining_s, request.arrival_s, request.key), request, remaining_s, remaining_s)
+
+
+def fill(*requests: QueuedPrefill, room: LongRoom = ROOM) -> LongParts:
+    longs = sorted([ranked(request) for request in requests])
+    return fill_with_longs(longs, [one for one in longs if one.request.is_started], COST, room)
+
+
+def keys(parts: LongParts) -> tuple[tuple[int, ...], int | None, int]:
+    cut = None if parts.cut is None else parts.cut.request.key
+    return tuple(one.request.key for one in parts.whole), cut, parts.cut_tokens
+
+
+def test_a_tail_and_the_next_prompt_share_an_iteration() -> None:
+    tail = queued(1, 76, total_tokens=588, cached_tokens=512, is_started=True, is_current=True)
+    assert keys(fill(tail, queued(2, 2000))) == ((1,), 2, 424)
+
+
+def test_what_nearly_fits_is_not_cut() -> None:
+    assert keys(fill(queued(1, 549))) == ((1,), None, 0)
+    assert keys(fill(queued(1, 1000))) == ((), 1, 500)
+
+
+def test_the_first_one_moves_on_however_little_time_is_left() -> None:
+    assert keys(fill(queued(1, 1000), room=ROOM._replace(left_s=-1.0))) == ((), 1, 64)
+    assert keys(fill(queued(1, 300), queued(2, 1000), room=ROOM._replace(left_s=0.31))) == ((1,), None, 0)
+
+
+def test_one_started_prefill_is_in_a_batch() -> None:
+    first = queued(1, 100, is_started=True, is_current=True)
+    second = queued(2, 150, is_started=True)
+    assert keys(fill(first, second, queued(3, 300))) == ((1, 3), None, 0)
+    assert keys(fill(first, queued(3, 300), room=ROOM._replace(may_continue=False))) == ((3,), None, 0)
+
+
+def test_no_more_are_started_than_may_be_parked() -> None:
+    started = [queued(key, 3000, is_started=True) for key in range(1, 6)]
+    new = queued(9, 2000)
+    assert keys(fill(*started, new))[1] == 1  # five parked ones are too many: one of them goes on
+    assert keys(fill(*started[:4], new))[1] == 9
+
+
+def test_memory_is_promised_to_those_that_were_started() -> None:
+    started = queued(1, 3000, is_started=True)
+    assert keys(fill(started, queued(2, 2000), room=ROOM._replace(free_kv_tokens=5000)))[1] == 2
+    assert keys(fill(started, queued(2, 2000), room=ROOM._replace(free_kv_tokens=4999)))[1] == 1
+    # One that this batch ends gives its KV away again.
+    assert keys(fill(started, queued(2, 400), room=ROOM._replace(free_kv_tokens=3000)))[0] == (2,)
+
+
+@settings(max_examples=300)
+@given(
+    longs=st.lists(st.tuples(st.integers(1, 6000), st.booleans(), st.sampled_from([0, 512])), min_size=1, max_size=8),
+    left_s=st.floats(-0.1, 3.0),
+    tokens=st.integers(1, 8192),
+    free=st.integers(0, 20_000),
+    page=st.sampled_from([1, 16, 64]),
+    requests=st.integers(1, 8),
+    parked=st.integers(0, 4),
+    may_continue=st.booleans(),
+)
+def test_what_holds_for_any_room(
+    longs: list[tuple[int, bool, int]],
+    left_s: float,
+    tokens: int,
+    free: int,
+    page: int,
+    requests: int,
+    parked: int,
+    may_continue: bool,
+) -> None:
+    queue = [
+        queued(key, new, is_started=is_started, cached_tokens=cached, total_tokens=new + cached)
+        for key, (new, is_started, cached) in enumerate(longs, start=1)
+    ]
+    room = LongRoom(left_s, tokens, requests, free, 4096, page, 64, parked, may_continue)
+    parts = fill(*queue, room=room)
+    chosen = [one.request for one in parts.whole] + ([] if parts.cut is None else [parts.cut.request])
+    assert len({one.key for one in chosen}) == len(chosen) == parts.requests <= requests
+    assert sum(one.is_started for one in chosen) <= (1 if may_continue else 0)
+    paged = [-(-one.request.new_tokens // page) * page for one in parts.whole]
+    assert sum(one.request.new_tokens for one in parts.whole) + parts.cut_tokens == parts.new_tokens
+    # The last one that runs whole may end within a page that the others of the room have left.
+    assert sum(paged) + parts.cut_tokens <= min(tokens, free) + page * len(paged)
+    if parts.cut is not None:
+        assert 0 < parts.cut_tokens < parts.cut.request.new_tokens
+        assert parts.cut_tokens % page == 0
+        after = [one for one in queue if one.is_started and one not in chosen]
+        if not parts.cut.request.is_started and any(one.is_started for one in queue):
+            assert len(after) <= parked
+            promised = sum(one.new_tokens for one in after) + parts.cut.request.new_tokens
+            assert promised <= free
+    # With room for a page, and nothing promised, one of them runs.
+    can_start = not any(one.is_started for one in queue) and min(tokens, free) >= page
+    assert chosen or not can_start
+    if len(chosen) > 1:
+        assert parts.added_s <= 1.1 * left_s + 1e-9
+
+
+def short_batch(*deadlines_s: float, predicted_s: float = 0.03) -> FormedBatch:
+    members = tuple(ranked(queued(key, 20, deadline_s=at_s)) for key, at_s in enumerate(deadlines_s, start=1))
+    return FormedBatch(members, 20 * len(members), 0, 0.0, predicted_s, None, False, min(deadlines_s))
+
+
+def test_shorts_run_alone_where_mixing_makes_one_late() -> None:
+    assert run_shorts_alone(0.0, short_batch(0.1, inf), 0.15, 1.0, 10, 0.9)
+    assert not run_shorts_alone(0.0, short_batch(0.16, inf), 0.15, 1.0, 10, 0.9)
+    assert not run_shorts_alone(0.0, short_batch(0.02, inf), 0.15, 1.0, 10, 0.9), "late by itself, too"
+
+
+def test_shorts_run_alone_where_they_wait_for_more_than_is_saved() -> None:
+    batch = short_batch(inf, inf, inf)
+    assert run_shorts_alone(0.0, batch, 0.2, 0.01, 4, 0.0)  # 3 x 0.17 s against 2 x 5 x 0.01 s
+    assert not run_shorts_alone(0.0, batch, 0.2, 0.01, 4, 0.9)
+    assert run_shorts_alone(0.0, batch, 0.2, 0.001, 4, 0.9), "a captured graph saves next to nothing"
+
+
+def test_the_budget_of_an_instance_for_long_prefills() -> None:
+    assert long_mode_round_s(0.1, 0.02, 5.0) == pytest.approx(0.3)
+    # Of chunks of 1.5 times that: no other length ends sooner on the last of three stages.
+    chunk_s = without_shorts_s(long_mode_round_s(0.1, 0.02, 5.0, stages=3))
+    assert chunk_s == pytest.approx(
+        min((0.15 + 0.001 * n for n in range(300)), key=lambda t: 0.02 * 5.0 / t + 2 * t), abs=1e-3
+    )
+    assert long_mode_round_s(0.1, 0.02, 5000.0, stages=3) == pytest.approx(0.3), "many wait: the fill is paid once"
+    assert long_mode_round_s(0.1, 0.02, 0.01, stages=3) == pytest.approx(0.1)
+
+
+@given(st.floats(0.001, 1e4), st.floats(0.01, 10.0))
+def test_even_parts_keep_the_budget(work_s: float, budget_s: float) -> None:
+    share_s = even_share_s(work_s, budget_s)
+    parts = round(work_s / share_s)
+    assert share_s * parts == pytest.approx(work_s)
+    assert work_s <= (parts + 0.1) * budget_s * (1 + 1e-9)
+    assert parts == 1 or work_s > (parts - 0.9) * budget_s * (1 - 1e-9)
+
+
+def test_shorts_share_their_batch_in_a_pipeline() -> None:
+    """Behind a long chunk they are no earlier on the later stages, and these wait as well as those before."""
+    batch = short_batch(inf, inf, inf)
+    assert run_shorts_alone(0.0, batch, 0.2, 0.01, 0, 0.0)  # 3 x 0.17 s against 2 x 0.01 s
+    assert run_shorts_alone(0.0, batch, 0.2, 0.01, 0, 0.0, stages=2)  # and against 2 x 0.18 s
+    assert not run_shorts_alone(0.0, batch, 0.2, 0.01, 1, 0.0, stages=2)
+    assert not run_shorts_alone(0.0, short_batch(inf), 0.2, 0.01, 0, 0.0, stages=2)
+    # On time alone: after two chunks on the later stages and 0.03 s.
+    assert run_shorts_alone(0.0, short_batch(0.45), 0.2, 1.0, 10, 0.9, stages=3)
+    assert not run_shorts_alone(0.0, short_batch(0.42), 0.2, 1.0, 10, 0.9, stages=3)
+
+
+def test_the_budget_of_a_batch() -> None:
+    assert packed_round_s(1e-4, 0.4) == pytest.approx(0.08)  # a fifth of the objective
+    assert packed_round_s(0.015, 0.4) == pytest.approx(0.12)  # an eighth of it is lost
+    assert packed_round_s(0.03, 0.4) == pytest.approx(0.4 / 3)  # a third of the objective
+    assert packed_round_s(0.2, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_longest_wait_is_the_same_through_a_pipeline(stages: int) -> None:
+    """Behind the longest batch, half as long again, through all stages, and for its own: 5/6 of the objective."""
+    round_s = packed_round_s(0.03, 0.4, stages)
+    longest_s = packed_batch.without_shorts_s(round_s)
+    assert stages * longest_s + round_s == pytest.approx(max(5 / 6 * 0.4, (1.5 * stages + 1) * 2.4 * 0.03))
+
+
+@pytest.mark.parametrize(("stages", "together"), [(1, 3), (2, 1)])
+def test_a_batch_ends_when_it_has_passed_all_stages(stages: int, together: int) -> None:
+    """Three shorts of 100 ms each, due in 350 ms: one stage ends them all in time, two end only the first."""
+    cost = CostCoefficients(0.0, 1e-3, 0.0, 1e-4)
+    limits = LIMITS._replace(stages=stages)
+    laps = Laps(LapsOptions(boundary_tokens=256, short_ttft_slo_ms=5000.0), GraphGrid(()), cost, limits)
+    queue = tuple(
+        QueuedPrefill(key, SHORT, 100, 0, 100, 0.0, 0.35, PriorityClass.NORMAL, False, False) for key in range(1, 4)
+    )
+    plan = laps.choose_of(RoundSnapshot(0.0, queue, 1 << 20))
+    assert len(plan.batches[0].whole) == together
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 100_000),
+    load=st.floats(0.3, 1.3),
+    is_gpu=st.booleans(),
+    mode=st.sampled_from(LapsMode),
+    kv_tokens=st.sampled_from([9000, 1_000_000]),
+)
+def test_a_queue_that_is_kept_decides_as_one_that_is_made_anew(
+    seed: int, load: float, is_gpu: bool, mode: LapsMode, kv_tokens: int
+) -> None:
+    random = Random(seed)
+    truth = GPU if is_gpu else CPU
+    arrivals = [
+        arrival._replace(
+            priority=random.choice(list(PriorityClass)), ttft_slo_s=random.choice([None, None, 0.001, 0.5, 60.0])
+        )
+        for arrival in mixed(random, 80, load, truth)
+    ]
+    laps = Laps(LapsOptions(mode=mode, age_s=0.5), GRID if is_gpu else GraphGrid(), truth, LIMITS)
+    outcome = run_laps(laps, arrivals, truth, kv_tokens=kv_tokens, is_compared=True)
+    assert len(outcome.ended) == 80
+
+
+def test_shorts_share_iterations_with_longs_on_a_busy_cpu_and_run_alone_on_graphs() -> None:
+    # What an eager iteration costs is lost with each: 15 ms.
+    slow = CostCoefficients(alpha_s=5e-9, token_s=2e-4, read_s=1e-7, kappa_s=0.015)
+    outcome = run_laps(policy(slow), mixed(Random(3), 800, 0.9, slow), slow)
+    reasons = [step.batch.reason for step in outcome.steps]
+    assert reasons.count(DispatchReason.MIXED) > len(reasons) / 3
+    graphs = GPU._replace(replayed=GPU._replace(kappa_s=5e-4))
+    outcome = run_laps(policy(graphs, GRID), mixed(Random(3), 800, 0.9, graphs), graphs)
+    beside = [step for step in outcome.steps if step.batch.short_requests and len(step.snapshot.queue) > 1]
+    assert sum(step.batch.is_short for step in beside) > 0.7 * len(beside)
+
+
+def test_a_real_time_long_prefill_goes_before_normal_shorts() -> None:
+    queue = (queued(1, 8000, priority=PriorityClass.REAL_TIME), queued(2, 100))
+    first = policy().choose_of(RoundSnapshot(0.0, queue, 100_000)).batches[0]
+    assert first.cut is not None
+    assert first.cut.key == 1
+    assert first.whole == ()
+
+
+def test_offline_work_does_not_join_requests_with_deadlines() -> None:
+    offline = [queued(key, 40, deadline_s=inf, priority=PriorityClass.LOW) for key in (1, 2)]
+    (batch,) = policy().choose_of(RoundSnapshot(0.0, (*offline, queued(3, 40)), 100_000)).batches
+    assert batch.whole == (3,)
+
+
+def test_what_the_memory_refuses_waits_for_offline_work_that_holds_it() -> None:
+    holder = queued(1, 500, total_tokens=3000, cached_tokens=2500, deadline_s=inf, is_started=True, is_current=True)
+    plan = policy().choose_of(RoundSnapshot(0.0, (holder, queued(2, 4000)), 600))
+    assert 1 in plan.batches[0].keys
+
+
+def test_arrivals_in_one_instant_are_served() -> None:
+    outcome = run_laps(policy(), [Arrival(0.0, 100) for _ in range(200)], CPU)
+    assert len(outcome.ended) == 200
+
+
+def test_shorts_with_nothing_long_beside_them_are_bounded_by_their_deadlines() -> None:
+    laps = policy(COST, boundary_tokens=256)  # 10 ms and 1 ms a token
+    shorts = tuple(queued(key, 90, deadline_s=0.4) for key in range(1, 5))
+    round_s = laps.report(RoundSnapshot(0.0, shorts, 10_000)).round_s
+    assert round_s < 0.2
+    (batch,) = laps.choose_of(RoundSnapshot(0.0, shorts[:3], 10_000)).batches
+    assert sorted(batch.keys) == [1, 2, 3]
+    assert batch.predicted_s > round_s
+    (batch,) = laps.choose_of(RoundSnapshot(0.1, shorts, 10_000)).batches  # all four would end at 0.47
+    assert len(batch.keys) == 3
+    fixed = policy(COST, boundary_tokens=256, round_ms=150.0)
+    assert len(fixed.choose_of(RoundSnapshot(0.0, shorts, 10_000)).batches[0].keys) == 1
+
+
+def test_laps_experiment_in_small() -> None:
+    """Prompts that one iteration holds: order of arrival makes five times as many of them late."""
+    truth = CostCoefficients(0.0, 1.5e-4, 0.0, 0.02)
+    random = Random(2)
+    arrivals, now_s = [], 0.0
+    for _ in range(2000):
+        now_s += random.expovariate(22.0)
+        arrivals.append(Arrival(now_s, int(2 ** random.uniform(3, 10))))
+    late, first, free_s = 0, 0, 0.0
+    while first < len(arrivals):  # all that wait, in order of arrival
+        start_s = max(free_s, arrivals[first].at_s)
+        batch = [one for one in arrivals[first : first + 64] if one.at_s <= start_s]
+        free_s = start_s + truth.iteration_s(0.0, sum(one.new_tokens for one in batch), 0)
+        late += sum(free_s > one.at_s + 0.4 for one in batch)
+        first += len(batch)
+    outcome = run_laps(policy(truth, boundary_tokens=1024), arrivals, truth)
+    assert late > 5 * outcome.late() > 0
+    assert outcome.ttft_s(SHORT, 1.0) < 5 * 0.4 + 2 * 0.4
+
+
+def test_a_batch_keeps_a_margin_for_a_machine_that_is_hard_to_predict() -> None:
+    shorts = tuple(queued(key, 10, deadline_s=0.4) for key in range(1, 50))  # in all 500 ms
+    steady, erratic = policy(COST, boundary_tokens=256), policy(COST, boundary_tokens=256)
+    random = Random(4)
+    for _ in range(200):
+        tokens = random.randint(20, 400)
+        duration_s = COST.chunk_s(tokens, 0)
+        sample = IterationSample(float(tokens * tokens), tokens, 0, 1, duration_s)
+        steady.note_iteration(sample)
+        erratic.note_iteration(sample._replace(duration_s=duration_s * random.uniform(0.7, 1.3)))
+    snapshot = RoundSnapshot(0.0, shorts, 10_000)
+    assert len(steady.choose_of(snapshot).batches[0].keys) >= 38
+    error = erratic.report(snapshot).fit.error_p50
+    assert error is not None
+    assert error > 0.05
+    batch = erratic.choose_of(snapshot).batches[0]
+    assert 0.3 < batch.predicted_s * (1 + error) <= 0.4
+
+
+@pytest.mark.parametrize("mixes_started", [True, False])
+def test_an_instance_that_holds_nothing_is_refused(mixes_started: bool) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        policy(limits=LIMITS._replace(max_requests=0, mixes_started=mixes_started))
+    policy(limits=LIMITS._replace(mixes_started=mixes_started))
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_chunks_take_equal_times_as_the_prefix_grows(stages: int) -> None:
+    """So no stage of a pipeline waits for another one: tokens of a chunk shrink as each of them costs more."""
+    cost = CostCoefficients(alpha_s=4e-7, token_s=1e-4, read_s=0.0, kappa_s=1e-3)
+    limits = LIMITS._replace(stages=stages, max_chunk_tokens=1 << 20, max_batch_tokens=1 << 20)
+    laps = Laps(LapsOptions(boundary_tokens=256, min_chunk_tokens=1), GraphGrid(()), cost, limits)
+    request = QueuedPrefill(1, LONG, 16_000, 0, 16_000, 0.0, inf, PriorityClass.NORMAL, False, False)
+    tokens, times_s = [], []
+    while True:
+        batch = laps.choose_of(RoundSnapshot(0.0, (request,), 1 << 20)).batches[0]
+        if batch.cut is None:
+            break
+        tokens.append(batch.cut.tokens)
+        times_s.append(batch.predicted_s)
+        request = request.after_chunk(batch.cut.tokens)
+    assert len(tokens) > 8
+    assert all(after <= before + LIMITS.page_tokens for before, after in pairwise(tokens))
+    assert tokens[-1] < tokens[0] / 2
+    page_s = cost.chunk_s(LIMITS.page_tokens, 16_000) - cost.kappa_s
+    if stages > 1:  # the last one, too: of what pages round away others have a little more
+        assert min(*times_s, batch.predicted_s) >= 0.9 * max(*times_s, batch.predicted_s)
+    else:
+        assert max(times_s) - min(times_s) <= page_s
+
+
+def of_stages(stages: int, mode: LapsMode, kappa_s: float) -> Laps:
+    cost = CostCoefficients(alpha_s=0.0, token_s=1e-4, read_s=0.0, kappa_s=kappa_s)
+    limits = LIMITS._replace(stages=stages, max_chunk_tokens=1 << 20, max_batch_tokens=1 << 20)
+    options = LapsOptions(mode=mode, boundary_tokens=256, short_ttft_slo_ms=400.0, min_chunk_tokens=1)
+    return Laps(options, GraphGrid(()), cost, limits)
+
+
+@pytest.mark.parametrize(("stages", "requests"), [(1, 1), (2, 2)])
+def test_a_short_prefill_shares_its_batch_in_a_pipeline(stages: int, requests: int) -> None:
+    """Where every batch costs next to nothing anew it runs alone on one stage."""
+    short = QueuedPrefill(1, SHORT, 50, 0, 50, 0.0, 9.0, PriorityClass.NORMAL, False, False)
+    long = QueuedPrefill(2, LONG, 64_000, 0, 64_000, 0.0, 99.0, PriorityClass.NORMAL, False, False)
+    batch = of_stages(stages, LapsMode.BOTH, 1e-5).choose_of(RoundSnapshot(0.0, (short, long), 1 << 20)).batches[0]
+    assert len(batch.keys) == requests
+
+
+def test_chunks_of_a_pipeline_for_long_prefills() -> None:
+    """They take what ends the prompt soonest, from its beginning to its end: sqrt(kappa W / (P - 1))."""
+    request = QueuedPrefill(1, LONG, 64_000, 0, 64_000, 0.0, 99.0, PriorityClass.NORMAL, False, False)
+    laps = of_stages(2, LapsMode.LONG, 0.01)
+    for _ in range(20):
+        batch = laps.choose_of(RoundSnapshot(0.0, (request,), 1 << 20)).batches[0]
+        assert batch.cut is not None
+        assert batch.predicted_s == pytest.approx(sqrt(0.01 * 6.4), rel=0.1)
+        request = request.after_chunk(batch.cut.tokens)

@@ -1,0 +1,497 @@
+"""What the whole policy decides for a snapshot: order, fallbacks, modes, classes, deadlines and the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
+from sglang_ext.laps.decide.options import Batching
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import (
+    Composition,
+    DispatchReason,
+    LapsMode,
+    PrefillBatch,
+    PriorityClass,
+    QueuedPrefill,
+    RoundSnapshot,
+)
+from support.prefill_loop import (
+    CPU,
+    GPU,
+    GRID,
+    LIMITS,
+    LONG,
+    SHORT,
+    Arrival,
+    check_plan,
+    mixed,
+    run_laps,
+)
+from support.prefill_loop import policy as policy_of
+
+
+def policy(truth: CostCoefficients = CPU, grid: GraphGrid | None = None, **options: object) -> Laps:
+    return policy_of(truth, grid, composition=Composition.SEPARATE, **options)
+
+
+def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
+    length_class = SHORT if new_tokens <= 256 else LONG
+    request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
+    return replace(request, **changes)  # type: ignore[arg-type]
+
+
+def test_an_idle_instance_has_nothing_to_do() -> None:
+    plan = policy().choose_of(RoundSnapshot(1.0, (), 1000))
+    assert plan.batches == ()
+    assert plan.wake_s == inf
+
+
+def test_a_lone_short_on_a_linear_machine_leaves_at_once() -> None:
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (queued(7, 100),), 1000)).batches
+    assert action.is_short
+    assert action.keys == (7,)
+    assert action.reason is DispatchReason.NO_GAIN
+
+
+def test_a_lone_long_runs_in_chunks_of_a_round() -> None:
+    laps = policy(round_ms=50.0)
+    (action,) = laps.choose_of(RoundSnapshot(0.0, (queued(7, 4000),), 10_000)).batches
+    assert not action.is_short
+    assert action.reason is DispatchReason.ALONE
+    assert action.predicted_s == pytest.approx(0.05, rel=0.01)
+    assert CPU.chunk_s(action.new_tokens + 1, 0) > 0.05
+
+
+def test_while_both_wait_the_chunk_leaves_the_shorts_their_share() -> None:
+    laps = policy(round_ms=50.0)
+    snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100)), 10_000)
+    first, fallback = laps.choose_of(snapshot).batches
+    assert first.is_short
+    assert not fallback.is_short
+    assert fallback.predicted_s == pytest.approx(0.6 * 0.05, rel=0.01)
+
+
+def test_choosing_changes_nothing() -> None:
+    laps = policy()
+    snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100), queued(3, 30)), 10_000)
+    plans = [laps.choose_of(snapshot) for _ in range(3)]
+    assert plans[0] == plans[1] == plans[2]
+    assert laps.report(snapshot) == laps.report(snapshot)
+
+
+def test_order_in_the_snapshot_does_not_matter() -> None:
+    random = Random(1)
+    queue = [queued(key, random.choice([20, 100, 900, 5000]), arrival_s=-random.random()) for key in range(20)]
+    plans = set()
+    for _ in range(5):
+        random.shuffle(queue)
+        plans.add(policy().choose_of(RoundSnapshot(1.0, tuple(queue), 100_000)))
+    assert len(plans) == 1
+
+
+def test_shorts_that_have_used_their_share_let_a_chunk_run() -> None:
+    laps = policy(round_ms=50.0)
+    snapshot = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 100)), 10_000)
+    turns = []
+    for _ in range(200):
+        action = laps.choose_of(snapshot).batches[0]
+        laps.note_dispatch_of(snapshot, action)
+        turns.append(action)
+    short_s = sum(turn.predicted_s for turn in turns if turn.is_short)
+    long_s = sum(turn.predicted_s for turn in turns if not turn.is_short)
+    assert short_s / (short_s + long_s) == pytest.approx(0.4, abs=0.05)
+    assert {turn.reason for turn in turns if not turn.is_short} == {DispatchReason.SHARE}
+    assert laps.report(snapshot).short_share == pytest.approx(0.4, abs=0.08)
+
+
+def test_medhas_rule_for_a_late_long_prefill() -> None:
+    late = queued(1, 4000, arrival_s=-100.0, deadline_s=-50.0)
+    laps = policy(rho_min=0.0)
+    patient = queued(2, 100, deadline_s=1000.0)
+    first = laps.choose_of(RoundSnapshot(0.0, (late, patient), 10_000)).batches[0]
+    assert not first.is_short
+    assert first.reason is DispatchReason.URGENT
+    long_past = queued(2, 100, arrival_s=-100.0, deadline_s=-90.0)
+    first = laps.choose_of(RoundSnapshot(0.0, (late, long_past), 10_000)).batches[0]
+    assert first.is_short
+    assert first.reason is DispatchReason.URGENT
+
+
+def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> PrefillBatch:
+    return laps.choose_of(RoundSnapshot(now_s, queue, 10**6)).batches[0]
+
+
+def test_shorts_that_can_afford_it_wait_for_more_members_while_several_longs_wait() -> None:
+    longs = queued(1, 4000), queued(2, 4000)
+    patient = queued(3, 100, deadline_s=10.0)
+    assert not first_action(policy(), 0.0, *longs, patient).is_short
+    # One long prefill alone: time is not scarce.
+    assert first_action(policy(), 0.0, longs[0], patient).is_short
+    # Another chunk would take it beyond 80% of the time that it has.
+    assert first_action(policy(), 7.99, *longs, patient).is_short
+    assert first_action(policy(), 0.0, *longs, patient, queued(4, 10, deadline_s=0.05)).is_short
+    assert first_action(policy(round_ms=50.0), 0.0, *longs, patient).is_short
+    assert first_action(policy(depth_max=1), 0.0, *longs, patient, queued(4, 50)).is_short
+    assert first_action(policy(mode=LapsMode.SHORT), 0.0, *longs, patient).is_short
+    important = queued(3, 100, deadline_s=10.0, priority=PriorityClass.HIGH)
+    assert first_action(policy(), 0.0, *longs, important).is_short
+
+
+def test_priority_comes_before_slack() -> None:
+    real_time = queued(1, 4000, priority=PriorityClass.REAL_TIME)
+    first = policy().choose_of(RoundSnapshot(0.0, (real_time, queued(2, 100)), 10_000)).batches[0]
+    assert not first.is_short
+    low = queued(1, 4000, priority=PriorityClass.LOW, arrival_s=-5.0, deadline_s=-1.0)
+    first = policy().choose_of(RoundSnapshot(0.0, (low, queued(2, 100)), 10_000)).batches[0]
+    assert first.is_short
+
+
+def test_an_aged_long_prefill_does_not_shut_the_shorts_out() -> None:
+    aged = queued(1, 4000, arrival_s=-1000.0, deadline_s=-900.0)
+    first = policy().choose_of(RoundSnapshot(0.0, (aged, queued(2, 100)), 10_000)).batches[0]
+    assert first.is_short
+
+
+def test_memory_refuses_a_short_so_the_long_goes_on() -> None:
+    started = queued(1, 500, total_tokens=4000, cached_tokens=3500, is_started=True, is_current=True)
+    actions = policy().choose_of(RoundSnapshot(0.0, (started, queued(2, 200)), 100)).batches
+    assert not actions[0].is_short
+    assert actions[0].new_tokens == 100
+    assert actions[1].is_short
+
+
+def test_a_prompt_larger_than_the_memory_is_offered_all_the_same() -> None:
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (queued(1, 5000),), 1000)).batches
+    assert not action.is_short
+    assert action.new_tokens <= 1000
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (queued(1, 100),), 0)).batches
+    assert action.is_short
+
+
+def test_a_short_that_was_chunked_goes_on_as_a_long_one() -> None:
+    started = queued(1, 50, total_tokens=200, cached_tokens=150, is_started=True, is_current=True)
+    (action,) = policy().choose_of(RoundSnapshot(0.0, (started,), 1000)).batches
+    assert not action.is_short
+    assert action.new_tokens == 50
+
+
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_for_shorts_keeps_longs_for_idle_times_until_they_are_late() -> None:
+    laps = policy(mode=LapsMode.SHORT, truth=GPU, grid=GRID)
+    for index in range(64):
+        laps.note_arrival(-0.064 + 0.001 * index, SHORT, 20, 0, 9.0)
+    gathering = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 20)), 10_000)
+    plan = laps.choose_of(gathering)
+    assert plan.batches == ()  # the window is open
+    assert 0 < plan.wake_s <= 0.03
+    late = queued(1, 4000, deadline_s=-1.0)
+    turns = []
+    for _ in range(1000):
+        snapshot = RoundSnapshot(0.05, (late, queued(2, 20)), 10_000)
+        action = laps.choose_of(snapshot).batches[0]
+        laps.note_dispatch_of(snapshot, action)
+        turns.append(action)
+    short_s = sum(turn.predicted_s for turn in turns if turn.is_short)
+    assert short_s / sum(turn.predicted_s for turn in turns) == pytest.approx(0.6, abs=0.05)
+
+
+def test_an_instance_for_longs_runs_large_chunks_and_never_waits_for_shorts() -> None:
+    laps = policy(mode=LapsMode.LONG, round_ms=20.0)
+    first, chunk = laps.choose_of(RoundSnapshot(0.0, (queued(1, 8000), queued(2, 100)), 10_000)).batches
+    assert first.is_short
+    assert not chunk.is_short
+    assert chunk.predicted_s == pytest.approx(0.06, rel=0.01)
+    (alone,) = (
+        policy(mode=LapsMode.LONG, truth=GPU, w_min_ms=20.0)
+        .choose_of(RoundSnapshot(0.0, (queued(2, 100),), 10_000))
+        .batches
+    )
+    assert alone.is_short
+    assert alone.reason is DispatchReason.ALONE
+
+
+@pytest.mark.parametrize("mode", LapsMode)
+def test_every_mode_serves_everything(mode: LapsMode) -> None:
+    outcome = run_laps(policy(mode=mode), mixed(Random(5), 300, 0.8, CPU), CPU)
+    assert len(outcome.ended) == 300
+
+
+def test_switching_under_load_loses_nothing() -> None:
+    random = Random(6)
+    laps = policy()
+
+    def switch() -> float:
+        laps.switch_mode(random.choice(list(LapsMode)))
+        return 1.0
+
+    outcome = run_laps(laps, mixed(random, 400, 0.8, CPU), CPU, noise=switch)
+    assert len(outcome.ended) == 400
+
+
+# -- classes, deadlines, report --------------------------------------------------------------------------------------
+
+
+def test_the_boundary_is_the_option_or_what_takes_half_of_the_objective() -> None:
+    assert policy(boundary_tokens=100).classify(101, 0) is LONG
+    random = Random(15)
+    laps = policy(boundary_tokens=None, short_ttft_slo_ms=200.0)
+    assert laps.classify(512, 0) is SHORT
+    assert laps.classify(513, 0) is LONG
+    for _ in range(300):
+        new, cached = int(2 ** random.uniform(3, 12)), random.choice([0, int(2 ** random.uniform(4, 12))])
+        laps.note_iteration(IterationSample(float(new * (new + 2 * cached)), new, cached, 1, CPU.chunk_s(new, cached)))
+    report = laps.report(RoundSnapshot(0.0, (), 1000))
+    limit = report.boundary_tokens
+    assert report.boundary_is_fitted
+    assert CPU.chunk_s(limit, 0) <= 0.1 < CPU.chunk_s(3 * limit // 2, 0)
+    assert laps.classify(limit, 4096) is SHORT
+    assert laps.classify(limit + 1, 4096) is LONG
+
+
+def test_deadlines() -> None:
+    laps = policy(round_ms=1e6)
+    assert laps.deadline_s(SHORT, 100, 0, 10.0, None) == pytest.approx(10.4)
+    assert laps.deadline_s(LONG, 4000, 100, 10.0, None) == pytest.approx(10 + 5 * CPU.chunk_s(4000, 100))
+    assert laps.deadline_s(LONG, 300, 0, 10.0, None) == pytest.approx(10.4)
+    assert laps.deadline_s(LONG, 4000, 0, 10.0, 0.25) == pytest.approx(10.25)
+    assert policy(batching=Batching.TOKEN_MAX).deadline_s(SHORT, 100, 0, 10.0, None) == inf
+
+
+def test_low_priority_has_no_deadline_of_its_own() -> None:
+    laps = policy()
+    assert laps.deadline_s(SHORT, 100, 0, 10.0, None, PriorityClass.LOW) == inf
+    assert laps.deadline_s(LONG, 4000, 0, 10.0, None, PriorityClass.LOW) == inf
+    assert laps.deadline_s(SHORT, 100, 0, 10.0, 0.25, PriorityClass.LOW) == pytest.approx(10.25)
+
+
+YIELD_S = 0.4 / 16  # the least that work without deadlines runs at a time while clients are near
+
+
+def offline(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
+    return queued(key, new_tokens, deadline_s=inf, priority=PriorityClass.LOW, **changes)
+
+
+def test_offline_shorts_wait_for_a_dense_batch_and_not_beyond_a_pause() -> None:
+    laps = policy(token_max=300, w_max_ms=20.0)
+    two = (offline(1, 100), offline(2, 100, arrival_s=0.005))
+    assert laps.choose_of(RoundSnapshot(0.01, two, 10_000)) == laps.choose_of(RoundSnapshot(0.01, two, 10_000))
+    assert laps.choose_of(RoundSnapshot(0.01, two, 10_000)).batches == ()
+    assert laps.choose_of(RoundSnapshot(0.01, two, 10_000)).wake_s == pytest.approx(0.025)
+    (paused,) = laps.choose_of(RoundSnapshot(0.026, two, 10_000)).batches
+    assert paused.is_short
+    assert paused.reason is DispatchReason.WINDOW
+    three = (*two, offline(3, 100, arrival_s=0.009))
+    (dense,) = laps.choose_of(RoundSnapshot(0.01, three, 10_000)).batches
+    assert dense.is_short
+    assert (dense.reason, dense.keys) == (DispatchReason.TOKENS, (1, 2, 3))
+
+
+def test_an_online_short_makes_the_batch_leave_as_online_ones_do() -> None:
+    laps = policy(token_max=300, w_max_ms=20.0)
+    mixed_queue = (offline(1, 100), queued(2, 100, arrival_s=0.005))
+    (action,) = laps.choose_of(RoundSnapshot(0.006, mixed_queue, 10_000)).batches
+    assert action.is_short
+    assert action.reason is DispatchReason.NO_GAIN
+    assert action.keys[0] == 2, "the online one is the more urgent"
+
+
+def test_offline_prefills_do_not_hide_that_online_ones_are_late() -> None:
+    laps = policy()
+    laps.note_first_token(2.0, SHORT, 0.0, 1.0)
+    for _ in range(99):
+        laps.note_first_token(2.0, SHORT, 0.0, inf)
+    assert laps.report(RoundSnapshot(2.0, (), 1000)).short.slo_violation_rate == 1.0
+
+
+def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
+    laps = policy(short_ttft_slo_ms=400.0)
+    snapshot = RoundSnapshot(100.0, (offline(1, 20_000),), 100_000)
+
+    def chunk_s() -> float:
+        (action,) = laps.choose_of(snapshot).batches
+        assert not action.is_short
+        return action.predicted_s
+
+    largest_s = chunk_s()
+    (online,) = laps.choose_of(RoundSnapshot(100.0, (queued(1, 20_000),), 100_000)).batches
+    assert online.predicted_s < largest_s <= 0.4
+    laps.note_arrival(95.0, SHORT, 20, 0, 95.4)
+    assert chunk_s() <= YIELD_S
+    laps.note_arrival(99.0, SHORT, 20, 0, inf)
+    assert chunk_s() <= YIELD_S
+    snapshot = snapshot._replace(now_s=105.5)
+    assert chunk_s() == pytest.approx(largest_s)
+
+
+def test_all_that_runs_beside_clients_without_a_deadline_is_brief() -> None:
+    laps = policy(short_ttft_slo_ms=400.0, boundary_tokens=256)
+    laps.note_arrival(99.0, SHORT, 20, 0, 99.4)
+    shorts = tuple(offline(key, 250) for key in range(8))
+    for queue in (shorts, (*shorts, offline(9, 5000)), tuple(offline(key, 12) for key in range(64))):
+        for action in laps.choose_of(RoundSnapshot(100.0, queue, 100_000)).batches:
+            assert action.predicted_s <= YIELD_S
+
+
+@pytest.mark.parametrize("is_online", [False, True])
+def test_a_round_that_is_given_holds_for_work_without_deadlines_too(is_online: bool) -> None:
+    laps = policy(round_ms=100.0, boundary_tokens=256)
+    if is_online:
+        laps.note_arrival(99.9, SHORT, 20, 0, 100.3)
+    short = (offline(1, 200, arrival_s=99.0),)
+    (alone,) = laps.choose_of(RoundSnapshot(100.0, short, 100_000)).batches
+    assert alone.is_short, "a short prefill is not cut"
+    (chunk,) = laps.choose_of(RoundSnapshot(100.0, (offline(2, 20_000),), 100_000)).batches
+    (ordinary,) = laps.choose_of(RoundSnapshot(100.0, (queued(2, 20_000),), 100_000)).batches
+    assert not chunk.is_short
+    assert not ordinary.is_short
+    assert chunk.new_tokens == ordinary.new_tokens
+    assert chunk.predicted_s <= 0.1
+
+
+def test_nothing_without_a_deadline_joins_a_batch_of_those_with_one() -> None:
+    laps = policy()
+    queue = (*(offline(key, 10) for key in range(5)), queued(7, 20), queued(8, 30))
+    action = laps.choose_of(RoundSnapshot(0.1, queue, 10_000)).batches[0]
+    assert action.is_short
+    assert set(action.keys) == {7, 8}
+
+
+def test_work_without_deadlines_makes_no_ones_rounds_longer() -> None:
+    laps = policy()
+    online = queued(1, 20_000)
+    alone = laps.choose_of(RoundSnapshot(0.1, (online,), 10**6)).batches[0]
+    beside = laps.choose_of(
+        RoundSnapshot(0.1, (online, *(offline(key, 20_000) for key in range(2, 30))), 10**6)
+    ).batches[0]
+    assert not beside.is_short
+    assert beside == alone
+
+
+def test_an_online_short_goes_before_offline_longs_whatever_shorts_have_used() -> None:
+    laps = policy()
+    longs = (offline(1, 20_000), offline(2, 20_000))
+    for turn in range(50):
+        snapshot = RoundSnapshot(0.1 * turn, (*longs, queued(10 + turn, 100, arrival_s=0.1 * turn)), 10**6)
+        action = laps.choose_of(snapshot).batches[0]
+        assert action.is_short
+        laps.note_dispatch_of(snapshot, action)
+
+
+def test_shorts_in_no_hurry_do_not_wait_beyond_t_max_beside_long_ones() -> None:
+    longs = (queued(1, 8000), queued(2, 8000))
+    patient = queued(3, 50, deadline_s=60.0)
+    assert not first_action(policy(t_max_ms=100.0), 0.05, *longs, patient).is_short
+    assert first_action(policy(t_max_ms=100.0), 0.11, *longs, patient).is_short
+
+
+@pytest.mark.parametrize("composition", list(Composition))
+def test_shorts_in_no_hurry_are_served_beside_bursts_of_long_ones(composition: Composition) -> None:
+    arrivals = [Arrival(20.0 * burst + 0.001 * number, 6000) for burst in range(2) for number in range(30)]
+    arrivals += [Arrival(0.05 + 0.5 * number, 50, ttft_slo_s=60.0) for number in range(60)]
+    outcome = run_laps(policy_of(CPU, composition=composition, t_max_ms=100.0), arrivals, CPU)
+    waits_s = outcome.ttfts_s(SHORT)
+    assert waits_s[int(0.9 * len(waits_s))] < 1.0
+
+
+@pytest.mark.parametrize("mode", list(LapsMode))
+def test_dense_batches_of_a_job_wait_for_one_objective_at_most(mode: LapsMode) -> None:
+    laps = policy(short_ttft_slo_ms=400.0)
+    laps.switch_mode(mode)
+    queue = (offline(1, 20_000), offline(2, 20_000), offline(3, 20, arrival_s=99.9))
+    first = laps.choose_of(RoundSnapshot(100.0, queue, 10**6)).batches[0]
+    late = laps.choose_of(RoundSnapshot(100.4, queue, 10**6)).batches
+    assert not first.is_short or mode is LapsMode.SHORT
+    assert any(action.is_short for action in late)
+
+
+@pytest.mark.parametrize("slo_s", [0.0, -1.0, float("nan")])
+def test_an_impossible_objective_is_refused(slo_s: float) -> None:
+    with pytest.raises(ValueError, match="TTFT objective of a request must be above 0 s"):
+        policy().deadline_s(SHORT, 100, 0, 0.0, slo_s)
+
+
+def test_limits_that_admit_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="limits of an instance"):
+        policy(limits=LIMITS._replace(max_requests=0))
+
+
+def test_the_report() -> None:
+    laps = policy(round_ms=50.0)
+    laps.note_arrival(0.0, SHORT, 100, 0, 9.0)
+    laps.note_arrival(0.5, SHORT, 100, 0, 9.0)
+    laps.note_first_token(0.9, LONG, 0.0, 0.6)
+    laps.note_first_token(0.9, LONG, 0.0, 1.0)
+    snapshot = RoundSnapshot(
+        1.0,
+        (
+            queued(1, 100),
+            queued(2, 100, arrival_s=0.5),
+            queued(3, 3000, total_tokens=4000, cached_tokens=1000, is_started=True, is_current=True),
+            queued(4, 2000, total_tokens=4000, cached_tokens=2000, is_started=True),
+        ),
+        10_000,
+    )
+    report = laps.report(snapshot)
+    assert report.mode is LapsMode.BOTH
+    assert report.parked == 1
+    assert report.depth == 64
+    assert report.short_rate_per_s == pytest.approx(1.0)
+    assert (report.short.requests, report.short.new_tokens) == (2, 200)
+    assert report.short.oldest_wait_s == pytest.approx(1.0)
+    assert report.short.backlog_s == pytest.approx(CPU.iteration_s(20_000.0, 200, 0))
+    assert (report.long.requests, report.long.new_tokens) == (2, 5000)
+    assert report.long.backlog_s > CPU.chunk_s(3000, 1000) + CPU.chunk_s(2000, 2000)
+    assert report.long.slo_violation_rate == 0.5
+    assert report.long.tardiness == pytest.approx(0.25)
+    assert report.short.slo_violation_rate == 0.0
+    assert report.round_s == 0.05
+    assert report.fit.samples == 0
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 6000), st.integers(0, 5000), st.floats(0, 99), st.booleans(), st.integers(0, 3)),
+        max_size=20,
+    ),
+    free=st.integers(0, 10_000),
+    page=st.sampled_from([1, 16]),
+    mode=st.sampled_from(LapsMode),
+    batching=st.sampled_from(Batching),
+)
+def test_any_snapshot_has_a_sound_plan(
+    requests: list[tuple[int, int, float, bool, int]], free: int, page: int, mode: LapsMode, batching: Batching
+) -> None:
+    queue = []
+    for key, (new, done, arrival_s, is_started, priority) in enumerate(requests):
+        is_started = is_started and done > 0
+        queue.append(
+            queued(
+                key,
+                new,
+                cached_tokens=done,
+                total_tokens=new + done if is_started else new,
+                arrival_s=arrival_s,
+                deadline_s=arrival_s + 1.0 if key % 3 else inf,
+                priority=PriorityClass(priority),
+                is_started=is_started,
+                is_current=is_started and key == 0,
+            )
+        )
+    snapshot = RoundSnapshot(100.0, tuple(queue), free)
+    limits = LIMITS._replace(page_tokens=page)
+    laps = policy(limits=limits, mode=mode, batching=batching)
+    plan = laps.choose_of(snapshot)
+    check_plan(snapshot, plan, limits)
+    assert bool(plan.batches) == bool(queue)  # everybody has waited beyond any window
+    for action in plan.batches:
+        laps.note_dispatch_of(snapshot, action)

@@ -1,0 +1,153 @@
+"""The queue that is kept in order from round to round, against one that is sorted anew at each look."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf, isfinite
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue
+from sglang_ext.laps.decide.round_plan import PriorityClass, QueuedPrefill
+from sglang_ext.laps.decide.slack import aged_class
+from sglang_ext.types import LengthClass
+from support.prefill_loop import CPU
+
+# No sum of waits is a multiple of it: at the very moment of a lift, rounding decides.
+AGE_S, STRETCH, CHUNK_S = 1.97371234567, 5.0, 0.05
+
+
+def remaining_s(request: QueuedPrefill) -> float:
+    return CPU.prefill_s(request.new_tokens, request.cached_tokens, CHUNK_S)
+
+
+def total_s(request: QueuedPrefill) -> float:
+    computed = request.total_tokens - request.new_tokens
+    return CPU.prefill_s(request.total_tokens, max(0, request.cached_tokens - computed), CHUNK_S)
+
+
+class SortedAnew(RuleBasedStateMachine):
+    """Every order is that of the definition, whatever has been put, removed, cut and lifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = PrefillQueue(AGE_S, STRETCH)
+        self.requests: dict[int, QueuedPrefill] = {}
+        self.now_s = 0.0
+        self.last_key = 0
+
+    def put(self, request: QueuedPrefill) -> None:
+        self.requests[request.key] = request
+        self.queue.put(request, self.now_s, CPU, CHUNK_S)
+
+    @rule(
+        tokens=st.integers(1, 5000),
+        cached=st.sampled_from([0, 0, 16, 4096]),
+        waited_s=st.sampled_from([0.0, 0.0, 1.0, 50.0]),
+        slack_s=st.sampled_from([0.1, 1.0, 100.0, inf]),
+        priority=st.sampled_from(PriorityClass),
+    )
+    def arrive(self, tokens: int, cached: int, waited_s: float, slack_s: float, priority: PriorityClass) -> None:
+        self.last_key += 1
+        arrival_s = self.now_s - waited_s
+        length_class = LengthClass.SHORT if tokens <= 256 else LengthClass.LONG
+        self.put(
+            QueuedPrefill(
+                self.last_key,
+                length_class,
+                tokens,
+                cached,
+                tokens,
+                arrival_s,
+                arrival_s + slack_s,
+                priority,
+                is_started=False,
+                is_current=False,
+            )
+        )
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.requests)))
+        del self.requests[key]
+        self.queue.remove(key)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave_together(self, data: st.DataObject) -> None:
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.requests)), unique=True))
+        for key in keys:
+            del self.requests[key]
+        self.queue.remove_all(keys)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        if request.new_tokens > 1:
+            tokens = data.draw(st.integers(1, request.new_tokens - 1))
+            self.put(
+                replace(
+                    request,
+                    new_tokens=request.new_tokens - tokens,
+                    cached_tokens=request.cached_tokens + tokens,
+                    is_started=True,
+                )
+            )
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 3.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @invariant()
+    def is_in_order(self) -> None:
+        self.queue.lift(self.now_s)
+        assert len(self.queue) == len(self.requests)
+        assert set(self.queue.started) == {key for key, request in self.requests.items() if request.is_started}
+        for group in Group:
+            mine = [one for one in self.requests.values() if isfinite(one.deadline_s) is (group is Group.WITH_DEADLINE)]
+            shorts = [one for one in mine if one.length_class is LengthClass.SHORT and not one.is_started]
+            longs = [one for one in mine if one not in shorts]
+            shorts.sort(key=self.short_order)
+            longs.sort(key=self.long_order)
+            assert [ranked.request for ranked in self.queue.shorts(group, 1000)] == shorts
+            assert [ranked.request for ranked in self.queue.shorts(group, 2)] == shorts[:2]
+            candidates = [ranked.request for ranked in self.queue.candidates(group, 4, self.now_s)]
+            assert candidates == self.candidates(shorts, 4)
+            assert [ranked.request for ranked in self.queue.longs(group, 1000)] == longs
+            first_or_started = [one for at, one in enumerate(longs) if at < 2 or one.is_started]
+            assert [ranked.request for ranked in self.queue.longs(group, 2)] == first_or_started
+            assert self.queue.count(group) == len(mine)
+            assert self.queue.head_class(group) == min([self.class_of(one) for one in mine], default=inf)
+            work_s = self.queue.long_work_s[group]
+            assert abs(work_s - sum(map(remaining_s, longs))) < 1e-6
+            assert work_s == 0 or longs
+
+    def candidates(self, shorts: list[QueuedPrefill], most: int) -> list[QueuedPrefill]:
+        """The late ones of the first class, and those that are not: half of each, or more where there are fewer."""
+        if len(shorts) <= most:
+            return shorts
+        first = self.class_of(shorts[0])
+        late = [one for one in shorts if self.class_of(one) == first and self.short_order(one)[1] < self.now_s]
+        rest = [one for one in shorts if one not in late]
+        late = late[: max(most // 2, most - len(rest))]
+        return [*late, *rest][:most]
+
+    def class_of(self, request: QueuedPrefill) -> int:
+        lift_s = max(AGE_S, STRETCH * total_s(request))
+        return aged_class(request.priority, self.now_s - request.arrival_s, lift_s)
+
+    def short_order(self, request: QueuedPrefill) -> tuple[int, float, float, int]:
+        latest_s = request.deadline_s - remaining_s(request)
+        by_s = latest_s if isfinite(latest_s) else request.arrival_s
+        return (self.class_of(request), by_s, request.arrival_s, request.key)
+
+    def long_order(self, request: QueuedPrefill) -> tuple[int, float, float, int]:
+        return (self.class_of(request), remaining_s(request), request.arrival_s, request.key)
+
+
+SortedAnew.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_orders_are_those_of_a_queue_that_is_sorted_anew = SortedAnew.TestCase

@@ -1,0 +1,256 @@
+"""The `--laps-…` options as a user types them, before and after `--`, and the SGLang arguments that exclude LAPS."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext.engine import worker
+from sglang_ext.laps.decide.options import (
+    OPTION_FIELDS,
+    Batching,
+    LapsOptions,
+    option_name,
+)
+from sglang_ext.laps.decide.round_plan import Composition, LapsMode
+from sglang_ext.laps.sglang.laps_options import add_laps_arguments, conflict, laps_options
+from sglang_ext.types import Role
+
+EXAMPLES = {
+    "boundary_tokens": ("128", 128),
+    "composition": ("medha", Composition.MEDHA),
+    "batching": ("token-max", Batching.TOKEN_MAX),
+    "w_min_ms": ("0.5", 0.5),
+    "w_max_ms": ("20", 20.0),
+    "t_max_ms": ("90", 90.0),
+    "sigma_ms": ("1", 1.0),
+    "delta_ms": ("2", 2.0),
+    "depth_max": ("8", 8),
+    "token_max": ("4096", 4096),
+    "short_ttft_slo_ms": ("250", 250.0),
+    "long_slo_stretch": ("3", 3.0),
+    "round_ms": ("75", 75.0),
+    "rho_max": ("0.5", 0.5),
+    "rho_min": ("0.25", 0.25),
+    "min_chunk_tokens": ("32", 32),
+    "max_chunk_tokens": ("4096", 4096),
+    "max_parked": ("2", 2),
+    "preempt_margin": ("0.5", 0.5),
+    "age_s": ("5", 5.0),
+    "kv_bytes_per_token": ("131072", 131072),
+    "kv_bandwidth_gb_per_s": ("3000", 3000.0),
+}
+ALL_EXAMPLES = [word for name, (text, _) in EXAMPLES.items() for word in (option_name(name), text)]
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_laps_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def options_of(role: Role, given: tuple[str, ...] = (), engine: tuple[str, ...] = ()) -> LapsOptions | None:
+    return laps_options(role, parse(*given), engine)[0]
+
+
+def without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def refusal_of(
+    capsys: pytest.CaptureFixture[str], model_path: Path, role: str, given: tuple[str, ...], engine: tuple[str, ...]
+) -> tuple[int, str]:
+    """Exit status and error of `sglang-ext worker`."""
+    parser = argparse.ArgumentParser(prog="sglang-ext worker")
+    worker.add_arguments(parser)
+    common = ("--role", role, "--model-path", str(model_path), "--device", "cpu", "--dry-run")
+    try:
+        status = worker.run(parser.parse_args([*common, *given, "--", *engine]))
+    except SystemExit as refusal:
+        status = int(refusal.code or 0)
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", [Role.SHORT, Role.LONG, Role.BOTH])
+def test_a_prefill_instance_prefers_what_its_role_says(role: Role) -> None:
+    assert options_of(role) == LapsOptions(mode=LapsMode(role.value))
+    assert options_of(role, ("--laps-mode", "auto")) == LapsOptions(mode=LapsMode(role.value))
+
+
+def test_mode_may_differ_from_the_role() -> None:
+    assert options_of(Role.SHORT, ("--laps-mode", "both")) == LapsOptions(mode=LapsMode.BOTH)
+
+
+def test_off() -> None:
+    assert options_of(Role.LONG, ("--laps-mode", "off")) is None
+    assert options_of(Role.LONG, (), ("--laps-mode=off",)) is None
+
+
+def test_a_decode_instance_has_none() -> None:
+    for mode in ((), ("--laps-mode", "auto"), ("--laps-mode", "off")):
+        assert options_of(Role.DECODE, mode) is None
+
+
+def test_every_option_can_be_given_on_either_side() -> None:
+    assert set(EXAMPLES) == {field.name for field in fields(LapsOptions)} - {"mode"}
+    expected = LapsOptions(mode=LapsMode.BOTH, **{name: value for name, (_, value) in EXAMPLES.items()})
+    assert options_of(Role.BOTH, tuple(ALL_EXAMPLES)) == expected
+    assert options_of(Role.BOTH, (), tuple(ALL_EXAMPLES)) == expected
+    joined = tuple(f"{name}={text}" for name, text in zip(ALL_EXAMPLES[::2], ALL_EXAMPLES[1::2], strict=True))
+    assert options_of(Role.BOTH, (), joined) == expected
+
+
+def test_help_shows_meaning_and_default_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = without_spaces(capsys.readouterr().out)  # argparse breaks lines, also within an option's name
+    for field in OPTION_FIELDS:
+        assert option_name(field.name) in text
+        if field.name != "mode":
+            default = "" if field.default is None else f" (default: {field.default})"
+            assert without_spaces(f"{field.metadata['help']}{default}") in text
+    assert "--laps-mode{auto,off,short,long,both}" in text
+    assert "--laps-batching{sla,token-max}" in text
+
+
+def test_what_stands_after_the_dashes_wins_and_does_not_reach_sglang() -> None:
+    given = parse("--laps-rho-max", "0.35", "--laps-mode", "short")
+    engine = ("--tp", "2", "--laps-rho-max", "0.5", "--random-seed", "-1", "--laps-mode=long", "--log-level", "debug")
+    options, rest = laps_options(Role.BOTH, given, engine)
+    assert options == LapsOptions(mode=LapsMode.LONG, rho_max=0.5)
+    assert rest == ("--tp", "2", "--random-seed", "-1", "--log-level", "debug")
+
+
+def test_engine_arguments_without_laps_are_left_alone() -> None:
+    engine = ("--tp", "2", "--", "odd", "--json-model-override-args", '{"a": "--laps-mode off"}')
+    _, rest = laps_options(Role.BOTH, parse(), engine)
+    assert rest == engine
+
+
+@pytest.mark.parametrize(
+    ("role", "arguments", "message"),
+    [
+        ("both", ("--laps-w-min-ms", "30", "--laps-w-max-ms", "10"), "--laps-w-min-ms 30 is larger than"),
+        ("both", ("--laps-w-max-ms", "nan"), "--laps-w-max-ms must be above 0, got nan"),
+        ("short", ("--laps-mode", "off", "--laps-rho-max", "0.2"), "--laps-rho-max: LAPS is off"),
+        (
+            "long",
+            ("--laps-mode", "off", "--laps-rho-max", "0.2", "--laps-age-s", "1"),
+            "--laps-rho-max, --laps-age-s: LAPS is off",
+        ),
+        ("decode", ("--laps-mode", "both"), "--laps-mode: LAPS schedules prefills, not decodes"),
+        ("decode", ("--laps-w-min-ms", "3"), "--laps-w-min-ms: LAPS schedules prefills, not decodes"),
+        ("both", ("--laps-mode", "fast"), "argument --laps-mode: invalid choice: 'fast'"),
+        ("both", ("--laps-batching", "all"), "argument --laps-batching: must be one of sla, token-max, got 'all'"),
+        ("both", ("--laps-w-min-ms", "soon"), "argument --laps-w-min-ms: invalid float value: 'soon'"),
+        ("both", ("--laps-depth-max", "1.5"), "argument --laps-depth-max: invalid int value: '1.5'"),
+        ("both", ("--laps-depth-max",), "argument --laps-depth-max: expected one argument"),
+    ],
+)
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_nonsense_is_refused_in_one_line(
+    side: str,
+    role: str,
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given, engine = (arguments, ()) if side == "before" else ((), arguments)
+    status, error = refusal_of(capsys, tmp_path, role, given, engine)
+    assert status == worker.USAGE_ERROR
+    # argparse puts its usage before the line.
+    last = error.splitlines()[-1]
+    assert last.removeprefix("sglang-ext worker: ").removeprefix("error: ").startswith(message)
+    assert "LapsMode" not in last
+    if side == "after":
+        assert error.count("\n") == 1
+
+
+def test_options_travel_to_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    common = ("--role", "both", "--model-path", str(tmp_path), "--device", "cpu", "--dry-run")
+    assert worker.run(parser.parse_args([*common, "--laps-w-max-ms", "12.5", "--", "--laps-depth-max", "7"])) == 0
+    line = capsys.readouterr().out
+    assert '"w_max_ms": 12.5' in line
+    assert '"depth_max": 7' in line
+    assert "--laps" not in line
+
+
+def test_the_help_names_the_whole_unit() -> None:
+    parser = argparse.ArgumentParser()
+    add_laps_arguments(parser)
+    text = parser.format_help()
+    assert "--laps-kv-bandwidth-gb-per-s GB_PER_S" in text
+    assert "--laps-w-min-ms MS" in text
+
+
+FITTING = {
+    "disaggregation_mode": "prefill",
+    "schedule_policy": "fcfs",
+    "pp_size": 1,
+    "pp_async_batch_depth": 0,
+    "enable_dynamic_chunking": False,
+    "enable_dp_attention": False,
+    "enable_mixed_chunk": False,
+    "enable_priority_scheduling": False,
+    "enable_prefill_delayer": False,
+    "optimistic_prefill_attempts": 0,
+    "disaggregation_decode_allocation_policy": "eager",
+    "chunked_prefill_size": 256,
+    "enable_hierarchical_cache": False,
+}
+
+
+def test_the_arguments_of_a_worker_fit() -> None:
+    assert conflict(SimpleNamespace(**FITTING)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"disaggregation_mode": "null"}, "--disaggregation-mode"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+        ({"schedule_policy": "lpm"}, "--schedule-policy lpm"),
+        ({"schedule_policy": "hrrn"}, "--schedule-policy hrrn"),
+        ({"pp_size": 2, "pp_async_batch_depth": 1}, "--pp-async-batch-depth"),
+        ({"pp_size": 2, "enable_dynamic_chunking": True}, "--enable-dynamic-chunking"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+        ({"enable_priority_scheduling": True}, "--enable-priority-scheduling"),
+        ({"enable_prefill_delayer": True}, "--enable-prefill-delayer"),
+        ({"optimistic_prefill_attempts": 1}, "--optimistic-prefill-attempts"),
+        (
+            {"disaggregation_decode_allocation_policy": "prefill_complete"},
+            "--disaggregation-decode-allocation-policy prefill_complete",
+        ),
+        ({"chunked_prefill_size": -1}, "--chunked-prefill-size"),
+        ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+    ],
+)
+def test_each_conflict_is_named(changes: dict[str, object], names: str) -> None:
+    problem = conflict(SimpleNamespace(**{**FITTING, **changes}))
+    assert problem is not None
+    assert problem.startswith(f"{names} does not go with --laps-mode (")
+    assert problem.endswith("; use --laps-mode off")
+    assert "\n" not in problem
+
+
+def test_sglang_0_5_17_knows_one_allocation_policy_and_has_no_argument_for_it() -> None:
+    arguments = {name: value for name, value in FITTING.items() if name != "disaggregation_decode_allocation_policy"}
+    assert conflict(SimpleNamespace(**arguments)) is None
+
+
+@pytest.mark.usefixtures("sglang_imported")
+def test_the_arguments_exist_under_these_names() -> None:
+    """A stub proves nothing about an argument that SGLang has renamed."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(FITTING) <= {field.name for field in msgspec.structs.fields(ServerArgs)}

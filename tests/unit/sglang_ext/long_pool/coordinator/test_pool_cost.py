@@ -1,0 +1,88 @@
+"""Costs of SP sizes: close to what they were taken from, and corrected by what chunks take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.costs.engine_profile import EngineProfile, load_profile, sp_entry, write_profile
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.long_pool.coordinator.pool_cost import (
+    PoolCosts,
+    UnknownCostError,
+    divided,
+    prior_candidates,
+    profiled_candidates,
+)
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
+from sglang_ext.long_pool.decide.table1 import LATENCY_S, PROMPT_TOKENS
+
+ONE = SpCost(0.01, 1e-3, 2e-7, 1e-7)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Callable[..., EngineProfile]:
+    def load(*candidates: SpCandidate, coefficients: CostCoefficients | None = None) -> EngineProfile:
+        content: dict[str, object] = {"model": "model"}
+        if candidates:
+            content["sp"] = [sp_entry(one.size, one.cost) for one in candidates if isinstance(one.cost, SpCost)]
+        if coefficients is not None:
+            content["prefill"] = coefficients._asdict()
+        write_profile(tmp_path / "profile.json", content)
+        return load_profile(tmp_path / "profile.json")
+
+    return load
+
+
+def test_the_prior_is_close_to_table_1() -> None:
+    for candidate in prior_candidates((1, 2, 4, 8, 16)):
+        for tokens, measured_s in zip(PROMPT_TOKENS, LATENCY_S[candidate.size], strict=False):
+            ratio = candidate.cost.predict_s(0, tokens) / measured_s
+            assert 2 / 3 < ratio < 4 / 3, (candidate.size, tokens, ratio)
+
+
+def test_any_size_has_a_prior_and_more_instances_take_less_work() -> None:
+    costs = [candidate.cost for candidate in prior_candidates((1, 2, 3, 5, 6))]
+    times_s = [cost.predict_s(0, 100_000) for cost in costs]
+    assert times_s == sorted(times_s, reverse=True)
+    assert [cost.a_s for cost in costs] == sorted(cost.a_s for cost in costs)  # type: ignore[union-attr]
+
+
+def test_measured_sizes_are_taken_as_they_are_and_others_divided(profile: Callable[..., EngineProfile]) -> None:
+    two = SpCost(0.5, 0.0, 0.0, 1e-9)
+    candidates = profiled_candidates(profile(SpCandidate(1, ONE), SpCandidate(2, two)), (1, 2, 4))
+    assert [candidate.cost for candidate in candidates] == [ONE, two, divided(ONE, 4)]
+
+
+def test_a_profile_of_one_instance_for_laps(profile: Callable[..., EngineProfile]) -> None:
+    coefficients = CostCoefficients(alpha_s=1e-7, token_s=1e-3, read_s=0.0, kappa_s=0.01)
+    (candidate,) = profiled_candidates(profile(coefficients=coefficients), (1,))
+    assert candidate.cost == ONE
+    assert candidate.cost.predict_s(50, 200) == pytest.approx(coefficients.chunk_s(200, 50))
+
+
+def test_a_profile_without_what_is_needed(profile: Callable[..., EngineProfile]) -> None:
+    with pytest.raises(UnknownCostError, match="neither SP size 4 nor 1"):
+        profiled_candidates(profile(SpCandidate(2, ONE)), (2, 4))
+
+
+def test_costs_follow_the_median_and_small_changes_are_none() -> None:
+    costs = PoolCosts([SpCandidate(1, ONE), SpCandidate(2, TabulatedCost((0, 100), (0.0, 1.0)))])
+    expected_s = ONE.predict_s(0, 100)
+    answers = [costs.observe(1, 0, 100, expected_s * ratio) for ratio in (3.0, 1000.0, 3.0, 3.1, 2.9)]
+    assert answers == [False, False, True, False, False]
+    assert costs.scale == pytest.approx(3.0)
+    assert costs.candidates[0].cost.predict_s(0, 100) == pytest.approx(3 * expected_s)
+    assert costs.candidates[1].cost.predict_s(0, 100) == pytest.approx(3.0)
+    for _ in range(15):
+        costs.observe(2, 0, 100, 1.0)
+    assert costs.scale == pytest.approx(1.0)
+
+
+def test_what_tells_nothing_changes_nothing() -> None:
+    costs = PoolCosts([SpCandidate(2, TabulatedCost((0, 100), (0.0, 1.0)))])
+    for size, tokens, duration_s in ((1, 100, 1.0), (2, 101, 1.0), (2, 0, 1.0), (2, 100, 0.0)):
+        assert not any(costs.observe(size, 0, tokens, duration_s) for _ in range(9))
+    assert costs.scale == 1.0

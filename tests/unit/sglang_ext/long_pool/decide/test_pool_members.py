@@ -1,0 +1,47 @@
+"""What members of a long pool can compute at once."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sglang_ext.long_pool.decide.orders import MemberReport
+from sglang_ext.long_pool.decide.pool_members import PoolMembers
+from sglang_ext.long_pool.decide.sharding import Interleaving, count_tokens, split_chunk
+
+PAGES_AT_LEAST = 4  # of a bound: below, it is about as much
+
+
+@given(
+    group=st.integers(1, 5),
+    page=st.sampled_from([1, 4, 16]),
+    more=st.integers(0, 600),
+    tokens=st.integers(1, 4000),
+    start=st.integers(0, 60),
+    interleaving=st.sampled_from(Interleaving),
+)
+# Without a margin for unequal shares it would be 324, 66 and 57 tokens.
+@example(group=3, page=16, more=322 - 64, tokens=932, start=23, interleaving=Interleaving.ZIGZAG)
+@example(group=4, page=16, more=0, tokens=210, start=40, interleaving=Interleaving.ZIGZAG)
+@example(group=2, page=4, more=56 - 16, tokens=109, start=2, interleaving=Interleaving.ZIGZAG)
+def test_a_chunk_fits_every_member_of_its_group(
+    group: int, page: int, more: int, tokens: int, start: int, interleaving: Interleaving
+) -> None:
+    bound = PAGES_AT_LEAST * page + more
+    members = PoolMembers(0.0)
+    for instance in range(group):
+        members.add(instance, 0, MemberReport(0.0, 10_000, bound + 100 * instance))
+    fitting, compute_s = members.fit_chunk(range(group), tokens, 3.0, page)
+    assert 1 <= fitting <= tokens
+    assert math.isclose(compute_s, 3.0 * fitting / tokens)
+    assert max(count_tokens(part) for part in split_chunk(start, fitting, group, interleaving, page)) <= bound
+    if fitting < tokens:
+        assert fitting >= group * bound / 4, "not much less than they could"
+
+
+def test_without_a_bound_it_is_as_planned() -> None:
+    members = PoolMembers(0.0)
+    members.add(0, 0, MemberReport(0.0, 10_000))
+    assert members.fit_chunk([0], 10**6, 3.0, 16) == (10**6, 3.0)

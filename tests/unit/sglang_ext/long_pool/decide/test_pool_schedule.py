@@ -1,0 +1,128 @@
+"""What a pool computes next: orders by hand, the price that a load makes, chunks that fit a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
+from sglang_ext.long_pool.decide.pool_schedule import (
+    PoolLoad,
+    PoolSchedule,
+    PrefillOrder,
+    fastest_s,
+    least_work_s,
+    tokens_within,
+)
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+
+COSTS = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))
+
+
+def pending(key: int, tokens: int, arrival_s: float, slo_s: float = math.inf, **fields: Any) -> PendingPrefill:
+    whole_s = fastest_s(COSTS, 0, tokens)
+    work_s = least_work_s(COSTS, 0, tokens)
+    one = PendingPrefill(
+        *(key, tokens, 0, -1, (), arrival_s, arrival_s + slo_s, whole_s, whole_s, work_s, False),
+    )
+    return one._replace(**fields)
+
+
+def starts(schedule: PoolSchedule, now_s: float, instances: int, *waiting: PendingPrefill) -> list[int]:
+    """Keys in the order of the decision."""
+    snapshot = PrefillSnapshot([0] * instances, [0.0] * instances, [10**6] * instances)
+    return [one.key for one in schedule.turns(now_s, snapshot, waiting, 0.0)]
+
+
+def schedule(order: PrefillOrder) -> PoolSchedule:
+    return PoolSchedule(PricePlanner(PriceOptions(COSTS)), order)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (PrefillOrder.FCFS, [0, 1, 2]),
+        (PrefillOrder.SRPT, [2, 1, 0]),
+        (PrefillOrder.EDF, [1, 2, 0]),
+        # (deadline - now - remaining) / total: (60 - 2 - 4.1) / 4.1, (5 - 2 - 2.1) / 2.1, (7.5 - 2 - 0.35) / 0.35
+        (PrefillOrder.LARS, [1, 0, 2]),
+        (PrefillOrder.ON_TIME, [1, 2, 0]),
+    ],
+)
+def test_orders_by_hand(order: PrefillOrder, expected: list[int]) -> None:
+    waiting = (pending(0, 8000, 0.0, 60.0), pending(1, 4000, 1.0, 4.0), pending(2, 500, 1.5, 6.0))
+    assert starts(schedule(order), 2.0, 8, *waiting) == expected
+
+
+def test_without_deadlines_all_orders_but_srpt_are_that_of_arrival() -> None:
+    waiting = (pending(0, 8000, 0.0), pending(1, 500, 1.0))
+    for order in PrefillOrder:
+        assert starts(schedule(order), 2.0, 8, *waiting) == ([1, 0] if order is PrefillOrder.SRPT else [0, 1])
+
+
+def test_a_load_makes_sizes_smaller() -> None:
+    calm, busy = schedule(PrefillOrder.ON_TIME), schedule(PrefillOrder.ON_TIME)
+    for number in range(600):
+        busy.note_arrival(0.1 * number, 0.19)
+    snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    waiting = [pending(0, 1000, 60.0)]
+    assert len(calm.turns(60.0, snapshot, waiting, 0.0)[0].placement.group) == 2
+    assert len(busy.turns(60.0, snapshot, waiting, 0.0)[0].placement.group) == 1
+
+
+def test_more_wait_than_are_considered() -> None:
+    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, most_considered=2)), PrefillOrder.FCFS)
+    waiting = [pending(key, 1000, 0.0) for key in range(5)]
+    assert starts(one, 0.0, 8, *waiting) == [0, 1]
+
+
+def test_those_that_are_not_considered_count_as_waiting() -> None:
+    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, most_considered=1)), PrefillOrder.FCFS)
+    snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    waiting = [pending(key, 1000, 0.0) for key in range(8)]
+    assert len(one.turns(0.0, snapshot, waiting[:1], 0.0)[0].placement.group) == 2
+    assert len(one.turns(0.0, snapshot, waiting, 0.0)[0].placement.group) == 1
+
+
+def test_arrivals_until_the_queue_has_gone() -> None:
+    load = PoolLoad()
+    assert load.arrivals_until_empty(0.0, 10.0, 4) == 0.0
+    for number in range(6000):
+        load.note_arrival(0.1 * number, 0.2)
+    now_s = 600.0
+    assert load.arrivals_per_s(now_s) == pytest.approx(10.0, rel=0.01)
+    # 2 of 4 instances are busy with what comes: 10 instance-seconds take 5 s.
+    assert load.arrivals_until_empty(now_s, 10.0, 4) == pytest.approx(50.0, rel=0.03)
+    # Beyond its capacity a pool has no such time.
+    assert load.arrivals_until_empty(now_s, 10.0, 1) == pytest.approx(10 * 10 / 0.05, rel=0.02)
+    assert load.arrivals_per_s(now_s + 600.0) < 0.06
+
+
+def test_one_long_prompt_is_no_full_pool() -> None:
+    load = PoolLoad()
+    load.note_arrival(0.0, 800.0)
+    assert load.arrivals_until_empty(0.0, 800.0, 16) < 0.2
+    load.note_arrival(1.0, math.inf)
+    assert load.arrivals_until_empty(1.0, 800.0, 16) < 0.5
+
+
+@given(st.integers(0, 5000), st.integers(1, 5000), st.floats(0.0, 10.0))
+def test_the_longest_chunk_that_fits(cached: int, new: int, budget_s: float) -> None:
+    cost = SpCost(0.1, 1e-3, 2e-7, 1e-7)
+    tokens = tokens_within(cost, cached, new, budget_s)
+    assert 1 <= tokens <= new
+    assert tokens == 1 or cost.predict_s(cached, tokens) <= budget_s
+    assert tokens == new or cost.predict_s(cached, tokens + 1) > budget_s
+
+
+@pytest.mark.parametrize("order", [one for one in PrefillOrder if one is not PrefillOrder.ON_TIME])
+def test_in_orders_that_put_none_back_a_deadline_makes_no_group_larger(order: PrefillOrder) -> None:
+    snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    waiting = [pending(key, 1000, 0.0, 1.01) for key in range(8)]
+    sizes = [len(one.placement.group) for one in schedule(order).turns(0.9, snapshot, waiting, 0.0)]
+    assert sizes[0] == 1

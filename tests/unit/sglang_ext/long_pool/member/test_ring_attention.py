@@ -1,0 +1,63 @@
+"""Attention between shards against plain masked attention: every layout, and ranges that no layout produces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, count_tokens, split_chunk
+from sglang_ext.long_pool.member.ring_attention import as_tensor, attend_, visible_blocks
+from sglang_ext_kernels.block_attention import attention_block_reference
+
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
+
+
+def check(queries: Positions, shards: list[Positions]) -> None:
+    generator = torch.Generator().manual_seed(count_tokens(queries))
+    q = torch.randn(count_tokens(queries), HEADS, HEAD_SIZE, generator=generator)
+    ks = [torch.randn(count_tokens(one), KV_HEADS, HEAD_SIZE, generator=generator) for one in shards]
+    vs = [torch.randn(count_tokens(one), KV_HEADS, HEAD_SIZE, generator=generator) for one in shards]
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], float("-inf"))
+    for k, v, keys in zip(ks, vs, shards, strict=True):
+        attend_(out, lse, q, k, v, queries, keys, 0.3)
+    all_keys = torch.cat([as_tensor(one) for one in shards])
+    visible = all_keys[None, :] <= as_tensor(queries)[:, None]
+    wanted, wanted_lse = attention_block_reference(q, torch.cat(ks), torch.cat(vs), 0.3, visible)
+    torch.testing.assert_close(out, wanted, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("interleaving", list(Interleaving))
+@pytest.mark.parametrize("members", [1, 2, 3, 4])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 1), (0, 3), (0, 64), (7, 37), (128, 5), (40, 101)])
+def test_every_member_of_every_layout(interleaving: Interleaving, members: int, start: int, tokens: int) -> None:
+    parts = split_chunk(start, tokens, members, interleaving)
+    history: Positions = (range(start),) if start else ()
+    for queries in parts:
+        if queries:
+            check(queries, [one for one in (history, *parts) if one])
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_two_ranges(data: st.DataObject) -> None:
+    def some_range() -> range:
+        start, step = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
+        return range(start, start + step * data.draw(st.integers(1, 12)), step)
+
+    check((some_range(),), [(some_range(),)])
+
+
+@pytest.mark.parametrize("interleaving", list(Interleaving))
+def test_no_layout_needs_a_mask(interleaving: Interleaving) -> None:
+    for members in (2, 3, 4):
+        parts = split_chunk(100, 999, members, interleaving)
+        blocks = [block for queries in parts for keys in parts for block in visible_blocks(queries, keys)]
+        assert not any(block.is_masked for block in blocks)
+
+
+def test_history_is_one_block() -> None:
+    history = (range(10), range(20, 30), range(11, 15))
+    assert len(visible_blocks((range(100, 110),), history)) == 1

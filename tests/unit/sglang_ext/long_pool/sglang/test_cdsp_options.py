@@ -1,0 +1,211 @@
+"""The `--cdsp-…` options as a user types them, and the SGLang arguments that a member of a long pool refuses."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext.engine import worker
+from sglang_ext.engine.device import Device
+from sglang_ext.engine.hook_table import HOOK_TABLE
+from sglang_ext.engine.options import ExtensionOptions, options_from_environment
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.long_pool.sglang.cdsp_options import (
+    CdspOptions,
+    add_cdsp_arguments,
+    cdsp_options,
+    conflict,
+    model_conflict,
+)
+from sglang_ext.types import Role
+
+MEMBER = CdspOptions("coordinator", 8990, "here:30000", "node-1", 1024, 5.0)
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_cdsp_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_without_a_coordinator_an_instance_computes_alone() -> None:
+    assert cdsp_options(parse(), Role.LONG, "here:1") is None
+
+
+def test_everything_given() -> None:
+    given = parse(
+        *("--cdsp-coordinator", "[::1]:8990", "--cdsp-min-tokens", "1024"),
+        *("--cdsp-node", "rack-7", "--cdsp-step-timeout-s", "2.5", "--cdsp-max-chunk-tokens", "4096"),
+    )
+    assert cdsp_options(given, Role.BOTH, "here:1") == CdspOptions(
+        "::1", 8990, "here:1", "rack-7", 1024, 2.5, max_chunk_tokens=4096
+    )
+
+
+def test_the_node_is_the_host_unless_given() -> None:
+    options = cdsp_options(parse("--cdsp-coordinator", "a:1"), Role.LONG, "here:1")
+    assert options is not None
+    assert options.node == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (("--cdsp-coordinator", "nowhere"), "--cdsp-coordinator"),
+        (("--cdsp-coordinator", ":8990"), "--cdsp-coordinator"),
+        (("--cdsp-coordinator", "a:0"), "--cdsp-coordinator"),
+        (("--cdsp-coordinator", "a:70000"), "--cdsp-coordinator"),
+        (("--cdsp-coordinator", "a:1", "--cdsp-min-tokens", "0"), "--cdsp-min-tokens"),
+        (("--cdsp-coordinator", "a:1", "--cdsp-max-chunk-tokens", "0"), "--cdsp-max-chunk-tokens"),
+        (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "0"), "--cdsp-step-timeout-s"),
+        (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "nan"), "--cdsp-step-timeout-s"),
+        (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "inf"), "--cdsp-step-timeout-s"),
+    ],
+)
+def test_what_makes_no_sense_is_named(argv: tuple[str, ...], names: str) -> None:
+    with pytest.raises(ValueError, match=f"^{names}") as refusal:
+        cdsp_options(parse(*argv), Role.LONG, "here:1")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--role", "decode", "--cdsp-coordinator", "a:1"),
+        ("--role", "long", "--cdsp-coordinator", "a:1", "--laps-mode", "off"),
+    ],
+)
+def test_a_worker_that_cannot_be_a_member_is_refused(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    assert worker.run(parser.parse_args(["--device", "cpu", *options, "--model-path", str(tmp_path)])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sglang-ext worker: --cdsp-coordinator: ")
+    assert error.count("\n") == 1
+
+
+def test_nccl_is_refused_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    options = ("--role", "long", "--cdsp-coordinator", "a:1", "--cdsp-mesh", "nccl", "--model-path", str(tmp_path))
+    assert worker.run(parser.parse_args([*options, "--device", "cpu"])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sglang-ext worker: --cdsp-mesh nccl: ")
+    assert error.count("\n") == 1
+
+
+def test_a_member_on_a_gpu_computes_in_one_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    options = ("--role", "long", "--model-path", str(tmp_path), "--device", "cuda", "--dry-run")
+    for more, is_there in (((), False), (("--cdsp-coordinator", "a:1"), True)):
+        assert worker.run(parser.parse_args([*options, *more])) == 0
+        assert ("--disable-overlap-schedule" in capsys.readouterr().out) is is_there
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("MixtralForCausalLM", "these do: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
+        ("DeepseekV2ForCausalLM", "its KV is one latent row for all heads"),
+        ("DeepseekV3ForCausalLM", "its KV is one latent row for all heads"),
+        ("GptOssForCausalLM", "layers with a sliding window"),
+        ("Qwen3NextForCausalLM", "layers with a recurrent state"),
+        ("NemotronHForCausalLM", "layers with a recurrent state"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_by_name(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    options = ("--role", "long", "--cdsp-coordinator", "a:1", "--model-path", str(tmp_path), "--device", "cpu")
+    assert worker.run(parser.parse_args(options)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"sglang-ext worker: {name} does not go with --cdsp-coordinator ({why}")
+    assert error.count("\n") == 1
+
+
+def test_they_travel_to_every_process() -> None:
+    sent = ExtensionOptions(Role.LONG, Device.CPU, LapsOptions(), MEMBER)
+    assert options_from_environment(sent.to_environment()) == sent
+
+
+@pytest.mark.parametrize(
+    ("options", "schedulers"),
+    [
+        (ExtensionOptions(Role.LONG, Device.CPU), []),
+        (ExtensionOptions(Role.LONG, Device.CPU, LapsOptions()), ["laps-scheduler"]),
+        (ExtensionOptions(Role.LONG, Device.CPU, LapsOptions(), MEMBER), ["cdsp-scheduler"]),
+    ],
+)
+def test_one_scheduler_takes_the_place_of_stock(options: ExtensionOptions, schedulers: list[str]) -> None:
+    wanted = [hook.name for hook in HOOK_TABLE if hook.is_wanted(options) and hook.name.endswith("-scheduler")]
+    assert wanted == schedulers
+
+
+FITTING = {
+    "pp_size": 1,
+    "dp_size": 1,
+    "disable_radix_cache": False,
+    "speculative_algorithm": None,
+    "kv_cache_dtype": "auto",
+    "device": "cpu",
+    "disable_overlap_schedule": False,
+}
+
+
+def test_the_arguments_of_a_worker_fit() -> None:
+    assert conflict(SimpleNamespace(**FITTING)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"pp_size": 2}, "--pp-size"),
+        ({"dp_size": 2}, "--dp-size"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype"),
+        ({"device": "cuda"}, "the overlap schedule"),
+    ],
+)
+def test_each_conflict_is_named(changes: dict[str, object], names: str) -> None:
+    problem = conflict(SimpleNamespace(**{**FITTING, **changes}))
+    assert problem is not None
+    assert problem.startswith(f"{names} does not go with --cdsp-coordinator (")
+    assert "\n" not in problem
+
+
+def model(name: str, sliding_window_size: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(hf_config=SimpleNamespace(architectures=[name]), sliding_window_size=sliding_window_size)
+
+
+def test_models_are_refused_by_name() -> None:
+    for name in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
+        assert model_conflict(model(name)) is None
+    for refused, name in (
+        (model("DeepseekV3ForCausalLM"), "DeepseekV3ForCausalLM"),
+        (model("MistralForCausalLM", 4096), "MistralForCausalLM with a sliding window"),
+        (SimpleNamespace(hf_config=SimpleNamespace(architectures=None)), "a model without a name"),
+    ):
+        problem = model_conflict(refused)
+        assert problem is not None
+        assert problem.startswith(f"{name} does not go with --cdsp-coordinator (")
+
+
+@pytest.mark.usefixtures("sglang_imported")
+def test_the_arguments_exist_under_these_names() -> None:
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(FITTING) <= {field.name for field in msgspec.structs.fields(ServerArgs)}

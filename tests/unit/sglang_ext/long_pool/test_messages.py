@@ -1,0 +1,226 @@
+"""Every message survives its line; a line that is none is refused in one way."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.long_pool.decide.orders import (
+    Collect,
+    Decline,
+    DeclineReason,
+    Drop,
+    GiveUp,
+    MemberReport,
+    RollBack,
+    RunChunk,
+)
+from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove
+from sglang_ext.long_pool.link_frames import PeerAddress
+from sglang_ext.long_pool.messages import (
+    MAX_LINE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    PROTOCOL_VERSION,
+    Alive,
+    CancelMessage,
+    Challenge,
+    ChunkOrder,
+    CollectOrder,
+    Computed,
+    Destination,
+    Heartbeat,
+    Hello,
+    KeyRequest,
+    Message,
+    MessageError,
+    OfferMessage,
+    Proof,
+    Refusal,
+    ReportMessage,
+    StepDone,
+    StepFailed,
+    Streamed,
+    StreamFailed,
+    Transferred,
+    VersionError,
+    Welcome,
+    decode,
+    encode,
+    read_head,
+    read_message,
+    receive_message,
+)
+from sglang_ext.long_pool.step_clock import StepTimes
+from sglang_ext.transfer.decide.shards import HeadLayout
+
+counts = st.integers(0, 2**50)
+times = st.floats(0, 1e9)
+texts = st.text(st.characters(categories=["L", "N", "P"], include_characters=" "), min_size=1, max_size=20)
+reasons = st.text(max_size=30)
+several = st.lists(counts, max_size=4).map(tuple)
+token_ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9).map(lambda ids: array("i", ids))
+ranges = st.builds(lambda start, length, step: range(start, start + length, step), counts, counts, st.integers(1, 9))
+positions = st.lists(ranges, max_size=3).map(tuple)
+moves = st.lists(st.builds(KvMove, counts, counts, counts, counts, positions), max_size=3).map(tuple)
+layouts = st.builds(
+    ChunkLayout, several, moves, st.lists(positions, max_size=3).map(tuple), st.lists(positions, max_size=3).map(tuple)
+)
+chunks = st.builds(RunChunk, counts, counts, layouts, counts, st.booleans())
+addresses = st.lists(st.builds(PeerAddress, texts, counts), max_size=2).map(tuple)
+peers = st.lists(addresses, max_size=3).map(tuple)
+logits = st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=5).map(
+    lambda values: array("f", values)
+)
+reports = st.builds(MemberReport, times, counts, st.none() | st.integers(1, 2**40))
+layouts_of_heads = st.builds(
+    lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)
+)
+destinations = st.lists(st.builds(Destination, counts, texts, counts, layouts_of_heads, counts), max_size=2).map(tuple)
+messages = st.one_of(
+    st.builds(
+        *(Hello, st.just(PROTOCOL_VERSION), texts, texts, texts),
+        *(st.integers(1, 200), st.integers(1, 128), reports, counts, addresses),
+    ),
+    st.builds(KeyRequest, st.just(PROTOCOL_VERSION), texts),
+    st.builds(Challenge, texts, texts),
+    st.builds(Proof, texts),
+    st.builds(Welcome, counts, texts, times),
+    st.builds(Refusal, reasons),
+    st.just(Heartbeat()),
+    st.builds(ReportMessage, reports, counts),
+    st.builds(Alive, times),
+    st.builds(
+        *(OfferMessage, counts, token_ids, counts, times, st.none() | st.floats(-1e9, 1e9), destinations),
+        *(st.none() | st.integers(0, 2**63 - 1), st.booleans()),
+    ),
+    st.builds(CancelMessage, counts),
+    st.builds(StepDone, counts, st.builds(StepTimes, times, times, times), counts, logits),
+    st.builds(StreamFailed, counts),
+    st.builds(Transferred, counts, times, times),
+    st.builds(Computed, counts, logits),
+    st.builds(StepFailed, counts, reasons, st.none() | counts, st.booleans(), st.none() | counts),
+    st.builds(ChunkOrder, chunks, token_ids, destinations, st.booleans(), peers),
+    st.builds(GiveUp, counts, several),
+    st.builds(Streamed, counts, counts, st.booleans()),
+    st.builds(CollectOrder, st.builds(Collect, counts, counts, counts, several, moves, counts, st.booleans()), peers),
+    st.builds(RollBack, counts, counts, several),
+    st.builds(Drop, counts, several),
+    st.builds(Decline, counts, counts, st.sampled_from(DeclineReason)),
+)
+
+
+def read_all(stream: bytes) -> list[Message]:
+    """As the thread of a member's link reads it."""
+    reader, read = io.BufferedReader(io.BytesIO(stream)), []
+    while (message := read_message(reader)) is not None:
+        read.append(message)
+    return read
+
+
+async def receive_all(stream: bytes) -> list[Message]:
+    """As the coordinator's event loop reads it."""
+    reader, received = asyncio.StreamReader(limit=100), []  # most lines are longer
+    reader.feed_data(stream)
+    reader.feed_eof()
+    while (message := await receive_message(reader)) is not None:
+        received.append(message)
+    return received
+
+
+@given(st.lists(messages, max_size=4))
+def test_every_message_comes_out_as_it_went_in(several: list[Message]) -> None:
+    stream = b"".join(map(encode, several))
+    for again in (read_all(stream), asyncio.run(receive_all(stream))):
+        assert again == several
+        assert list(map(type, again)) == list(map(type, several))
+
+
+@given(st.lists(messages, min_size=1, max_size=3), st.data())
+def test_a_stream_that_ends_within_a_message(several: list[Message], data: st.DataObject) -> None:
+    stream = b"".join(map(encode, several))
+    cut = data.draw(st.integers(len(stream) - len(encode(several[-1])) + 1, len(stream) - 1))
+    # The newline alone may be missing.
+    is_whole = stream[cut:] == b"\n"
+    for read in (read_all, lambda part: asyncio.run(receive_all(part))):
+        if is_whole:
+            assert read(stream[:cut]) == several
+        else:
+            with pytest.raises(MessageError):
+                read(stream[:cut])
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (b'["Heartbeat",[],%d]\n' % (MAX_PAYLOAD_BYTES + 1), "bytes of payload; at most"),
+        (b'["Heartbeat",[],-1]\n', "less than 0"),
+        (b'["Heartbeat",[],1,1]\n', "too many"),
+        (b'["OfferMessage",[1,null,0,0.0,null,[],null,true],3]\nabc', "multiple"),
+        (b'["OfferMessage",[1,null,0,0.0,null,[],null,true],8]\nabc', "3 of 8 bytes"),
+        (b" " * (MAX_LINE_BYTES + 2), "a line "),
+    ],
+)
+def test_payloads_and_lines_that_are_not_taken(stream: bytes, reason: str) -> None:
+    with pytest.raises(MessageError, match=reason):
+        read_all(stream)
+    with pytest.raises(MessageError, match=reason):
+        asyncio.run(receive_all(stream))
+
+
+def test_token_ids_are_little_endian() -> None:
+    assert encode(OfferMessage(1, array("i", [1, -2]), 0, 0.0, None)).endswith(b",8]\n\1\0\0\0\xfe\xff\xff\xff")
+
+
+@given(st.binary(max_size=60))
+def test_noise(line: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(read_head(line))
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=8), max_leaves=20)
+
+
+@given(
+    st.sampled_from([*(kind.__name__ for kind in (Hello, OfferMessage, ChunkOrder, Collect, ReportMessage))]), values
+)
+def test_what_has_the_form_of_a_message_but_not_its_content(name: str, content: object) -> None:
+    try:
+        decode(read_head(json.dumps([name, content]).encode()))
+    except MessageError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[" * 100_000,
+        b'["Nothing",[]]',
+        b'["Report",[[NaN,1]]]',
+        b'["Report",[[1e999,1]]]',
+        b'["Report",[[-1,1]]]',
+        b'["Report",[[1,-1]]]',
+        b'["OfferMessage",[1,null,0,0,Infinity,[],null,true]]',
+        b'["OfferMessage",[1,null,0,-1,null,[],null,true]]',
+        b'["ChunkOrder",[[1,1,1,[[0],[],[[]],[[[0,4,0]]]],0],[]]]',
+        b'["ChunkOrder",[[1,1,1,[[0],[],[[]],[[[4,0,-1]]]],0],[]]]',
+        b'["Hello",[1,"a\\nb","n","m",2,1,[0,1]]]',
+        b'["Hello",[1,"","n","m",2,1,[0,1]]]',
+        b'["Hello",[1,"a","n","m",0,1,[0,1]]]',
+    ],
+)
+def test_lines_that_would_do_harm(line: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(read_head(line))
+
+
+def test_a_hello_of_another_version_is_known_as_such_whatever_else_it_says() -> None:
+    with pytest.raises(VersionError, match=f"version 99 instead of {PROTOCOL_VERSION}"):
+        decode(read_head(b'["Hello",[99,{"name":"later"}]]'))

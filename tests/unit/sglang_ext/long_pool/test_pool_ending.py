@@ -1,0 +1,254 @@
+"""How a prompt ends whose KV goes straight to decode: messages of the coordinator, and of the prompt's own member."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+
+import pytest
+import torch
+
+from sglang_ext.identifiers import pool_request
+from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
+from sglang_ext.long_pool.coordinator.pool_history import PrefillEnd
+from sglang_ext.long_pool.coordinator.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
+from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
+from sglang_ext.long_pool.decide.orders import Collect, Decline, DeclineReason, Drop, MemberReport, RunChunk
+from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+from sglang_ext.long_pool.link_frames import PeerAddress
+from sglang_ext.long_pool.member.pool_member import Declined, Kept, Sendable
+from sglang_ext.long_pool.messages import (
+    PROTOCOL_VERSION,
+    AddressedMessage,
+    CancelMessage,
+    ChunkOrder,
+    CollectOrder,
+    Computed,
+    Destination,
+    Hello,
+    OfferMessage,
+    StepDone,
+    Streamed,
+    StreamFailed,
+    ToMember,
+    Transferred,
+    Welcome,
+)
+from sglang_ext.long_pool.step_clock import StepTimes
+from sglang_ext.transfer.decide.shards import HeadLayout
+from support.memory_pool import MemoryMember, Wires
+from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyPool, kv_of, logits_of
+
+TIMES = StepTimes(1.0, 0.0, 0.0)
+IDS = array("i", range(400))
+WHERE = (Destination(9, "decode:1", 0, HeadLayout(2, 1, 2), 0),)
+REQUEST = pool_request(0, 1)
+LOGITS = array("f", [0.5, -math.inf, 2.0])
+
+
+def computed(**settings: bool) -> tuple[PoolProtocol, list[AddressedMessage]]:
+    """A pool of two that has computed a prompt of member 0; what the coordinator has sent after the last answer."""
+    costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
+    pool = PoolProtocol(PoolSettings(min_chunk_tokens=16)._replace(**settings), costs)
+    for name in ("a", "b"):
+        hello = Hello(PROTOCOL_VERSION, name, "node", "model", 2, 1, MemberReport(0.0, 10_000))
+        answer = pool.greet(hello)
+        assert isinstance(answer, NewMember)
+        pool.join(answer.instance, hello, 1.0)
+    out = pool.take(0, OfferMessage(REQUEST, IDS, 0, 0.0, None, WHERE), 3.0)
+    chunks = [one.message for one in out if isinstance(one.message, ChunkOrder)]
+    assert len(chunks) == 2
+    sequence = chunks[0].chunk.sequence
+    pool.take(0, StepDone(sequence, TIMES, 9000), 4.0)
+    return pool, pool.take(1, StepDone(sequence, TIMES, 9000, LOGITS), 5.0)
+
+
+def test_logits_of_the_last_row_go_to_the_prompts_own_member() -> None:
+    pool, out = computed()
+    assert out == [AddressedMessage(0, Computed(REQUEST, LOGITS))]
+    assert [one.computed_s for one in pool.status(5.0).requests] == [5.0]
+    assert pool.status(5.0).requests_streamed == 0
+    drops = pool.take(0, Transferred(REQUEST, 2.5, 0.5), 5.5)
+    assert [(one.instance, type(one.message)) for one in drops] == [(0, Drop), (1, Drop)]
+    status = pool.status(6.0)
+    assert (status.requests_streamed, status.requests_collected, status.requests) == (1, 0, ())
+    assert (status.recent[-1].outcome, status.recent[-1].transfer_s) == (PrefillEnd.STREAMED, 2.5)
+
+
+def test_what_did_not_arrive_is_collected_and_its_member_is_told_not_to_rely_on_it() -> None:
+    pool, _ = computed()
+    first, *collects = pool.take(0, StreamFailed(REQUEST), 5.5)
+    assert first == AddressedMessage(0, Streamed(REQUEST, 400, False))
+    assert [type(one.message) for one in collects] == [CollectOrder, CollectOrder]
+    for instance in (1, 0):
+        pool.take(instance, StepDone(collects[0].message.collect.sequence, TIMES, 9000), 6.0)  # type: ignore[union-attr]
+    status = pool.status(6.0)
+    assert (status.requests_streamed, status.requests_collected) == (0, 1)
+
+
+def test_given_up_while_it_is_on_its_way() -> None:
+    pool, _ = computed()
+    assert [type(one.message) for one in pool.take(0, CancelMessage(REQUEST), 5.5)] == [Drop, Drop]
+    assert pool.status(6.0).recent[-1].outcome is PrefillEnd.CANCELLED
+
+
+def test_everything_can_be_collected() -> None:
+    _, out = computed(collects=True)
+    assert [type(one.message) for one in out] == [CollectOrder, CollectOrder]
+
+
+def test_another_members_prompt_cannot_be_ended() -> None:
+    pool, _ = computed()
+    for message in (StreamFailed(REQUEST), Transferred(REQUEST, 1.0, 0.0)):
+        with pytest.raises(PoolProtocolError, match="none of instance 1"):
+            pool.take(1, message, 5.5)
+
+
+# ---------------------------------------------------------------- a member
+
+
+def ids(tokens: int) -> tuple[int, ...]:
+    draw = random.Random(tokens)
+    return tuple(draw.randrange(50) for _ in range(tokens))
+
+
+def member() -> MemoryMember:
+    return MemoryMember(0, Wires(), ToyPool(256))
+
+
+def last_chunk(request: int, *, is_last: bool = True) -> ChunkOrder:
+    layout, _ = lay_out({}, (range(30),), (0,), Interleaving.ZIGZAG)
+    return ChunkOrder(
+        RunChunk(1, request, layout, 0, is_last), array("i", ids(30)), peers=((PeerAddress("nowhere", 1),),)
+    )
+
+
+def sent(one: MemoryMember, kind: type) -> list[object]:
+    return [message for message in one.link.sent if isinstance(message, kind)]
+
+
+def offered(*orders: ToMember) -> MemoryMember:
+    """A member that has offered a prompt, and what came of it then."""
+    one = member()
+    one.offer(ids(30), torch.empty(LAYERS, 2, 0, KV_HEADS, HEAD_SIZE))
+    one.link.inbox.extend(orders)
+    return one
+
+
+def test_logits_that_the_prompts_own_member_has_computed_do_not_travel() -> None:
+    one = offered(Streamed(REQUEST, 30, True), last_chunk(REQUEST))
+    assert one.member.turn() == []
+    (done,) = sent(one, StepDone)
+    assert isinstance(done, StepDone)
+    assert (done.logits, done.free_kv_tokens) == (None, 256 - 30)
+    one.link.inbox.append(Computed(REQUEST, None))
+    (outcome,) = one.member.turn()
+    assert isinstance(outcome, Sendable)
+    torch.testing.assert_close(outcome.logits, logits_of(ids(30)), atol=1e-4, rtol=0)
+    assert one.member.held_tokens == 30, "kept until it is at decode"
+    assert one.member.transferred(REQUEST, 2.0, 1.0), "its cached prefix is still wanted"
+    assert sent(one, Transferred) == [Transferred(REQUEST, 2.0, 1.0)]
+    one.link.inbox.append(Drop(REQUEST, (0,)))
+    (kept,) = one.member.turn()
+    assert isinstance(kept, Kept)
+    assert kept.slots.numel() == 0
+    assert one.member.turn() == []
+    assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
+
+
+def at_decode() -> MemoryMember:
+    """A member whose prompt of 30 tokens is at decode."""
+    one = offered(Streamed(REQUEST, 30, True), last_chunk(REQUEST), Computed(REQUEST, None))
+    one.member.turn()
+    one.member.turn()
+    assert one.member.transferred(REQUEST, 2.0, 1.0)
+    return one
+
+
+def collect(sequence: int, *, is_last: bool) -> CollectOrder:
+    return CollectOrder(Collect(sequence, REQUEST, 0, (0,), (), 0, is_last), ((PeerAddress("nowhere", 1),),))
+
+
+def test_what_is_kept_comes_with_the_last_step() -> None:
+    one = at_decode()
+    one.link.inbox.append(collect(2, is_last=False))
+    assert one.member.turn() == []
+    one.link.inbox.append(collect(3, is_last=True))
+    (kept,) = one.member.turn()
+    assert isinstance(kept, Kept)
+    torch.testing.assert_close(one.pool.kv(kept.slots), kv_of(ids(30)), atol=1e-4, rtol=0)
+    one.link.inbox.append(Drop(REQUEST, (0,)))
+    assert one.member.turn() == []
+
+
+def test_what_is_kept_is_dropped_when_the_coordinator_goes() -> None:
+    one = at_decode()
+    one.link.welcome = None
+    (kept,) = one.member.turn()
+    assert isinstance(kept, Kept)
+    assert (kept.slots.numel(), one.pool.free_tokens) == (0, 256)
+
+
+def test_only_what_the_pool_has_is_kept() -> None:
+    one = at_decode()
+    assert not one.member.transferred(REQUEST, 2.0, 1.0)
+    assert not one.member.transferred(pool_request(7, 1), 2.0, 1.0)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_another_member_brings_them_where_they_are_wanted(is_last: bool) -> None:
+    one = member()
+    one.link.inbox.append(last_chunk(pool_request(3, 1), is_last=is_last))
+    one.member.turn()
+    (done,) = sent(one, StepDone)
+    assert isinstance(done, StepDone)
+    if is_last:
+        assert done.logits is not None
+        torch.testing.assert_close(torch.tensor(done.logits), logits_of(ids(30)), atol=1e-4, rtol=0)
+    else:
+        assert done.logits is None
+
+
+def test_logits_of_another_member() -> None:
+    one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
+    (outcome,) = one.member.turn()
+    assert isinstance(outcome, Sendable)
+    assert outcome.logits.tolist() == list(LOGITS)
+    assert outcome.streamed == Streamed(REQUEST, 30, True)
+
+
+def test_without_logits_it_has_to_be_collected() -> None:
+    one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, None))
+    assert one.member.turn() == []
+    assert sent(one, StreamFailed) == [StreamFailed(REQUEST)]
+
+
+def test_a_prompt_that_has_ended_meanwhile_is_not_sampled() -> None:
+    one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
+    one.member.withdraw(REQUEST)
+    assert one.member.turn() == []
+
+
+def test_what_is_on_its_way_comes_back_when_the_coordinator_goes_or_gives_it_up() -> None:
+    one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
+    one.member.turn()
+    one.link.inbox.append(Decline(REQUEST, 0, DeclineReason.NO_ROOM))
+    assert one.member.turn() == [Declined(REQUEST, DeclineReason.NO_ROOM, Streamed(REQUEST, 30, True))]
+    other = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
+    other.member.turn()
+    other.link.welcome = None
+    assert other.member.turn() == [Declined(REQUEST, DeclineReason.NOT_A_MEMBER, Streamed(REQUEST, 30, True))]
+
+
+def test_another_coordinator_is_not_told_of_it() -> None:
+    one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
+    one.member.turn()
+    one.link.welcome = Welcome(5, 16 * "cd", 1.0)
+    one.member.turn()
+    one.link.sent.clear()
+    one.member.transferred(REQUEST, 1.0, 0.5)
+    one.member.withdraw(REQUEST)
+    one.member.stream_failed(REQUEST)
+    assert not one.link.sent

@@ -1,0 +1,94 @@
+"""Two pools: who goes where, whose times they are, and the options that make them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.cli import main
+from sglang_ext.laps.decide.cost_model import CostCoefficients
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+from sglang_ext.planner.simulation.cluster import ClusterSpec
+from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, SimRequest
+from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
+from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, QueueOrder
+from sglang_ext.planner.simulation.run import RunOptions, simulate
+from sglang_ext.planner.simulation.scenario import SplitStage
+from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.types import Role
+
+COSTS = CostCoefficients(alpha_s=0.0, token_s=1e-3, read_s=0.0, kappa_s=0.0)
+CANDIDATES = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))
+
+
+def split(loop: EventLoop, listener: PrefillListener) -> SplitStage:
+    """One instance for up to 100 new tokens, two for longer prompts."""
+    spec = InstancesSpec((Role.BOTH,), COSTS, boundary_tokens=100)
+    short = InstancePool(
+        loop, spec, router_policy("least_loaded"), lambda _: ChunkedPrefill(QueueOrder.FCFS, 8192), listener, 0, True
+    )
+    options = SystemOptions(ClusterSystem.POOL_FCFS)
+    return SplitStage(
+        100, short, build_cluster(options, loop, ClusterSpec(2), CANDIDATES, listener, is_recorded=True), 1
+    )
+
+
+def test_each_pool_serves_its_class_and_does_not_wait_for_the_other() -> None:
+    requests = [SimRequest(0, 0.0, 10_000, 1), SimRequest(1, 0.0, 101, 1), SimRequest(2, 0.0, 100, 1)]
+    requests.append(SimRequest(3, 0.01, 5_000, 1, cached_tokens=4_950))
+    outcome = simulate(requests, split)
+    ttfts_s = {one.request.key: one.ttft_s for one in outcome.served}
+    # 10,000 on both, then 101; 100, then the 50 that are not cached.
+    assert ttfts_s == pytest.approx({0: 5.1, 1: 5.201, 2: 0.1, 3: 0.14})
+    assert {busy.key: busy.instance for busy in outcome.timeline if busy.key >= 2} == {2: 0, 3: 0}
+    assert {busy.instance for busy in outcome.timeline if busy.key == 0} == {1, 2}
+    assert not outcome.unfinished
+
+
+def test_what_has_not_ended_is_unfinished_in_either() -> None:
+    requests = [SimRequest(0, 0.0, 10_000, 1), SimRequest(1, 0.0, 50, 1), SimRequest(2, 0.9, 100, 1)]
+    outcome = simulate(requests, split, RunOptions(until_s=0.95))
+    assert sorted(one.key for one in outcome.unfinished) == [0, 2]
+    assert [one.request.key for one in outcome.served] == [1]
+
+
+@pytest.mark.parametrize("policy", ["pool", "tetris", "loongserve-idle"])
+def test_the_option(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = tmp_path / "lengths.csv"
+    workload.write_text("num_prefill_tokens,num_decode_tokens\n100,1\n200000,1\n", encoding="utf-8")
+    arguments = ["simulate", "--workload", str(workload), "--rate", "0.5", "--requests", "200", "--policy", policy]
+    worst_short_s = []
+    for more in ([], ["--short-instances", "1"]):
+        assert main([*arguments, *more]) == 0
+        short = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("short"))
+        worst_short_s.append(float(short.split()[9]))
+    assert worst_short_s[1] < 0.5 < 2.0 < worst_short_s[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--short-instances", "16"], "--short-instances must be at least 1 and leave one of 16, got 16"),
+        (["--short-instances", "-1"], "--short-instances must be at least 1 and leave one of 16, got -1"),
+        (["--short-instances", "2", "--policy", "hrrn"], "--short-instances: --policy hrrn keeps no classes apart"),
+        (
+            ["--short-instances", "9", "--policy", "fixed-sp", "--sp-size", "8"],
+            "--sp-size 8 is more than the instances, 7",
+        ),
+        (["--short-instances", "2", "--fail", "0:1:1"], "--fail is not simulated with --short-instances"),
+        (["--move-pools"], "--move-pools needs --policy laps"),
+        (["--chunk-s", "1"], "--chunk-s needs a policy that decides again (pool…), not tetris"),
+        (["--chunk-s", "0", "--policy", "pool-lars"], "--chunk-s must be above 0, got 0"),
+        (["--think-s", "nan"], "--think-s must be above 0, got nan"),
+    ],
+)
+def test_an_impossible_pool_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = tmp_path / "lengths.csv"
+    workload.write_text("num_prefill_tokens,num_decode_tokens\n100,1\n", encoding="utf-8")
+    assert main(["simulate", "--workload", str(workload), "--rate", "1", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,338 @@
+"""`sglang-ext size`: what it prints and writes; an error is one line that names the option, the line or the field."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from sglang_ext.cli import main
+from sglang_ext.cluster.cluster_file import load_cluster
+from sglang_ext.cluster.config import PoolConfig
+from sglang_ext.planner.sizing.deployment import DeployedModel, cluster_config, helm_values
+from sglang_ext.planner.sizing.load_trial import ClusterLayout, SloTargets
+from support import manifests
+
+ROOT = Path(__file__).resolve().parents[5]
+CHART = ROOT / "deploy/helm/sglang-ext"
+needs_helm = pytest.mark.skipif(
+    not (ROOT / ".venv/charts/helm_python").is_dir(), reason="Helm is not there: `make charts-env`"
+)
+SLO = ["--slo-short-ms", "300", "--slo-long-stretch", "3"]
+PROFILE = {
+    "format": "sglang-ext engine profile",
+    "version": 1,
+    "model": "org/made-up",
+    "prefill": {"alpha_s": 2e-9, "token_s": 4e-5, "read_s": 0.0, "kappa_s": 0.01},
+    "provenance": {
+        "kv_tokens": 200_000,
+        "server_arguments": {"tp_size": 1, "chunked_prefill_size": 4096, "device": "cuda"},
+    },
+}
+TARGETS = SloTargets(0.3, 3.0, 0.05)
+SPLIT = ClusterLayout(1024, 2, 1, 1, 3, 0, 4)
+ONE_POOL = ClusterLayout(512, 1, 2, 0, 0, 3, 1)
+PIPELINES = ClusterLayout(1024, 2, 1, 1, 2, 0, 4, long_pp=4)
+RING = ClusterLayout(1024, 1, 1, 1, 4, 0, 2, is_ring=True)
+LAYOUTS = {"split pools": SPLIT, "one pool for all lengths": ONE_POOL, "pipelines": PIPELINES}
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    return written(tmp_path, PROFILE)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.csv"
+    rows = [f"{number / 8},{5000 if number % 8 == 0 else 100 + number},{5 + number % 20}" for number in range(60)]
+    path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
+    return str(path)
+
+
+def written(folder: Path, profile: dict[str, Any], name: str = "profile.json") -> str:
+    path = folder / name
+    path.write_text(json.dumps(profile), encoding="utf-8")
+    return str(path)
+
+
+def chart_values() -> dict[str, Any]:
+    found = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_layouts_are_printed_and_written(
+    trace: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    arguments = ["size", "--trace", trace, "--profile", profile, *SLO, "--max-gpus", "9", "--out", str(out)]
+    arguments += ["--processes", "1", "--boundary-tokens", "512"]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "60 requests, 8/s; first token: 52 short prompts within 300 ms, 8 long ones" in captured.out
+    assert "2 of 2 kinds of layout" in captured.err
+    found = json.loads((out / "layouts.json").read_text(encoding="utf-8"))
+    layouts = found["layouts"]
+    assert [one["gpus"] for one in layouts] == sorted(one["gpus"] for one in layouts)
+    assert {one["both"] > 0 for one in layouts} == {True, False}
+    for one in layouts:
+        assert one["gpus"] == one["short"] + one["long"] + one["both"] + one["decode"] <= 9
+        assert one["load"] >= found["headroom"] == 1.25
+        assert one["breaks_first"]["pool"] in {"short", "long", "both", "decode"}
+        assert one["as_recorded"]["short"]["late"] <= 0.01 * one["as_recorded"]["short"]["requests"]
+    best = layouts[0]
+    config = load_cluster(out / "cluster.yaml")
+    assert config.model == "org/made-up"
+    assert config.router.length_boundary_tokens == best["boundary_tokens"]
+    assert {role.value: pool.count for role, pool in config.pools.by_role()} == {
+        name: best[name] for name in ("short", "long", "both", "decode")
+    }
+    values = yaml.safe_load((out / "values.yaml").read_text(encoding="utf-8"))
+    assert values["boundaryTokens"] == best["boundary_tokens"]
+    assert (out / "cost.png").stat().st_size > 1000
+
+
+def test_several_processes_find_the_same(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = []
+    for processes in ("1", "2"):
+        arguments = ["size", "--trace", trace, "--profile", profile, *SLO, "--max-gpus", "9", "--processes", processes]
+        assert main([*arguments, "--boundary-tokens", "512"]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+
+
+def test_a_profile_that_fits_badly_is_named(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = written(tmp_path, {**PROFILE, "max_error": 0.2, "fit": {"iteration": {"error_p90": 0.35}}})
+    arguments = ["size", "--trace", trace, "--profile", bad, *SLO, "--max-gpus", "6", "--processes", "1"]
+    main([*arguments, "--boundary-tokens", "512"])
+    doubt = "sglang-ext size: TP 1: the profile's iteration fits badly: relative error 35% at one point of ten"
+    assert capsys.readouterr().err.splitlines()[0] == doubt
+
+
+def test_profiles_of_several_tp_are_compared(
+    trace: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = {**PROFILE, "prefill": {"alpha_s": 1e-9, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.006}}
+    fast.pop("provenance")
+    second = "2:" + written(tmp_path, fast, "fast.json")
+    arguments = ["size", "--trace", trace, "--profile", profile, "--profile", second, *SLO, "--max-gpus", "9"]
+    assert main([*arguments, "--processes", "1", "--boundary-tokens", "512"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert {row.partition("TP ")[2][:1] for row in rows} == {"1", "2"}
+    assert sorted(int(row.split()[0]) for row in rows) == [int(row.split()[0]) for row in rows]
+
+
+def test_an_objective_that_no_instance_holds_alone_takes_a_pipeline_or_a_ring(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long prompts of 2.8 s within 1.2 s: no number of instances apart does it, several that share a prompt do."""
+    pytest.importorskip("matplotlib")
+    trace = tmp_path / "long.csv"
+    rows = [f"{number / 2},{30_000 if number % 8 == 0 else 100 + number},5" for number in range(60)]
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
+    arguments = ["size", "--trace", str(trace), "--profile", profile, "--slo-short-ms", "1200"]
+    arguments += ["--slo-long-stretch", "1", "--max-gpus", "10", "--processes", "1", "--boundary-tokens", "512"]
+    objective = ["--attainment", "1"]
+    assert main([*arguments, *objective]) == 1
+    capsys.readouterr()
+    out = tmp_path / "out"
+    shapes = ["--long-pp", "1", "4", "--ring", "--hop-ms", "1", "--out", str(out)]
+    assert main([*arguments, *objective, *shapes]) == 0
+    layouts = json.loads((out / "layouts.json").read_text(encoding="utf-8"))["layouts"]
+    assert {one["long_pp"] for one in layouts if not one["is_ring"]} == {4}
+    assert any(one["is_ring"] for one in layouts)
+    best = layouts[0]
+    config = load_cluster(out / "cluster.yaml")
+    assert config.coordinator.enabled == best["is_ring"]
+    assert config.pools.long.pp == (best["long_pp"] if best["long"] else 1)
+    # In the chart CPU engines alone share prompts.
+    assert (out / "values.yaml").exists() != best["is_ring"]
+
+
+def test_where_nothing_holds_it_says_what_breaks(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["size", "--trace", trace, "--profile", profile, "--slo-short-ms", "12", "--slo-long-stretch", "1"]
+    assert main([*arguments, "--max-gpus", "6", "--processes", "1", "--boundary-tokens", "512"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "no layout of at most 6 GPUs holds at x1.25 of the load; of " in error
+    assert "what breaks first: " in error
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_up_takes_its_file_and_reads_what_was_written(name: str, is_cpu: bool, tmp_path: Path) -> None:
+    from sglang_ext.planner.sizing.deployment import write_cluster
+
+    layout = LAYOUTS[name]
+    config = cluster_config(layout, DeployedModel("org/made-up", 4096, is_cpu), TARGETS)
+    write_cluster(tmp_path / "cluster.yaml", "what it is", config)
+    assert load_cluster(tmp_path / "cluster.yaml") == config
+    pools: dict[str, PoolConfig] = {role.value: pool for role, pool in config.pools.by_role()}
+    assert {role: pool.count for role, pool in pools.items() if pool.count} == {
+        role.value: count for role, count in layout.pools()
+    }
+    assert config.router.length_boundary_tokens == layout.boundary_tokens
+    for role, pool in config.pools.by_role():
+        if pool.count:
+            assert pool.tp == (layout.tp if role.is_prefill else layout.decode_tp)
+            assert pool.pp == layout.pp(role)
+            assert pool.args == (("--chunked-prefill-size", "4096") if role.is_prefill else ())
+            assert ("--laps-short-ttft-slo-ms" in pool.worker_args) == role.is_prefill
+    assert main(["up", "--config", str(tmp_path / "cluster.yaml"), "--dry-run"]) == 0
+
+
+def test_a_ring_is_a_coordinator_and_its_members() -> None:
+    model = DeployedModel("org/made-up", 4096, True, (1, 2, 4))
+    config = cluster_config(RING, model, TARGETS)
+    assert config.coordinator.enabled
+    assert config.coordinator.args == ("--sp-sizes", "1,2,4")
+    values: Any = helm_values(RING, model, TARGETS)
+    assert values["coordinator"] == {"enabled": True, "spSizes": [1, 2, 4]}
+    shared = {name for name, pool in values["pools"].items() if pool is not None and "sharesLongPrompts" in pool}
+    assert shared == {"prefill-long"}
+    assert RING.describe() == "1 short + 4 long (ring) + 2 decode, boundary 1024, TP 1"
+    assert PIPELINES.describe() == "1 short + 2 long of PP 4 + 4 decode, boundary 1024, TP 2"
+    assert PIPELINES.gpus == 2 * (1 + 2 * 4) + 4
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_the_chart_s_schema_takes_the_values(name: str, is_cpu: bool) -> None:
+    values = helm_values(LAYOUTS[name], DeployedModel("org/made-up", 4096, is_cpu), TARGETS)
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    merged = chart_values()
+    for key, value in values.items():
+        merged[key] = {**merged[key], **value} if isinstance(value, dict) else value
+    merged["pools"] = {name: pool for name, pool in merged["pools"].items() if pool is not None}
+    jsonschema.Draft7Validator(schema).validate(merged)
+
+
+@needs_helm
+def test_the_chart_renders_the_values() -> None:
+    cases = [
+        (layout, helm_values(layout, DeployedModel("org/made-up", 4096, is_cpu), TARGETS))
+        for layout in LAYOUTS.values()
+        for is_cpu in (False, True)
+    ]
+    cases.append((RING, helm_values(RING, DeployedModel("org/made-up", 4096, True), TARGETS)))
+    done = subprocess.run(
+        [sys.executable, "tools/render_chart.py", "--cases"],
+        input=json.dumps([values for _, values in cases]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for (layout, _), result in zip(cases, json.loads(done.stdout), strict=True):
+        assert result.get("problems") == [], result
+        manifests.check(result["documents"])
+        replicas = {
+            pods.labels["sglang-ext.io/role"]: pods.owner["spec"]["replicas"]
+            for pods in manifests.pods_of(result["documents"])
+            if pods.component == "worker"
+        }
+        names = {"short": "prefill-short", "long": "prefill-long", "both": "prefill", "decode": "decode"}
+        assert replicas == {names[role]: count for role, count in layout.pools()}
+
+
+@pytest.mark.full
+def test_an_interrupted_search_ends_at_once(profile: str, tmp_path: Path) -> None:
+    trace = tmp_path / "long.csv"
+    rows = [f"{number / 40},{5000 if number % 8 == 0 else 400},50" for number in range(20_000)]
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
+    command = [sys.executable, "-m", "sglang_ext.cli", "size", "--trace", str(trace), "--profile", profile, *SLO]
+    process = subprocess.Popen([*command, "--processes", "2"], stderr=subprocess.PIPE, text=True)
+    time.sleep(5.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began_s = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "sglang-ext size: interrupted"
+    assert time.monotonic() - began_s < 30.0
+
+
+ERRORS: dict[str, tuple[list[str], str]] = {
+    "no such trace": (["--trace", "/no/trace"], "--trace: /no/trace cannot be read: No such file or directory"),
+    "no such profile": (["--profile", "/no/profile"], "--profile: /no/profile is neither table1, "),
+    "an objective of 0": (["--slo-short-ms", "0"], "--slo-short-ms must be above 0, got 0"),
+    "a stretch below 1": (["--slo-long-stretch", "0.5"], "--slo-long-stretch must be at least 1, got 0.5"),
+    "no time per token": (["--slo-token-ms", "nan"], "--slo-token-ms must be above 0, got nan"),
+    "an attainment above 1": (["--attainment", "99"], "--attainment must be above 0 and at most 1, got 99"),
+    "less than no headroom": (["--headroom", "0.9"], "--headroom must be at least 1, got 0.9"),
+    "too few GPUs": (["--max-gpus", "1"], "--max-gpus: the smallest layout takes 2 GPUs, got 1"),
+    "no GPUs": (["--max-gpus", "0"], "--max-gpus must be at least 1, got 0"),
+    "a boundary above all prompts": (
+        ["--boundary-tokens", "512", "9999"],
+        "--boundary-tokens 9999: all prompts are on one side: 101 to 5000 tokens",
+    ),
+    "little KV": (["--kv-tokens", "4000"], "--kv-tokens: a prompt of 5000 tokens does not fit into the 4000 of an "),
+    "little KV in decode": (
+        ["--decode-kv-tokens", "5001"],
+        "--decode-kv-tokens: a request of 5021 tokens does not fit into the 5001 of an instance",
+    ),
+    "a decode step of nothing": (["--decode-step-ms", "0"], "--decode-step-ms must be above 0, got 0"),
+    "a rate of nothing": (["--rate", "0"], "--rate must be above 0, got 0"),
+    "no stages": (["--long-pp", "0"], "--long-pp must be at least 1, got 0"),
+    "a link of nothing": (["--ring", "--ring-gb-per-s", "0"], "--ring-gb-per-s must be above 0, got 0"),
+    "a hop of less than nothing": (["--long-pp", "2", "--hop-ms", "-1"], "--hop-ms must be at least 0, got -1"),
+    "one request": (["--requests", "1"], "--trace: all requests arrive at once, so there is no load to size for"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_is_one_line_that_names_the_option(
+    name: str, trace: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, message = ERRORS[name]
+    arguments = ["size", *SLO]
+    for option, value in (("--trace", trace), ("--profile", profile)):
+        if option not in options:
+            arguments += [option, value]
+    assert main([*arguments, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sglang-ext size: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_tokens": 0}, '"provenance": kv_tokens must be a whole number of at least 1'),
+        ({"server_arguments": {"tp_size": "two"}}, '"provenance": server_arguments, tp_size must be a whole number'),
+    ],
+)
+def test_a_profile_s_wrong_field_is_named(
+    change: dict[str, object], message: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = written(tmp_path, {**PROFILE, "provenance": change})
+    assert main(["size", "--trace", trace, "--profile", wrong, *SLO]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--profile: {wrong}: {message}" in line
+
+
+def test_a_trace_s_wrong_line_and_column_are_named(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "wrong.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,10,1\n1,-5,1\n", encoding="utf-8")
+    assert main(["size", "--trace", str(trace), "--profile", profile, *SLO]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "line 3: num_prefill_tokens -5 is not a whole number of at least 1" in line
+
+
+def test_profiles_of_one_tp_are_refused(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for second, message in ((profile, "there is another profile of TP 1"), (f"2:{profile}", "was measured with TP 1")):
+        assert main(["size", "--trace", trace, "--profile", profile, "--profile", second, *SLO]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"--profile {second}: " in line
+        assert message in line

@@ -1,0 +1,142 @@
+"""SGLang's pool as rows of token slots; each decode rank gets each of its heads from exactly one prefill rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.transfer.decide.shards import HeadLayout
+from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers
+from sglang_ext.transfer.sglang.layout import (
+    Share,
+    cpu_head_layout,
+    gpu_head_layout,
+    pool_layout,
+    shares_of,
+    token_slots,
+)
+
+
+def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
+    return SimpleNamespace(
+        kv_cache_dtype_str="float32",
+        page_size=page_size,
+        kv_data_ptrs=[1000, 2000, 3000, 4000],  # K of two layers, then V
+        kv_data_lens=[token_bytes * tokens] * 4,
+        kv_item_lens=[token_bytes * page_size] * 4,
+        aux_data_ptrs=[7000, 8000],
+        aux_data_lens=[8 * 16, 8 * 64],
+        aux_item_lens=[16, 64],
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rows_are_tokens_whatever_the_page(page_size: int) -> None:
+    layout = pool_layout(arguments(page_size), HeadLayout(3, 2, 4), rank=1)
+    assert layout.layers == (
+        LayerBuffers(ItemBuffer(1000, 64, 160), ItemBuffer(3000, 64, 160)),
+        LayerBuffers(ItemBuffer(2000, 64, 160), ItemBuffer(4000, 64, 160)),
+    )
+    assert (layout.first_head, layout.head_count, layout.first_layer) == (2, 2, 0)
+    assert layout.aux == (ItemBuffer(7000, 16, 8), ItemBuffer(8000, 64, 8))
+    stage = pool_layout(arguments(page_size), HeadLayout(3, 2, 4), rank=1, first_layer=5)
+    assert (stage.first_layer, stage.layers) == (5, layout.layers)
+
+
+def test_a_pool_that_cannot_hold_the_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not hold 3 equal heads"):
+        pool_layout(arguments(1), HeadLayout(3, 1, 3), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("pages", "page_size", "slots"),
+    [([5, 2, 9], 1, [5, 2, 9]), ([3, 0], 4, [12, 13, 14, 15, 0, 1, 2, 3]), ([], 16, [])],
+)
+def test_slots_of_pages(pages: list[int], page_size: int, slots: list[int]) -> None:
+    found = token_slots(np.array(pages, np.int32), page_size)
+    assert found.tolist() == slots
+    assert found.dtype == np.uint32
+
+
+sizes = st.integers(1, 8)
+
+
+@given(sizes, sizes, sizes)
+def test_cpu_engines_of_any_sizes(kv_heads: int, prefill_ranks: int, decode_ranks: int) -> None:
+    check(cpu_head_layout(kv_heads, prefill_ranks), cpu_head_layout(kv_heads, decode_ranks))
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]))
+def test_ranks_that_share_heads(kv_heads: int, prefill_ranks: int, decode_ranks: int) -> None:
+    check(HeadLayout(kv_heads, prefill_ranks, kv_heads), HeadLayout(kv_heads, decode_ranks, kv_heads))
+
+
+def check(prefill: HeadLayout, decode: HeadLayout) -> None:
+    shares = [(rank, share) for rank in range(prefill.tp_size) for share in shares_of(rank, prefill, decode)]
+    for decode_rank in range(decode.tp_size):
+        theirs = [(rank, share) for rank, share in shares if share.decode_rank == decode_rank]
+        heads = Counter(
+            head for _, share in theirs for head in range(share.first_head, share.first_head + share.head_count)
+        )
+        assert heads == Counter(decode.heads(decode_rank))
+        assert sum(share.has_metadata for _, share in theirs) == 1
+        assert {share.sender_count for _, share in theirs} == {len(theirs)}
+        for rank, share in theirs:
+            held = range(prefill.first_head(rank), prefill.first_head(rank) + prefill.heads_per_rank)
+            assert share.head_count == 0 or set(range(share.first_head, share.first_head + share.head_count)) <= set(
+                held
+            )
+
+
+def test_three_heads_on_two_decode_ranks() -> None:
+    one, two = cpu_head_layout(3, 1), cpu_head_layout(3, 2)
+    assert two == HeadLayout(kv_heads=3, tp_size=2, stored_kv_heads=4)
+    assert shares_of(0, one, two) == (Share(0, 0, 2, True, 1), Share(1, 2, 1, True, 1))
+
+
+def test_a_decode_rank_of_padding_gets_metadata_only() -> None:
+    shares = shares_of(0, cpu_head_layout(3, 1), cpu_head_layout(3, 4))
+    assert shares[3] == Share(3, 3, 0, True, 1)
+
+
+def test_a_prefill_rank_of_padding_sends_nothing() -> None:
+    assert shares_of(3, cpu_head_layout(3, 4), cpu_head_layout(3, 1)) == ()
+
+
+def test_different_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="prefill has 3 KV heads, decode 4"):
+        shares_of(0, cpu_head_layout(3, 1), cpu_head_layout(4, 1))
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]))
+def test_on_gpus_every_decode_rank_gets_each_of_its_heads_once_also_of_replicas(
+    kv_heads: int, prefill_ranks: int, decode_ranks: int
+) -> None:
+    prefill, decode = gpu_head_layout(kv_heads, prefill_ranks), gpu_head_layout(kv_heads, decode_ranks)
+
+    def held(ranks: int, rank: int) -> set[int]:
+        """As `QKVParallelLinear` has it."""
+        if ranks <= kv_heads:
+            return {head for head in range(kv_heads) if head // (kv_heads // ranks) == rank}
+        return {rank // (ranks // kv_heads)}
+
+    got: Counter[tuple[int, int]] = Counter()
+    for rank in range(prefill_ranks):
+        for share in shares_of(rank, prefill, decode):
+            heads = range(share.first_head, share.first_head + share.head_count)
+            assert set(heads) <= held(prefill_ranks, rank)
+            got.update((share.decode_rank, head) for head in heads)
+    assert got == Counter((rank, head) for rank in range(decode_ranks) for head in held(decode_ranks, rank))
+    metadata = Counter(
+        share.decode_rank
+        for rank in range(prefill_ranks)
+        for share in shares_of(rank, prefill, decode)
+        if share.has_metadata
+    )
+    assert metadata == Counter(range(decode_ranks))

@@ -1,0 +1,143 @@
+"""Rows of one pool and of another: the plan against copying by index, and parts of it against the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
+from sglang_ext.transfer.pool_layout import (
+    ItemBuffer,
+    LayerBuffers,
+    PoolLayout,
+    RowCopy,
+    cut_rows,
+    group_by_slots,
+    plan_items,
+    plan_rows,
+)
+
+
+def layout(
+    *,
+    heads: int = 2,
+    first_head: int = 0,
+    layers: int = 2,
+    first_layer: int = 0,
+    head_bytes: int = 16,
+    dtype: str = "float32",
+) -> PoolLayout:
+    buffers = [
+        LayerBuffers(
+            ItemBuffer(100_000 * (2 * layer + 1), heads * head_bytes, 50),
+            ItemBuffer(100_000 * (2 * layer + 2), heads * head_bytes // 2, 50),
+        )
+        for layer in range(layers)
+    ]
+    aux = (ItemBuffer(9_000_000, 24, 8),)
+    return PoolLayout(dtype, first_layer, tuple(buffers), first_head, heads, aux, ((ItemBuffer(9_500_000, 8, 8),),))
+
+
+def slots(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.array(numbers, np.uint32)
+
+
+def test_rows_of_some_heads_of_one_layer() -> None:
+    source, target = layout(heads=4, first_head=4), layout(heads=2, first_head=6)
+    shard = KVShard((TokenSpan(0, 2),), 6, 2, 1, 1)
+    k, v = plan_rows(source, target, shard, slots(3, 9), slots(0, 1))
+    assert (k.source_address, k.source_stride, k.length_bytes) == (300_000 + 2 * 16, 64, 32)
+    assert (k.target_address, k.target_stride) == (300_000, 32)
+    assert (v.source_address, v.source_stride, v.length_bytes) == (400_000 + 2 * 8, 32, 16)
+    assert k.total_bytes == 64
+
+
+@pytest.mark.parametrize("ranges", [(1, 2, 0, 2), (0, 2, 1, 2)], ids=["heads", "layers"])
+def test_rows_that_a_pool_does_not_hold_are_refused(ranges: tuple[int, int, int, int]) -> None:
+    shard = KVShard((TokenSpan(0, 1),), *ranges)
+    with pytest.raises(ValueError, match="source pool"):
+        plan_rows(layout(), layout(heads=4, layers=4), shard, slots(1), slots(1))
+    with pytest.raises(ValueError, match="target pool"):
+        plan_rows(layout(heads=4, layers=4), layout(), shard, slots(1), slots(1))
+
+
+def test_slots_come_in_pairs() -> None:
+    shard = KVShard((TokenSpan(0, 2),), 0, 2, 0, 2)
+    with pytest.raises(ValueError, match="2 source slots for 1 target slots"):
+        plan_rows(layout(), layout(), shard, slots(1, 2), slots(1))
+    with pytest.raises(ValueError, match="differ in number"):
+        plan_items(layout().aux, layout().aux, slots(1, 2), slots(1))
+
+
+def moved(copies: list[RowCopy]) -> list[tuple[int, int]]:
+    """Every byte that is copied: where from and where to."""
+    return [
+        (copy.source_address + a * copy.source_stride + byte, copy.target_address + b * copy.target_stride + byte)
+        for copy in copies
+        for a, b in zip(copy.source_slots.tolist(), copy.target_slots.tolist(), strict=True)
+        for byte in range(copy.length_bytes)
+    ]
+
+
+copies = st.lists(
+    st.tuples(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8), st.integers(1, 30)), max_size=5
+)
+
+
+@given(copies, st.integers(1, 100))
+def test_parts_are_the_same_bytes_and_bounded(drawn: list[tuple[list[tuple[int, int]], int]], max_bytes: int) -> None:
+    whole = [
+        RowCopy(
+            *(1000 * index, 40, slots(*(pair[0] for pair in pairs))),
+            *(5000 + 1000 * index, 50, slots(*(pair[1] for pair in pairs)), length),
+        )
+        for index, (pairs, length) in enumerate(drawn)
+    ]
+    parts = list(cut_rows(whole, max_bytes))
+    assert all(0 < sum(copy.total_bytes for copy in part) <= max_bytes for part in parts)
+    assert sorted(moved([copy for part in parts for copy in part])) == sorted(moved(whole))
+    groups = [group for part in parts for group in group_by_slots(part)]
+    assert [copy for group in groups for copy in group] == [copy for part in parts for copy in part]
+    for group in groups:
+        assert all(copy.source_slots is group[0].source_slots for copy in group)
+        assert all(copy.target_slots is group[0].target_slots for copy in group)
+
+
+def test_parts_are_as_large_as_they_may_be_and_share_slots() -> None:
+    shard = KVShard((TokenSpan(0, 4),), 0, 2, 0, 2)
+    rows = plan_rows(layout(), layout(), shard, slots(3, 1, 4, 9), slots(0, 1, 2, 3))
+    (part,) = cut_rows(rows, 1 << 20)
+    assert part == rows
+    assert [len(group) for group in group_by_slots(part)] == [4]
+    # Of 4 rows of 32 bytes (K) and as many of 16 (V), twice.
+    assert [sum(copy.total_bytes for copy in part) for part in cut_rows(rows, 160)] == [160, 160, 64]
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        (layout(dtype="bfloat16"), "KV is float32 here and bfloat16"),
+        (layout(head_bytes=32), "another number of bytes"),
+        (PoolLayout("float32", 0, layout().layers, 0, 2), "metadata"),
+        (PoolLayout("float32", 0, layout().layers, 0, 2, layout().aux), "state"),
+    ],
+)
+def test_pools_that_do_not_fit_each_other_are_named(peer: PoolLayout, reason: str) -> None:
+    problem = layout().why_unlike(peer)
+    assert problem is not None
+    assert reason in problem
+
+
+def test_pools_of_other_heads_and_layers_fit_each_other() -> None:
+    assert layout().why_unlike(layout(heads=1, first_head=1)) is None
+    assert layout().why_unlike(layout(first_layer=1)) is None
+    assert layout(layers=4).why_unlike(layout(first_layer=3, layers=1)) is None
+
+
+def test_a_pool_without_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one layer"):
+        PoolLayout("float32", 0, (), 0, 1)
+    with pytest.raises(ValueError, match="equal heads"):
+        PoolLayout("float32", 0, layout().layers, 0, 3)

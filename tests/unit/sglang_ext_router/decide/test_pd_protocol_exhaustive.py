@@ -1,0 +1,101 @@
+"""Every state that the protocol can be brought into by any sequence of events, and every event in each of them."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TypeAlias
+
+import pytest
+
+from sglang_ext_router.decide.pd_actions import Leg
+from sglang_ext_router.decide.pd_protocol import PDProtocol, RequestPhase
+from support.pd_monitor import Event, Monitor, feed
+
+STATUSES = (100, 200, 302, 400, 429, 500)
+LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_leg_lost", "on_leg_stale")
+EVENTS = (
+    *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
+    *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer", "on_retry_refused") for age in (0, 1)),
+    *(Event(name, leg, age=age) for name in LEG_EVENTS for leg in Leg for age in (0, 1)),
+    *(Event("on_leg_head", leg, status) for leg in Leg for status in STATUSES),
+    *(Event("on_error_event", leg, status) for leg in Leg for status in (400, 429, 500)),
+    *(Event("on_leg_head", leg, 500, age=1) for leg in Leg),
+    *(Event("on_error_event", leg, 500, age=1) for leg in Leg),
+)
+
+
+Path: TypeAlias = "tuple[Path, Event] | None"
+
+
+def story(path: Path) -> str:
+    """The events of a path in order."""
+    events: list[Event] = []
+    while path is not None:
+        path, event = path
+        events.append(event)
+    return " → ".join(str(tuple(event)) for event in reversed(events))
+
+
+def clone(protocol: PDProtocol) -> PDProtocol:
+    twin = copy(protocol)
+    twin._legs = list(protocol._legs)
+    return twin
+
+
+def explore(
+    max_retries: int, is_stream: bool, is_single: bool, needs_decode: bool = True
+) -> tuple[int, set[RequestPhase]]:
+    """Feed every event in every reachable state; returns how many states there are, and their phases."""
+    protocol = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single, needs_decode=needs_decode)
+    frontier: list[tuple[PDProtocol, Monitor, Path]] = [(protocol, Monitor(max_retries, is_stream, needs_decode), None)]
+    seen: set[tuple[object, ...]] = set()
+    phases: set[RequestPhase] = set()
+    while frontier:
+        protocol, monitor, path = frontier.pop()
+        phases.add(protocol.phase)
+        for event in EVENTS:
+            next_protocol, next_monitor = clone(protocol), monitor.copy()
+            try:
+                next_monitor.step(event, feed(next_protocol, event))
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {story((path, event))}") from error
+            assert next_protocol.is_over == (next_monitor.over is not None)
+            key = (
+                next_protocol._phase,
+                next_protocol._attempt,
+                tuple(next_protocol._legs),
+                next_protocol._statuses,
+                next_protocol._has_lost,
+                next_protocol._restarts,
+                next_monitor.key(),
+            )
+            if key not in seen:
+                seen.add(key)
+                frontier.append((next_protocol, next_monitor, (path, event)))
+        if not protocol.is_over:
+            last, last_monitor = clone(protocol), monitor.copy()
+            last_monitor.step(Event("on_timeout"), last.on_timeout())
+            assert last.is_over, "a time limit must always end the protocol"
+    return len(seen), phases
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("max_retries", [0, 1])
+def test_every_reachable_state_keeps_the_promises(max_retries: int, is_stream: bool, is_single: bool) -> None:
+    states, phases = explore(max_retries, is_stream, is_single)
+    expected = set(RequestPhase) if max_retries else set(RequestPhase) - {RequestPhase.SETTLING, RequestPhase.BACKOFF}
+    assert phases == expected
+    assert states > 100
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_prefill_alone_keeps_them_too(max_retries: int, is_stream: bool, is_single: bool) -> None:
+    states, phases = explore(max_retries, is_stream, is_single, needs_decode=False)
+    retrying = {RequestPhase.BACKOFF} if max_retries else set()
+    # With one leg nothing is left to wait for: neither another's word on a 5xx nor a leg behind the relayed one.
+    expected = {RequestPhase.NEW, RequestPhase.OPEN, RequestPhase.RELAYING, RequestPhase.RELAYING_ERROR}
+    assert phases == expected | retrying | {RequestPhase.OVER}
+    assert states > 20

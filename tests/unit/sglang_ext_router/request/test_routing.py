@@ -1,0 +1,456 @@
+"""Which pool, which instance: by length, by what is cached where, by load, by who failed before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
+from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.request.prompt import Prompt, measure
+from sglang_ext_router.request.routing import NoInstanceError, Route, RoutePlanner
+from support.router_process import cluster
+from support.scripted_engine import reply
+
+CONTEXT_TOKENS = 8192
+NONE: frozenset[int] = frozenset()
+
+
+class Pools:
+    """A planner over ready instances, named by role and number."""
+
+    def __init__(self, *roles: Role, draw: float = 0.0, **options: Any) -> None:
+        addresses = tuple(WorkerAddress(f"http://{role}{i}:1", role) for i, role in enumerate(roles))
+        self.config = replace(RouterConfig(), workers=addresses, length_boundary_tokens=512, **options)
+        self.registry = WorkerRegistry(self.config)
+        self.workers = list(self.registry)
+        for worker in self.workers:
+            worker.is_healthy = True
+            worker.max_prompt_tokens = CONTEXT_TOKENS
+            worker.reported_free_kv_tokens = 100_000
+        self.draw = draw
+        self.registry.refresh()
+        model = self.registry.find_model(None)
+        assert model is not None
+        self.model = model
+        self.planner = RoutePlanner(self.config, self.registry, lambda: self.draw)
+
+    def deploy(self, *revisions: str, topology: tuple[str, ...] = ()) -> None:
+        """Revision, and place, of the instances in order."""
+        for worker, revision in zip(self.workers, revisions, strict=True):
+            worker.revision = revision
+        for worker, place in zip(self.workers, topology, strict=False):
+            worker.topology = place
+        self.registry.refresh()
+
+    def route(
+        self, prompt: Prompt, tokens: int, without: set[int] | None = None, without_decode: set[int] | None = None
+    ) -> Route:
+        return self.planner.route(self.model, prompt, tokens, without or NONE, without_decode or NONE, 100.0)
+
+    def prefill_of(self, tokens: int, text: str = "", without: set[int] | None = None) -> Worker:
+        return self.route(measure(b"/generate", {"text": text or "x"}), tokens, without).prefill
+
+
+SHORT, LONG, BOTH, DECODE = Role.SHORT, Role.LONG, Role.BOTH, Role.DECODE
+TEXT = "".join(f"{i:07d} " for i in range(1000))  # 8,000 bytes, 2,000 tokens by the prior
+
+
+@pytest.mark.parametrize(
+    ("tokens", "role", "length_class"),
+    [(1, SHORT, LengthClass.SHORT), (512, SHORT, LengthClass.SHORT), (513, LONG, LengthClass.LONG)],
+)
+def test_short_to_short_and_long_to_long(tokens: int, role: Role, length_class: LengthClass) -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    route = pools.route(measure(b"/generate", {"text": "x"}), tokens)
+    assert route.prefill.role is role
+    assert route.decision.length_class is length_class
+    assert (route.decision.new_tokens, route.decision.cached_tokens) == (tokens, 0)
+    assert not route.is_spilled
+
+
+def test_an_instance_for_both_takes_both() -> None:
+    pools = Pools(BOTH, DECODE)
+    assert pools.prefill_of(10) is pools.prefill_of(5000) is pools.workers[0]
+
+
+def test_a_cached_prefix_changes_the_class() -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    assert pools.route(prompt, 2000).prefill is pools.workers[1]
+    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: 7000 // BLOCK_BYTES])
+    route = pools.route(prompt, 2000)
+    assert route.prefill is pools.workers[0]
+    assert route.decision.length_class is LengthClass.SHORT
+    assert route.decision.cached_tokens == (7000 // BLOCK_BYTES) * BLOCK_BYTES // 4
+    assert route.decision.new_tokens == 2000 - route.decision.cached_tokens
+
+
+def test_what_instances_of_other_models_hold_puts_no_class_in_doubt() -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    assert not pools.planner.needs_exact_count(pools.model, prompt)
+    pools.planner.index.add_worker(99)
+    pools.planner.index.record(99, prompt.hashes[: 6000 // BLOCK_BYTES])
+    assert not pools.planner.needs_exact_count(pools.model, prompt)
+    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: 6000 // BLOCK_BYTES])
+    assert pools.planner.needs_exact_count(pools.model, prompt)
+
+
+def test_all_cached_still_leaves_one_token_to_compute() -> None:
+    pools = Pools(SHORT, DECODE)
+    prompt = measure(b"/generate", {"text": "x" * BLOCK_BYTES * 4})
+    pools.planner.learn_route(prompt, pools.workers[0])
+    decision = pools.route(prompt, 256).decision
+    assert (decision.cached_tokens, decision.new_tokens) == (255, 1)
+
+
+def test_the_holder_of_the_prefix_is_preferred() -> None:
+    pools = Pools(LONG, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    for holder in pools.workers[:2]:
+        pools.planner.index.clear(pools.workers[0].id)
+        pools.planner.index.clear(pools.workers[1].id)
+        pools.planner.learn_route(prompt, holder)
+        assert pools.prefill_of(2000, TEXT) is holder
+
+
+def test_what_was_not_prefilled_is_not_counted_on() -> None:
+    pools = Pools(LONG, LONG, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    worker = pools.workers[0]
+    pools.planner.learn_route(prompt, worker)
+    pools.planner.learn_not_prefilled(prompt, worker, 1000, 2000)
+    cached = pools.route(prompt, 2000).decision.cached_tokens
+    assert 1000 - BLOCK_BYTES <= cached <= 1000
+
+
+def test_waiting_work_counts() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    pools.workers[0].pending_tokens = 1000
+    assert pools.prefill_of(100) is pools.workers[1]
+    pools.workers[1].foreign_tokens = 2000
+    assert pools.prefill_of(100) is pools.workers[0]
+    pools.workers[0].sibling_tokens = 3000
+    assert pools.prefill_of(100) is pools.workers[1]
+
+
+def test_what_should_be_computed_by_now_does_not_count() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    for worker, tokens in zip(pools.workers, (3000, 1000), strict=False):
+        worker.pending_tokens = tokens
+    assert pools.prefill_of(100) is pools.workers[1]
+    rate = pools.workers[0].rate.tokens_per_s
+    pools.workers[0].progress.begin(100.0 - 2900 / rate, 3000)
+    assert pools.prefill_of(100) is pools.workers[0]
+    pools.workers[0].pending_tokens += 2000  # sent since then
+    assert pools.prefill_of(100) is pools.workers[1]
+
+
+def test_equal_instances_are_drawn() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    seen = set()
+    for pools.draw in (0.0, 0.4, 0.6, 0.99):
+        seen.add(pools.prefill_of(100).id)
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize(("tokens", "own", "other"), [(10, SHORT, LONG), (5000, LONG, SHORT)])
+def test_without_its_own_pool_the_other_helps_out(tokens: int, own: Role, other: Role) -> None:
+    pools = Pools(other, DECODE)
+    route = pools.route(measure(b"/generate", {"text": "x"}), tokens)
+    assert (route.prefill.role, route.is_spilled) == (other, True)
+    assert route.decision.length_class.value == own.value
+    strict = Pools(other, DECODE, pool_spill=False)
+    with pytest.raises(NoInstanceError, match=own.value):
+        strict.prefill_of(tokens)
+
+
+def waits(pools: Pools, *waits_s: float) -> None:
+    """So long an instance has work, in order."""
+    for worker, wait_s in zip(pools.workers, waits_s, strict=False):
+        worker.pending_tokens = int(wait_s * worker.rate.tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "waits_s", "role", "is_spilled"),
+    [
+        (100, (0.4, 0.0), SHORT, False),  # half of the class's second is not waited for yet
+        (100, (0.6, 0.0), LONG, True),
+        (100, (0.6, 0.4), SHORT, False),  # not half as long there
+        (100, (9.0, 4.0), LONG, True),
+        (5000, (0.0, 2.0), LONG, False),
+        (5000, (0.0, 3.0), SHORT, True),
+        (5000, (2.0, 3.0), LONG, False),
+    ],
+)
+def test_a_pool_that_overflows_is_helped_by_the_other(
+    tokens: int, waits_s: tuple[float, float], role: Role, is_spilled: bool
+) -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    waits(pools, *waits_s)
+    route = pools.route(measure(b"/generate", {"text": "x"}), tokens)
+    assert (route.prefill.role, route.is_spilled) == (role, is_spilled)
+    assert route.decision.length_class is (LengthClass.SHORT if tokens == 100 else LengthClass.LONG)
+    assert route.decision.predicted_wait_s == pytest.approx(waits_s[role is LONG], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pool_spill": False}, {"pool_overflow_share": 0.0}, {"coordinator_url": "http://127.0.0.1:1"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_pool_does_not_overflow_where_that_is_off_or_a_coordinator_plans(options: dict[str, Any]) -> None:
+    pools = Pools(SHORT, LONG, DECODE, **options)
+    waits(pools, 60.0, 0.0)
+    assert pools.prefill_of(100).role is SHORT
+    waits(pools, 0.0, 60.0)
+    assert pools.prefill_of(5000).role is LONG
+
+
+def test_a_pool_does_not_overflow_to_what_cannot_hold_the_prompt_or_has_failed_it_or_is_of_another_revision() -> None:
+    pools = Pools(SHORT, LONG, SHORT, DECODE, DECODE)
+    waits(pools, 0.0, 60.0, 1.0)
+    first, long, second, *_ = pools.workers
+    assert pools.prefill_of(5000) is first
+    assert pools.prefill_of(5000, without={first.id}) is second
+    first.max_prompt_tokens = 4000
+    assert pools.prefill_of(5000) is second
+    first.max_prompt_tokens = CONTEXT_TOKENS
+    pools.deploy("v2", "v1", "v1", "v2", "v1")
+    pools.draw = 0.0  # of the revisions that serve the class
+    assert {pools.prefill_of(5000) for pools.draw in (0.0, 0.3, 0.6, 0.9)} == {second}
+    assert long.pending_tokens, "a look changes nothing"
+
+
+def test_what_is_cached_in_the_own_pool_may_be_worth_the_wait() -> None:
+    pools = Pools(LONG, SHORT, DECODE)
+    prompt = measure(b"/generate", {"text": TEXT})
+    waits(pools, 3.0, 0.0)
+    worker = pools.workers[0]
+    assert pools.route(prompt, 2000).prefill is pools.workers[1]
+    for one in pools.workers[:2]:
+        one.rate.tokens_per_s = 500.0  # 2,000 tokens are 4 s
+    waits(pools, 3.0, 0.0)
+    pools.planner.learn_route(prompt, worker)
+    assert pools.route(prompt, 2000).prefill is worker
+
+
+def test_excluded_instances_are_a_last_resort() -> None:
+    pools = Pools(SHORT, SHORT, DECODE, DECODE)
+    for without in ({0}, {1}):
+        assert pools.prefill_of(100, without=without).id not in without
+    assert pools.prefill_of(100, without={0, 1}).id in {0, 1}
+    route = pools.route(measure(b"/generate", {"text": "x"}), 100, without_decode={2})
+    assert route.decode.id == 3
+
+
+def test_an_excluded_pool_is_helped_out_by_the_other() -> None:
+    pools = Pools(SHORT, LONG, DECODE)
+    assert pools.prefill_of(100, without={0}).role is LONG
+
+
+def test_draining_and_unhealthy_instances_get_nothing() -> None:
+    pools = Pools(SHORT, SHORT, DECODE)
+    pools.workers[0].is_draining = True
+    pools.registry.refresh()
+    assert pools.prefill_of(100) is pools.workers[1]
+    pools.workers[1].is_healthy = False
+    pools.registry.refresh()
+    with pytest.raises(NoInstanceError, match="prefill"):
+        pools.prefill_of(100)
+
+
+def test_no_decode_instance() -> None:
+    with pytest.raises(NoInstanceError, match="decode"):
+        Pools(SHORT).prefill_of(100)
+
+
+def test_decode_by_freeness() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    first, second = pools.workers[1:]
+    prompt = measure(b"/generate", {"text": "x"})
+    first.reserved_tokens = 50_000
+    assert pools.route(prompt, 100).decode is second
+    second.reported_free_kv_tokens = 10_000
+    assert pools.route(prompt, 100).decode is first
+    first.sibling_tokens = 49_000
+    assert pools.route(prompt, 100).decode is second
+    second.reported_awaiting_tokens = 20_000  # another router's transfers
+    assert pools.route(prompt, 100).decode is first
+
+
+def test_decode_instances_that_are_too_small_are_passed_over() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    pools.workers[1].max_prompt_tokens = 1000
+    pools.registry.refresh()
+    prompt = measure(b"/generate", {"text": "x"})
+    assert pools.model.longest_prompt_tokens == CONTEXT_TOKENS
+    for pools.draw in (0.0, 0.99):
+        assert pools.route(prompt, 2000).decode is pools.workers[2]
+    pools.workers[2].is_draining = True
+    pools.registry.refresh()
+    with pytest.raises(NoInstanceError, match="hold the prompt"):
+        pools.route(prompt, 2000)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two", "cache_aware"])
+def test_every_policy_stays_within_the_pool(policy: str) -> None:
+    pools = Pools(SHORT, LONG, SHORT, LONG, DECODE, prefill_policy=policy)
+    for step in range(20):
+        pools.draw = step / 20
+        assert pools.prefill_of(100).role is SHORT
+        assert pools.prefill_of(1000).role is LONG
+
+
+@pytest.mark.parametrize("policy", ["freeness", "round_robin", "random", "power_of_two"])
+def test_every_decode_policy_uses_all_instances(policy: str) -> None:
+    pools = Pools(BOTH, DECODE, DECODE, decode_policy=policy)
+    prompt = measure(b"/generate", {"text": "x"})
+    seen = set()
+    for step in range(20):
+        pools.draw = step / 20
+        seen.add(pools.route(prompt, 100).decode.id)
+    assert seen == {1, 2}
+
+
+def test_prompts_of_token_ids_share_prefixes_too() -> None:
+    pools = Pools(LONG, LONG, DECODE)
+    ids = list(range(1000))
+    prompt = measure(b"/generate", {"input_ids": ids})
+    pools.planner.learn_route(prompt, pools.workers[1])
+    longer = measure(b"/generate", {"input_ids": [*ids, *range(5000, 6000)]})
+    assert pools.planner.estimate_tokens(pools.model, longer) == 2000
+    route = pools.route(longer, 2000)
+    assert route.prefill is pools.workers[1]
+    assert 1000 - BLOCK_BYTES // 8 <= route.decision.cached_tokens <= 1000
+
+
+def test_the_ratio_of_bytes_and_tokens_is_learned() -> None:
+    pools = Pools(SHORT, DECODE)
+    prompt = measure(b"/generate", {"text": "x" * 2000})
+    assert pools.planner.estimate_tokens(pools.model, prompt) == 500
+    for size in [500, 1000, 2000, 3000] * 100:
+        pools.planner.learn_tokens(pools.model, measure(b"/generate", {"text": "x" * size}), size // 2)
+    assert pools.planner.estimate_tokens(pools.model, prompt) == pytest.approx(1000, rel=0.05)
+
+
+async def test_a_conversation_stays_where_its_prefix_is() -> None:
+    """Turn after turn of a long conversation is a short prefill where the turns before were computed."""
+    async with cluster(short=2, long=2, length_boundary_tokens=256) as served:
+        messages = [{"role": "user", "content": TEXT[:4000]}]
+        homes = []
+        for turn in range(4):
+            answer = await served.ask("POST", "/v1/chat/completions", {"messages": messages})
+            homes.append((answer.headers["x-sglang-ext-class"], answer.headers["x-sglang-ext-prefill"]))
+            await served.until_idle()
+            messages += [{"role": "assistant", "content": f"answer {turn}"}, {"role": "user", "content": "go on"}]
+        assert homes[0][0] == "long"
+        assert homes[1:] == [("short", homes[0][1])] * 3
+
+
+@pytest.mark.parametrize(("images", "expected"), [(0, "short"), (1, "short"), (2, "long")])
+async def test_images_count_for_the_class_and_refuse_nothing(images: int, expected: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    content = [{"type": "text", "text": "look"}, *[image] * images]
+    async with cluster(length_boundary_tokens=4096, image_tokens=3000) as served:
+        before = served.model.estimator.estimate(10_000)
+        served.short[0].script = served.long[0].script = reply({"choices": [], "usage": {"prompt_tokens": 9}})
+        asked = {"messages": [{"role": "user", "content": content}]}
+        answer = await served.ask("POST", "/v1/chat/completions", asked)
+        assert (answer.status, answer.headers["x-sglang-ext-class"]) == (200, expected)
+        await served.until_idle()
+        # What an instance says of a prompt with images teaches nothing about text.
+        assert (served.model.estimator.estimate(10_000) == before) == (images > 0)
+
+
+PROMPT = measure(b"/generate", {"text": "x"})
+
+
+def test_prefill_and_decode_are_of_one_revision() -> None:
+    pools = Pools(SHORT, SHORT, DECODE, DECODE)
+    pools.deploy("v1", "v2", "v1", "v2")
+    pools.workers[3].reported_free_kv_tokens = 200_000  # it would be the first choice of all
+    seen = set()
+    for step in range(20):
+        pools.draw = step / 20
+        route = pools.route(PROMPT, 100)
+        assert route.decode is not None
+        assert route.prefill.revision == route.decode.revision
+        seen.add(route.prefill.revision)
+    assert seen == {"v1", "v2"}
+
+
+def test_a_revision_without_decode_gets_nothing() -> None:
+    pools = Pools(SHORT, SHORT, SHORT, DECODE)
+    pools.deploy("v2", "v2", "v1", "v1")
+    for step in range(20):
+        pools.draw = step / 20
+        assert pools.route(PROMPT, 100).prefill is pools.workers[2]
+    assert pools.model.ready_prefill == (pools.workers[2],)  # nor does it count as capacity that waits for work
+    pools.workers[3].is_healthy = False
+    pools.registry.refresh()
+    # Log-probabilities of a prompt need no decode instance.
+    pools.draw = 0.0
+    alone = pools.planner.route(pools.model, PROMPT, 100, NONE, NONE, 100.0, needs_decode=False)
+    assert alone.prefill is pools.workers[0]
+
+
+def test_a_class_is_served_by_the_revision_that_has_its_pool() -> None:
+    pools = Pools(LONG, SHORT, LONG, DECODE, DECODE, pool_spill=False)
+    pools.deploy("v2", "v1", "v1", "v2", "v1")
+    for step in range(20):
+        pools.draw = step / 20
+        assert pools.route(PROMPT, 100).prefill is pools.workers[1]
+    pools.draw = 0.0
+    assert pools.prefill_of(2000) is pools.workers[2]
+    pools.draw = 0.9
+    assert pools.prefill_of(2000) is pools.workers[0]
+
+
+def test_what_failed_or_is_small_does_not_leave_a_request_without_a_pair() -> None:
+    pools = Pools(SHORT, SHORT, DECODE, DECODE)
+    pools.deploy("v1", "v2", "v1", "v2")
+    v1_prefill, v2_prefill, v1_decode, v2_decode = pools.workers
+    assert pools.route(PROMPT, 100, {v1_prefill.id}).prefill is v2_prefill
+    assert pools.route(PROMPT, 100, None, {v2_decode.id}).prefill is v1_prefill
+    # Only v2's prefill and v1's decode have not failed: no pair, so those that have are tried again.
+    route = pools.route(PROMPT, 100, {v1_prefill.id}, {v2_decode.id})
+    assert route.decode is not None
+    assert route.prefill.revision == route.decode.revision
+    v1_decode.max_prompt_tokens = 50
+    pools.registry.refresh()
+    assert pools.route(PROMPT, 100).decode is v2_decode
+    assert pools.route(PROMPT, 100, {v2_prefill.id}).decode is v2_decode, "the only one that can hold it"
+
+
+def test_two_halves_of_different_revisions_serve_nothing_and_say_so() -> None:
+    pools = Pools(SHORT, DECODE)
+    pools.deploy("v2", "v1")
+    with pytest.raises(NoInstanceError, match="no prefill and decode instance of one revision are ready"):
+        pools.route(PROMPT, 100)
+    assert pools.model.missing_roles() == ["prefill and decode of one revision"]
+    pools.deploy("v1", "v1")
+    assert pools.model.missing_roles() == []
+    pools.route(PROMPT, 100)
+
+
+def test_decode_nearby_is_preferred_while_it_has_room() -> None:
+    places = ("a/n1", "b/n1", "a/n2", "a/n1")
+    pools = Pools(SHORT, DECODE, DECODE, DECODE, prefer_same_topology=True)
+    pools.deploy("", "", "", "", topology=places)
+    far, near, nearest = pools.workers[1:]
+    assert pools.route(PROMPT, 100).decode is nearest
+    nearest.reported_free_kv_tokens = 50
+    assert pools.route(PROMPT, 100).decode is near
+    near.reported_free_kv_tokens = 50
+    assert pools.route(PROMPT, 100).decode is far
+    far.reported_free_kv_tokens = 0
+    assert pools.route(PROMPT, 100).decode is not None
+    without = Pools(SHORT, DECODE, DECODE, DECODE)
+    without.deploy("", "", "", "", topology=places)
+    assert without.route(PROMPT, 100).decode is without.workers[1]
