@@ -1,8 +1,8 @@
 """Print how large the code is and how it is written: `python tools/measure_code.py [--checkout FOLDER] [--json FILE]`.
 
-Counts files, lines, code lines (without blank lines, comments and docstrings) and classes of the product, options of each
-command, modules that pack bytes by hand, the files that `docs/structure.md` names for one request and one chunk, and the
-habits of prose that the project drops (`HABITS`). `--checkout` measures another checkout, for a table of before and after.
+Counts files, lines, code lines (without blank lines, comments and docstrings) and classes of the product, options of
+each command, modules that pack bytes by hand, the files that `docs/structure.md` names for one request and one chunk,
+and the habits of prose that the project drops. `--checkout` measures another checkout, for a table of before and after.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRODUCT = ("python", "router", "kernels", "cuda_graphs")
 PROSE = (*PRODUCT, "docs", "deploy", "bench", "tools", "examples", "README.md", "CONTRIBUTING.md")
 NATIVE = (".cpp", ".hpp")
 PREPOSITIONS = "Of|In|From|To|With|By|For|On|At|As|Under|Behind|Between|Until|Within|Without|Against|After|Before|Than"
-# A habit's name, and what shows it. Docstrings are searched for the last three, names of the product for the rest in italics.
+# The name of each habit and the pattern that finds it.
 TEXT_HABITS = {
     "tell, told": r"\b(?:tells?|told|telling)\b",
     "one that": r"\bone that\b",
