@@ -38,7 +38,7 @@ _READING_SHARE = 0.1  # of the work
 
 
 def write_input(path: Path, rows: int) -> None:
-    """Prompts of some 60 to 800 bytes, fifty different beginnings, and ids that tell their row."""
+    """Prompts of some 60 to 800 bytes, fifty different beginnings, and ids that name their row."""
     draw = random.Random(0)
     beginnings = ["".join(draw.choices("abcdefghij ", k=200)) for _ in range(50)]
     with path.open("w") as opened:
@@ -100,7 +100,7 @@ class Run:
 
 
 def done_rows(store: Path) -> int:
-    """Rows that have a result, read beside the process that writes them; 0 before there is a store."""
+    """Count the rows that have a result while another process writes them; 0 before the store exists."""
     try:
         with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as reader:
             row = reader.execute("SELECT succeeded FROM jobs").fetchone()
@@ -157,7 +157,7 @@ def _measure(folder: Path, port: int, rows: int, kills: int, draw: random.Random
     restarts = 0
     began_s = time.monotonic()
     for moment in sorted(draw.random() for _ in range(kills)):
-        # So much of the work is done when the kill comes: some kills meet the reading of the input, the others the
+        # The share of the work that is done when the kill comes: some kills meet the reading of the input, others the
         # sending and the writing.
         run = Run(folder, port, "killed")
         if moment < _READING_SHARE:

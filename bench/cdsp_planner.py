@@ -16,7 +16,7 @@ also over several nodes (factor 1.1), reservations, gaps and growing, with 0 to 
 `queue_…_us` are those of `PoolSchedule.turns` with 64 and 500 prompts waiting on 128 and 1,024 instances, which orders
 them all and places the first 64: deadlines of five times the prompt's own time or 1 s, arrived within the last second,
 a sixteenth of the instances idle; a tenth of the snapshots, a third of the repeats. `queue_…_order_us` is the order
-alone, a part of it (scaling ring).
+without the search, a part of it (scaling ring).
 
 Beyond SP 16, which the table does not list, overhead doubles with the size (--scaling ring) or stays what it is at 16
 (--scaling ideal, where large groups pay and the search is at its largest); the figures of both are printed, `sp…_us`
@@ -117,7 +117,7 @@ def time_placements_us(largest_size: int, scaling: str, snapshots: int, repeats:
 
 
 def time_turns_us(instances: int, waiting: int, snapshots: int, repeats: int) -> dict[str, list[float]]:
-    """Median times of each snapshot's decision about a queue, and of its order alone, ascending."""
+    """Median times of each snapshot's decision about a queue, and of its order only, ascending."""
     costs = candidates(instances, "ring")
     planner = PricePlanner(PriceOptions(costs))
     random = Random(instances + waiting)

@@ -11,7 +11,7 @@ Interleaved, round by round, medians:
 - the prompt on the pool, whose two instances compute it together;
 - the prompt on the pool, whose owner samples the first token without the KV (`--ending streamed`), or collects it all
   before (`--ending collected`); the latter also without transfer (SGLang's stand-in for decode, whose KV is always
-  collected), which tells what the handshake costs: both sides have the same ending;
+  collected), which shows what the handshake costs: both sides have the same ending;
 - one of the two instances is busy with a shorter prompt: the pool begins on one instance and goes on on two (1 → 2),
   with KV rebalanced behind the computation or before it, or may only use both and waits.
 
@@ -146,9 +146,13 @@ def _measure_two(
         costs = _measured_costs(engines, tokens)
         coordinator.start((1, 2), costs.profile((1, 2), EFFICIENCY))
         coordinator.wait_connected(2)
-        progress(f"two stock instances, a pool of two, and a decode instance are up; alone: {costs}")
+        progress(f"two stock instances, a pool of two, and a decode instance are up; on one instance: {costs}")
         for engine in (engines["pool-0"], engines["pool-1"]):
-            for length in (BUSY_TOKENS, BUSY_TOKENS, tokens):  # its own iterations tell it what its queue will take
+            for length in (
+                BUSY_TOKENS,
+                BUSY_TOKENS,
+                tokens,
+            ):  # it learns from its own iterations what its queue will take
                 Sent(engine, engines["decode"], length, VOCABULARY).wait()
         rounds = []
         for number in range(count):
@@ -301,24 +305,24 @@ def _measure_backends(scratch: Path, cores: Sequence[int], transfer: Sequence[st
         coordinator.start((4,), Costs(0.001, 1e-3, 0.0).profile((4,), 1.0))
         coordinator.wait_connected(4)
         progress("four instances of a tiny model and two decode instances are up")
-        alone_s: dict[str, list[float]] = {"ample": [], "half": []}
+        single_s: dict[str, list[float]] = {"ample": [], "half": []}
         together_s: dict[str, list[float]] = {"ample": [], "half": []}
         for number in range(count + 1):
-            for name in alone_s:
-                alone = _many(engines, name, 1)
+            for name in single_s:
+                single = _many(engines, name, 1)
                 together = _many(engines, name, TINY_AT_ONCE)
                 if number:  # the first one warms up
-                    alone_s[name].append(alone)
+                    single_s[name].append(single)
                     together_s[name].append(together)
         sizes = _last_sizes(coordinator)
     return {
         "handshake_overhead_half": round(_ratio(together_s) - 1, 4),
-        "handshake_overhead_half_alone": round(_ratio(alone_s) - 1, 4),
+        "handshake_overhead_half_alone": round(_ratio(single_s) - 1, 4),
         "four_senders": {
             "sizes": list(sizes),
             "prompts_at_once": TINY_AT_ONCE,
             "mean_ttft_s": {name: round(median(values), 4) for name, values in together_s.items()},
-            "alone_ttft_s": {name: round(median(values), 4) for name, values in alone_s.items()},
+            "alone_ttft_s": {name: round(median(values), 4) for name, values in single_s.items()},
             "measurements_each": count,
         },
     }

@@ -10,7 +10,7 @@ which they would be slower. Ours: LAPS, our router, `sglang-ext batch run` as a 
 * `time_ratio`: the job's time, ours over stock, in alternating halves.
 * `score_time_ratio`: scores of sequences, over what stock gives them with: prefill and decode with one new token where
   these come through its router, else one undivided server.
-* `online_p99_ratio`: time to first token of light online traffic beside the job, over that without it.
+* `online_p99_ratio`: time to first token of light online traffic while the job runs, divided by the time without it.
 * `kill_cost_s`: time lost by kill -9 in the middle and starting again.
 
 Writes `distill.json`; the last line is `RESULT {json}`.
@@ -188,25 +188,25 @@ def _gives_scores(url: str) -> bool:
 
 
 def _measure_online(sides: Sides, folder: Path, job: JobMaker, mix: TraceMix, rows: int) -> dict[str, object]:
-    """Light traffic of short prompts through our router, alone and beside a job that lasts longer."""
+    """Send light traffic of short prompts through our router, first without a job, then during a longer one."""
     duration_s = max(40.0, rows / 25)
     replayer = Replayer(sides.our_url, MODEL.vocabulary, 8)
     arrivals = [one for one in mix.arrivals(ONLINE_PER_S, duration_s, 0.01, 40) if not one.is_long]
-    alone = [one.ttft_s for one in replayer.run(arrivals, 41) if one.ttft_s is not None]
-    large = job("beside", max(rows, 2000) * 2, 42)
-    with BatchRun(sides.our_url, large, folder / "beside-out.jsonl") as run:
+    idle = [reply.ttft_s for reply in replayer.run(arrivals, 41) if reply.ttft_s is not None]
+    large = job("during", max(rows, 2000) * 2, 42)
+    with BatchRun(sides.our_url, large, folder / "during-out.jsonl") as run:
         time.sleep(8.0)
-        beside = [one.ttft_s for one in replayer.run(arrivals, 43) if one.ttft_s is not None]
+        during = [reply.ttft_s for reply in replayer.run(arrivals, 43) if reply.ttft_s is not None]
         if run.has_ended:
             progress("warning: the job ended before the online traffic did")
-    answered = (len(alone), len(beside), len(arrivals))
-    alone_s, beside_s = percentile(alone, 0.99), percentile(beside, 0.99)
-    progress(f"online, alone and beside the job: P99 {alone_s:.3f} s and {beside_s:.3f} s")
+    answered = (len(idle), len(during), len(arrivals))
+    idle_s, during_s = percentile(idle, 0.99), percentile(during, 0.99)
+    progress(f"online, without and during the job: P99 {idle_s:.3f} s and {during_s:.3f} s")
     return {
-        "online_p99_ratio": round(beside_s / alone_s, 3),
-        "online_p50_ratio": round(percentile(beside, 0.5) / percentile(alone, 0.5), 3),
-        "online_p99_alone_s": round(alone_s, 3),
-        "online_p99_beside_s": round(beside_s, 3),
+        "online_p99_ratio": round(during_s / idle_s, 3),
+        "online_p50_ratio": round(percentile(during, 0.5) / percentile(idle, 0.5), 3),
+        "online_p99_idle_s": round(idle_s, 3),
+        "online_p99_during_s": round(during_s, 3),
         "online_answered_of": answered,
     }
 

@@ -6,7 +6,7 @@
 in turns; medians of the rounds:
 
 - cold: `--start-method spawn`, as SGLang starts: the server, the scheduler and the detokenizer import SGLang each;
-- alone: the default of a worker on a CPU: one import, the other processes forked;
+- single: the default of a worker on a CPU: one import, the other processes forked;
 - fast: what `sglang-ext up` does: the whole engine forked from a process with the imports, which is made once.
 
 The last line is `RESULT {json}`: `one_cold_s`, `one_alone_s`, `one_fast_s`, `four_cold_s`, `four_fast_s` = seconds to
@@ -70,10 +70,10 @@ def main() -> None:
                 time.monotonic() - began_s, processor_time_s(client.process.pid), _memory_mib(client.process.pid)
             )
             progress(f"imports made in {imports.wall_s:.1f} s, {imports.cpu_s:.1f} s of processor time")
-            starters = {"cold": _executed("spawn"), "alone": _executed("fork"), "fast": _forked(client)}
+            starters = {"cold": _executed("spawn"), "single": _executed("fork"), "fast": _forked(client)}
             starts: dict[str, list[Start]] = defaultdict(list)
             for number in range(1, arguments.rounds + 1):
-                for count, names in ((1, ("cold", "alone", "fast")), (4, ("cold", "fast"))):
+                for count, names in ((1, ("cold", "single", "fast")), (4, ("cold", "fast"))):
                     for name in names:
                         start = _start(starters[name], ROLES[:count] if count > 1 else ("short",), model, log)
                         key = f"{'four' if count == 4 else 'one'}_{name}"

@@ -154,7 +154,7 @@ def _addresses(instances: int) -> tuple[WorkerAddress, ...]:
 
 
 async def measure_peers(routers: int, instances: int, seconds: float) -> dict[str, float]:
-    """One router of a group, while it tells and hears."""
+    """Run one router of a group while it sends and receives."""
     addresses = _addresses(instances)
     per_router = REQUESTS_PER_INSTANCE_S * instances / routers
     load = PeerLoad([one.url for one in addresses], routers - 1, per_router, KEY)
@@ -200,7 +200,7 @@ async def _figures(pipe: Connection) -> PeerFigures:
 
 
 async def _serve_requests(router: LinkedStandIn, link: PeerRouters, requests_per_s: float) -> None:
-    """The loads and prefixes that so many requests would leave, without serving any."""
+    """Record the loads and prefixes that this number of requests would leave, without serving any."""
     workers = list(router.registry)
     interval_s = 0.05
     due = 0.0

@@ -32,7 +32,7 @@ SHAPES = {
 HEADER = f'''"""Operator times measured on an H200, and the model shapes that they are of; by bench/h200_operators.py.
 
 Source: NVIDIA aiconfigurator (Apache-2.0), SGLang 0.5.14, bfloat16, and its `h200_sxm.yaml`. Matrices and numbers of
-heads that were not measured are interpolated between those that were. Times in milliseconds.
+heads that were not measured are interpolated between measured ones. Times in milliseconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ModelShape(NamedTuple):
 
 HEAD_SIZE = {HEAD_SIZE}
 MEMORY_BYTES_PER_S = 0.8 * 4.8e12  # what is reached of it
-KERNEL_S = 3e-6  # least time of an operation on memory alone'''
+KERNEL_S = 3e-6  # least time of an operation bound by memory'''
 
 
 def between(measured: Sequence[int], wanted: int, time_ms: Callable[[int], float]) -> float:
@@ -133,7 +133,7 @@ def main() -> int:
     print("}")
     elements = sorted({size for _, size in gather})
     print_tuple(0, "GATHERED_ELEMENTS = ", elements)
-    print("GATHER_MS = {  # all-gather of so many 2-byte elements in all, by devices of one node")
+    print("GATHER_MS = {  # all-gather of this number of 2-byte elements in all, by devices of one node")
     for devices in sorted({one for one, _ in gather}):
         print_tuple(4, f"{devices}: ", [gather[devices, size] for size in elements])
     print("}")

@@ -4,7 +4,7 @@
 
 A prefill and a decode rank, each a process with pools of 8 layers, 16,384 slots and heads of 256 bytes (128 elements of
 bfloat16). Each transfer moves 67 MB, one part of all layers, and is timed from the moment the KV is there and granted
-until all of it is stored. In every round each transport does each case once, in an order drawn anew; a ratio is that of
+until all of it is stored. In every round each transport does each case once, in a random order; a ratio is that of
 two transfers of one round, and the median over the rounds counts.
 
 - `contiguous`: slots in order, as many heads on both sides (8, or 1 as of tensor parallelism 8)

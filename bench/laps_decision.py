@@ -2,10 +2,10 @@
 
     python bench/laps_decision.py
 
-A queue of so many prompts (a tenth of them long), of ages up to 20 s, on an instance with 42 captured graphs and on
+A queue of that many prompts (a tenth of them long), of ages up to 20 s, on an instance with 42 captured graphs and on
 one without: each round takes one decision, removes what it runs, and takes in as many new ones. Timed is what stands
 between two iterations: `Laps.choose` and `Laps.note_dispatch`, the queue's upkeep with it. Taking in a request is
-reported apart. Run it alone on the machine; a round that the system interrupted counts, but not in the median.
+reported apart. Run it on an idle machine; a round that the system interrupted counts, but not in the median.
 
 The last line is `RESULT {json}`: `us_32` and `us_8192`, the mean of the rounds below the 95th percentile, with or
 without graphs, whichever is more.
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def measure(queued: int, grid: GraphGrid) -> Times:
-    """So many requests wait at each decision."""
+    """Measure decisions while this number of requests waits."""
     draw = random.Random(queued)
     laps = Laps(LapsOptions(), grid, COSTS, LIMITS)
     now_s, key = 1000.0, 0

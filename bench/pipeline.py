@@ -1,4 +1,4 @@
-"""A long prompt through two pipeline stages, on one instance, and in a ring of two; and short prompts beside it.
+"""A long prompt through two pipeline stages, on one instance, and in a ring of two; and short prompts at the same time.
 
     python bench/pipeline.py [--rounds 4] [--tokens 4096,7168] [--short-slo-ms MS] [--full | --trial] [--out FOLDER]
 
@@ -9,7 +9,7 @@ shared memory. Interleaved, round by round, for each length:
   which is what two processes gain on this machine at all;
 - the prompt through two stages of one instance, in LAPS's chunks, mode `long`;
 - the prompt on a long pool whose two instances compute it together;
-- the longest of the prompts with short ones beside it, at the same times, as long as it is computed: through two stages
+- the longest of the prompts with short ones at the same times, until it is computed: through two stages
   with the small chunks of LAPS's mode `both`, and on the pool, whose instances get them in turn, with chunks of at most
   `--ring-chunk-ms` (a coordinator's `--max-chunk-ms`, which has no bound else: then short prompts wait for all of it).
 
@@ -58,12 +58,12 @@ SHARED_FROM_TOKENS = 3000
 SHORT_TOKENS = 64
 SHORT_GAP_S = (0.5, 1.1)  # between two short prompts, drawn evenly
 END_S = 1140.0  # after the start
-DECODE_KV_MIB = 2048  # two of the longest prompts, and SGLang's reserve of 512 tokens for each short one beside them
+DECODE_KV_MIB = 2048  # two of the longest prompts, and SGLang's reserve of 512 tokens for each short one
 STAGES_TIMEOUT_S = 20.0
 WARM_UP_PROMPTS = 2  # the cost models of LAPS learn from them
 
 
-class Alone(NamedTuple):
+class IdlePrompt(NamedTuple):
     """Seconds of one prompt in each way; of each chunk on each stage its time, and its start after the first launch."""
 
     stock_s: float
@@ -82,7 +82,7 @@ class Alone(NamedTuple):
         return sum(times_s) / STAGES + (STAGES - 1) * times_s[-1] / STAGES
 
 
-class Beside(NamedTuple):
+class MixedRound(NamedTuple):
     """A long prompt and the short ones that came while it was computed, in seconds to the first token."""
 
     long_s: float
@@ -94,9 +94,9 @@ class Beside(NamedTuple):
 class Measured:
     """All rounds so far."""
 
-    alone: dict[int, list[Alone]]
-    pipeline: list[Beside] = field(default_factory=list)
-    ring: list[Beside] = field(default_factory=list)
+    idle: dict[int, list[IdlePrompt]]
+    pipeline: list[MixedRound] = field(default_factory=list)
+    ring: list[MixedRound] = field(default_factory=list)
 
 
 def main() -> None:
@@ -197,7 +197,9 @@ class Bench:
                 engine.pin({self._cores[int(name[-1])]})
         self._costs = self._measured_costs()
         self._start_coordinator()
-        progress(f"two stock instances, two pipelines, a pool and a decode instance are up; alone: {self._costs}")
+        progress(
+            f"two stock instances, two pipelines, a pool and a decode instance are up; on idle instances: {self._costs}"
+        )
         for name in ("pipeline", "pipeline-small", "pool-0", "pool-1"):
             for _ in range(WARM_UP_PROMPTS):
                 self._send(name, SHORT_TOKENS).wait()
@@ -207,8 +209,8 @@ class Bench:
     def measure(self, number: int, measured: Measured) -> None:
         """One round of everything. The order of the ways changes from round to round."""
         for tokens in self._lengths:
-            one = self._alone(tokens, is_ring_first=number % 2 == 1)
-            measured.alone[tokens].append(one)
+            one = self._idle(tokens, is_ring_first=number % 2 == 1)
+            measured.idle[tokens].append(one)
             progress(
                 f"  {tokens} tokens: one instance {one.stock_s:.2f} s, two at once {one.two_stock_s:.2f}, "
                 f"two stages {one.pipeline_s:.2f} (flow shop {one.flow_shop_s:.2f}, {len(one.chunks_s)} chunks), "
@@ -218,9 +220,9 @@ class Bench:
         ways = {"two stages": (["pipeline-small"], measured.pipeline), "ring": (["pool-0", "pool-1"], measured.ring)}
         for way in sorted(ways, reverse=number % 2 == 1):
             names, rounds = ways[way]
-            rounds.append(self._beside(names, seed=number))
+            rounds.append(self._mixed(names, seed=number))
             progress(
-                f"  {way}: {len(rounds[-1].shorts_s)} short prompts beside {max(self._lengths)} tokens, P90 "
+                f"  {way}: {len(rounds[-1].shorts_s)} short prompts during {max(self._lengths)} tokens, P90 "
                 f"{percentile(rounds[-1].shorts_s, 0.9):.2f} s, the long one {rounds[-1].long_s:.2f} s, "
                 f"{rounds[-1].chunks} batches or chunks"
             )
@@ -230,7 +232,7 @@ class Bench:
         self._coordinator.start((1, 2), self._costs.profile((1, 2), EFFICIENCY), *options)
         self._coordinator.wait_connected(2)
 
-    def _alone(self, tokens: int, *, is_ring_first: bool) -> Alone:
+    def _idle(self, tokens: int, *, is_ring_first: bool) -> IdlePrompt:
         stock_s = self._send("stock-0", tokens).wait().ttft_s
         both = [self._send(f"stock-{number}", tokens) for number in range(2)]
         two_stock_s = max(one.wait().ttft_s for one in both)
@@ -242,7 +244,7 @@ class Bench:
             ring_s = self._send("pool-0", tokens).wait().ttft_s
         first, last = rounds
         chunks = list(zip(*rounds, strict=True))
-        return Alone(
+        return IdlePrompt(
             stock_s,
             two_stock_s,
             pipeline_s,
@@ -253,7 +255,7 @@ class Bench:
             [chunk[0]["new_tokens"] for chunk in chunks],
         )
 
-    def _beside(self, names: Sequence[str], seed: int) -> Beside:
+    def _mixed(self, names: Sequence[str], seed: int) -> MixedRound:
         draw = random.Random(seed)
         long = self._send(names[0], max(self._lengths))
         since_s, began_s = time.time(), time.perf_counter()
@@ -264,12 +266,12 @@ class Bench:
         long_s = long.wait().ttft_s
         shorts = [(at_s, one.wait().ttft_s) for at_s, one in sent]
         if len(names) == 1:
-            time.sleep(1.5)  # a stage tells of its rounds twice a second
+            time.sleep(1.5)  # a stage publishes its rounds twice a second
             (first, *_) = self._engines[names[0]].get("/laps/stages")["stages"]
             chunks = sum(1 for one in first["rounds"] if one["start_s"] >= since_s)
         else:
             chunks = sum(1 for step in self._coordinator.last_prompt()["steps"] if step["kind"] == "chunk")
-        return Beside(long_s, [ttft_s for at_s, ttft_s in shorts if at_s < long_s], chunks)
+        return MixedRound(long_s, [ttft_s for at_s, ttft_s in shorts if at_s < long_s], chunks)
 
     def _stage_rounds(self, name: str, since_s: float, tokens: int) -> list[list[dict[str, Any]]]:
         """The batches of each stage since then, once they are all known. Raises EngineStartError."""
@@ -280,7 +282,7 @@ class Bench:
             if len(rounds) == STAGES and all(sum(one["new_tokens"] for one in stage) == tokens for stage in rounds):
                 return rounds
             if time.monotonic() > deadline_s:
-                raise EngineStartError(f"{name} does not tell what its stages have computed")
+                raise EngineStartError(f"{name} does not report what its stages have computed")
             time.sleep(0.1)
 
     def _measured_costs(self) -> Costs:
@@ -308,7 +310,7 @@ def pin_stages(engine: BenchEngine, cores: Sequence[int]) -> None:
 
 
 def _result(measured: Measured) -> dict[str, Any]:
-    by_tokens = {tokens: _figures(rounds) for tokens, rounds in measured.alone.items() if rounds}
+    by_tokens = {tokens: _figures(rounds) for tokens, rounds in measured.idle.items() if rounds}
     shorts = {
         "pipeline": [value for one in measured.pipeline for value in one.shorts_s],
         "ring": [value for one in measured.ring for value in one.shorts_s],
@@ -326,14 +328,14 @@ def _result(measured: Measured) -> dict[str, Any]:
         "rounds": len(measured.ring),
         "by_tokens": {str(tokens): figures for tokens, figures in by_tokens.items()},
         "raw": {
-            "alone": {str(tokens): [one._asdict() for one in rounds] for tokens, rounds in measured.alone.items()},
+            "idle": {str(tokens): [prompt._asdict() for prompt in rounds] for tokens, rounds in measured.idle.items()},
             "pipeline": [one._asdict() for one in measured.pipeline],
             "ring": [one._asdict() for one in measured.ring],
         },
     }
 
 
-def _figures(rounds: Sequence[Alone]) -> dict[str, object]:
+def _figures(rounds: Sequence[IdlePrompt]) -> dict[str, object]:
     stock_s, two_stock_s, pipeline_s, ring_s = (
         median(getattr(one, name) for one in rounds) for name in ("stock_s", "two_stock_s", "pipeline_s", "ring_s")
     )
@@ -360,10 +362,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="measurements of each (default: 4)")
     parser.add_argument("--tokens", default="4096,7168", help="lengths of the prompts (default: 4096,7168)")
     parser.add_argument(
-        "--round-ms", type=float, help="fixed time budget of a chunk on a stage, for the prompts alone (LAPS's own)"
+        "--round-ms",
+        type=float,
+        help="fixed time budget of a chunk on a stage, when only this prompt runs (default: LAPS's own)",
     )
     parser.add_argument(
-        "--ring-chunk-ms", type=float, default=400, help="longest chunk of the ring beside short prompts (default: 400)"
+        "--ring-chunk-ms",
+        type=float,
+        default=400,
+        help="longest chunk of the ring while short prompts run (default: 400)",
     )
     parser.add_argument(
         "--short-slo-ms", type=float, help="objective of the short prompts, of both ways (LAPS's own default)"

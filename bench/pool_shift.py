@@ -10,7 +10,7 @@ for half an instance. Three systems serve the same requests:
 * **both**: each instance serves both classes, and the router sends a prompt to the one with less to do;
 * **controller**: the static split to begin with, but a pool that overflows is helped by the other at once, and a
   controller moves instances as the load turns (`--controller on --controller-min-short 0 --controller-min-long 0`: it
-  may give both to one class; what is left of the other is served beside it). It is told the objectives.
+  may give both to one class; what is left of the other is served with it). It knows the objectives.
 
 A turn is *answered* when the class that asks for more than one instance has both. A turn that is not answered before
 the next one counts with the whole phase. Arrivals are stretched by as much as the machine is slower than when
@@ -85,7 +85,7 @@ SYSTEMS = (
 
 
 class Capacity(NamedTuple):
-    """What one instance does of each class alone, in requests per second."""
+    """Measure how many requests of one class per second an instance serves when the other class is absent."""
 
     short_per_s: float
     long_per_s: float
@@ -203,14 +203,14 @@ def _flush(engine: BenchEngine) -> None:
 
 
 def _speed(engines: dict[str, BenchEngine], mix: TraceMix, seed: int) -> float:
-    """Requests per second of one and the same work on the short instance alone, to compare with later."""
+    """Measure requests per second of a fixed work on the short instance, to compare with later."""
     replayer = Replayer(engines["decode"].url, MODEL.vocabulary, OUTPUT_TOKENS, engines["short"])
     prompts = [arrival.prompt_tokens for arrival in mix.arrivals(10.0, 4.0, 0.0, seed=9)]
     return len(prompts) / replayer.run_closed(prompts, 16, seed)
 
 
 def _capacity(engines: dict[str, BenchEngine], mix: TraceMix) -> tuple[Capacity, IdleTtft]:
-    """Each class alone on the short instance, sixteen at a time, the other instance idle."""
+    """Serve each class by itself on the short instance, sixteen at a time, the other instance idle."""
     replayer = Replayer(engines["decode"].url, MODEL.vocabulary, OUTPUT_TOKENS, engines["short"])
     prompts = {
         is_long: [arrival.prompt_tokens for arrival in mix.arrivals(4.0, 10.0, float(is_long), seed=7)]

@@ -1,4 +1,4 @@
-"""Short prompts beside long ones on one prefill instance: SGLang's own schedulers and LAPS, the same requests.
+"""Short and long prompts together on one prefill instance: SGLang's own schedulers and LAPS, the same requests.
 
     python bench/prefill_mix.py [--full | --trial] [--seeds N] [--data FOLDER] [--out FOLDER]
 
@@ -8,14 +8,14 @@ Llama whose prefill is computation. Each policy has a prefill server of its own.
 1. **Tuning.** Each of SGLang's policies has the chunk size that suits it best, of 256, 512, 1024 and 2048 tokens: the
    one with the lowest share of requests that miss their objective (in whole percent) at the near-saturated load, ties
    by the lower P90 of long prompts. All sizes serve one short workload, the best two a second one. Ours runs with its
-   default options, and so do LAPS's batches of one class alone, as in its paper (with `--full`
+   default options, and so do LAPS's batches of a single class, as in its paper (with `--full`
    Medha's mixed batch, too).
 2. **Comparison.** Rounds of the near-saturated load, each with requests of its own: every policy serves them, one
    after the other in a changing order, and then a closed loop (sixteen requests in the system, the same prompts for
    all) shows what it can do at most. With `--full` under light and medium load, too.
 
 Load is a share of what `fcfs` with SGLang's own chunk size does in a closed loop. A shared machine is not equally fast
-at all times, so that is measured anew before each run: arrivals are stretched by as much as the machine has become
+at all times, so that is measured again before each run: arrivals are stretched by how much the machine has become
 slower, and times are divided by it. A request's TTFT objective is the larger of 400 ms and five times what the prompt
 takes on an idle instance.
 
@@ -264,11 +264,11 @@ class Bench:
             engine.stop()
 
     def _warm_up(self, replayer: Replayer) -> None:
-        count_s = 10.0 if replayer in self.policies.values() else 3.0  # those that learn what iterations cost
+        count_s = 10.0 if replayer in self.policies.values() else 3.0  # these policies learn what iterations cost
         self._closed(replayer, count_s, seed=999, in_system=8)
 
     def _closed(self, replayer: Replayer, count_s: float, seed: int, in_system: int = IN_SYSTEM) -> float:
-        """Requests per second with so many of the mix in the system; prompts are new ones each time."""
+        """Measure requests per second with this number of the mix in the system; prompts are new each time."""
         prompts = [arrival.prompt_tokens for arrival in self._mix.arrivals(10.0, count_s, LONG_SHARE, seed)]
         self._token_seed += 1
         return len(prompts) / replayer.run_closed(prompts, in_system, 1_000_000 + self._token_seed)

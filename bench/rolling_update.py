@@ -8,7 +8,7 @@ done here: EndpointSlices (ready, serving, terminating), readiness probes, preSt
 stream from the routers in turn, over kept connections. Two updates follow a time without one:
 
 1. each router, prefill and decode instance is replaced: a new one starts, and when it is ready the old one ends;
-2. instances of revision v2 start beside those of v1, which end then. KV may not pass between the two.
+2. instances of revision v2 start while the instances of v1 serve, which end then. KV may not pass between the two.
 
 `failed` (no whole reply with status 200) and `hung` (no end within 60 s) must be 0, and so must `killed` (pods that did
 not end by themselves within their grace period), `bad_exits` (a status other than 0) and `mixed_pairs` (prefill and
@@ -167,7 +167,7 @@ async def replace_one_by_one(deployment: Deployment, phases: list[Phase]) -> Non
 
 
 async def replace_by_revision(deployment: Deployment, phases: list[Phase]) -> None:
-    """The second update: v2 beside v1, and then without it."""
+    """Run the second update: v2 together with v1, then v2 only."""
     began_s = time.monotonic()
     for role, _, count in WORKERS:
         for _ in range(count):

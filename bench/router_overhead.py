@@ -1,4 +1,4 @@
-"""What a router costs: ours beside `sglang-router` and `smg`, on the same static upstreams.
+"""What a router costs: ours, `sglang-router` and `smg` on the same static upstreams.
 
     python bench/router_overhead.py [--repeats 3] [--seconds 5]
 
@@ -10,11 +10,11 @@ are not counted. The routers take turns in every repeat; each number is a median
 - processor time per request with prompts of 32 KB, 120 KB, 400 KB and 4 MB, all different, at concurrency 4
 - processor time per streamed event, requests' own cost included (64 events of 200 bytes each)
 
-With --ui, ours alone: processor time per request while one page of its live stream is open over that without, in turns
+With --ui, only ours: processor time per request while one page of its live stream is open over that without, in turns
 on one router, at full load and at about 500 requests/s (`ui_cpu_ratio`, the largest), and what an open page costs a
 router without requests.
 
-With --traces, ours alone: processor time per request of the product with traces off over that of a copy of its sources
+With --traces, only ours: processor time per request of the product with traces off over that of a copy of its sources
 that knows nothing of traces (`traces_off_cpu_ratio`, the larger of both concurrencies); with traces on, to a collector
 that keeps nothing, for the record. Product and copy are compiled alike, and measured in turns.
 

@@ -3,7 +3,7 @@
     python bench/simulator_reality.py [--requests 250] [--rounds 3] [--load 0.6] [--data FOLDER] [--out FOLDER]
 
 One decode instance and two prefill instances of a random Llama, one with SGLang's own FCFS and one with LAPS, each of
-their schedulers alone on the first core (only one works at a time), everything else on the second. A program of idle
+only their schedulers on the first core (one works at a time), everything else on the second. A program of idle
 priority fills what is left of the second core throughout: cores of a virtual machine share clock and caches, and the
 first would be faster while the profile is made than while clients are busy. The FCFS instance is measured by
 `sglang-ext profile engine` (with the hand-over to decode). Then both serve the same short and long prompts at the same

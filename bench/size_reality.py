@@ -56,7 +56,7 @@ OUTPUT_TOKENS = 1  # decode does next to nothing: two cores are shared by all
 CACHED_TOKENS = (0, 256, 512, 1024)
 WARM_UP_PROMPTS = (70, 150, 250, 1100, 2000)
 LONG_STRETCH = 3.0
-SHORT_STRETCH = 5.0  # the objective of short prompts, over what the longest of them takes alone
+SHORT_STRETCH = 5.0  # the objective of short prompts, over what the longest of them takes on an idle instance
 ATTAINMENT = 0.9
 HEADROOM = 1.1
 RATES = tuple(0.5 + 0.05 * step for step in range(14))  # offered load that is tried, in prefill instances
@@ -162,7 +162,7 @@ def _start(scratch: Path, stack: ExitStack) -> dict[str, BenchEngine]:
 
 
 def _pin(engines: dict[str, BenchEngine], cores: Sequence[int]) -> None:
-    """The scheduler that is measured alone on the first core, as it will be when it is served."""
+    """Pin the measured scheduler to the first core with nothing else on it, as when it serves."""
     os.sched_setaffinity(0, {cores[1]})
     for engine in engines.values():
         engine.pin({cores[1]})

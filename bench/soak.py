@@ -109,7 +109,7 @@ def main() -> None:
 
 @contextmanager
 def _scratch(keep: Path | None) -> Iterator[Path]:
-    """A folder for model, logs and state: `keep`, or one that is gone afterwards."""
+    """Yield a folder for model, logs and state: `keep`, or a temporary folder."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep

@@ -57,7 +57,7 @@ START_TIMEOUT_S = 600.0
 POOL_TIMEOUT_S = 20.0
 LENGTH_BOUNDARY_TOKENS = 512
 SHARED_FROM_TOKENS = 1400  # longer prompts are offered to both long instances
-PREFILL_CHUNK_TOKENS = 256  # of what a long instance computes alone: after each it says how busy it is
+PREFILL_CHUNK_TOKENS = 256  # of what a long instance computes by itself: after each chunk it reports its load
 SOON_FREE_S = 4.0  # with more work than this, waiting for it would not pay
 MIN_CHUNK_TOKENS = 256
 LONG_INSTANCES = 2
@@ -94,8 +94,8 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
     """The demonstration's cluster on `machine`.
 
     On a CPU all pools, and long instances that share prompts, which those on a GPU cannot yet. With a GPU for each of
-    them a short, a long and a decode instance; with fewer GPUs one prefill instance for all prompts and one that
-    decodes, which share the GPU if there is one only. Raises ConfigError.
+    them a short, a long and a decode instance; with fewer GPUs one prefill instance for all prompts and a decode
+    instance, which share the GPU if there is only one. Raises ConfigError.
     """
     gpu_count = 0 if arguments.device == "cpu" else machine.gpu_count
     decode = PoolConfig(count=1, tp=arguments.decode_tp)
@@ -193,7 +193,7 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
 
 
 def _await_pool(cluster: Cluster) -> None:
-    """Until the long instances are members of their pool; without that they would compute alone."""
+    """Wait until the long instances are members of their pool; before that each computes its prompts itself."""
     if cluster.plan.coordinator is None:
         return
     deadline_s = time.monotonic() + POOL_TIMEOUT_S
@@ -202,7 +202,10 @@ def _await_pool(cluster: Cluster) -> None:
         if status is not None and len(status["members"]) == LONG_INSTANCES:
             return
         time.sleep(0.1)
-    print(f"the long instances have not joined their pool within {POOL_TIMEOUT_S:g} s and compute alone", flush=True)
+    print(
+        f"the long instances have not joined their pool within {POOL_TIMEOUT_S:g} s; each computes its prompts itself",
+        flush=True,
+    )
 
 
 class _SoonFree:

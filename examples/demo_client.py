@@ -20,7 +20,7 @@ class Question:
     label: str
     text: str
     max_tokens: int
-    waits: bool = False  # until it is told to go, while others are asked at once
+    waits: bool = False  # until `is_time`, while the other questions are sent at once
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class View(Protocol):
 async def ask_all(
     base_url: str, model: str, questions: Sequence[Question], view: View, is_time: Callable[[], bool]
 ) -> list[Reply]:
-    """Send the questions, those that wait once `is_time`; the replies in the same order, failures in `error`.
+    """Send the questions, the waiting ones once `is_time`; return the replies in the same order, failures in `error`.
 
     `is_time` is asked in a thread, and may block; after MOST_WAIT_S it is time anyway.
     """

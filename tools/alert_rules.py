@@ -20,7 +20,7 @@ class Alert(NamedTuple):
     name: str
     severity: str  # critical, warning
     expression: str
-    lasts: str  # for so long before it fires
+    lasts: str  # how long the condition holds before the alert fires
     summary: str  # one line; {{ $labels.x }} stands for a label
     runbook: str  # what to look at first, and what to do
 
@@ -105,7 +105,7 @@ ALERTS = (
         f"max by (namespace, model, pool) ({ROUTER}pool_pressure) > 1.5",
         "15m",
         "The {{ $labels.pool }} pool of {{ $labels.model }} does not keep up",
-        "With `--controller advise` `GET /pools` tells which move would help. With `on` and no move: panel Decisions "
+        "With `--controller advise` `GET /pools` shows which move would help. With `on` and no move: panel Decisions "
         "of the controller has the reason, mostly that the other pool has nothing to spare: add instances.",
     ),
     Alert(
@@ -164,7 +164,7 @@ ALERTS = (
         "5m",
         "{{ $value | humanizePercentage }} of the KV transfers in {{ $labels.namespace }} fail ({{ $labels.side }})",
         "By outcome: refused is two instances that do not fit (model, KV dtype, page size), peer_lost and stalled the "
-        "network between prefill and decode or a NetworkPolicy, write_failed the transport; the instances' logs tell.",
+        "network between prefill and decode or a NetworkPolicy, write_failed the transport; see the instances' logs.",
     ),
     Alert(
         "SglangExtDecodeFull",
@@ -172,7 +172,7 @@ ALERTS = (
         f'min by (namespace) ({SGLANG}token_usage{{engine_type="decode"}}) > 0.95',
         "10m",
         "Every decode instance in {{ $labels.namespace }} is full of KV",
-        "New requests wait for slots (panel Decode: requests) and time to first token grows whatever prefill does: add "
+        "New requests wait for slots (panel Decode: requests) and time to first token grows for all: add "
         "decode instances.",
     ),
     Alert(
@@ -209,7 +209,7 @@ ALERTS = (
         f"(rate({ROUTER}event_loop_lag_seconds_bucket[5m]))) > 0.25",
         "10m",
         "{{ $labels.instance }} serves its event loop late",
-        "Every request waits so much longer. Add routers, or raise their CPU request; a router process uses one core.",
+        "Every request waits this much longer. Add routers or raise their CPU request; a process uses one core.",
     ),
     Alert(
         "SglangExtRouterFilesRunOut",

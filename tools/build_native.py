@@ -1,9 +1,9 @@
 """Build the C++ extension modules in place with the system's compiler and nanobind.
 
-    python tools/build_native.py            # beside the sources, for an editable installation
+    python tools/build_native.py            # next to the sources, for an editable installation
     python tools/build_native.py --remove   # without them the planner says that it is not built, numpy moves rows
 
-A module carries the digest of what it was built from, so it is built anew only when that has changed. CXX names the
+A module carries the digest of what it was built from, so it is built again only when that has changed. CXX names the
 compiler (default c++).
 """
 

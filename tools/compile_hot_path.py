@@ -4,7 +4,7 @@ prefill instance decides before each iteration.
 The sources stay what they are, typed Python that also runs uncompiled, only slower: the router then takes about
 1.8 times the processor time per request, a decision about three times. Usage:
 
-    python tools/compile_hot_path.py            # beside the sources, for an editable installation
+    python tools/compile_hot_path.py            # next to the sources, for an editable installation
     python tools/compile_hot_path.py --remove   # back to plain Python
 
 mypyc bakes the types in: what a compiled class has, and of which type, cannot be changed at run time.
@@ -59,10 +59,12 @@ def source_path(module: str) -> Path:
 
 
 def compiled_files() -> list[Path]:
-    """Everything that an earlier compilation left beside the sources."""
+    """Return every file that an earlier compilation left next to the sources."""
     compiled = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}  # which may have moved since
-    beside = [source_path(module).with_suffix(SUFFIX) for module in {*HOT_MODULES, *compiled}]
-    return [file for file in (*beside, MANIFEST) if file.exists()] + list((ROOT / "router").glob(f"*__mypyc{SUFFIX}"))
+    extensions = [source_path(module).with_suffix(SUFFIX) for module in {*HOT_MODULES, *compiled}]
+    return [file for file in (*extensions, MANIFEST) if file.exists()] + list(
+        (ROOT / "router").glob(f"*__mypyc{SUFFIX}")
+    )
 
 
 def compile_in(folder: Path, change: Callable[[Path], None] = lambda folder: None) -> list[Path]:
@@ -89,13 +91,13 @@ def compile_in(folder: Path, change: Callable[[Path], None] = lambda folder: Non
 
 
 def destination(built: Path) -> Path:
-    """Where an extension module belongs in the checkout; the shared part lies beside the router's package."""
+    """Return where an extension module belongs in the checkout; the shared part lies next to the router's package."""
     root = PACKAGES.get(built.parts[0], ROOT / "router")
     return root / built
 
 
 def manifest_of_sources(path_of: Callable[[str], Path] = source_path) -> str:
-    """What tells later whether compiled modules are of the sources that are there."""
+    """Return the manifest by which compiled modules are compared with their sources later."""
     return json.dumps({module: hashlib.sha256(path_of(module).read_bytes()).hexdigest() for module in HOT_MODULES})
 
 

@@ -159,7 +159,7 @@ def _sglang_extend() -> Callable[..., None]:
 
 
 def compile_all() -> list[Compiled]:
-    """Every case's kernels, in order; one that another case has had already is left out."""
+    """Return every case's kernels, in order, without repetitions."""
     sys.path.insert(0, str(ROOT / "bench"))
     from gpu.pretended_gpu import pretend
 
@@ -283,7 +283,7 @@ def _blocks(one: Compiled) -> int:
 
 
 def with_table(document: str, made: str) -> str:
-    """The document with the table in place of the one that it has. Raises ValueError where it has none."""
+    """Return the document with its table replaced. Raises ValueError where it has none."""
     before, begin, rest = document.partition(TABLE_BEGIN)
     _, end, after = rest.partition(TABLE_END)
     if not begin or not end:

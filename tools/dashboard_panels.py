@@ -62,7 +62,7 @@ def total(metric: str, by: str, *matchers: str) -> str:
 
 
 def of_workers(metric: str, by: str = "role") -> str:
-    """A gauge of the instances, added up. Every router of a group tells of every instance, so one of them counts."""
+    """A gauge of the instances, added up. Every router of a group reports every instance, so one router counts."""
     return f"sum by ({by}) (max by (worker, role) ({series(ROUTER + metric)}))"
 
 
@@ -122,7 +122,7 @@ BY_CLASS = Row(
         Panel(
             "New tokens of a prompt",
             "short",
-            "Those that the chosen instance was not believed to hold.",
+            "Tokens that the chosen instance was not believed to hold.",
             quantiles(ROUTER + "new_tokens", "length_class", shares=(0.5, 0.99)),
         ),
         Panel(
@@ -175,7 +175,7 @@ BY_POOL = Row(
         Panel(
             "Load offered, and instances",
             "short",
-            "Load in instances' worth of work beside the instances that there are.",
+            "Load in instances' worth of work, and the number of instances.",
             (
                 Target(
                     f"max by (model, pool) ({series(ROUTER + 'pool_offered_instances')})", "{{model}} {{pool}} load"
@@ -280,7 +280,7 @@ BY_PHASE = Row(
         Panel(
             "Transfer: how transfers end",
             "ops",
-            "With the handshake backend. restarted: sent anew.",
+            "With the handshake backend. restarted: sent again.",
             (Target(rate(TRANSFER + "requests_total", "side, outcome"), "{{side}}: {{outcome}}"),),
         ),
         Panel(

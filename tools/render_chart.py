@@ -1,4 +1,4 @@
-"""Renders the Helm chart: `python tools/render_chart.py` writes deploy/k8s anew, `--cases` renders what it is given.
+"""Renders the Helm chart: `python tools/render_chart.py` rewrites deploy/k8s, `--cases` renders what it is given.
 
 Needs the folder of `make charts-env`. deploy/k8s is the chart's default, a file for each of its templates, for those
 without Helm.

@@ -12,7 +12,7 @@ def unrestricted_optimum_s(
 ) -> float:
     """Return the lowest TTFT over all growing groups and all chunk boundaries on a grid of `cuts` steps.
 
-    Time depends on a group's size alone, so the best group of s instances is the s least delayed ones, whatever their
+    Time depends only on a group's size, so the best group of s instances is the s least delayed ones, for any
     nodes, and these contain one another. What is left is an exact dynamic programme: the earliest time at which the
     first x tokens can be done on sizes up to s. Memory apart; for costs of Eq. 1.
     """

@@ -79,7 +79,7 @@ class PoolCoordinator:
         )
 
     def wait_connected(self, members: int) -> None:
-        """Return when so many members have joined, each connected with all. Raises EngineStartError."""
+        """Return when this number of members has joined, each connected with all. Raises EngineStartError."""
         deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
         while time.monotonic() < deadline_s:
             try:

@@ -65,7 +65,7 @@ def write_job(path: Path, mix: TraceMix, rows: int, long_share: float, new_token
 
 
 def run_client(url: str, job: Job, concurrency: int, output: Path) -> float:
-    """Seconds in which a client with so many requests at a time has all answers, written as they come.
+    """Return the seconds in which a client with this concurrency has all answers, written as they come.
 
     Raises JobFailedError for an answer that is none.
     """

@@ -83,7 +83,7 @@ class BenchEngine:
             except (OSError, ValueError):
                 time.sleep(0.3)
         lines = self.log_path.read_text(errors="replace").strip().splitlines() or ["no output"]
-        # The last lines of an engine that dies tell of processes that ended because another one did.
+        # The last lines of an engine that dies are about processes that ended because another process did.
         causes = [line for line in lines if _CAUSE.match(line)] or lines
         raise EngineStartError(f"an instance did not start: {causes[-1]}")
 

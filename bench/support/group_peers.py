@@ -20,7 +20,7 @@ LENGTH = struct.Struct("<I")
 
 
 class PeerLoad(NamedTuple):
-    """What one of them has to tell."""
+    """The messages that one peer has to send."""
 
     urls: list[str]  # of all instances
     peers: int
@@ -63,21 +63,21 @@ class _Peers:
                 self.interval_s += 0.05 * (now_s - last_s - self.interval_s)
             last_s = now_s
 
-    async def tell(self, origin: int, port: int) -> None:
+    async def send(self, origin: int, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
         session = await greet(reader, writer, self.key, origin)
         whole, changes = self.messages(origin)
         await asyncio.sleep(random.random() * INTERVAL_S)
-        self.send(writer, session, whole, hashlib.sha256(whole).digest())
+        self._write(writer, session, whole, hashlib.sha256(whole).digest())
         digests = [(body, hashlib.sha256(body).digest()) for body in changes]
         number = 0
         while True:
             await asyncio.sleep(self.interval_s)
-            self.send(writer, session, *digests[number % PREPARED])
+            self._write(writer, session, *digests[number % PREPARED])
             await writer.drain()
             number += 1
 
-    def send(self, writer: asyncio.StreamWriter, session: FrameCodes, body: bytes, digest: bytes) -> None:
+    def _write(self, writer: asyncio.StreamWriter, session: FrameCodes, body: bytes, digest: bytes) -> None:
         frame = LENGTH.pack(len(body)) + session.code(digest) + body
         writer.write(frame)
         self.sent_bytes += len(frame)
@@ -115,7 +115,7 @@ async def _run(load: PeerLoad, pipe: Connection) -> None:
     server = await asyncio.start_server(peers.hear, "0.0.0.0", 0, backlog=1024, limit=1 << 20)
     pipe.send(server.sockets[0].getsockname()[1])
     port = await asyncio.to_thread(pipe.recv)
-    tasks = [asyncio.create_task(peers.tell(origin, port)) for origin in range(1, load.peers + 1)]
+    tasks = [asyncio.create_task(peers.send(origin, port)) for origin in range(1, load.peers + 1)]
     while True:
         await asyncio.to_thread(pipe.recv)  # the end of a stretch
         pipe.send(PeerFigures(peers.received_bytes, peers.sent_bytes, peers.intervals_s))
@@ -127,7 +127,7 @@ async def _run(load: PeerLoad, pipe: Connection) -> None:
 
 
 def run_peers(load: PeerLoad, pipe: Connection) -> None:
-    """The stand-ins' process: sends its port, gets the router's, then figures for whatever is received."""
+    """The stand-ins' process: sends its port, gets the router's, then figures for everything that is received."""
     asyncio.run(_run(load, pipe))
 
 

@@ -37,7 +37,7 @@ def measure_idle_ttft(replayer: Replayer) -> IdleTtft:
     """The faster of two measurements at each length; nothing else may run meanwhile."""
     points = []
     for tokens in LENGTHS_TOKENS:
-        alone = [Arrival(0.0, True, tokens)]
-        times = [replayer.run(alone, seed=1000 + tokens + attempt)[0].ttft_s for attempt in range(2)]
+        arrival = [Arrival(0.0, True, tokens)]
+        times = [replayer.run(arrival, seed=1000 + tokens + attempt)[0].ttft_s for attempt in range(2)]
         points.append((tokens, min(time_s for time_s in times if time_s is not None)))
     return IdleTtft(points)

@@ -43,7 +43,7 @@ class Figures(NamedTuple):
 
 class Round(NamedTuple):
     """One workload, by policy: its open-loop run, and the closed-loop capacity (requests/s of the machine at its first
-    speed) measured beside it.
+    speed) measured with it.
     """
 
     runs: Mapping[str, Run]

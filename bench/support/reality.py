@@ -176,7 +176,7 @@ def busy_core(core: int) -> Iterator[None]:
 
 
 def pin_scheduler(engine: BenchEngine, cores: Collection[int]) -> None:
-    """Pin the thread that computes; those that send KV, and the other processes, stay where they are."""
+    """Pin the thread that computes; threads that send KV, and the other processes, stay where they are."""
     for task in _computing_threads(engine):
         os.sched_setaffinity(int(task.name), cores)
 

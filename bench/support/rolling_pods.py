@@ -1,7 +1,7 @@
 """Processes in place of pods, and what a cluster does around them: EndpointSlices, probes, graceful ends.
 
 A pod has an address of its own (127.0.N.M) and the ports of its Service. It becomes ready when its readiness path
-answers 200; one that is deleted is `terminating` at once, gets SIGTERM after the preStop delay, SIGKILL after the
+answers 200; a deleted pod is `terminating` at once, gets SIGTERM after the preStop delay, SIGKILL after the
 grace period, and leaves its slice when it has ended. One slice for each Service, as the EndpointSlice controller
 writes it.
 """
@@ -44,7 +44,7 @@ class Service(NamedTuple):
     """A Service with its label and ports; the first port is the one of the readiness probe."""
 
     name: str
-    role: str  # of sglang-ext.io/role; empty for one that routers do not look at
+    role: str  # of sglang-ext.io/role; empty for a pod that routers ignore
     ports: dict[str, int]
     readiness_path: str
     delay_s: float  # preStop
@@ -101,7 +101,7 @@ class Cluster:
         self.ends: list[End] = []
 
     def of(self, service: str) -> list[Pod]:
-        """Its pods, the oldest first, those that end left out."""
+        """Return its pods, the oldest first, without pods that end."""
         return [pod for pod in self.pods if pod.service.name == service and not pod.is_terminating]
 
     async def create(self, service: Service, start: Callable[[str, Path], Process]) -> Pod:

@@ -43,15 +43,15 @@ class Sample(NamedTuple):
 
 
 class ServedCluster:
-    """What `state.json` and the router's `/metrics` tell of a cluster in `folder`."""
+    """Read a cluster's state from `state.json` in `folder` and from the router's `/metrics`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def state(self) -> dict[str, Any]:
         """Contents of `state.json`. Raises OSError or ValueError while there are none."""
-        told: dict[str, Any] = json.loads((self._folder / STATE_FILE).read_text(encoding="utf-8"))
-        return told
+        state: dict[str, Any] = json.loads((self._folder / STATE_FILE).read_text(encoding="utf-8"))
+        return state
 
     def programs(self) -> dict[str, dict[str, Any]]:
         """The programs by name."""

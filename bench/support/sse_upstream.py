@@ -1,6 +1,6 @@
 """`python -m support.sse_upstream PORT`: a decode instance that streams; 64 events of about 200 bytes, 5 ms apart.
 
-GET /sent tells how many events it has written.
+GET /sent returns how many events it has written.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class UpstreamError(RuntimeError):
 
 
 def identity(mode: str, bootstrap_port: int | None) -> dict[str, object]:
-    """Return what an instance tells about itself in `/server_info`."""
+    """Return what an instance reports about itself in `/server_info`."""
     facts: dict[str, object] = {
         "model_path": "m",
         "served_model_name": "m",

@@ -39,7 +39,7 @@ class Ended(NamedTuple):
 
 
 class SteadyLoad:
-    """Users who each send a request every `period_s`, whatever became of the others."""
+    """Users who each send a request every `period_s`, independently of the other users."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SteadyLoad:
         boundary_tokens: int,
         limit_s: float = 60.0,
     ) -> None:
-        """`routers` tells the URLs of those that are ready now; a request without an end by `limit_s` is hung."""
+        """Send until the end; `routers` returns the URLs of ready routers. A request that lasts `limit_s` is hung."""
         self._routers = routers
         self._users = users
         self._period_s = period_s
@@ -71,7 +71,7 @@ class SteadyLoad:
         await asyncio.gather(*self._tasks)
 
     def between(self, from_s: float, to_s: float) -> list[Ended]:
-        """Those that were sent in this time."""
+        """Return the requests that were sent in this time."""
         return [one for one in self.ended if from_s <= one.started_s < to_s]
 
     async def _user(self, number: int) -> None:
