@@ -204,7 +204,7 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         {"poolDefaults": {"transferBackend": "handshake"}, "pools": {"decode": DIVIDED}},
         "pools.decode: dcp 2 does not go with transferBackend handshake",
     ),
-    "KV-parallel decode on CPUs": ({"pools": {"decode": {**DIVIDED, **CPU_POOL}}}, "dcp 2 is for GPUs alone"),
+    "KV-parallel decode on CPUs": ({"pools": {"decode": {**DIVIDED, **CPU_POOL}}}, "dcp 2 needs GPUs"),
     "decode in stages": ({"pools": {"decode": {"role": "decode", "pp": 2}}}, "only prefill runs in stages"),
     "stages in the coordinator's pool": (
         {"coordinator": {"enabled": True}, "pools": {"prefill-long": {**STAGED, "sharesLongPrompts": True}}},

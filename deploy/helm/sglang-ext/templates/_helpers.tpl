@@ -87,7 +87,7 @@ capabilities:
 {{- $ranks := mul $tp $pp -}}
 {{- if mod $ranks $nodes }}{{ fail (ternary (printf "pools.%s: tp %d is not a multiple of nodes %d" $name $tp $nodes) (printf "pools.%s: tp %d times pp %d is not a multiple of nodes %d" $name $tp $pp $nodes) (eq $pp 1)) }}{{ end -}}
 {{- if kindIs "invalid" $pool.gpus }}{{ $_ := set $pool "gpus" (div $ranks $nodes) }}{{ end -}}
-{{- if and (gt $dcp 1) (eq (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: dcp %d is for GPUs alone" $name $dcp) }}{{ end -}}
+{{- if and (gt $dcp 1) (eq (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: dcp %d needs GPUs" $name $dcp) }}{{ end -}}
 {{- if and $pool.exclusiveTopology (eq $nodes 1) }}{{ fail (printf "pools.%s: exclusiveTopology is for instances of several nodes" $name) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (not $.Values.coordinator.enabled) }}{{ fail (printf "pools.%s: sharesLongPrompts needs coordinator.enabled" $name) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (eq $pool.role "decode") }}{{ fail (printf "pools.%s: sharesLongPrompts is for prefill" $name) }}{{ end -}}
@@ -137,7 +137,7 @@ capabilities:
 [prefill-short, prefill-long, prefill]
 {{- end -}}
 
-{{/* All ports but the one that serves. */}}
+{{/* All ports except the serving port. */}}
 {{- define "sglang-ext.transferPorts" -}}
 {{- $port := int .Values.worker.port -}}
 - {protocol: TCP, port: 1, endPort: {{ sub $port 1 }}}

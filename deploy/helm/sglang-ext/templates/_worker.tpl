@@ -1,6 +1,6 @@
 {{/*
 The pod of one instance, or of one of its nodes: dict root, name, pool, part ("single", "leader" or "member"), prefix.
-Whatever makes the nodes of an instance tells them of each other in variables that begin with the prefix.
+The controller that makes the nodes of an instance names them to each other in variables that begin with the prefix.
 */}}
 {{- define "sglang-ext.worker" -}}
 {{- $root := .root -}}
